@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Write the map from config to kernel, src/include/flash_kernels.cuh."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "py"))
+
+from flash_helpers.codegen import (  # noqa: E402
+    GENERATOR,
+    MAP_HEADER,
+    kernel_map_header,
+    write_if_different,
+)
+from flash_helpers.kernel_configs import (  # noqa: E402
+    get_kernels_to_build,
+    read_configs,
+    with_general_siblings,
+)
+
+EXAMPLES = """\
+examples:
+  # after a change of the registry
+  python tools/build/generate_kernel_instantiations.py
+
+  # is the committed header the registry's? (exit 1 and a diff if not)
+  python tools/build/generate_kernel_instantiations.py --check
+
+  # build the winners of a sweep too: a JSON list of short forms or of config fields
+  python tools/build/generate_kernel_instantiations.py --configs winners.json
+"""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; print a diff and exit 1 if the header is stale",
+    )
+    parser.add_argument(
+        "--configs",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of configs to build beside the registry's",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / MAP_HEADER,
+        metavar="FILE",
+        help=f"header to write or check (default: {MAP_HEADER})",
+    )
+    return parser.parse_args(argv)
+
+
+def diff_of(path: Path, wanted: str) -> str:
+    """Unified diff from the file at `path`, empty if absent, to the text it should hold."""
+    found = path.read_text() if path.is_file() else ""
+    return "".join(
+        difflib.unified_diff(
+            found.splitlines(keepends=True),
+            wanted.splitlines(keepends=True),
+            fromfile=str(path),
+            tofile="generated",
+        )
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    configs = get_kernels_to_build()
+    if arguments.configs:
+        try:
+            added = read_configs(json.loads(arguments.configs.read_text()))
+        except (OSError, ValueError) as error:
+            print(f"{arguments.configs}: {error}", file=sys.stderr)
+            return 2
+        configs = with_general_siblings([*configs, *added])
+    text = kernel_map_header(configs)
+    if arguments.check:
+        if diff := diff_of(arguments.output, text):
+            sys.stdout.write(diff)
+            print(f"{arguments.output} is stale: run {GENERATOR}", file=sys.stderr)
+            return 1
+        return 0
+    written = write_if_different(arguments.output, text)
+    print(f"{arguments.output}: {len(configs)} kernels{'' if written else ', unchanged'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
