@@ -1,0 +1,91 @@
+"""Build of flash_attention: the kernel library is made by nvcc, the rest is setuptools."""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Command, Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "py"))
+
+from flash_helpers import __version__  # noqa: E402
+from flash_helpers.build import LibraryBuild, copy_built_files, requested_jobs  # noqa: E402
+from flash_helpers.toolchain import (  # noqa: E402
+    BuildError,
+    find_toolchain,
+    requested_architectures,
+)
+
+PACKAGE = "flash_attention"
+
+
+class BuildKernels(Command):
+    """Compile the kernels into the package's folder, and copy them to where wheels are made."""
+
+    description = "build the kernel library with nvcc"
+    user_options = [("build-lib=", "b", "folder that the wheel is made from")]
+
+    def initialize_options(self):
+        self.build_lib = None
+        self.editable_mode = False  # setuptools sets it for `pip install -e`
+
+    def finalize_options(self):
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self):
+        try:
+            architectures = requested_architectures(os.environ)
+            LibraryBuild(
+                root=ROOT,
+                toolchain=find_toolchain(architectures),
+                architectures=architectures,
+                jobs=requested_jobs(os.environ),
+                report=lambda line: print(line, flush=True),
+            ).run(ROOT / PACKAGE)
+        except BuildError as error:
+            raise SystemExit(f"error: {error}") from None
+        if not self.editable_mode:
+            copy_built_files(ROOT / PACKAGE, Path(self.build_lib) / PACKAGE)
+
+    def get_source_files(self):
+        return []  # MANIFEST.in lists them
+
+    def get_outputs(self):
+        return []
+
+    def get_output_mapping(self):
+        return {}
+
+
+class Build(build):
+    sub_commands = [*build.sub_commands, ("build_kernels", None)]
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel serves every Python: the library knows nothing of it."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self):
+        return True
+
+
+setup(
+    name=PACKAGE,
+    version=__version__,
+    description="Sixteen FlashAttention-2 forward kernels in CUDA, each one idea from the last",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else "",
+    long_description_content_type="text/markdown",
+    packages=[PACKAGE],
+    python_requires=">=3.10",
+    install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
+    extras_require={"test": ["pytest>=8", "ruff", "clang-format"]},
+    distclass=PlatformDistribution,
+    cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
+)

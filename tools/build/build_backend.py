@@ -1,0 +1,39 @@
+"""setuptools' build backend, which also asks pip for nvcc where there is none."""
+
+from setuptools import build_meta
+from setuptools.build_meta import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+from flash_helpers.toolchain import BuildError, toolchain_requirements
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+
+def _with_toolchain(requirements: list[str]) -> list[str]:
+    try:
+        return [*requirements, *toolchain_requirements()]
+    except BuildError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
+    return _with_toolchain(build_meta.get_requires_for_build_wheel(config_settings))
+
+
+def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
+    return _with_toolchain(build_meta.get_requires_for_build_editable(config_settings))
