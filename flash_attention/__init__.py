@@ -1,0 +1,12 @@
+"""FlashAttention-2 forward kernels, every step of the progression side by side.
+
+    import flash_attention
+    o = flash_attention.forward("v16_bf16_...", q, k, v)
+
+`kernels()` lists what the library was built with; `python -m flash_attention` prints it.
+"""
+
+from flash_attention._forward import forward, forward_timed
+from flash_attention._library import KernelResources, kernels, resources
+
+__all__ = ["KernelResources", "forward", "forward_timed", "kernels", "resources"]

@@ -1,0 +1,61 @@
+"""Print what the library was built with, and the GPU that it would run on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+
+from flash_attention import _library
+
+
+def device_text() -> str:
+    """The current CUDA device, or why there is none."""
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        major, minor = torch.cuda.get_device_capability(index)
+        return f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}"
+    if torch.version.cuda is None:
+        return "none (this torch is built for the CPU only)"
+    return "none (torch finds no CUDA device or no driver for it)"
+
+
+def summary() -> dict[str, Any]:
+    """What the command prints, ready for JSON."""
+    major, minor = _library.cuda_version()
+    return {
+        "library": str(_library.LIBRARY_PATH),
+        "cuda": f"{major}.{minor}",
+        "architectures": _library.architectures(),
+        "torch": torch.__version__,
+        "device": device_text(),
+        "kernels": [config.short_form() for config in _library.kernels()],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flash_attention", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args(argv)
+    try:
+        found = summary()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    kernels = found.pop("kernels")
+    lines = [
+        f"{name:14}{' '.join(value) if isinstance(value, list) else value}"
+        for name, value in [*found.items(), ("kernels", len(kernels))]
+    ]
+    print("\n".join([*lines, *(f"  {name}" for name in kernels)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

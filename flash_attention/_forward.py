@@ -1,0 +1,130 @@
+"""forward() and its registration as torch custom operators."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_attention import _checks, _library
+from flash_attention._library import ForwardKernelArgs, TensorStrides
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
+
+
+class _Launch:
+    """One call, checked and ready; launching it does nothing else."""
+
+    def __init__(self, cfg: str, inputs: dict[str, torch.Tensor], o: torch.Tensor | None) -> None:
+        self.config = _library.resolve(cfg)
+        given = inputs if o is None else {**inputs, "o": o}
+        _checks.check_shapes(self.config, given)
+        q = inputs["q"]
+        _checks.check_device(q.device)
+        _checks.check_memory(given)
+        if o is None:
+            o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        else:
+            _checks.check_output(inputs, o)
+        self.tensors = (*inputs.values(), o)
+        self.args = ForwardKernelArgs(
+            *(tensor.data_ptr() for tensor in self.tensors),
+            *(TensorStrides(*_checks.kernel_strides(tensor)) for tensor in self.tensors),
+            q.shape[1],
+        )
+
+    @property
+    def output(self) -> torch.Tensor:
+        return self.tensors[-1]
+
+    def run(self) -> None:
+        batch, _, n_heads, _ = self.output.shape
+        device = self.output.device
+        stream = torch.cuda.current_stream(device).cuda_stream
+        _library.launch(self.config, self.args, batch, n_heads, device.index, stream)
+
+
+@torch.library.custom_op("flash_attention::forward", mutates_args=())
+def _forward(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    launch = _Launch(cfg, {"q": q, "k": k, "v": v}, None)
+    launch.run()
+    return launch.output
+
+
+@_forward.register_fake
+def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    _checks.check_shapes(_library.resolve(cfg), {"q": q, "k": k, "v": v})
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@torch.library.custom_op("flash_attention::forward_out", mutates_args=("o",))
+def _forward_out(
+    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+) -> None:
+    _Launch(cfg, {"q": q, "k": k, "v": v}, o).run()
+
+
+@_forward_out.register_fake
+def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
+    _checks.check_shapes(_library.resolve(cfg), {"q": q, "k": k, "v": v, "o": o})
+
+
+def forward(
+    cfg: FlashForwardKernelConfig | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(q kᵀ / sqrt(d_head)) v for every batch and head, by the kernel of `cfg`.
+
+    cfg: a config, or its short form, that the library was built with (`kernels()`).
+    q, k, v: (batch, seq, heads, d_head), of the config's dtype, on one CUDA device; d_head 128,
+        seq a multiple of B_r and B_c. Any strides that are multiples of 8 elements, 1 in the last
+        dimension, from 16-byte aligned memory.
+    o: written and returned if given, with the same shape, dtype and device, overlapping nothing;
+        otherwise a new contiguous tensor.
+
+    Runs on the device's current stream, without synchronising. There is no backward pass:
+    differentiating through the result raises RuntimeError.
+
+    Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument and for a
+    config that was not built; RuntimeError without a CUDA device of compute capability 8.0, or
+    with CUDA's text when the launch fails. Nothing is launched then.
+    """
+    name = cfg if isinstance(cfg, str) else _short_form(cfg)
+    if o is None:
+        _checks.check_types({"q": q, "k": k, "v": v})
+        return _forward(name, q, k, v)
+    _checks.check_types({"q": q, "k": k, "v": v, "o": o})
+    _forward_out(name, q, k, v, o)
+    return o
+
+
+def forward_timed(
+    cfg: FlashForwardKernelConfig | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, float]:
+    """As `forward`, and how long the kernel took on the GPU, in milliseconds (CUDA events).
+
+    Waits for the kernel to end. One launch on an idle GPU includes the time to launch it.
+    """
+    inputs = {"q": q, "k": k, "v": v}
+    _checks.check_types(inputs if o is None else {**inputs, "o": o})
+    name = cfg if isinstance(cfg, str) else _short_form(cfg)
+    launch = _Launch(name, inputs, o)
+    stream = torch.cuda.current_stream(q.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    launch.run()
+    end.record(stream)
+    end.synchronize()
+    return launch.output, begin.elapsed_time(end)
+
+
+def _short_form(cfg: object) -> str:
+    if isinstance(cfg, FlashForwardKernelConfig):
+        return cfg.short_form()
+    raise TypeError(
+        f"cfg is a {type(cfg).__name__}: pass a FlashForwardKernelConfig or its short form"
+    )
