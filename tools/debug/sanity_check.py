@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Check the kernels against float64 attention on the same inputs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from flash_helpers.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
+from flash_helpers.inputs import DISTRIBUTIONS, AttentionShape
+from flash_helpers.sanity import (
+    DEFAULT_SHAPE,
+    SMALL_SHAPE,
+    SanityReport,
+    check_kernels,
+    make_request,
+)
+from flash_helpers.selection import DTYPE_CHOICES, KERNEL_HELP, UsageError, parse_dtypes
+
+DESCRIPTION = """\
+Run each kernel on an output full of NaN and compare it with attention in float64 on the same
+inputs. A kernel passes when its largest absolute error is at most twice that of plain PyTorch in
+the same dtype plus half an ulp, and its relative (Frobenius) error is at most half the dtype's
+epsilon; the table's bound column gives both.
+"""
+
+EXAMPLES = """\
+examples:
+  every version at its fixed config, in both dtypes, on a small problem:
+    python tools/debug/sanity_check.py --small
+  versions 7 to 9 in bf16 at the full size:
+    python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
+  where is version 2 wrong? Errors by row and the first wrong element:
+    python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
+  every kernel that is built, three heads, for a script:
+    python tools/debug/sanity_check.py --small --heads 3 --kernel all --json > sanity.json
+
+exit status: 0 every kernel passed, 1 a kernel failed, 2 wrong usage or nothing was run
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--small", action="store_true", help=f"{SMALL_SHAPE} instead of {DEFAULT_SHAPE}"
+    )
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KERNEL",
+        help=f"{KERNEL_HELP} (default: the fixed config of every version)",
+    )
+    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="both", help="(default: both)")
+    parser.add_argument(
+        "--device", choices=DEVICE_CHOICES, default="auto", help="(default: auto, a GPU)"
+    )
+    parser.add_argument("--batch", type=int, help="batch size instead of the shape's")
+    parser.add_argument("--heads", type=int, help="number of heads instead of the shape's")
+    parser.add_argument("--seq", type=int, help="sequence length instead of the shape's")
+    parser.add_argument(
+        "--inputs",
+        choices=list(DISTRIBUTIONS),
+        default="normal",
+        help="; ".join(f"{d.name}: {d.description}" for d in DISTRIBUTIONS.values()),
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument(
+        "--diff", action="store_true", help="errors by row and the first wrong element"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="JSON on stdout; the summary goes to stderr"
+    )
+    return parser.parse_args(argv)
+
+
+def chosen_shape(arguments: argparse.Namespace) -> AttentionShape:
+    """The shape that the command line asks for. Raises ValueError if a size is not positive."""
+    shape = SMALL_SHAPE if arguments.small else DEFAULT_SHAPE
+    return AttentionShape(
+        batch=shape.batch if arguments.batch is None else arguments.batch,
+        n_heads=shape.n_heads if arguments.heads is None else arguments.heads,
+        seq_len=shape.seq_len if arguments.seq is None else arguments.seq,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        shape = chosen_shape(arguments)
+        backend = find_backend(arguments.device)
+        request = make_request(
+            backend,
+            arguments.kernel,
+            parse_dtypes(arguments.dtype),
+            shape,
+            arguments.inputs,
+            arguments.seed,
+            arguments.diff,
+        )
+        progress = tqdm(
+            check_kernels(request, backend),
+            total=len(request.configs),
+            desc="sanity check",
+            unit="kernel",
+        )
+        report = SanityReport(request, backend.description, tuple(progress))
+    except torch.cuda.OutOfMemoryError:
+        print(f"not enough memory for {shape}: use --small, or a smaller --batch", file=sys.stderr)
+        return 2
+    except (KernelsNotRun, UsageError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(report.as_json(), indent=2))
+        print(report.summary, file=sys.stderr)
+    else:
+        print(report.text())
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
