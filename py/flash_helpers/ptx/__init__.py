@@ -1,0 +1,60 @@
+"""A reader of PTX and a simulator that runs it on NumPy: it computes, watches and counts.
+
+memory = DeviceMemory()
+x = memory.upload(array)
+run = load_ptx(path).kernel("name").launch(grid=8, block=128, args=[x, 1024], memory=memory)
+memory.download(x, array.shape, array.dtype)
+run.counters.total.bank_conflicts
+"""
+
+from flash_helpers.ptx.counters import Counters, Counts, LineCounts
+from flash_helpers.ptx.errors import (
+    BarrierError,
+    InstructionLimitError,
+    LaunchError,
+    MisalignedError,
+    MissingLanesError,
+    OutOfBoundsError,
+    PendingCopyError,
+    PtxError,
+    PtxSyntaxError,
+    RaceError,
+    SimulatorError,
+    TrapError,
+    UninitialisedReadError,
+    UnsupportedInstruction,
+)
+from flash_helpers.ptx.flow import Phase
+from flash_helpers.ptx.kernel import Kernel, PtxModule, Run, load_ptx
+from flash_helpers.ptx.memory import DeviceMemory
+from flash_helpers.ptx.observe import Observation, Observer
+from flash_helpers.ptx.reader import read_ptx
+
+__all__ = [
+    "BarrierError",
+    "Counters",
+    "Counts",
+    "DeviceMemory",
+    "InstructionLimitError",
+    "Kernel",
+    "LaunchError",
+    "LineCounts",
+    "MisalignedError",
+    "MissingLanesError",
+    "Observation",
+    "Observer",
+    "OutOfBoundsError",
+    "PendingCopyError",
+    "Phase",
+    "PtxError",
+    "PtxModule",
+    "PtxSyntaxError",
+    "RaceError",
+    "Run",
+    "SimulatorError",
+    "TrapError",
+    "UninitialisedReadError",
+    "UnsupportedInstruction",
+    "load_ptx",
+    "read_ptx",
+]

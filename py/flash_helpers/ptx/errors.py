@@ -1,0 +1,152 @@
+"""What can go wrong while PTX is read, launched and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PtxError(Exception):
+    """Base of every error of this package."""
+
+
+class PtxSyntaxError(PtxError, ValueError):
+    """The text is not PTX that this reader understands, or it is cut off."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(f"PTX line {line}: {message}")
+        self.line = line
+
+
+class UnsupportedInstruction(PtxError, NotImplementedError):
+    """A well-formed instruction that the simulator does not know."""
+
+    def __init__(self, opcode: str, line: int, reason: str = "") -> None:
+        detail = f": {reason}" if reason else ""
+        super().__init__(f"PTX line {line}: the simulator does not know {opcode!r}{detail}")
+        self.opcode = opcode
+        self.line = line
+
+
+class LaunchError(PtxError, ValueError):
+    """A launch that cannot exist: its shape, its arguments or the target's limits."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the kernel a fault happened."""
+
+    kernel: str
+    ptx_line: int
+    opcode: str
+    source: str | None
+    """``file:line`` of the CUDA source, with the chain of inlined calls; None without ``.loc``."""
+
+    def __str__(self) -> str:
+        source = self.source or "no source line (compile with -lineinfo)"
+        return f"{source} [{self.opcode}, PTX line {self.ptx_line}] in {self.kernel}"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One thread of the launch."""
+
+    block: tuple[int, int, int]
+    warp: int
+    lane: int
+
+    def __str__(self) -> str:
+        x, y, z = self.block
+        return f"block ({x}, {y}, {z}) warp {self.warp} lane {self.lane}"
+
+
+class SimulatorError(PtxError, RuntimeError):
+    """A fault of the kernel found while it ran.
+
+    Attributes:
+        site: the instruction.
+        thread: the first thread that shows the fault, None if the fault has no single thread.
+        address: the address as the instruction saw it, None if no address is involved.
+        count: number of faulting lanes, over the whole run where faults are collected.
+    """
+
+    title = "fault"
+
+    def __init__(
+        self,
+        detail: str,
+        site: Site | None = None,
+        thread: Thread | None = None,
+        address: int | None = None,
+        count: int = 1,
+    ) -> None:
+        self.detail = detail
+        self.site = site
+        self.thread = thread
+        self.address = address
+        self.count = count
+        super().__init__(detail)
+
+    def __str__(self) -> str:
+        parts = [f"{self.title}: {self.detail}"]
+        if self.site is not None:
+            parts.append(f"at {self.site}")
+        if self.thread is not None:
+            parts.append(f"by {self.thread}")
+        if self.address is not None:
+            parts.append(f"address {self.address:#x}")
+        text = "\n  ".join(parts)
+        return text if self.count == 1 else f"{text}\n  {self.count} times"
+
+
+class OutOfBoundsError(SimulatorError):
+    """An access outside every allocation, or outside the block's shared memory."""
+
+    title = "out-of-bounds access"
+
+
+class MisalignedError(SimulatorError):
+    """An address that is not a multiple of the access size."""
+
+    title = "misaligned access"
+
+
+class UninitialisedReadError(SimulatorError):
+    """Shared memory read before anything wrote it."""
+
+    title = "uninitialised shared memory"
+
+
+class PendingCopyError(SimulatorError):
+    """Shared memory touched between a ``cp.async`` and the wait that completes it."""
+
+    title = "asynchronous copy not waited for"
+
+
+class RaceError(SimulatorError):
+    """Two warps touch the same shared bytes, one of them writing, with no barrier between."""
+
+    title = "shared-memory race"
+
+
+class BarrierError(SimulatorError):
+    """A barrier that not all of its threads reach."""
+
+    title = "barrier not reached by all threads"
+
+
+class MissingLanesError(SimulatorError):
+    """A warp-wide instruction executed without lanes that it needs."""
+
+    title = "missing lanes"
+
+
+class TrapError(SimulatorError):
+    """The kernel executed ``trap``."""
+
+    title = "trap"
+
+
+class InstructionLimitError(SimulatorError):
+    """The kernel ran longer than it was allowed to."""
+
+    title = "instruction limit"

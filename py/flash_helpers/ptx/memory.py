@@ -1,0 +1,129 @@
+"""Global memory of the simulated device."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flash_helpers.ptx.errors import LaunchError
+
+ARENA_BASE = 0x7F00_0000_0000
+"""First address of global memory."""
+SHARED_WINDOW = 0x7E00_0000_0000
+"""Generic address of the first byte of a block's shared memory."""
+LOCAL_WINDOW = 0x7D00_0000_0000
+"""Generic address of the first byte of a thread's local memory."""
+PARAM_WINDOW = 0x7C00_0000_0000
+"""Generic address of the first byte of the kernel's parameters."""
+WINDOW_SIZE = 1 << 32
+
+_ALIGNMENT = 256
+_GUARD = 4096
+"""Bytes between allocations that belong to none, so that running off an array is seen."""
+
+
+class DeviceMemory:
+    """Global memory: allocations with gaps between them, every access checked against them."""
+
+    def __init__(self) -> None:
+        self._bytes = np.zeros(1 << 16, np.uint8)
+        self._used = _GUARD
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def allocate(self, size: int) -> int:
+        """Reserves ``size`` zeroed bytes, aligned to 256, and returns their address."""
+        if size <= 0:
+            raise ValueError(f"an allocation of {size} bytes: give at least 1")
+        start = self._used
+        self._used = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
+        if self._used > self._bytes.size:
+            grown = np.zeros(max(self._used, 2 * self._bytes.size), np.uint8)
+            grown[: self._bytes.size] = self._bytes
+            self._bytes = grown
+        self._starts.append(ARENA_BASE + start)
+        self._ends.append(ARENA_BASE + start + size)
+        return ARENA_BASE + start
+
+    def upload(self, array: npt.ArrayLike) -> int:
+        """Copies an array (C order) into new global memory and returns its address."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        address = self.allocate(data.size)
+        self._bytes[address - ARENA_BASE :][: data.size] = data
+        return address
+
+    def download(
+        self, address: int, shape: int | Sequence[int], dtype: npt.DTypeLike
+    ) -> np.ndarray:
+        """A copy of global memory as an array.
+
+        Raises:
+            ValueError: the bytes are not all inside one allocation.
+        """
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        size = math.prod(shape) * dtype.itemsize
+        limits = self.extent(address)
+        if limits is None or address + size > limits[1]:
+            raise ValueError(
+                f"{size} bytes at {address:#x} are not inside one allocation: "
+                "download what upload or allocate returned, with its shape and dtype"
+            )
+        offset = address - ARENA_BASE
+        return self._bytes[offset : offset + size].view(dtype).reshape(shape).copy()
+
+    def extent(self, address: int) -> tuple[int, int] | None:
+        """First address and end of the allocation that holds ``address``, None if none does."""
+        i = bisect.bisect_right(self._starts, address) - 1
+        if i < 0 or address >= self._ends[i]:
+            return None
+        return self._starts[i], self._ends[i]
+
+    def nearest(self, address: int) -> str:
+        """Words that say where an address outside every allocation lies."""
+        if address == 0:
+            return "the null pointer"
+        i = bisect.bisect_right(self._starts, address) - 1
+        if i >= 0 and address - self._ends[i] < 1 << 24:
+            size = self._ends[i] - self._starts[i]
+            return (
+                f"{address - self._ends[i]} bytes past the end of the {size}-byte allocation "
+                f"at {self._starts[i]:#x}"
+            )
+        if i + 1 < len(self._starts) and self._starts[i + 1] - address < 1 << 24:
+            size = self._ends[i + 1] - self._starts[i + 1]
+            return (
+                f"{self._starts[i + 1] - address} bytes before the {size}-byte allocation "
+                f"at {self._starts[i + 1]:#x}"
+            )
+        return "not an address of this device memory"
+
+    def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """For each address, whether ``size`` bytes from it lie in one allocation."""
+        if not self._starts:
+            return np.zeros(addresses.shape, bool)
+        starts = np.array(self._starts)
+        ends = np.array(self._ends)
+        i = np.searchsorted(starts, addresses, side="right") - 1
+        return (i >= 0) & (addresses + size <= ends[np.maximum(i, 0)])
+
+    def view(self, size: int) -> np.ndarray:
+        """All of memory from ``ARENA_BASE`` as words of ``size`` bytes (16: rows of two words)."""
+        return word_view(self._bytes, size)
+
+
+def word_view(data: np.ndarray, size: int) -> np.ndarray:
+    """Bytes as unsigned words of 1, 2, 4 or 8 bytes, or as rows of 16 or 32 bytes.
+
+    Raises:
+        LaunchError: no access has this size.
+    """
+    if size in (1, 2, 4, 8):
+        return data.view(np.dtype(f"u{size}"))
+    if size in (16, 32):
+        return data.view(np.uint32).reshape(-1, size // 4)
+    raise LaunchError(f"an access of {size} bytes: PTX has 1, 2, 4, 8, 16 and 32")

@@ -1,0 +1,172 @@
+"""What a PTX file holds, as records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of CUDA source, and the call that it was inlined into, if any."""
+
+    file: str
+    line: int
+    column: int
+    inlined_at: Location | None = None
+
+    @property
+    def outermost(self) -> Location:
+        """The line of the kernel itself that this code belongs to."""
+        location = self
+        while location.inlined_at is not None:
+            location = location.inlined_at
+        return location
+
+    def frames(self) -> tuple[Location, ...]:
+        """This line, then every caller outwards."""
+        return (self,) if self.inlined_at is None else (self, *self.inlined_at.frames())
+
+    def __str__(self) -> str:
+        text = f"{self.file}:{self.line}"
+        return text if self.inlined_at is None else f"{text}, inlined at {self.inlined_at}"
+
+
+@dataclass(frozen=True)
+class Register:
+    """A virtual register; ``name`` is unique within its function."""
+
+    name: str
+    negated: bool = False
+    """``!%p``: the complement of a predicate."""
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special register such as ``%tid.x``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A literal; ``float_bits`` is 32 or 64 for ``0f...``/``0d...``, whose bits are in value."""
+
+    value: int | float
+    float_bits: int = 0
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The address of a variable (or the name of a label or a function), plus an offset."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base + offset]``."""
+
+    base: Register | Symbol | Immediate
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``{a, b, ...}``."""
+
+    elements: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``a|b``: two destinations."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """``(a, b, ...)`` of a call."""
+
+    elements: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Sink:
+    """``_``: a destination that nobody reads."""
+
+
+Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Arguments | Sink
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction."""
+
+    opcode: str
+    """With all modifiers, as written."""
+    operands: tuple[Operand, ...]
+    guard: Register | None
+    line: int
+    """Line of the PTX text, from 1."""
+    location: Location | None
+    name: str
+    """The opcode before the first dot."""
+    modifiers: tuple[str, ...]
+    types: tuple[str, ...]
+    """The modifiers that are types, in order."""
+
+    def has(self, modifier: str) -> bool:
+        return modifier in self.modifiers
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable in ``.shared``, ``.local``, ``.const``, ``.global`` or ``.param`` space."""
+
+    name: str
+    space: str
+    type: str
+    size: int
+    """Bytes; 0 for an ``extern`` array whose size the launch gives."""
+    alignment: int
+    initial: bytes | tuple[int | Symbol, ...] | None = None
+    external: bool = False
+
+
+@dataclass(frozen=True)
+class Function:
+    """An entry (kernel) or a device function."""
+
+    name: str
+    is_entry: bool
+    parameters: tuple[Variable, ...]
+    results: tuple[Variable, ...]
+    registers: dict[str, str]
+    """Register name to type name."""
+    variables: tuple[Variable, ...]
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+    """Label to the index of the instruction that follows it."""
+    branch_targets: dict[str, tuple[str, ...]]
+    """Name of a ``.branchtargets`` list to its labels."""
+    line: int
+    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """``.maxntid``, ``.reqntid``, ``.minnctapersm`` and the like."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A whole PTX file."""
+
+    version: str
+    target: str
+    files: dict[int, str]
+    functions: dict[str, Function]
+    variables: dict[str, Variable]
+
+    @property
+    def entries(self) -> tuple[Function, ...]:
+        return tuple(f for f in self.functions.values() if f.is_entry)

@@ -1,0 +1,361 @@
+"""The simulator finds what is wrong with a kernel, and says where."""
+
+import numpy as np
+import pytest
+from ptx_snippets import entry, run_body
+
+from flash_helpers.ptx import (
+    BarrierError,
+    DeviceMemory,
+    InstructionLimitError,
+    LaunchError,
+    MisalignedError,
+    MissingLanesError,
+    OutOfBoundsError,
+    PendingCopyError,
+    PtxSyntaxError,
+    RaceError,
+    TrapError,
+    UninitialisedReadError,
+    load_ptx,
+)
+
+DECLARATIONS = """
+.reg .pred %p, %q;
+.reg .b16 %h<4>;
+.reg .b32 %r<20>;
+.reg .f32 %f<8>;
+.reg .b64 %rd<8>;
+.shared .align 16 .b8 tile[1024];
+"""
+PROLOGUE = """
+.file 1 "kernel.cu"
+"""
+START = """
+mov.u32 %r0, %tid.x;
+shl.b32 %r1, %r0, 2;
+mov.u32 %r2, tile;
+add.u32 %r3, %r2, %r1;
+and.b32 %r4, %r0, 31;
+shr.u32 %r5, %r0, 5;
+setp.eq.u32 %p, %r5, 0;
+"""
+
+
+def run(body, **options):
+    return run_body(START + body, DECLARATIONS, before=PROLOGUE, **options)
+
+
+def run_on_array(body, size=256, **options):
+    memory = DeviceMemory()
+    address = memory.upload(np.arange(size, dtype=np.uint8))
+    memory.upload(np.zeros(64))
+    text = entry(
+        "ld.param.u64 %rd0, [p];\ncvta.to.global.u64 %rd1, %rd0;" + START + body,
+        ".param .u64 p",
+        DECLARATIONS,
+        PROLOGUE,
+    )
+    return (
+        load_ptx(text)
+        .kernel("k")
+        .launch(grid=2, block=64, args=[address], memory=memory, **options)
+    )
+
+
+# -- addresses ---------------------------------------------------------------------------------
+
+
+def test_global_access_past_the_end():
+    with pytest.raises(OutOfBoundsError) as caught:
+        run_on_array(
+            """
+            .loc 1 42 7
+            mul.wide.u32 %rd2, %r0, 8;
+            add.s64 %rd3, %rd1, %rd2;
+            ld.global.u32 %r6, [%rd3+4];
+            """
+        )
+    error = caught.value
+    # Thread 31 reads the last word of the 256 bytes, thread 32 lies beyond them.
+    assert (error.thread.block, error.thread.warp, error.thread.lane) == ((0, 0, 0), 1, 0)
+    assert error.site.source == "kernel.cu:42"
+    assert "4 bytes past the end of the 256-byte allocation" in str(error)
+    assert "ld.global.u32" in str(error) and "kernel k" not in str(error)
+    assert error.address == 0x7F00_0000_1000 + 260
+    # Both blocks, each with one warp out of bounds.
+    assert error.count == 64
+
+
+@pytest.mark.parametrize(("address", "words"), [(0, "null pointer"), (0x1234567, "not an address")])
+def test_null_and_foreign_pointers(address, words):
+    text = entry("ld.param.u64 %rd0, [p];\nst.global.u32 [%rd0], 1;", ".param .u64 p", DECLARATIONS)
+    with pytest.raises(OutOfBoundsError, match=words):
+        load_ptx(text).kernel("k").launch(grid=1, block=32, args=[address])
+
+
+def test_misaligned_accesses():
+    with pytest.raises(MisalignedError, match="multiple of 8"):
+        run_on_array("ld.global.v2.u32 {%r6, %r7}, [%rd1+4];")
+    with pytest.raises(MisalignedError, match="multiple of 4"):
+        run("st.shared.u32 [%r3+2], 0;")
+
+
+def test_shared_access_past_the_end():
+    with pytest.raises(OutOfBoundsError, match="1024 bytes of shared memory"):
+        run("st.shared.u32 [%r3+1000], 0;")
+
+
+# -- shared memory -----------------------------------------------------------------------------
+
+
+def test_reading_what_nobody_wrote():
+    with pytest.raises(UninitialisedReadError) as caught:
+        run("@%p st.shared.u32 [%r3], 0;\n bar.sync 0;\n ld.shared.u32 %r6, [%r3];")
+    assert caught.value.thread.warp == 1
+
+
+COPY = "cp.async.ca.shared.global [%r3], [%rd1], 4;\n"
+
+
+def test_reading_a_copy_that_was_not_waited_for():
+    with pytest.raises(PendingCopyError, match=r"cp\.async\.ca\.shared\.global"):
+        run_on_array(COPY + "cp.async.commit_group;\n ld.shared.u32 %r6, [%r3];")
+
+
+def test_waiting_for_a_copy_that_was_not_committed():
+    body = COPY + "cp.async.wait_group 0;\n ld.shared.u32 %r6, [%r3];"
+    with pytest.raises(PendingCopyError):
+        run_on_array(body)
+    run_on_array(body.replace("wait_group 0", "wait_all"))
+
+
+def test_waiting_for_too_few_groups():
+    body = COPY + "cp.async.commit_group;\n"
+    body += COPY.replace("[%r3]", "[%r3+512]") + "cp.async.commit_group;\n"
+    body += "cp.async.wait_group 1;\n ld.shared.u32 %r6, [%r3];\n"
+    run_on_array(body)
+    with pytest.raises(PendingCopyError):
+        run_on_array(body + "ld.shared.u32 %r7, [%r3+512];")
+
+
+def test_overwriting_a_copy_on_its_way():
+    with pytest.raises(PendingCopyError, match="write of shared address"):
+        run_on_array(COPY + "st.shared.u32 [%r3], 0;")
+
+
+def test_a_copy_that_was_waited_for_is_seen_by_other_warps_only_after_a_barrier():
+    body = (
+        COPY + "cp.async.wait_all;\n%BARRIER%\n xor.b32 %r6, %r3, 128;\n ld.shared.u32 %r7, [%r6];"
+    )
+    run_on_array(body.replace("%BARRIER%", "bar.sync 0;"))
+    with pytest.raises(RaceError):
+        run_on_array(body.replace("%BARRIER%", ""))
+
+
+def test_a_copy_reads_zeros_beyond_its_source_size():
+    run_on_array(
+        """
+        cp.async.ca.shared.global [%r3], [%rd1+1], 4, 0;
+        cp.async.wait_all;
+        ld.shared.u32 %r6, [%r3];
+        setp.ne.u32 %q, %r6, 0;
+        @%q trap;
+        """
+    )
+
+
+RACES = {
+    "read after write": ("@%p st.shared.u32 [%r3], 1;", "@!%p ld.shared.u32 %r6, [%r3+-128];"),
+    "write after read": ("@%p ld.shared.u32 %r6, [%r3];", "@!%p st.shared.u32 [%r3+-128], 1;"),
+    "write after write": ("@%p st.shared.u32 [%r3], 1;", "@!%p st.shared.u32 [%r3+-128], 1;"),
+    "read after atomic": (
+        "@%p red.shared.add.u32 [%r3], 1;",
+        "@!%p ld.shared.u32 %r6, [%r3+-128];",
+    ),
+    "atomic after write": ("@%p st.shared.u32 [%r3], 1;", "@!%p red.shared.add.u32 [%r3+-128], 1;"),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_race_is_found_and_a_barrier_cures_it(name):
+    first, second = RACES[name]
+    start = "@%p st.shared.u32 [%r3], 0;\n bar.sync 0;\n"
+    run(f"{start}{first}\n bar.sync 0;\n{second}")
+    with pytest.raises(RaceError) as caught:
+        run(f"{start}.loc 1 5 1\n{first}\n.loc 1 6 1\n{second}")
+    assert "kernel.cu:5" in caught.value.detail and caught.value.site.source == "kernel.cu:6"
+
+
+def test_a_race_is_found_whatever_the_order_in_which_warps_run():
+    # The reader stands before the writer in the program, so it always runs first here.
+    body = """
+    @!%p bra WRITE;
+    bar.sync 0;
+    ld.shared.u32 %r6, [tile];
+    bra.uni DONE;
+    WRITE:
+    bar.sync 0;
+    @%q st.shared.u32 [tile], 2;
+    DONE:
+    """
+    head = "setp.eq.u32 %q, %r4, 0;\n st.shared.u32 [%r3], 0;\n"
+    with pytest.raises(RaceError):
+        run(head + body)
+
+
+def test_two_warps_writing_one_word_in_the_same_instruction():
+    with pytest.raises(RaceError):
+        run("shl.b32 %r6, %r4, 2;\n add.u32 %r7, %r2, %r6;\n st.shared.u32 [%r7], %r0;")
+
+
+def test_warps_that_write_one_value_in_the_same_instruction_are_no_race():
+    run("shl.b32 %r6, %r4, 2;\n add.u32 %r7, %r2, %r6;\n st.shared.u32 [%r7], %r4;")
+
+
+def test_neighbouring_bytes_are_no_race():
+    run("add.u32 %r7, %r2, %r0;\n st.shared.u8 [%r7], %r0;\n ld.shared.u8 %h0, [%r7];")
+
+
+def test_atomics_on_one_word_are_no_race():
+    run("st.shared.u32 [%r3], 0;\n bar.sync 0;\n red.shared.add.u32 [tile], 1;")
+
+
+def test_a_barrier_of_some_warps_orders_only_these():
+    body = """
+    setp.lt.u32 %q, %r0, 64;
+    @%p st.shared.u32 [%r3], 1;
+    @!%q bra OTHERS;
+    bar.sync 1, 64;
+    OTHERS:
+    {reader}
+    """
+    second = "setp.eq.u32 %q, %r5, 1;\n @%q ld.shared.u32 %r6, [%r3+-128];"
+    third = "setp.eq.u32 %q, %r5, 2;\n @%q ld.shared.u32 %r6, [%r3+-256];"
+    run(body.format(reader=second), threads=96)
+    with pytest.raises(RaceError):
+        run(body.format(reader=third), threads=96)
+
+
+# -- barriers and lanes ------------------------------------------------------------------------
+
+
+def test_a_barrier_that_some_threads_never_reach():
+    with pytest.raises(BarrierError, match="32 of 64 threads wait, 32 have ended"):
+        run("@%p ret;\n bar.sync 0;")
+
+
+def test_a_barrier_that_lanes_of_one_warp_reach_apart():
+    with pytest.raises(BarrierError, match="different barrier instructions"):
+        run("setp.lt.u32 %q, %r4, 7;\n @%q bra A;\n bar.sync 0;\n bra.uni B;\nA: bar.sync 0;\nB:")
+
+
+def test_a_shuffle_whose_lanes_never_come():
+    with pytest.raises(MissingLanesError, match="0xfffffff0 do not come"):
+        run("setp.gt.u32 %q, %r4, 3;\n @%q ret;\n shfl.sync.bfly.b32 %r6, %r0, 1, 31, -1;")
+
+
+def test_a_shuffle_waits_for_lanes_that_come_another_way():
+    run("setp.gt.u32 %q, %r4, 3;\n @%q bra A;\n add.u32 %r0, %r0, 1;\nA: "
+        "shfl.sync.bfly.b32 %r6, %r0, 1, 31, -1;")  # fmt: skip
+
+
+def test_a_shuffle_executed_by_a_lane_outside_its_mask():
+    with pytest.raises(MissingLanesError, match="not among them"):
+        run("shfl.sync.bfly.b32 %r6, %r0, 1, 31, 0xffff;")
+
+
+def test_a_shuffle_that_reads_a_lane_that_does_not_take_part():
+    with pytest.raises(MissingLanesError, match="lane 8, whose value is read"):
+        run("setp.gt.u32 %q, %r4, 7;\n @%q ret;\n shfl.sync.down.b32 %r6, %r0, 1, 31, 0xff;")
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    ["mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%f0,%f1,%f2,%f3}, {%r0,%r1}, {%r2}, "
+     "{%f0,%f1,%f2,%f3};",
+     "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r2];"],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["setp.eq.u32 %q, %r4, 5;\n @%q ret;\n",
+                                 "setp.ne.u32 %q, %r4, 5;\n @%q "])  # fmt: skip
+def test_a_matrix_instruction_without_a_lane(instruction, how):
+    with pytest.raises(MissingLanesError):
+        run(f"st.shared.u32 [%r3], 0;\n bar.sync 0;\n{how}{instruction}")
+
+
+def test_trap_and_endless_loop():
+    with pytest.raises(TrapError):
+        run("@%p trap;")
+    with pytest.raises(InstructionLimitError, match="more than 5000 instructions"):
+        run("LOOP:\n add.u32 %r6, %r6, 1;\n bra.uni LOOP;", max_instructions=5000)
+
+
+# -- collected faults --------------------------------------------------------------------------
+
+
+def test_faults_are_collected_once_for_each_instruction():
+    body = """
+    ld.shared.u32 %r6, [%r3];
+    st.shared.u32 [%r3+2], 0;
+    @%p ret;
+    bar.sync 0;
+    """
+    found = run(body, keep_going=True)
+    kinds = [type(f) for f in found.faults]
+    assert kinds == [UninitialisedReadError, MisalignedError, BarrierError]
+    assert found.faults[0].count == 64 and "64 times" in found.report()
+    assert found.counters.total.instructions > 0
+
+
+# -- launches and text -------------------------------------------------------------------------
+
+
+def test_a_launch_that_cannot_exist():
+    kernel = load_ptx(entry("", ".param .u32 n", ".shared .align 4 .b8 t[4096];\n"
+                            ".reg .b64 %a;\nmov.u64 %a, t;")).kernel("k")  # fmt: skip
+    with pytest.raises(LaunchError, match="1025 threads"):
+        kernel.launch(grid=1, block=1025, args=[1])
+    with pytest.raises(LaunchError, match=r"sm_86 has 101376"):
+        kernel.launch(grid=1, block=32, shared_bytes=98 * 1024, args=[1], target="sm_86")
+    with pytest.raises(LaunchError, match="takes 1 arguments, got 0"):
+        kernel.launch(grid=1, block=32)
+    with pytest.raises(LaunchError, match="8 bytes, its parameter has 4"):
+        kernel.launch(grid=1, block=32, args=[np.int64(1)])
+    with pytest.raises(LaunchError, match="does not fit 32 bits"):
+        kernel.launch(grid=1, block=32, args=[1 << 32])
+    with pytest.raises(LaunchError, match="3 bytes, its parameter 4"):
+        kernel.launch(grid=1, block=32, args=[b"abc"])
+    with pytest.raises(LaunchError, match="unknown target"):
+        kernel.launch(grid=1, block=32, args=[1], target="sm_10")
+    with pytest.raises(LaunchError, match="limits are"):
+        kernel.launch(grid=(1, 70000), block=32, args=[1])
+    with pytest.raises(LaunchError, match="positive"):
+        kernel.launch(grid=(1, 0), block=32, args=[1])
+
+
+def test_a_missing_kernel_is_answered_with_those_there_are():
+    with pytest.raises(LaunchError, match="no kernel is named 'missing'") as caught:
+        load_ptx(entry("")).kernel("missing")
+    assert "\n  k" in str(caught.value)
+
+
+@pytest.mark.parametrize("end", [30, 60, 85, 100, -3])
+def test_text_that_is_cut_off(end):
+    text = entry("mov.u32 %r0, %tid.x;\nadd.u32 %r0, %r0, 1;", "", ".reg .b32 %r0;")
+    with pytest.raises(PtxSyntaxError, match="PTX line"):
+        load_ptx(text[:end])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [("mov.u32 %nobody, 1;", "%nobody is not declared"), ("bra NOWHERE;", "does not exist"),
+     ("add.u32 %r0, ], 1;", "cannot read"), ("mov.u32 %r0, %tid.x", "closing brace|inside")],
+)  # fmt: skip
+def test_text_that_is_wrong(body, words):
+    with pytest.raises(PtxSyntaxError, match=words):
+        load_ptx(entry(body, "", ".reg .b32 %r0;").replace("ret;", ""))
+
+
+def test_text_that_is_not_ptx():
+    with pytest.raises(PtxSyntaxError, match=r"not a PTX|no \.version"):
+        load_ptx("hello\nworld\n")
