@@ -1,0 +1,38 @@
+"""Every test in this folder needs a GPU; they share their inputs and references."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_problems import Problem, make_problem
+
+from flash_helpers.inputs import AttentionShape
+
+LOWEST_CAPABILITY = (8, 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cuda_device() -> torch.device:
+    """The current CUDA device; without a fit one every test is skipped."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    capability = torch.cuda.get_device_capability()
+    if capability < LOWEST_CAPABILITY:
+        pytest.skip(f"compute capability {capability} is below {LOWEST_CAPABILITY}")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def problem(
+    cuda_device: torch.device,
+) -> Callable[[str, AttentionShape, torch.dtype], Problem]:
+    """(distribution, shape, dtype) to inputs with their float64 result, computed once each."""
+
+    @functools.cache
+    def cached(distribution: str, shape: AttentionShape, dtype: torch.dtype) -> Problem:
+        return make_problem(distribution, shape, dtype, cuda_device)
+
+    return cached

@@ -1,0 +1,81 @@
+"""Inputs with their float64 result, and the question whether an output is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from flash_helpers.difference import output_difference
+from flash_helpers.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.kernel_configs import (
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.reference import AttentionReference, attention_reference, measure_error
+
+CONFIGS = get_kernels_to_build()
+BF16_CONFIGS = [config for config in CONFIGS if config.dtype.short == "bf16"]
+LAST_VERSION = max(config.version for config in CONFIGS)
+# the ends of the progression in both dtypes, where each config would be too slow
+FIRST_AND_LAST = [c for c in get_kernel_progression_configs() if c.version in (1, LAST_VERSION)]
+
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.short_form())
+each_bf16_config = pytest.mark.parametrize(
+    "config", BF16_CONFIGS, ids=lambda config: config.short_form()
+)
+first_and_last = pytest.mark.parametrize(
+    "config", FIRST_AND_LAST, ids=lambda config: config.short_form()
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Q, K and V, (batch, seq_len, n_heads, d_head), with what attention makes of them."""
+
+    inputs: QKV
+    reference: AttentionReference
+
+    def poisoned_output(self) -> torch.Tensor:
+        """A contiguous output full of NaN."""
+        return torch.full_like(self.inputs[0], torch.nan)
+
+    def fault(self, output: torch.Tensor) -> str:
+        """What is wrong with the output; empty if it is right."""
+        bound = self.reference.bound
+        error = measure_error(output, self.reference.expected)
+        if error.within(bound):
+            return ""
+        difference = output_difference(output, self.reference.expected, bound.max_abs)
+        return f"{error} is over {bound}; {difference.text()}"
+
+    def check(self, output: torch.Tensor) -> None:
+        """Assert that the output is right."""
+        assert self.fault(output) == ""
+
+
+def torch_dtype(config: FlashForwardKernelConfig) -> torch.dtype:
+    """The config's element type."""
+    return getattr(torch, config.dtype.torch_name)
+
+
+def make_problem(
+    distribution: str,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+) -> Problem:
+    """Draw the inputs and compute their reference on `device`."""
+    inputs = make_inputs(distribution, shape, dtype, device, seed)
+    return Problem(inputs, attention_reference(*inputs))
+
+
+def require_memory(n_bytes: int) -> None:
+    """Skip the test if the device has less free memory."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < n_bytes:
+        pytest.skip(f"needs {n_bytes / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free")
