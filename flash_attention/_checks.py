@@ -15,7 +15,7 @@ from flash_helpers.kernel_configs import CHUNK_BYTES, ELEMENT_BYTES, FlashForwar
 
 MAX_HEADS = 65535  # the grid's y: CUDA C++ Programming Guide, "Technical Specifications"
 MAX_SEQ_LEN = 2**31 - 1  # seq_len is an int
-MAX_ROW_STRIDE = (2**31 - 1) // 16  # a kernel steps through 16 rows in 32-bit arithmetic
+MAX_ROW_STRIDE = (2**31 - 1) // 128  # 32 warps step through 128 rows in 32-bit arithmetic
 LOWEST_CAPABILITY = (8, 0)
 
 _CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
@@ -182,10 +182,13 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises RuntimeError for a device that cannot run the kernels."""
+    """Raises RuntimeError for a device that neither runs the kernels nor simulates them."""
+    if device.type == "cpu":
+        return
     if device.type != "cuda":
         raise RuntimeError(
-            f"the kernels need a CUDA device and the tensors are on {device}: move them to one"
+            f"the kernels run on CUDA devices, and in the simulator on the CPU, and the tensors "
+            f"are on {device}: move them to one of these"
         )
     check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 

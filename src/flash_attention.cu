@@ -99,8 +99,8 @@ bool has_row_stride(const ForwardKernelArgs &args, int64_t stride) {
            args.V_strides.row == stride && args.O_strides.row == stride;
 }
 
-// A kernel steps through up to 16 rows in 32-bit arithmetic.
-constexpr int64_t kMaxRowStride = std::numeric_limits<int>::max() / 16;
+// A kernel of 32 warps steps through 128 rows at a time in 32-bit arithmetic.
+constexpr int64_t kMaxRowStride = std::numeric_limits<int>::max() / 128;
 
 } // namespace
 

@@ -212,7 +212,6 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
                             thread_offset(args.Q_strides.row);
     const Element *K_gmem = head_gmem(args.K, args.K_strides) + thread_offset(args.K_strides.row);
     const Element *V_gmem = head_gmem(args.V, args.V_strides) + thread_offset(args.V_strides.row);
-    Element *O_gmem = head_gmem(args.O, args.O_strides) + first_row * args.O_strides.row;
     const int n_blocks = args.seq_len / B_c;
 
     // 1. Q: global → shared → registers, for the whole life of the block
@@ -284,11 +283,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), kMinBlocks)
     // 7. O: shared → global, 16 lanes a row of 256 bytes
     constexpr int kRowsPerPass = 32 / kThreadsPerRow;
     const int row = warp_row + lane / kThreadsPerRow, col = lane % kThreadsPerRow * kChunk;
-    Element *dst_gmem = O_gmem + row * args.O_strides.row + col;
+    Element *O_gmem =
+        head_gmem(args.O, args.O_strides) + (first_row + row) * args.O_strides.row + col;
 #pragma unroll
     for (int i = 0; i < kRowTiles * kMmaM; i += kRowsPerPass) {
-        store_gmem_16(dst_gmem, load_smem_16(O_smem + smem_offset(row + i, col)));
-        dst_gmem += kRowsPerPass * args.O_strides.row;
+        store_gmem_16(O_gmem, load_smem_16(O_smem + smem_offset(row + i, col)));
+        O_gmem += kRowsPerPass * args.O_strides.row;
     }
 }
 

@@ -9,9 +9,20 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void *src_g
                  : "memory");
 }
 
+// The same, but reads only src_bytes (0 or 16) and writes zeros for the rest: with 0 the source may
+// lie anywhere.
+__device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void *src_gmem,
+                                            int src_bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src_gmem),
+                 "r"(src_bytes)
+                 : "memory");
+}
+
 // The same, asking L2 to fetch the whole 128-byte line from memory at once.
-__device__ __forceinline__ void cp_async_16_L2_128B(uint32_t dst_smem, const void *src_gmem) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem)
+__device__ __forceinline__ void cp_async_16_L2_128B(uint32_t dst_smem, const void *src_gmem,
+                                                    int src_bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_smem),
+                 "l"(src_gmem), "r"(src_bytes)
                  : "memory");
 }
 
