@@ -1,0 +1,125 @@
+"""FlashAttention-2 block by block, in the order and with the roundings of the kernels.
+
+A kernel rounds where this module does: S and O are fp32 and grow by one mma (16 products of fp32
+accuracy) at a time, P is rounded to the inputs' dtype before P @ V, l sums P before that rounding,
+and O is divided by l and rounded at the end. Everything that a kernel holds in between can be
+looked at, one block of keys after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flash_helpers.kernel_configs import MMA_K, FlashForwardKernelConfig
+
+FIRST_BACKWARD_VERSION = 13
+"""From this version on the blocks of keys are walked from the last to the first."""
+
+QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
+"""What a step holds, in the order in which a kernel comes by it."""
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """What a kernel holds after one block of keys, fp32, for all thread blocks at once.
+
+    The leading dimensions are (batch, n_heads, blocks of rows). What all lanes or warps must agree
+    on has one entry for each that holds a copy, or a 1 to be broadcast.
+
+    Q: (..., B_r, d_head). K, V: (..., warps, B_c, d_head).
+    S: (..., B_r, B_c), the scores Q @ K^T before any scaling.
+    m: (..., B_r, lanes), the maximum of each row so far; of the scaled scores if the kernel scales
+        first, of S itself if it folds the scale into the exponent (`optimized_softmax`).
+    l: (..., B_r, 1), the sum of each row of P so far, relative to m.
+    P: (..., B_r, B_c), rounded to the inputs' dtype.
+    O: (..., B_r, d_head), the sum of P @ V so far, relative to m and not yet divided by l.
+    """
+
+    key_block: int
+    Q: torch.Tensor
+    K: torch.Tensor
+    S: torch.Tensor
+    m: torch.Tensor
+    l: torch.Tensor  # noqa: E741 (the paper's name)
+    P: torch.Tensor
+    V: torch.Tensor
+    O: torch.Tensor  # noqa: E741
+
+
+def key_block_order(config: FlashForwardKernelConfig, seq_len: int) -> range:
+    """The blocks of keys in the order in which the config's kernel walks them."""
+    n_blocks = seq_len // config.B_c
+    if config.version >= FIRST_BACKWARD_VERSION:
+        return range(n_blocks - 1, -1, -1)
+    return range(n_blocks)
+
+
+def _add_product(C: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """C (..., m, n) + A (..., m, k) @ B (..., k, n), rounded to fp32 after every 16 products."""
+    for k in range(0, A.shape[-1], MMA_K):
+        product = A[..., k : k + MMA_K].double() @ B[..., k : k + MMA_K, :].double()
+        C = (C.double() + product).float()
+    return C
+
+
+def _probabilities(S: torch.Tensor, m: torch.Tensor, scale: float, folded: bool) -> torch.Tensor:
+    """exp of the scaled scores minus m, as 2^x with x in fp32."""
+    if not folded:
+        return torch.exp2((S - m) * _LOG2_E)
+    # one fused multiply-add, rounded once
+    scaled_m = (m * scale).double()
+    return torch.exp2((S.double() * scale - scaled_m).float())
+
+
+def blockwise_forward(
+    config: FlashForwardKernelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Iterator[BlockStep]:
+    """The steps of the config's kernel, one for each block of keys, in its order.
+
+    q, k, v: (batch, seq_len, n_heads, d_head), of the config's dtype, on the CPU.
+
+    Raises ValueError if seq_len is not a multiple of B_r and B_c, or d_head is not the config's.
+    """
+    batch, seq_len, n_heads, d_head = q.shape
+    for name, rows in (("B_r", config.B_r), ("B_c", config.B_c)):
+        if seq_len % rows:
+            raise ValueError(f"seq_len {seq_len} is not a multiple of {name} {rows}")
+    if d_head != config.d_head:
+        raise ValueError(f"d_head {d_head} is not the {config.d_head} of {config.short_form()}")
+    # (batch, n_heads, blocks, rows, d_head)
+    Q = q.transpose(1, 2).reshape(batch, n_heads, -1, config.B_r, d_head).float()
+    keys = k.transpose(1, 2).reshape(batch, n_heads, -1, config.B_c, d_head).float()
+    values = v.transpose(1, 2).reshape(batch, n_heads, -1, config.B_c, d_head).float()
+    folded = config.optimized_softmax
+    scale = torch.tensor(1 / math.sqrt(d_head)).item()
+    exponent_scale = torch.tensor(scale * _LOG2_E).item() if folded else _LOG2_E
+
+    rows = Q.shape[:-1]
+    m = torch.full((*rows, 1), -torch.inf)
+    l = torch.zeros(*rows, 1)  # noqa: E741
+    O = torch.zeros(*rows, d_head)  # noqa: E741
+    for j in key_block_order(config, seq_len):
+        K, V = keys[:, :, j, None], values[:, :, j, None]
+        S = _add_product(torch.zeros(*rows, config.B_c), Q, K.mT)
+        scores = S if folded else S * scale
+        new_m = torch.maximum(m, scores.amax(-1, keepdim=True))
+        rescale = torch.exp2((m - new_m) * exponent_scale)
+        m = new_m
+        P = _probabilities(scores, m, exponent_scale, folded)
+        l = l * rescale + P.sum(-1, keepdim=True)  # noqa: E741
+        P = P.to(q.dtype).float()
+        O = _add_product(O * rescale, P, V)  # noqa: E741
+        yield BlockStep(j, Q, K[:, :, :, None], S, m, l, P, V[:, :, :, None], O)
+
+
+def finish(step: BlockStep, dtype: torch.dtype) -> torch.Tensor:
+    """The output after the last step: O / l, rounded; (batch, seq_len, n_heads, d_head)."""
+    O = (step.O / step.l).to(dtype)  # noqa: E741
+    batch, n_heads, _, _, d_head = O.shape
+    return O.reshape(batch, n_heads, -1, d_head).transpose(1, 2).contiguous()

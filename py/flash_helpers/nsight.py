@@ -1,0 +1,204 @@
+"""Hardware counters of launches, as Nsight Compute's command line reports them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT_SECONDS = 600
+_ATTEMPTS = 4
+_PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
+_REFUSED = re.compile(r"metric\w*\W+(?:regex:)?\^?([a-z]\w*__\w+)", flags=re.IGNORECASE)
+_ABSENT = ("", "n/a", "nan", "(!) n/a", "N/A")
+
+Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+class ProfilerError(RuntimeError):
+    """Nsight Compute gave no numbers; the message holds what it said."""
+
+
+@dataclass(frozen=True)
+class ProfiledLaunch:
+    """One launch. values: metric to number; None for a metric that has none here."""
+
+    kernel: str
+    values: Mapping[str, float | None]
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    if text in _ABSENT:
+        return None
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The rows of the table in what ncu wrote, its own messages ("==PROF== ...") left out."""
+    lines = [line for line in text.splitlines() if not line.startswith("==")]
+    start = next((n for n, line in enumerate(lines) if line.lstrip('"').startswith("ID")), None)
+    if start is None:
+        return []
+    return [row for row in csv.reader(io.StringIO("\n".join(lines[start:]))) if row]
+
+
+def parse_csv(text: str) -> list[ProfiledLaunch]:
+    """The launches of a table of `ncu --csv`, in order.
+
+    Both of its forms are read: one row a launch with a column a metric (--page raw, whose second
+    row holds the units), and one row a metric (--page details).
+
+    Raises ProfilerError if there is no such table.
+    """
+    header, *rows = _rows(text) or [[]]
+    if "Kernel Name" not in header:
+        raise ProfilerError(f"no table of launches in: {text.strip()[:2000] or '(nothing)'}")
+    launches: dict[str, tuple[str, dict[str, float | None]]] = {}
+    for row in rows:
+        cells = dict(zip(header, row, strict=False))
+        if not cells["ID"].strip().isdigit():
+            continue  # the units
+        _, values = launches.setdefault(cells["ID"], (cells["Kernel Name"], {}))
+        if "Metric Name" in cells:
+            values[cells["Metric Name"]] = _number(cells.get("Metric Value", ""))
+        else:
+            values.update((name, _number(cell)) for name, cell in cells.items() if "__" in name)
+    return [ProfiledLaunch(kernel, values) for kernel, values in launches.values()]
+
+
+def parse_metric_names(text: str) -> frozenset[str]:
+    """The names in what `ncu --query-metrics` prints, without suffixes such as ".sum"."""
+    return frozenset(re.findall(r"^\s*([a-z]\w*__\w+)", text, flags=re.MULTILINE))
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ProfilerError(f"{command[0]} did not run to its end: {error}") from error
+
+
+@dataclass(frozen=True)
+class NsightCompute:
+    """The command line of Nsight Compute.
+
+    executable: its path. raw: a folder that keeps all that it wrote, for diagnosis; or None.
+    """
+
+    executable: str
+    raw: Path | None = None
+    run: Runner = _run
+
+    @classmethod
+    def find(cls, raw: Path | None = None) -> NsightCompute:
+        """The one in PATH, or beside CUDA. Raises ProfilerError if there is none."""
+        found = shutil.which("ncu")
+        beside = [path for pattern in _PLACES for path in sorted(Path("/").glob(pattern))]
+        if found is None and not beside:
+            raise ProfilerError("ncu (Nsight Compute) was found neither in PATH nor beside CUDA")
+        return cls(found or str(beside[-1]), raw)
+
+    def _keep(self, name: str, text: str) -> None:
+        if self.raw is not None:
+            self.raw.mkdir(parents=True, exist_ok=True)
+            (self.raw / name).write_text(text)
+
+    def version(self) -> str:
+        """What it calls itself, "" if it does not say."""
+        lines = self.run([self.executable, "--version"]).stdout.strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+    def metric_names(self) -> frozenset[str]:
+        """All metrics of this GPU, without suffixes; empty if it does not tell."""
+        text = self.run([self.executable, "--query-metrics"]).stdout
+        self._keep("query_metrics.txt", text)
+        return parse_metric_names(text)
+
+    def profile(
+        self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str = "profile"
+    ) -> list[ProfiledLaunch]:
+        """Run a program and count in its launches of kernels whose name matches `kernel`.
+
+        Clocks are left as they are. A metric that this GPU does not have is left out of the values.
+
+        target: the command. kernel: a regular expression. name: of the files in `raw`.
+
+        Raises ProfilerError if no launch could be counted.
+        """
+        wanted = list(metrics)
+        said = ""
+        for attempt in range(_ATTEMPTS):
+            if not wanted:
+                break
+            table, said = self._attempt(target, kernel, wanted, f"{name}_{attempt}")
+            try:
+                launches = parse_csv(table)
+            except ProfilerError:
+                launches = []
+            if launches:
+                return launches
+            refused = _refused(said)
+            kept = [metric for metric in wanted if _base(metric) not in refused]
+            if len(kept) == len(wanted):
+                known = self.metric_names()
+                kept = [metric for metric in wanted if _base(metric) in known]
+            if len(kept) == len(wanted):
+                break
+            wanted = kept
+        raise ProfilerError(f"ncu counted nothing: {said.strip()[-2000:] or '(it said nothing)'}")
+
+    def _attempt(
+        self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str
+    ) -> tuple[str, str]:
+        """The table that it wrote, and everything that it said."""
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log.csv"
+            result = self.run(
+                [
+                    self.executable,
+                    "--csv",
+                    *("--page", "raw"),
+                    *("--print-units", "base"),
+                    # counters only: the clocks of a shared machine are not ours to set
+                    *("--clock-control", "none"),
+                    *("--cache-control", "none"),
+                    *("--target-processes", "all"),
+                    *("--log-file", str(log)),
+                    *("--kernel-name", f"regex:{kernel}"),
+                    *("--metrics", ",".join(metrics)),
+                    *target,
+                ]
+            )
+            table = log.read_text() if log.is_file() else ""
+        said = "\n".join((*_messages(table), result.stderr, result.stdout))
+        self._keep(f"{name}.csv", table)
+        self._keep(f"{name}.txt", said)
+        return table, said
+
+
+def _base(metric: str) -> str:
+    """A metric's name without its suffix."""
+    return metric.partition(".")[0]
+
+
+def _refused(said: str) -> set[str]:
+    """Names of the metrics that ncu complains of."""
+    # a line that repeats the command names all of them
+    lines = [line for line in said.splitlines() if "--metrics" not in line]
+    return {name for line in lines for name in _REFUSED.findall(line)}
+
+
+def _messages(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("==")]

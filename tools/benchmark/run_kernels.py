@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Launch kernels a few times and do nothing else: something to put under a profiler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from flash_helpers.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
+from flash_helpers.inputs import AttentionShape, make_inputs
+from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.selection import (
+    DTYPE_CHOICES,
+    KERNEL_HELP,
+    UsageError,
+    parse_dtypes,
+    require_whole_blocks,
+    select_kernels,
+)
+
+EXAMPLES = """\
+examples:
+  all counters of one kernel:
+    ncu --set full --kernel-name regex:forward_kernel \\
+      python tools/benchmark/run_kernels.py --kernel v16 --dtype bf16 --heads 16 --seq 4096
+  memory errors:
+    compute-sanitizer python tools/benchmark/run_kernels.py --kernel 1..3
+
+exit status: 0 all were launched, 2 wrong usage or nothing was run
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description="Launch each chosen kernel --repeat times on one input, and wait.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KERNEL",
+        help=f"{KERNEL_HELP} (default: the fixed config of every version)",
+    )
+    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="both", help="(default: both)")
+    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--heads", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
+    parser.add_argument("--repeat", type=int, default=1, help="launches of each (default: 1)")
+    parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launch the kernels; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
+        backend = find_backend(arguments.device)
+        configs = select_kernels(
+            backend.kernels,
+            arguments.kernel,
+            parse_dtypes(arguments.dtype),
+            default=get_kernel_progression_configs(),
+        )
+        require_whole_blocks(configs, shape)
+    except (KernelsNotRun, UsageError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for config in configs:
+        dtype = getattr(torch, config.dtype.torch_name)
+        q, k, v = make_inputs("normal", shape, dtype, backend.device)
+        output = torch.empty_like(q)
+        for _ in range(arguments.repeat):
+            backend.forward(config, q, k, v, output)
+        backend.synchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
