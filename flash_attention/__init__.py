@@ -3,10 +3,11 @@
     import flash_attention
     o = flash_attention.forward("v16_bf16_...", q, k, v)
 
+On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
 `kernels()` lists what the library was built with; `python -m flash_attention` prints it.
 """
 
-from flash_attention._forward import forward, forward_timed
+from flash_attention._forward import forward, forward_timed, simulate
 from flash_attention._library import KernelResources, kernels, resources
 
-__all__ = ["KernelResources", "forward", "forward_timed", "kernels", "resources"]
+__all__ = ["KernelResources", "forward", "forward_timed", "kernels", "resources", "simulate"]

@@ -1,4 +1,4 @@
-"""Print what the library was built with, and the GPU that it would run on."""
+"""Print what the library was built with, the GPU that it would run on, and the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flash_attention import _library
+from flash_attention import _library, _simulator
 
 
 def device_text() -> str:
@@ -23,16 +23,24 @@ def device_text() -> str:
     return "none (torch finds no CUDA device or no driver for it)"
 
 
+def simulator_text(n_kernels: int) -> str:
+    """What happens to CPU tensors."""
+    n_files = len(list(_simulator.PTX_FOLDER.glob("*.ptx")))
+    return f"CPU tensors run the PTX of {n_files} of {n_kernels} kernels in {_simulator.PTX_FOLDER}"
+
+
 def summary() -> dict[str, Any]:
     """What the command prints, ready for JSON."""
     major, minor = _library.cuda_version()
+    kernels = [config.short_form() for config in _library.kernels()]
     return {
         "library": str(_library.LIBRARY_PATH),
         "cuda": f"{major}.{minor}",
         "architectures": _library.architectures(),
         "torch": torch.__version__,
         "device": device_text(),
-        "kernels": [config.short_form() for config in _library.kernels()],
+        "simulator": simulator_text(len(kernels)),
+        "kernels": kernels,
     }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flash_attention import _checks, _library
+from flash_attention import _checks, _library, _simulator
 from flash_attention._library import ForwardKernelArgs, TensorStrides
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.ptx import Run
 
 
 class _Launch:
@@ -31,14 +32,24 @@ class _Launch:
         )
 
     @property
+    def is_simulated(self) -> bool:
+        return self.output.device.type == "cpu"
+
+    @property
     def output(self) -> torch.Tensor:
         return self.tensors[-1]
 
     def run(self) -> None:
+        if self.is_simulated:
+            self.simulate()
+            return
         batch, _, n_heads, _ = self.output.shape
         device = self.output.device
         stream = torch.cuda.current_stream(device).cuda_stream
         _library.launch(self.config, self.args, batch, n_heads, device.index, stream)
+
+    def simulate(self, keep_going: bool = False) -> Run:
+        return _simulator.run(self.config, *self.tensors, keep_going=keep_going)
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -76,18 +87,21 @@ def forward(
     """softmax(q kᵀ / sqrt(d_head)) v for every batch and head, by the kernel of `cfg`.
 
     cfg: a config, or its short form, that the library was built with (`kernels()`).
-    q, k, v: (batch, seq, heads, d_head), of the config's dtype, on one CUDA device; d_head 128,
+    q, k, v: (batch, seq, heads, d_head), of the config's dtype, on one device; d_head 128,
         seq a multiple of B_r and B_c. Any strides that are multiples of 8 elements, 1 in the last
         dimension, from 16-byte aligned memory.
     o: written and returned if given, with the same shape, dtype and device, overlapping nothing;
         otherwise a new contiguous tensor.
 
-    Runs on the device's current stream, without synchronising. There is no backward pass:
-    differentiating through the result raises RuntimeError.
+    Runs on a CUDA device's current stream, without synchronising. On CPU tensors it runs the
+    kernel's PTX in the simulator (see `simulate`), which needs no GPU; a large shape is announced
+    with an estimate and a progress bar on stderr. There is no backward pass: differentiating
+    through the result raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype; ValueError for any other wrong argument and for a
-    config that was not built; RuntimeError without a CUDA device of compute capability 8.0, or
-    with CUDA's text when the launch fails. Nothing is launched then.
+    config that was not built; RuntimeError on a device that is neither the CPU nor CUDA of compute
+    capability 8.0, or with CUDA's text when the launch fails. Nothing is launched then. A fault
+    that the simulator finds in the kernel is a RuntimeError with its text, and `o` is as before.
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     if o is None:
@@ -108,11 +122,17 @@ def forward_timed(
     """As `forward`, and how long the kernel took on the GPU, in milliseconds (CUDA events).
 
     Waits for the kernel to end. One launch on an idle GPU includes the time to launch it.
+    Raises RuntimeError for CPU tensors too: the simulator has no clock.
     """
     inputs = {"q": q, "k": k, "v": v}
     _checks.check_types(inputs if o is None else {**inputs, "o": o})
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     launch = _Launch(name, inputs, o)
+    if launch.is_simulated:
+        raise RuntimeError(
+            "forward_timed needs a CUDA device and the tensors are on the CPU, where kernels are "
+            "simulated without a clock: move them to a GPU, or count with simulate()"
+        )
     stream = torch.cuda.current_stream(q.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(stream)
@@ -120,6 +140,30 @@ def forward_timed(
     end.record(stream)
     end.synchronize()
     return launch.output, begin.elapsed_time(end)
+
+
+def simulate(
+    cfg: FlashForwardKernelConfig | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+    *,
+    keep_going: bool = False,
+) -> tuple[torch.Tensor, Run]:
+    """As `forward` on CPU tensors, and what the simulator counted.
+
+    keep_going: collect the faults of the kernel in `Run.faults` rather than raise the first one.
+
+    Raises what `forward` raises, and ValueError for tensors that are not on the CPU.
+    """
+    inputs = {"q": q, "k": k, "v": v}
+    _checks.check_types(inputs if o is None else {**inputs, "o": o})
+    if q.device.type != "cpu":
+        raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
+    name = cfg if isinstance(cfg, str) else _short_form(cfg)
+    launch = _Launch(name, inputs, o)
+    return launch.output, launch.simulate(keep_going)
 
 
 def _short_form(cfg: object) -> str:

@@ -635,7 +635,7 @@ def test_the_project_shows_the_committed_results() -> None:
 def pt_bench(monkeypatch):
     """The tool, with kernels, clock and GPU faked, on small problems."""
     tool = load_tool("tools/benchmark/pt_bench.py")
-    monkeypatch.setattr(tool, "find_backend", lambda: fake_backend(_leave_nan))
+    monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend(_leave_nan))
     monkeypatch.setattr(tool, "CudaTimer", lambda device: FakeTimer())
     monkeypatch.setattr(tool, "GpuMonitor", lambda device: FakeMonitor())
     monkeypatch.setattr(

@@ -230,7 +230,7 @@ class TestImpossibleConfig:
             (
                 V7,
                 {"B_c": 16, "B_r": 256, "n_warps": 16, "V_mma_load_K_tiles": 0},
-                "B_c 16: 64 columns of its tile are 128 chunks of 16 bytes, which 512 threads cannot",
+                "B_c 16: 64 columns of its tile are 128 chunks of 16 bytes, which 512 threads",
             ),
             (V7, {"B_r": 128, "B_c": 512, "n_warps": 8}, "need 294912 bytes of shared memory"),
             (V7, {"B_r": 128, "B_c": 128}, "need 256 accumulator registers"),

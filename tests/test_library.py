@@ -218,11 +218,14 @@ def test_missing_library_says_how_to_build_it(tmp_path):
 class TestCommand:
     def test_prints_kernels_architectures_cuda_and_device(self, capsys):
         assert main([]) == 0
-        lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:6])
+        lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:7])
         assert lines["kernels"] == str(len(BUILT))
         assert lines["architectures"].split() == _library.architectures()
         assert lines["cuda"] == ".".join(map(str, _library.cuda_version()))
         assert lines["device"].startswith(("none (", "cuda:"))
+        assert lines["simulator"].startswith(
+            f"CPU tensors run the PTX of {len(BUILT)} of {len(BUILT)} kernels"
+        )
 
     def test_json_holds_the_same(self, capsys):
         assert main(["--json"]) == 0
@@ -234,6 +237,7 @@ class TestCommand:
             "architectures",
             "torch",
             "device",
+            "simulator",
             "kernels",
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
-from flash_helpers.backend import Backend, KernelsNotRun, find_backend
+from flash_helpers.backend import Backend, find_backend
 from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import (
     VERSIONS,
@@ -76,7 +77,7 @@ def run_tool(monkeypatch, capsys, damage: Damage | None, *arguments: str) -> tup
     """Exit status, stdout and stderr of the tool with every kernel faked."""
     tool = load_tool(TOOL)
     backend = fake_backend(damage) if damage else fake_backend()
-    monkeypatch.setattr(tool, "find_backend", lambda device: backend)
+    monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: backend)
     status = tool.main(["--small", "--seq", "128", *arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
@@ -186,7 +187,7 @@ def test_a_wrong_kernel_fails_alone_and_says_why(damage: Damage, reason: str) ->
 
 def test_a_kernel_that_writes_nothing_fails() -> None:
     backend = fake_backend()
-    idle = Backend(backend.device, "idle", lambda config, q, k, v, o: o, backend.kernels)
+    idle = Backend(backend.device, "idle", lambda config, q, k, v, o: (), backend.kernels)
     assert {check.passed for check in report_on(idle).checks} == {False}
 
 
@@ -284,23 +285,77 @@ def test_an_unknown_option_exits_with_2(capsys) -> None:
     assert exit_info.value.code == 2
 
 
-def test_without_a_gpu_one_line_says_that_nothing_was_run() -> None:
-    result = subprocess.run(
-        [sys.executable, TOOL, "--small"],
+def run_without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, TOOL, *arguments],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_without_a_gpu_the_kernels_are_simulated_and_the_output_says_so() -> None:
+    result = run_without_gpu("--small", "--seq", "64", "--kernel", "1", "--dtype", "fp16")
+    assert result.returncode == 0, result.stderr
+    first, *_, last = result.stdout.splitlines()
+    assert first.endswith("simulated sm_80 PTX on the CPU")
+    assert last == "1 passed, 0 failed"
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused_in_one_line() -> None:
+    result = run_without_gpu("--small", "--device", "cuda")
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == "the kernels were not run: no CUDA device was found\n"
 
 
-def test_the_cpu_is_refused_by_name() -> None:
-    with pytest.raises(KernelsNotRun, match="need a CUDA device, not the CPU"):
-        find_backend("cpu")
+def test_the_cpu_can_be_asked_for() -> None:
+    backend = find_backend("cpu")
+    assert backend.is_simulator and backend.device == torch.device("cpu")
+    assert set(BUILT) <= set(backend.kernels)
+
+
+def test_a_long_simulation_is_announced_with_an_estimate(monkeypatch, capsys) -> None:
+    tool = load_tool(TOOL)
+    fake = fake_backend()
+    simulator = Backend(fake.device, "a fake", fake.forward, fake.kernels, is_simulator=True)
+    monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: simulator)
+    arguments = ["--small", "--seq", "128", "--kernel", "1", "2"]
+    assert tool.main(arguments) == 0
+    assert "the simulator takes about" not in capsys.readouterr().err
+    monkeypatch.setattr(tool, "ANNOUNCE_FROM_SECONDS", 1e-3)
+    assert tool.main(arguments) == 0
+    assert re.match(r"the simulator takes about \d+ (s|min) for batch 1", capsys.readouterr().err)
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
+    def interrupt(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    status, out, err = run_tool(monkeypatch, capsys, interrupt)
+    assert (status, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted"
+
+
+def test_faults_that_did_not_stop_a_kernel_fail_it_with_their_text(monkeypatch, capsys) -> None:
+    fake = fake_backend()
+
+    def forward(config: FlashForwardKernelConfig, *tensors: torch.Tensor) -> tuple[str, ...]:
+        fake.forward(config, *tensors)
+        return ("shared-memory race: here", "misaligned access: there")
+
+    report = report_on(Backend(fake.device, "a fake", forward, fake.kernels), "1")
+    assert report.exit_code == 1
+    assert report.checks[0].error is not None
+    assert report.checks[0].reason == "shared-memory race: here\nmisaligned access: there"
+
+
+def test_keep_going_is_for_the_simulator(monkeypatch, capsys) -> None:
+    status, out, err = run_tool(monkeypatch, capsys, None, "--keep-going")
+    assert (status, out) == (2, "")
+    assert "--keep-going is for the simulator: add --device cpu" in err
 
 
 def test_help_shows_worked_examples(capsys) -> None:

@@ -224,6 +224,12 @@ def test_every_quantity_can_be_counted(records):
     assert {q.name for q in QUANTITIES if q.tolerance == 0} >= {"mma instructions"}
 
 
+def test_a_launch_is_found_although_ncu_left_out_the_namespace(records):
+    symbol = f"void forward_kernel<{records[0].ran}>(ForwardKernelArgs)"
+    record = with_hardware(records[0], [ProfiledLaunch(symbol, {METRICS[0]: 7.0})])
+    assert record.hardware[METRICS[0]] == 7.0
+
+
 def test_a_launch_is_found_by_the_kernel_in_its_symbol(records):
     launches = [ProfiledLaunch("void at::fill()", {}), *parse_csv(RAW)]
     first, second = (with_hardware(record, launches) for record in records)

@@ -26,6 +26,7 @@ from flash_helpers.reference import (
     measure_error,
 )
 from flash_helpers.selection import config_that_runs, require_whole_blocks, select_kernels
+from flash_helpers.simulate import estimate_seconds
 
 DEFAULT_SHAPE = AttentionShape(batch=16, n_heads=16, seq_len=2048)
 SMALL_SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=512)
@@ -49,7 +50,7 @@ class KernelCheck:
 
     ran: the config that was launched for `config`.
     error: None if the kernel could not be run.
-    reason: why it failed; empty if it passed.
+    reason: why it failed, the faults found in it included; empty if it passed.
     """
 
     config: FlashForwardKernelConfig
@@ -120,15 +121,24 @@ def _check_kernel(
     error = difference = None
     try:
         output = torch.full_like(inputs[0], torch.nan)
-        backend.forward(config, *inputs, output)
+        faults = backend.forward(config, *inputs, output)
         backend.synchronize()
         error = measure_error(output, reference.expected)
-        reason = _reason(output, error, reference.bound)
+        reason = "\n".join(filter(None, (_reason(output, error, reference.bound), *faults)))
         if request.diff:
             difference = output_difference(output, reference.expected, reference.bound.max_abs)
     except Exception as problem:  # whatever stops one kernel must not stop the others
         reason = f"{type(problem).__name__}: {problem}"
     return KernelCheck(config, ran, error, reference.bound, reason, difference)
+
+
+def estimated_seconds(request: SanityRequest) -> float:
+    """About how long the simulator takes for a request."""
+    shape = request.shape
+    return sum(
+        estimate_seconds(config, shape.batch, shape.seq_len, shape.n_heads)
+        for config in request.configs
+    )
 
 
 def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCheck]:

@@ -9,13 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.ptx import DeviceMemory, Kernel, Run, load_ptx
+from flash_helpers.kernel_configs import MAX_SMEM_BYTES, FlashForwardKernelConfig
+from flash_helpers.ptx import DeviceMemory, Kernel, Observer, Run, load_ptx
 
 _SECONDS_PER_TILE = 4.0e-3
 """One block's pass over 64x64 scores at d_head 128 on one core, measured; for estimates only."""
 
-_SM90_SHARED_FROM = 163 * 1024
+ANNOUNCE_FROM_SECONDS = 20.0
+"""Estimated run time from which on a reader is told what to expect."""
+
+_RUNS_PER_TILE = 8
+"""How often each instruction may run for a pass over a K and V tile. Loops inside the pass are
+unrolled, so once is enough; a kernel that runs more never ends."""
 
 
 def load_kernel(config: FlashForwardKernelConfig, ptx: str | Path) -> Kernel:
@@ -36,6 +41,15 @@ def estimate_seconds(
     return tiles * _SECONDS_PER_TILE * config.d_head / 128
 
 
+def duration_text(seconds: float) -> str:
+    """A duration in the unit that suits it: "40 s", "3 min", "14 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"
+
+
 def run_forward(
     config: FlashForwardKernelConfig,
     kernel: Kernel,
@@ -46,6 +60,7 @@ def run_forward(
     *,
     keep_going: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    observer: Observer | None = None,
 ) -> tuple[torch.Tensor, Run]:
     """Computes attention with a kernel's PTX.
 
@@ -57,6 +72,7 @@ def run_forward(
         o: where the result goes, shaped like q; a new tensor if None.
         keep_going: collect faults in the run rather than raise the first one.
         progress: called with the number of blocks done and the number of blocks.
+        observer: is shown registers and shared memory while the kernel runs.
 
     Returns:
         The output, and the run with its counters and faults.
@@ -71,7 +87,8 @@ def run_forward(
     strides = [stride for x in (q, k, v, o) for stride in _strides(x)]
     # ForwardKernelArgs: four pointers, four times (batch, row, head) strides, seq_len, padding.
     args = struct.pack("<4Q12qi4x", *addresses, *strides, seq_len)
-    target = "sm_80" if config.smem_bytes <= _SM90_SHARED_FROM else "sm_90"
+    target = "sm_80" if config.smem_bytes <= MAX_SMEM_BYTES[80] else "sm_90"
+    tiles = seq_len // config.B_c
     run = kernel.launch(
         grid=(seq_len // config.B_r, n_heads, batch),
         block=config.n_threads,
@@ -79,7 +96,9 @@ def run_forward(
         args=[args],
         memory=memory,
         keep_going=keep_going,
+        max_instructions=_RUNS_PER_TILE * len(kernel.program.instructions) * (tiles + 2),
         progress=progress,
+        observer=observer,
         target=target,
     )
     span = _span(o)
@@ -96,4 +115,4 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 def _span(x: torch.Tensor) -> torch.Tensor:
     """All memory from a tensor's first element to its last, as 16-bit patterns; a view."""
     length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return torch.as_strided(x.view(torch.int16), (length,), (1,), x.storage_offset())
+    return torch.as_strided(x.detach().view(torch.int16), (length,), (1,), x.storage_offset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from flash_helpers.backend import Backend
 from flash_helpers.codegen import write_if_different
 from flash_helpers.debugging import shipped_ptx
 from flash_helpers.inputs import AttentionShape, make_inputs
-from flash_helpers.kernel_configs import FlashForwardKernelConfig, config_from_symbol
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.nsight import NsightCompute, ProfiledLaunch, ProfilerError
 from flash_helpers.ptx import Run
 from flash_helpers.results import Provenance
@@ -45,7 +46,8 @@ class Quantity:
 
     simulated: keys of `simulated_counts`, added up.
     metrics: of Nsight Compute; the first that the GPU has is compared.
-    tolerance: relative difference that counts as agreement; None if none is expected.
+    tolerance: relative difference that counts as agreement; None if none is expected, for a reason
+        that docs/simulator.md gives.
     """
 
     name: str
@@ -94,7 +96,7 @@ QUANTITIES = (
     Quantity(
         "shared store bank conflicts",
         ("shared store conflicts",),
-        (f"smsp__sass_l1tex_{_CONFLICTS}_op_st.sum", f"sm__sass_l1tex_{_CONFLICTS}_op_st.sum"),
+        (f"smsp__sass_l1tex_{_CONFLICTS}_op_st.sum", f"l1tex__{_CONFLICTS}_op_st.sum"),
         0.05,
     ),
     Quantity(
@@ -110,19 +112,13 @@ QUANTITIES = (
         "load bank conflicts, counter of L1",
         ("ldmatrix conflicts", "shared load conflicts"),
         (f"l1tex__{_CONFLICTS}_op_ld.sum",),
-        0.05,
-    ),
-    Quantity(
-        "store bank conflicts, counter of L1",
-        ("shared store conflicts",),
-        (f"l1tex__{_CONFLICTS}_op_st.sum",),
-        0.05,
+        None,
     ),
     Quantity(
         "all bank conflicts, counter of L1",
         tuple(f"{family} conflicts" for family in _FAMILIES if family != "global store"),
         (f"l1tex__{_CONFLICTS}.sum",),
-        0.05,
+        None,
     ),
     Quantity(
         "ldmatrix wavefronts",
@@ -146,10 +142,10 @@ QUANTITIES = (
         ),
     ),
     Quantity(
-        "sectors that L2 is asked to read",
+        "sectors that L2 reads",
         ("cp.async sectors",),
         ("lts__t_sectors_srcunit_tex_op_read.sum",),
-        0.05,
+        None,
     ),
     Quantity(
         "sectors written by global stores",
@@ -353,11 +349,9 @@ def compare_kernel(
 def with_hardware(record: KernelRecord, launches: Iterable[ProfiledLaunch]) -> KernelRecord:
     """The record with the counters of its launch, if there is one among the launches."""
     for launch in launches:
-        try:
-            name = config_from_symbol(launch.kernel).short_form()
-        except ValueError:
-            continue
-        if name == record.ran:
+        # not config_from_symbol: ncu leaves the namespace out where a name is clear without it
+        found = re.search(rf"{KERNEL_NAME}<\s*(\w+)", launch.kernel)
+        if found and found[1] == record.ran:
             return replace(record, hardware={m: launch.values.get(m) for m in METRICS})
     return record
 

@@ -401,7 +401,9 @@ def test_indexed_branch():
 @pytest.mark.parametrize(
     "text",
     ["tex.2d.v4.f32.f32 {%a, %a, %a, %a}, [t, {%a, %a}];", "frobnicate.s32 %a, %a;",
-     "add.e4m3 %a, %a, %a;",
+     "add.e4m3 %a, %a, %a;", "shr.f16 %a, %a, 1;", "add.s32.twice %a, %a, %a;", "bar.none 0;",
+     "or.b32 %a, %a;", "ex2.approx.ftz.f32 %a;", "st.shared [%a], %a;",
+     "ld.shared.b32 {%a, %a}, [%a];",
      "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32 {%a}, {%a}, {%a}, {%a};"],
 )  # fmt: skip
 def test_an_unknown_instruction_is_named_with_its_line(text):

@@ -349,7 +349,8 @@ def test_text_that_is_cut_off(end):
 @pytest.mark.parametrize(
     ("body", "words"),
     [("mov.u32 %nobody, 1;", "%nobody is not declared"), ("bra NOWHERE;", "does not exist"),
-     ("add.u32 %r0, ], 1;", "cannot read"), ("mov.u32 %r0, %tid.x", "closing brace|inside")],
+     ("add.u32 %r0, ], 1;", "cannot read"), ("add.u32 {%r0,}, 1;", "an operand is missing"),
+     ("mov.u32 %r0, %tid.x", "closing brace|inside")],
 )  # fmt: skip
 def test_text_that_is_wrong(body, words):
     with pytest.raises(PtxSyntaxError, match=words):

@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seq_lens = sorted(set(arguments.seq))
     protocol = Protocol(rounds=arguments.rounds)
     try:
-        backend = find_backend()
+        backend = find_backend("cuda")
         configs = select_kernels(
             backend.kernels, arguments.kernel, parse_dtypes(arguments.dtype), backend.kernels
         )

@@ -17,16 +17,19 @@ from flash_helpers.sanity import (
     DEFAULT_SHAPE,
     SMALL_SHAPE,
     SanityReport,
+    SanityRequest,
     check_kernels,
+    estimated_seconds,
     make_request,
 )
 from flash_helpers.selection import DTYPE_CHOICES, KERNEL_HELP, UsageError, parse_dtypes
+from flash_helpers.simulate import ANNOUNCE_FROM_SECONDS, duration_text
 
 DESCRIPTION = """\
-Run each kernel on an output full of NaN and compare it with attention in float64 on the same
-inputs. A kernel passes when its largest absolute error is at most twice that of plain PyTorch in
-the same dtype plus half an ulp, and its relative (Frobenius) error is at most half the dtype's
-epsilon; the table's bound column gives both.
+Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with
+attention in float64 on the same inputs. A kernel passes when its largest absolute error is at most
+twice that of plain PyTorch in the same dtype plus half an ulp, and its relative (Frobenius) error
+is at most half the dtype's epsilon; the table's bound column gives both.
 """
 
 EXAMPLES = """\
@@ -39,8 +42,11 @@ examples:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
   every kernel that is built, three heads, for a script:
     python tools/debug/sanity_check.py --small --heads 3 --kernel all --json > sanity.json
+  everything that the simulator finds wrong with version 3: races, missing waits, stray accesses:
+    python tools/debug/sanity_check.py --small --kernel v3 --device cpu --keep-going
 
-exit status: 0 every kernel passed, 1 a kernel failed, 2 wrong usage or nothing was run
+exit status: 0 every kernel passed, 1 a kernel failed, 2 wrong usage or nothing was run,
+130 interrupted
 """
 
 
@@ -64,7 +70,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="both", help="(default: both)")
     parser.add_argument(
-        "--device", choices=DEVICE_CHOICES, default="auto", help="(default: auto, a GPU)"
+        "--device",
+        choices=DEVICE_CHOICES,
+        default="auto",
+        help="cpu simulates the kernels' PTX (default: auto, a GPU, or cpu where there is none)",
+    )
+    parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="in the simulator: report every fault of a kernel, not only the first",
     )
     parser.add_argument("--batch", type=int, help="batch size instead of the shape's")
     parser.add_argument("--heads", type=int, help="number of heads instead of the shape's")
@@ -95,12 +109,26 @@ def chosen_shape(arguments: argparse.Namespace) -> AttentionShape:
     )
 
 
+def announce(request: SanityRequest) -> None:
+    """Say how long the simulator will take, if that is long."""
+    seconds = estimated_seconds(request)
+    if seconds >= ANNOUNCE_FROM_SECONDS:
+        print(
+            f"the simulator takes about {duration_text(seconds)} for {request.shape} and "
+            f"{len(request.configs)} kernels; fewer kernels, --small or a smaller --batch, --heads "
+            "or --seq take less",
+            file=sys.stderr,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; returns the exit status."""
     arguments = parse_arguments(argv)
     try:
         shape = chosen_shape(arguments)
-        backend = find_backend(arguments.device)
+        backend = find_backend(arguments.device, arguments.keep_going)
+        if arguments.keep_going and not backend.is_simulator:
+            raise UsageError("--keep-going is for the simulator: add --device cpu")
         request = make_request(
             backend,
             arguments.kernel,
@@ -110,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.seed,
             arguments.diff,
         )
+        if backend.is_simulator:
+            announce(request)
         progress = tqdm(
             check_kernels(request, backend),
             total=len(request.configs),
@@ -123,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KernelsNotRun, UsageError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2))
         print(report.summary, file=sys.stderr)

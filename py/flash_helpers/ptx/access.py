@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError
+from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError, UnsupportedInstruction
 from flash_helpers.ptx.integers import Builder
 from flash_helpers.ptx.machine import Action, Machine, pick
 from flash_helpers.ptx.memory import (
@@ -38,10 +38,32 @@ def space_of(instruction: Instruction) -> str:
     return next((m for m in instruction.modifiers if m in SPACES), "generic")
 
 
+def vector_length(instruction: Instruction) -> int:
+    """Elements that one lane moves."""
+    return next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
+
+
 def access_size(instruction: Instruction) -> int:
-    """Bytes that one lane moves."""
-    lanes = next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
-    return lanes * size_of(instruction.types[-1])
+    """Bytes that one lane moves.
+
+    Raises:
+        UnsupportedInstruction: the instruction names no type.
+    """
+    if not instruction.types:
+        raise UnsupportedInstruction(instruction.opcode, instruction.line, "it names no type")
+    return vector_length(instruction) * size_of(instruction.types[-1])
+
+
+def elements_of(instruction: Instruction, operand: Operand) -> tuple[Operand, ...]:
+    """The registers that a load or store moves.
+
+    Raises:
+        ValueError: they are not as many as the instruction's vector has.
+    """
+    elements = operand.elements if isinstance(operand, Vector) else (operand,)
+    if len(elements) != vector_length(instruction):
+        raise ValueError(f"{len(elements)} registers for a vector of {vector_length(instruction)}")
+    return elements
 
 
 def addresses_of(machine: Machine, operand: Operand) -> Addresses:
@@ -296,8 +318,7 @@ def load(machine: Machine, instruction: Instruction) -> Action:
     space = space_of(instruction)
     type_name = instruction.types[-1]
     size = access_size(instruction)
-    elements = target.elements if isinstance(target, Vector) else (target,)
-    destinations = [machine.destination(e, type_name) for e in elements]
+    destinations = [machine.destination(e, type_name) for e in elements_of(instruction, target)]
     if space == "param" and isinstance(address, Address) and isinstance(address.base, Symbol):
         return _load_parameter(machine, address, type_name, destinations)
     addresses = addresses_of(machine, address)
@@ -367,13 +388,12 @@ def store(machine: Machine, instruction: Instruction) -> Action:
         raise machine.unsupported("this space is read-only in a kernel")
     type_name = instruction.types[-1]
     size = access_size(instruction)
-    elements = source.elements if isinstance(source, Vector) else (source,)
     if type_name not in (B128,):
         scalar = SCALAR_TYPES[type_name]
         bits = type_name if scalar.is_float else f"u{scalar.bits}"
     else:
         bits = B128
-    sources = [machine.source(e, bits) for e in elements]
+    sources = [machine.source(e, bits) for e in elements_of(instruction, source)]
     addresses = addresses_of(machine, address)
     port = Port(machine, instruction, space, size)
     word = np.dtype(f"u{size}") if size <= 8 else np.dtype(np.uint32)

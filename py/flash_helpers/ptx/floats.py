@@ -106,6 +106,8 @@ def _alu(instruction: Instruction, function: Function, arity: int, *, ufunc: boo
     """An instruction whose sources and result are all of its last type."""
     type_name = instruction.types[-1]
     ops = instruction.operands
+    if len(ops) <= arity:
+        raise ValueError(f"{len(ops)} operands where {arity + 1} are due")
     plain = not any(instruction.has(m) for m in ("ftz", "sat", "relu"))
     function = _finished(instruction, function)
     if type_name.startswith("bf16"):

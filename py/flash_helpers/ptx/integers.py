@@ -273,7 +273,7 @@ def funnel_shift(machine: Machine, instruction: Instruction) -> Alu:
 
 def lop3(machine: Machine, instruction: Instruction) -> Alu:
     ops = list(instruction.operands)
-    if instruction.has("BoolOp") or len(ops) != 5 or not isinstance(ops[4], Immediate):
+    if len(ops) != 5 or not isinstance(ops[4], Immediate):
         raise machine.unsupported("only the form with four sources")
     table = int(ops[4].value) & 0xFF
 

@@ -31,6 +31,8 @@ from flash_helpers.ptx.pending import AsyncCopies
 from flash_helpers.ptx.shared import ALL, Selection, SharedMemory
 from flash_helpers.ptx.types import B128, SCALAR_TYPES, ScalarType
 
+WARP = 32
+
 Run = Callable[[], None]
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
@@ -325,10 +327,13 @@ class Machine:
             if isinstance(operand, Register) and operand.negated
         ]
         compute = alu.compute
+        _try(compute, sources)
         if negated:
             compute = _with_complements(compute, negated)
         targets = [self.destination(operand, type_name) for operand, type_name in alu.results]
-        if len(targets) == 1 and targets[0] is not None:
+        if targets == [None]:
+            return Action(_nothing, _nothing)
+        if len(targets) == 1:
             array = targets[0].array
             dtype = _result_dtype(alu.results[0][1])
             if alu.ufunc and not negated and array.dtype == dtype:
@@ -379,6 +384,16 @@ class Machine:
                 action.some(lane_ids[selection][chosen])
 
         return Action(run, run_some)
+
+
+def _nothing(selection: Selection | None = None) -> None:
+    """A result that goes to a sink is not computed."""
+
+
+def _try(compute: Compute, sources: Sequence[np.ndarray]) -> None:
+    """Raises what ``compute`` raises for sources that do not suit it, before anything has run."""
+    with np.errstate(all="ignore"):
+        compute(*[source[:WARP] for source in sources])
 
 
 def _result_dtype(type_name: str) -> np.dtype:

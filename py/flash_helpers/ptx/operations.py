@@ -11,6 +11,7 @@ from flash_helpers.ptx.errors import MissingLanesError, TrapError
 from flash_helpers.ptx.floats import is_float_form
 from flash_helpers.ptx.integers import Builder
 from flash_helpers.ptx.machine import Action, Alu, Machine, warp_masks
+from flash_helpers.ptx.modifiers import unknown_modifier
 from flash_helpers.ptx.module import Instruction
 from flash_helpers.ptx.shared import Selection
 
@@ -64,6 +65,13 @@ OPERATIONS: Mapping[str, Builder] = {
 }
 
 membership = warps.member_mask
+
+
+def check_modifiers(machine: Machine, instruction: Instruction) -> None:
+    """Raises UnsupportedInstruction for a modifier that is not known."""
+    unknown = unknown_modifier(instruction)
+    if unknown is not None and instruction.name not in _WITHOUT_EFFECT:
+        raise machine.unsupported(f"the modifier .{unknown} is not known")
 
 
 def bind(machine: Machine, instruction: Instruction) -> Action:

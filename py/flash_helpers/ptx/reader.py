@@ -461,7 +461,11 @@ class _Reader:
                 (int(m[1]), m[2])
                 for m in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', self.text, re.M)
             )
-        return self.files.get(index, f"file {index}")
+        if index not in self.files:
+            raise self.error(
+                f"a .loc names file {index}, but no .file {index} follows: the text is cut off"
+            )
+        return self.files[index]
 
     # -- instructions ----------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from flash_helpers.ptx.flow import BARRIERS, Block, Ending
 from flash_helpers.ptx.machine import Action, Machine, pick, warp_masks
 from flash_helpers.ptx.module import Immediate, Instruction, Register, Sink
 from flash_helpers.ptx.observe import Observation, Observer
-from flash_helpers.ptx.operations import bind, membership
+from flash_helpers.ptx.operations import bind, check_modifiers, membership
 from flash_helpers.ptx.shared import Selection
 from flash_helpers.ptx.warps import MATRIX
 
@@ -69,12 +69,14 @@ class Scheduler:
         self.machine = machine
         self.program = machine.program
         self.limit = max_instructions
-        self.steps = 0
+        self.together = 0
+        """Instructions that every warp has run, all of them together."""
         self.actions: list[Action] = []
         self.members: dict[int, np.ndarray] = {}
         self.barriers: dict[int, Barrier] = {}
         for position, instruction in enumerate(self.program.instructions):
             machine.position = position
+            check_modifiers(machine, instruction)
             block = self.program.blocks[self.program.block_of[position]]
             if position == block.end - 1 and block.ending is not Ending.NEXT:
                 self.actions.append(Action(_nothing, _nothing))
@@ -89,6 +91,9 @@ class Scheduler:
             [a.all for a in self.actions[b.start : self._body_end(b)]] for b in self.program.blocks
         ]
         n = machine.lanes
+        self.apart = np.zeros(n, np.int64)
+        """Instructions that each lane has run beyond that."""
+        self.most_apart = 0
         self.pc = np.zeros(n, np.int64)
         self.status = np.zeros(n, np.int8)
         self.status[machine.thread_ids >= machine.geometry.threads] = _DONE
@@ -232,10 +237,15 @@ class Scheduler:
         self.machine.shared.barrier_all()
         return True
 
-    def _spend(self, block: Block, instructions: int) -> None:
-        self.steps += instructions
+    def _spend(self, block: Block, instructions: int, selection: Selection | None = None) -> None:
+        """Counts instructions of all warps, or of some, towards the limit."""
+        if selection is None:
+            self.together += instructions
+        else:
+            self.apart[selection] += instructions
+            self.most_apart = max(self.most_apart, int(self.apart[selection].max()))
         self.machine.tick(instructions)
-        if self.steps > self.limit:
+        if self.together + self.most_apart > self.limit:
             # Never collected: there is no going on.
             raise InstructionLimitError(
                 f"a warp has run more than {self.limit} instructions: the kernel may never end; "
@@ -280,7 +290,7 @@ class Scheduler:
         selection = _as_selection(lanes)
         whole = self._whole_warps(lanes)
         warps = _warp_count(lanes)
-        self._spend(block, block.end - position)
+        self._spend(block, block.end - position, selection)
         for i in range(position, end):
             if not whole and i in self.members:
                 lanes = self._join(i, lanes)

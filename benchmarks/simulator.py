@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Time the simulator: every version at the small shape, and how time grows with the blocks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+import flash_attention
+from flash_helpers.backend import find_backend
+from flash_helpers.codegen import write_if_different
+from flash_helpers.inputs import AttentionShape, make_inputs
+from flash_helpers.kernel_configs import FlashForwardKernelConfig, get_kernel_progression_configs
+from flash_helpers.machine import git_commit, provenance
+from flash_helpers.sanity import SMALL_SHAPE
+from flash_helpers.selection import config_that_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "simulator.json"
+SCALING_SHAPES = (
+    AttentionShape(1, 1, 256),
+    AttentionShape(1, 1, 512),
+    AttentionShape(1, 1, 1024),
+    AttentionShape(1, 4, 512),
+    AttentionShape(2, 8, 512),
+)
+
+EXAMPLES = f"""\
+examples:
+  measure, and write {RESULTS.relative_to(ROOT)}:
+    python benchmarks/simulator.py
+  measure, and write elsewhere:
+    python benchmarks/simulator.py --json /tmp/simulator.json
+"""
+
+
+def processor() -> str:
+    """The name of the CPU, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def peak_mib() -> float:
+    """The most memory that this process has held, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def measure(config: FlashForwardKernelConfig, shape: AttentionShape) -> dict[str, Any]:
+    """One run, its reading of the PTX included if the kernel is run for the first time."""
+    inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
+    began = time.perf_counter()
+    _, run = flash_attention.simulate(config, *inputs)
+    seconds = time.perf_counter() - began
+    total = run.counters.total
+    return {
+        "config": config_that_runs(config, shape).short_form(),
+        **asdict(shape),
+        "blocks": shape.batch * shape.n_heads * shape.seq_len // config.B_r,
+        "seconds": round(seconds, 3),
+        "warp_instructions": total.instructions,
+        "mma": total.mma,
+        "peak_mib": round(peak_mib()),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS, metavar="FILE", help="(default: %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    backend = find_backend("cpu")
+    configs = get_kernel_progression_configs()
+    work = [(config, SMALL_SHAPE) for config in configs]
+    work += [(configs[-1], shape) for shape in SCALING_SHAPES]
+    records = [measure(*item) for item in tqdm(work, desc="simulator", unit="run")]
+    small, scaling = records[: len(configs)], records[len(configs) :]
+    command = shlex.join(["benchmarks/simulator.py", *(sys.argv[1:] if argv is None else argv)])
+    document = {
+        "provenance": {
+            **asdict(provenance(backend.device, backend.library, command, git_commit(ROOT))),
+            "cpu": processor(),
+            "cores": os.cpu_count(),
+            "numpy": np.__version__,
+        },
+        "seconds_for_all": round(sum(record["seconds"] for record in small), 1),
+        "small": small,
+        "scaling": scaling,
+    }
+    columns = ("config", "batch", "n_heads", "seq_len", "blocks", "seconds", "peak_mib")
+    print(tabulate([[r[c] for c in columns] for r in records], columns))
+    print(f"{len(small)} kernels at {SMALL_SHAPE}: {document['seconds_for_all']} s")
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    write_if_different(arguments.json, json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

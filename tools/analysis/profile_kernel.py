@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Count what kernels execute, in the simulator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import flash_attention
+from flash_helpers.inputs import AttentionShape
+from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_profile import (
+    KernelProfile,
+    annotated_source_text,
+    choose_configs,
+    is_out_of_date,
+    profile_kernels,
+    profile_text,
+    profiles_as_csv,
+    profiles_as_json,
+    source_as_csv,
+    source_as_json,
+    source_lines,
+)
+from flash_helpers.selection import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DESCRIPTION = """\
+Count what kernels execute, in the simulator: no GPU is needed. Instructions are those of the PTX,
+one for each warp that executes it. A wavefront is one pass through the 32 banks of shared memory,
+and bank conflicts are the wavefronts beyond those that the access needs; a sector is 32 bytes of
+global memory. Prologue, main loop and epilogue are what comes before, in and after the loop over
+the blocks of K and V.
+"""
+
+EXAMPLES = """\
+examples:
+  what the swizzle does to bank conflicts, and what it costs in instructions:
+    python tools/analysis/profile_kernel.py 1 2 --seq 512
+  on which lines of version 1 the conflicts are:
+    python tools/analysis/profile_kernel.py --by-line 1
+  the whole progression, a line a version:
+    python tools/analysis/profile_kernel.py 1..16
+  which instructions a static row stride saves (it is that of 16 heads):
+    python tools/analysis/profile_kernel.py 15 16 --seq 128 --heads 16 --by-opcode
+  two tile shapes of version 7, for a spreadsheet (`python -m flash_attention` lists what is built):
+    python tools/analysis/profile_kernel.py v7_bf16_... v7_bf16_... --csv > tiles.csv
+
+exit status: 0 counted, 1 a kernel is at fault, 2 wrong usage, 130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "kernels",
+        nargs="*",
+        metavar="KERNEL",
+        help="a version (7 or v7: its config in the progression), a range of versions (7..16), or "
+        "the short form of a config",
+    )
+    parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
+    parser.add_argument("--heads", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--dtype",
+        choices=[dtype.short for dtype in DType],
+        default="bf16",
+        help="of versions; a short form has its own (default: bf16)",
+    )
+    parser.add_argument("--by-opcode", action="store_true", help="also instructions by opcode")
+    parser.add_argument(
+        "--by-line", metavar="KERNEL", help="instead: the source of one kernel, with its counts"
+    )
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument(
+        "--csv", action="store_true", help="CSV on stdout: a row for each phase and opcode, or line"
+    )
+    machine.add_argument("--json", action="store_true", help="JSON on stdout")
+    arguments = parser.parse_args(argv)
+    if bool(arguments.kernels) == bool(arguments.by_line):
+        parser.error("name kernels to compare, or one with --by-line")
+    if arguments.by_line and arguments.by_opcode:
+        parser.error("--by-opcode does not go with --by-line")
+    return arguments
+
+
+def comparison(profiles: Sequence[KernelProfile], arguments: argparse.Namespace) -> str:
+    """Kernels side by side, in the format asked for."""
+    if arguments.csv:
+        return profiles_as_csv(profiles)
+    if arguments.json:
+        return json.dumps(profiles_as_json(profiles), indent=2) + "\n"
+    return profile_text(profiles, arguments.by_opcode) + "\n"
+
+
+def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
+    """One kernel by line, in the format asked for."""
+    lines = source_lines(profile, ROOT)
+    if is_out_of_date(lines):
+        print(
+            "the kernel was built from another version of this file, so that lines are off: "
+            "build it again with pip install .",
+            file=sys.stderr,
+        )
+    if arguments.csv:
+        return source_as_csv(profile, lines)
+    if arguments.json:
+        return json.dumps(source_as_json(profile, lines), indent=2) + "\n"
+    return annotated_source_text(profile, lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
+        configs = choose_configs(
+            flash_attention.kernels(),
+            [arguments.by_line] if arguments.by_line else arguments.kernels,
+            DType.from_name(arguments.dtype),
+        )
+        if arguments.by_line and len(configs) > 1:
+            raise UsageError(
+                f"--by-line {arguments.by_line} names {len(configs)} kernels: name one"
+            )
+        profiles = profile_kernels(configs, shape, flash_attention.simulate)
+        if arguments.by_line:
+            text = source(profiles[0], arguments)
+        else:
+            text = comparison(profiles, arguments)
+    except (UsageError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

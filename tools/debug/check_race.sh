@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Look for races in the kernels' use of shared memory.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: check_race.sh [KERNEL...]
+
+Look for races in shared memory: two warps that touch the same bytes, one of them writing, with no
+barrier between. Where there is a GPU, NVIDIA's compute-sanitizer watches the kernels run on it;
+elsewhere the PTX simulator does, which also sees memory that was never written and asynchronous
+copies that nobody waited for.
+
+KERNEL is a version, a range of versions or a config, as in sanity_check.py --kernel; by default
+every version at its fixed config. PYTHON names the interpreter (default: python3).
+
+examples:
+  tools/debug/check_race.sh
+  tools/debug/check_race.sh 3 7..9
+  CUDA_VISIBLE_DEVICES= tools/debug/check_race.sh v16     the simulator, although there is a GPU
+
+exit status: 0 no race, 1 a race (or, in the simulator, a wrong result), 2 wrong usage
+TEXT
+}
+
+case "${1:-}" in
+-h | --help)
+    usage
+    exit 0
+    ;;
+-*)
+    usage >&2
+    exit 2
+    ;;
+esac
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    exec "$python" "$(dirname "$0")/sanity_check.py" --small ${@:+--kernel "$@"} --device cpu \
+        --keep-going
+fi
+
+sanitizer=$(command -v compute-sanitizer || true)
+if [[ -z $sanitizer && -x ${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer ]]; then
+    sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+fi
+if [[ -z $sanitizer ]]; then
+    echo "compute-sanitizer was not found: put it on PATH or set CUDA_HOME (it comes with the CUDA" \
+        "toolkit), or run CUDA_VISIBLE_DEVICES= $0 to use the simulator" >&2
+    exit 2
+fi
+# not the sanity check: its reference calls libraries whose kernels the sanitizer cannot follow
+exec "$sanitizer" --tool racecheck --error-exitcode 1 --kernel-name kernel_substring=forward_kernel \
+    "$python" "$(dirname "$0")/../benchmark/run_kernels.py" ${@:+--kernel "$@"}
