@@ -10,9 +10,12 @@
 // Expected: two or three instructions and a register fewer.
 //
 // benchmark:begin
+// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 317 TFLOP/s at length 4096, 0.87 of PyTorch's
+// flash backend; 0.91 in the harmonic mean. Cost: 160 registers a thread, 48 KiB of shared memory
+// a block, 3 blocks an SM.
 // benchmark:end
-// Verdict: no gain. On sm_90 ptxas kept v12's counter on the uniform datapath, and this one needs
-// a sign extension instead: a dead end there.
+// Verdict: a dead end on an H100: a shorter prologue and fewer registers, and a little slower:
+// unexplained.
 //
 // Phases: as v4.
 

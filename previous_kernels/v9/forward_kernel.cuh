@@ -13,6 +13,9 @@
 // Expected: about 100 MOV and IMAD.MOV fewer for 128 mma.
 //
 // benchmark:begin
+// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 326 TFLOP/s at length 4096, 0.90 of PyTorch's
+// flash backend; 0.92 in the harmonic mean. Cost: 167 registers a thread, 48 KiB of shared memory
+// a block, 3 blocks an SM.
 // benchmark:end
 // Verdict: a sixth of the loop's instructions goes; the clock shows little, issue slots were not
 // short.
