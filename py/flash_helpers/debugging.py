@@ -205,6 +205,6 @@ def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
 def shipped_ptx(config: FlashForwardKernelConfig) -> Path:
     """The PTX of a built kernel, which lies beside the library."""
     # not at the top: flash_attention itself imports this package
-    from flash_attention import _library
+    from flash_attention import _simulator
 
-    return _library.LIBRARY_PATH.parent / "ptx" / f"{config.short_form()}.ptx"
+    return _simulator.PTX_FOLDER / f"{config.short_form()}.ptx"

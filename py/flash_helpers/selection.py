@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +25,23 @@ _VERSIONS = re.compile(r"v?(\d+)(?:(?:\.\.|-)v?(\d+))?")
 
 class UsageError(ValueError):
     """What was asked for does not exist or does not fit together."""
+
+
+def add_kernel_arguments(
+    parser: argparse.ArgumentParser,
+    default: str = "the fixed config of every version",
+    dtype: str = "both",
+) -> None:
+    """Add `--kernel` and `--dtype`. default: what is chosen without `--kernel`, in words."""
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KERNEL",
+        help=f"{KERNEL_HELP} (default: {default})",
+    )
+    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default=dtype, help=f"(default: {dtype})")
 
 
 def parse_dtypes(name: str) -> tuple[DType, ...]:

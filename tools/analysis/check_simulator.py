@@ -19,9 +19,8 @@ from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.machine import git_commit, provenance
 from flash_helpers.nsight import NsightCompute, ProfilerError
 from flash_helpers.selection import (
-    DTYPE_CHOICES,
-    KERNEL_HELP,
     UsageError,
+    add_kernel_arguments,
     parse_dtypes,
     select_kernels,
 )
@@ -70,15 +69,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--kernel",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KERNEL",
-        help=f"{KERNEL_HELP} (default: the fixed config of every version)",
-    )
-    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="both", help="(default: both)")
+    add_kernel_arguments(parser)
     parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
     parser.add_argument(
         "--json",

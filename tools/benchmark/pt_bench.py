@@ -26,9 +26,8 @@ from flash_helpers.benchmark_tables import report_text
 from flash_helpers.machine import GpuMonitor, git_commit, provenance, resource_record
 from flash_helpers.results import BenchmarkResults, Protocol
 from flash_helpers.selection import (
-    DTYPE_CHOICES,
-    KERNEL_HELP,
     UsageError,
+    add_kernel_arguments,
     parse_dtypes,
     require_whole_blocks,
     select_kernels,
@@ -79,15 +78,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--kernel",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KERNEL",
-        help=f"{KERNEL_HELP} (default: all)",
-    )
-    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
+    add_kernel_arguments(parser, default="all", dtype="bf16")
     parser.add_argument(
         "--seq",
         nargs="+",

@@ -13,9 +13,8 @@ from flash_helpers.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
 from flash_helpers.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.selection import (
-    DTYPE_CHOICES,
-    KERNEL_HELP,
     UsageError,
+    add_kernel_arguments,
     parse_dtypes,
     require_whole_blocks,
     select_kernels,
@@ -40,15 +39,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--kernel",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KERNEL",
-        help=f"{KERNEL_HELP} (default: the fixed config of every version)",
-    )
-    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="both", help="(default: both)")
+    add_kernel_arguments(parser)
     parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
     parser.add_argument("--heads", type=int, default=1, help="(default: 1)")
     parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")

@@ -22,7 +22,7 @@ from flash_helpers.sanity import (
     estimated_seconds,
     make_request,
 )
-from flash_helpers.selection import DTYPE_CHOICES, KERNEL_HELP, UsageError, parse_dtypes
+from flash_helpers.selection import UsageError, add_kernel_arguments, parse_dtypes
 from flash_helpers.simulate import ANNOUNCE_FROM_SECONDS, duration_text
 
 DESCRIPTION = """\
@@ -60,15 +60,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help=f"{SMALL_SHAPE} instead of {DEFAULT_SHAPE}"
     )
-    parser.add_argument(
-        "--kernel",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KERNEL",
-        help=f"{KERNEL_HELP} (default: the fixed config of every version)",
-    )
-    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="both", help="(default: both)")
+    add_kernel_arguments(parser)
     parser.add_argument(
         "--device",
         choices=DEVICE_CHOICES,
