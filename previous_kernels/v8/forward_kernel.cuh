@@ -198,11 +198,11 @@ __device__ __forceinline__ void online_softmax(float (&S_rmem)[kRowTiles][kKeyTi
     }
 }
 
-// Blocks that an SM is to hold. Warps of 16 rows now get by with 168 registers a thread: twelve
-// warps an SM. Larger ones need up to 255: eight. Left alone, ptxas takes too many in one version,
-// and in another so few that it gives up overlap.
+// Blocks that an SM is to hold. Warps with 16 rows and 64 keys now get by with 168 registers a
+// thread: twelve warps an SM. Larger ones need up to 255: eight. Left alone, ptxas takes too many
+// in one version, and in another so few that it gives up overlap.
 constexpr int min_blocks(FlashForwardKernelConfig cfg) {
-    const int warps = cfg.B_r / cfg.n_warps == kMmaM ? 12 : 8;
+    const int warps = cfg.B_r / cfg.n_warps == kMmaM && cfg.B_c <= 64 ? 12 : 8;
     return warps > cfg.n_warps ? warps / cfg.n_warps : 1;
 }
 
