@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_backend import load_tool
+from fake_backend import fake_backend, load_tool
 
 from flash_helpers.blockwise import QUANTITIES, blockwise_forward, finish, key_block_order
 from flash_helpers.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
@@ -236,6 +236,22 @@ def test_wrong_usage_is_told_in_a_line(arguments, message, tmp_path, capsys):
     assert debug(*arguments, "--out", str(tmp_path)) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_on_a_gpu_the_output_alone_is_compared(monkeypatch, tmp_path, capsys):
+    tool = load_tool("tools/debug/debug.py")
+    arguments = ["16", "--device", "cuda", "--seq", "128", "--out", str(tmp_path)]
+    monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
+    assert tool.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all quantities agree within rounding"
+    wrong = fake_backend(lambda config, o: o[0, 70, 0].add_(1))
+    monkeypatch.setattr(tool, "find_backend", lambda device: wrong)
+    assert tool.main(arguments) == 1
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("first difference: output, row block 1 (batch 0, head 0), warp 0, row 70")
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
