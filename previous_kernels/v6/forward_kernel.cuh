@@ -6,8 +6,7 @@
 //   2. P = 2^(S · c - m · c): one FFMA and one MUFU.EX2 an element.
 //
 // Why: v5 spends FMUL (scale), FADD (- m), FMUL (log2 e) on each element of S, then the MUFU. A
-// thread has 32 elements a block: 32 · 3 = 96 instructions become 32, so 64 fewer of some 700 a
-// block.
+// thread has 32 elements a block: 32 · 3 = 96 instructions become 32, 64 fewer.
 // Expected: FMUL and FADD fall by 32 each, FMUL by 32 more, FFMA rises by 32.
 //
 // benchmark:begin
@@ -50,7 +49,7 @@ __device__ __forceinline__ int64_t thread_offset(int64_t row_stride) {
 
 // Starts the copy of a (kRows, d_head) tile, of which thread_gmem is this thread's first element.
 // With src_bytes 0 it reads nothing: the copy after the last block. A branch around it would split
-// the code that ptxas may reorder, and cost 6% on an H100.
+// the code that ptxas may reorder, and is slower.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile_smem, const Element *thread_gmem,
                                                 int64_t row_stride, int src_bytes = 16) {
