@@ -6,13 +6,15 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flash_helpers.codegen import write_if_different
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
+
+T = TypeVar("T")
 
 FORMAT = 1
 FLASH = "pytorch_flash"
@@ -281,7 +283,8 @@ class BenchmarkResults:
         write_if_different(path, self.to_csv())
 
 
-def _record(kind: type, values: dict[str, Any]) -> Any:
+def read_record(kind: type, values: dict[str, Any]) -> Any:
+    """A dataclass from its JSON object. Raises ValueError unless the fields are just its own."""
     names = {field.name for field in fields(kind)}
     if set(values) != names:
         raise ValueError(
@@ -290,25 +293,36 @@ def _record(kind: type, values: dict[str, Any]) -> Any:
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-def _records(kind: type, rows: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
-    return tuple(_record(kind, row) for row in rows)
+def read_records(kind: type, rows: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
+    """`read_record` of each row."""
+    return tuple(read_record(kind, row) for row in rows)
 
 
-def load_results(path: Path) -> BenchmarkResults:
-    """Read what `BenchmarkResults.save_json` wrote.
+def load_measured(path: Path, kind: str, number: int, build: Callable[[dict[str, Any]], T]) -> T:
+    """What `build` makes of a JSON file of measurements, in format `number`.
 
-    Raises OSError if the file cannot be read, and ValueError if it holds something else.
+    Raises OSError if the file cannot be read, and ValueError if it holds something else than kind.
     """
     try:
         data = json.loads(path.read_text())
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']} is not {FORMAT}: measure again")
-        return BenchmarkResults(
-            provenance=_record(Provenance, data["provenance"]),
-            protocol=_record(Protocol, data["protocol"]),
-            clocks=_records(ClockRecord, data["clocks"]),
-            resources=_records(ResourceRecord, data["resources"]),
-            measurements=_records(Measurement, data["measurements"]),
-        )
+        if data["format"] != number:
+            raise ValueError(f"format {data['format']} is not {number}: measure again")
+        return build(data)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no benchmark results: {error}") from error
+        raise ValueError(f"{path} holds no {kind}: {error}") from error
+
+
+def load_results(path: Path) -> BenchmarkResults:
+    """Read what `BenchmarkResults.save_json` wrote. Raises as `load_measured` does."""
+    return load_measured(
+        path,
+        "benchmark results",
+        FORMAT,
+        lambda data: BenchmarkResults(
+            provenance=read_record(Provenance, data["provenance"]),
+            protocol=read_record(Protocol, data["protocol"]),
+            clocks=read_records(ClockRecord, data["clocks"]),
+            resources=read_records(ResourceRecord, data["resources"]),
+            measurements=read_records(Measurement, data["measurements"]),
+        ),
+    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from flash_helpers.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.nsight import NsightCompute, ProfiledLaunch, ProfilerError
 from flash_helpers.ptx import Run
-from flash_helpers.results import Provenance
+from flash_helpers.results import Provenance, load_measured, read_record, read_records
 from flash_helpers.selection import config_that_runs
 from flash_helpers.simulate import load_kernel, run_forward
 
@@ -288,29 +287,18 @@ class SimulatorCheck:
 
 
 def load_check(path: Path) -> SimulatorCheck:
-    """Read what `SimulatorCheck.save` wrote.
-
-    Raises OSError if the file cannot be read, and ValueError if it holds something else.
-    """
-    try:
-        data = json.loads(path.read_text())
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']} is not {FORMAT}: measure again")
-        return SimulatorCheck(
-            provenance=_record(Provenance, data["provenance"]),
+    """Read what `SimulatorCheck.save` wrote. Raises as `load_measured` does."""
+    return load_measured(
+        path,
+        "check of the simulator",
+        FORMAT,
+        lambda data: SimulatorCheck(
+            provenance=read_record(Provenance, data["provenance"]),
             profiler=data["profiler"],
             profiler_failure=data["profiler_failure"],
-            kernels=tuple(_record(KernelRecord, row) for row in data["kernels"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no check of the simulator: {error}") from error
-
-
-def _record(kind: type, values: dict[str, Any]) -> Any:
-    names = {field.name for field in fields(kind)}
-    if set(values) != names:
-        raise ValueError(f"a {kind.__name__} has {sorted(names)}, found {sorted(values)}")
-    return kind(**values)
+            kernels=read_records(KernelRecord, data["kernels"]),
+        ),
+    )
 
 
 def shape_for(config: FlashForwardKernelConfig, seq_len: int) -> AttentionShape:
