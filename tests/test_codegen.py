@@ -66,7 +66,9 @@ class TestMapHeader:
             assert HEADER.count(f".{name} = ") == len(TO_BUILD)
 
     def test_keeps_to_the_line_length(self):
-        assert max(map(len, HEADER.splitlines())) <= 100
+        name_alone = r"(ForwardKernel )?\s*\w+\(\)[;},]+"
+        for line in HEADER.splitlines():
+            assert len(line) <= 100 or re.fullmatch(name_alone, line), line
 
     def test_of_nothing_is_refused(self):
         with pytest.raises(ValueError, match="at least one kernel"):

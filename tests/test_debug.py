@@ -12,7 +12,6 @@ from flash_helpers.blockwise import QUANTITIES, blockwise_forward, finish, key_b
 from flash_helpers.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
 from flash_helpers.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import (
-    LARGE_TILE_VERSIONS,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -27,7 +26,7 @@ PROGRESSION = [config.general() for config in get_kernel_progression_configs()]
 LARGE_TILES = [
     config
     for config in get_kernels_to_build()
-    if config.version in LARGE_TILE_VERSIONS and config.B_r == 128 and not config.static_row_stride
+    if config.B_r == 128 and config.kv_stages == 1 and not config.static_row_stride
 ]
 
 
@@ -110,6 +109,13 @@ def test_every_quantity_of_every_kernel_agrees(config):
     found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q.dtype))
     assert found is None
     assert not trace.run.faults
+
+
+def test_two_stages_are_refused_with_a_way_out():
+    config = next(config for config in get_kernels_to_build() if config.kv_stages == 2)
+    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=config.B_r))
+    with pytest.raises(UntraceableKernel, match="the same config with kv_stages 1"):
+        trace_forward(config, load_kernel(config, shipped_ptx(config)), q, k, v)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -124,6 +126,61 @@ def test_a_static_row_stride_is_right_for_its_tensors(problems, config, seq_len)
     n_heads = config.static_row_stride // config.d_head
     run = check(problems, config, AttentionShape(1, n_heads, seq_len))
     assert config.short_form() in run.kernel
+
+
+TWO_STAGES = [config for config in OTHERS if config.kv_stages == 2]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("config", TWO_STAGES, ids=short_form)
+def test_two_stages_are_right_for_other_inputs(problems, config, distribution) -> None:
+    n_heads = config.static_row_stride // config.d_head or 1
+    check(problems, config, AttentionShape(1, n_heads, 128), distribution)
+
+
+@pytest.mark.parametrize("seq_len", [128, 384])
+@pytest.mark.parametrize("dtype", DType)
+def test_two_stages_take_an_even_and_an_odd_number_of_turns(problems, dtype, seq_len) -> None:
+    config = next(c for c in TWO_STAGES if c.dtype == dtype and not c.static_row_stride)
+    check(problems, config, AttentionShape(2, 3, seq_len))
+
+
+@pytest.mark.parametrize(
+    ("growth", "blocks_rescaled"),
+    [(0.0, 1), (2.5, 1), (8.5, 4), (4.5, 2)],
+    ids=["constant", "below the limit in all", "above it", "above it every second block"],
+)
+def test_lazy_rescale_multiplies_only_where_the_maximum_has_grown(growth, blocks_rescaled) -> None:
+    config = next(c for c in TWO_STAGES if c.dtype == DType.BF16 and not c.static_row_stride)
+    assert config.lazy_rescale
+    n_blocks, d_head = 4, config.d_head
+    shape = (1, n_blocks * config.B_c, 1, d_head)
+    # Every logit of a block of keys is the same power of two; blocks are walked backwards.
+    exponents = growth * torch.arange(n_blocks - 1, -1, -1).repeat_interleave(config.B_c)
+    unit = math.log(2) * math.sqrt(d_head)  # one power of two in P, before the scale
+    q = torch.zeros(shape)
+    q[..., 0] = 2**6
+    k = torch.zeros(shape)
+    k[0, :, 0, 0] = exponents * unit / 2**6
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.5
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+
+    output, run = flash_attention.simulate(config, q, k, v)
+
+    reference = attention_reference(q, k, v)
+    assert measure_error(output, reference.expected).within(reference.bound)
+    multiplications = sum(
+        counts.instructions
+        for opcode, counts in run.counters.by_opcode().items()
+        if opcode.startswith("mul") and opcode.endswith("f32")
+    )
+    warps = config.n_warps * shape[1] // config.B_r
+    row_tiles = config.B_r // config.n_warps // 16
+    # O's and l's accumulators, of which l's have two columns alike
+    rescale = row_tiles * (d_head // 8 * 4 + 4)
+    once = row_tiles * (d_head // 8 * 4)  # O / l at the end
+    a_block = row_tiles * 2  # the maximum's own scale
+    assert multiplications == warps * (blocks_rescaled * rescale + n_blocks * a_block + once)
 
 
 def test_a_static_row_stride_gives_way_to_the_general_sibling(problems) -> None:

@@ -23,6 +23,7 @@ _ENTRY_LINES = (
     ("async_copy", "eager_load_blocks", "swizzled"),
     ("Q_mma_load_K_tiles", "K_mma_load_K_tiles", "V_mma_load_K_tiles"),
     ("mma_double_buffer_loads", "optimized_softmax", "static_row_stride"),
+    ("kv_stages", "lazy_rescale", "mma_row_sum"),
 )
 _ENTRY = re.compile(r"\{\{(?P<fields>\.version = [^{}]*)\},\s*(?P<function>\w+)\(\)\}")
 _FIELD = re.compile(r"\.(\w+) = ([\w:]+)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import IntEnum
 from pathlib import PurePosixPath
 from types import MappingProxyType
@@ -107,6 +107,12 @@ LARGE_TILE: Mapping[str, Any] = MappingProxyType(
 )
 LARGE_TILE_VERSIONS = (7, 16)
 
+# What the final kernel can have beyond the sixteen steps (src/include/two_stage.cuh), at the large
+# tile.
+TWO_STAGES: Mapping[str, Any] = MappingProxyType(
+    {**LARGE_TILE, "kv_stages": 2, "lazy_rescale": True, "mma_row_sum": True}
+)
+
 _BASE: Mapping[str, Any] = {
     "d_head": 128,
     "B_r": 64,
@@ -121,6 +127,9 @@ _BASE: Mapping[str, Any] = {
     "mma_double_buffer_loads": False,
     "optimized_softmax": False,
     "static_row_stride": 0,
+    "kv_stages": 1,
+    "lazy_rescale": False,
+    "mma_row_sum": False,
 }
 
 _SWEPT: Mapping[str, tuple[Any, ...]] = {
@@ -153,7 +162,12 @@ _STEPS: tuple[tuple[str, Mapping[str, Any], Mapping[str, tuple[Any, ...]]], ...]
     (
         "row stride in global memory known at compile time",
         {"static_row_stride": PROGRESSION_ROW_STRIDE},
-        {"static_row_stride": (PROGRESSION_ROW_STRIDE,)},
+        {
+            "static_row_stride": (PROGRESSION_ROW_STRIDE,),
+            "kv_stages": (1, 2),
+            "lazy_rescale": (False, True),
+            "mma_row_sum": (False, True),
+        },
     ),
 )
 LAST_VERSION = len(_STEPS)
@@ -293,6 +307,23 @@ def _check_row_stride(config: FlashForwardKernelConfig) -> None:
         )
 
 
+def _check_stages(config: FlashForwardKernelConfig) -> None:
+    if config.kv_stages not in (1, 2):
+        raise ValueError(f"kv_stages {config.kv_stages}: K and V have 1 buffer each, or 2")
+    if config.kv_stages == 1:
+        for name in ("lazy_rescale", "mma_row_sum"):
+            if getattr(config, name):
+                raise ValueError(f"{name} needs kv_stages 2: set it, or turn {name} off")
+        return
+    wanted = {**FRAGMENT_TILES, "mma_double_buffer_loads": True}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"kv_stages 2 with {name} {getattr(config, name)}: fragments come one ldmatrix at "
+                f"a time, ahead of their use; set {name} to {value}"
+            )
+
+
 def _ranges_text(numbers: list[int]) -> str:
     """[1, 2, 3, 7] as "v1 to v3 or v7"."""
     runs: list[list[int]] = []
@@ -325,6 +356,8 @@ class FlashForwardKernelConfig:
     Q/K/V_mma_load_K_tiles: slices of depth 16 loaded into registers at once; 0 is the whole tile
         (and for Q: loaded once and kept).
     static_row_stride: distance of two rows of the sequence; 0 is read at run time.
+    kv_stages: buffers each for K and V in shared memory. With 2, lazy_rescale rescales O only when
+        a row's maximum has grown much, and mma_row_sum has the tensor cores sum the rows of P.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -344,6 +377,9 @@ class FlashForwardKernelConfig:
     mma_double_buffer_loads: bool
     optimized_softmax: bool
     static_row_stride: int = 0
+    kv_stages: int = 1
+    lazy_rescale: bool = False
+    mma_row_sum: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -351,6 +387,7 @@ class FlashForwardKernelConfig:
         _check_tile_shape(self)
         _check_load_tiles(self)
         _check_row_stride(self)
+        _check_stages(self)
         # Not a field, and made once: torch.compile reads a string attribute as a constant, but
         # cannot format a number that it has come to take for a variable.
         object.__setattr__(self, "_short_form", self._format())
@@ -362,8 +399,9 @@ class FlashForwardKernelConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block in bytes: one tile each of Q (later O), K and V."""
-        return (self.B_r + 2 * self.B_c) * self.d_head * ELEMENT_BYTES
+        """Dynamic shared memory of one block in bytes: a tile of Q (later O), kv_stages tiles each
+        of K and V."""
+        return (self.B_r + 2 * self.kv_stages * self.B_c) * self.d_head * ELEMENT_BYTES
 
     def replace(self, **changes: Any) -> FlashForwardKernelConfig:
         """The same config with some fields changed; checked again."""
@@ -393,6 +431,9 @@ class FlashForwardKernelConfig:
         ]
         if self.static_row_stride:
             parts.append(f"rs{self.static_row_stride}")
+        if self.kv_stages > 1:
+            parts.append(f"st{self.kv_stages}")
+        parts += (flag for flag, name in _FLAGS_AFTER_STAGES if getattr(self, name))
         return "_".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -405,7 +446,8 @@ class FlashForwardKernelConfig:
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ValueError(f"config has unknown fields {unknown}: the fields are {sorted(names)}")
-        if missing := sorted(names - set(values) - {"static_row_stride"}):
+        optional = {field.name for field in fields(cls) if field.default is not MISSING}
+        if missing := sorted(names - optional - set(values)):
             raise ValueError(f"config lacks the fields {missing}")
         dtype = values["dtype"]
         return cls(
@@ -436,9 +478,14 @@ class FlashForwardKernelConfig:
             K_mma_load_K_tiles=int(found["K"]),
             V_mma_load_K_tiles=int(found["V"]),
             static_row_stride=int(found["rs"] or 0),
+            kv_stages=int(found["st"] or 1),
             **{
                 name: found[flag] is not None
-                for flag, name in (*_FLAGS_BEFORE_TILES, *_FLAGS_AFTER_TILES)
+                for flag, name in (
+                    *_FLAGS_BEFORE_TILES,
+                    *_FLAGS_AFTER_TILES,
+                    *_FLAGS_AFTER_STAGES,
+                )
             },
         )
 
@@ -449,6 +496,7 @@ _FLAGS_BEFORE_TILES = (
     ("swizzled", "swizzled"),
 )
 _FLAGS_AFTER_TILES = (("db", "mma_double_buffer_loads"), ("ffma", "optimized_softmax"))
+_FLAGS_AFTER_STAGES = (("lazy", "lazy_rescale"), ("mmasum", "mma_row_sum"))
 
 
 def _short_form_pattern() -> re.Pattern[str]:
@@ -462,6 +510,7 @@ def _short_form_pattern() -> re.Pattern[str]:
         rf"{flags(_FLAGS_BEFORE_TILES)}"
         rf"_Q(?P<Q>{number})_K(?P<K>{number})_V(?P<V>{number})"
         rf"{flags(_FLAGS_AFTER_TILES)}(?:_rs(?P<rs>[1-9][0-9]*))?"
+        rf"(?:_st(?P<st>[2-9]))?{flags(_FLAGS_AFTER_STAGES)}"
     )
 
 
@@ -556,6 +605,14 @@ def _large_tile_configs() -> list[FlashForwardKernelConfig]:
     ]
 
 
+def _two_stage_configs() -> list[FlashForwardKernelConfig]:
+    return [
+        config.replace(**TWO_STAGES)
+        for config in get_kernel_progression_configs()
+        if config.version == LAST_VERSION
+    ]
+
+
 def _sweep(version: KernelVersion, dtype: DType) -> Iterator[FlashForwardKernelConfig]:
     for values in itertools.product(*version.tunable.values()):
         options = dict(zip(version.tunable, values, strict=True))
@@ -587,4 +644,6 @@ def with_general_siblings(
 
 def get_kernels_to_build() -> list[FlashForwardKernelConfig]:
     """The configs that the library holds, sorted."""
-    return with_general_siblings([*get_kernel_progression_configs(), *_large_tile_configs()])
+    return with_general_siblings(
+        [*get_kernel_progression_configs(), *_large_tile_configs(), *_two_stage_configs()]
+    )

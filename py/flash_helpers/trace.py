@@ -112,6 +112,11 @@ def _written(instruction: Instruction) -> list[str]:
 
 
 def _plan(config: FlashForwardKernelConfig, kernel: Kernel) -> _Plan:
+    if config.kv_stages > 1:
+        raise UntraceableKernel(
+            f"{config.short_form()} has no m, l and P of each block (lazy_rescale, mma_row_sum) to "
+            "compare: trace the same config with kv_stages 1"
+        )
     instructions = kernel.program.instructions
     n_rows = config.B_r // config.n_warps // MMA_M
     mmas = [i for i in instructions if i.name == "mma"]

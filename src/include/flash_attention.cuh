@@ -29,10 +29,15 @@ struct FlashForwardKernelConfig {
     bool mma_double_buffer_loads;
     bool optimized_softmax;
     int static_row_stride; // in elements; 0 = read from the arguments
+    int kv_stages; // buffers each for K and V in shared memory
+    bool lazy_rescale; // with two stages only, as the next
+    bool mma_row_sum;
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // Q, one block of K and one of V. The output tile takes Q's place.
-    constexpr int smem_bytes() const { return (B_r + 2 * B_c) * d_head * int(sizeof(Element)); }
+    // Q, and kv_stages blocks of K and of V. The output tile takes Q's place.
+    constexpr int smem_bytes() const {
+        return (B_r + 2 * kv_stages * B_c) * d_head * int(sizeof(Element));
+    }
     friend auto operator<=>(const FlashForwardKernelConfig &,
                             const FlashForwardKernelConfig &) = default;
 };

@@ -7,8 +7,7 @@
 //      stride.
 //
 // Why: (batch, seq, heads, d_head) has rows heads · d_head elements apart, 2048 for 16 heads. A
-// constant needs no register, no multiplication, and fits an instruction's offset as far as that
-// reaches.
+// constant needs no register and no multiplication, and an instruction's offset may hold it.
 // Expected: the rest of the 64-bit arithmetic falls.
 //
 // benchmark:begin
@@ -217,6 +216,9 @@ constexpr int min_blocks(FlashForwardKernelConfig cfg) {
 }
 
 template <typename Config>
+struct TwoStageLoop; // the main loop for kv_stages 2, in two_stage.cuh
+
+template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::value))
     forward_kernel(const __grid_constant__ ForwardKernelArgs args) {
     constexpr FlashForwardKernelConfig cfg = Config::value;
@@ -254,8 +256,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     uint32_t lane_offset[4], K_lane_offset[4];
     set_lane_offsets(lane_offset, K_lane_offset);
 
-    // The general path reads the strides; where the config fixes one, it holds for all four
-    // tensors.
+    // Where the config fixes a stride, it holds for all four tensors; else they are read.
     constexpr int kStride = cfg.static_row_stride;
     const int Q_stride = kStride ? kStride : args.Q_strides.row;
     const int K_stride = kStride ? kStride : args.K_strides.row;
@@ -286,8 +287,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         }
     }
 
-    float O_rmem[kRowTiles][kOTiles][4] =
-        {}; // in the first block a constant operand, not a register
+    float O_rmem[kRowTiles][kOTiles][4] = {}; // in the first block an operand, no register
     float m_rmem[kRowTiles][2], l_rmem[kRowTiles][2];
     auto process_block = [&](auto first) {
         next_key -= B_c;
@@ -344,9 +344,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         copy_tile_async<B_c, kThreads>(V_smem, V_gmem, next_key, V_stride, next_key >= 0 ? 16 : 0);
         cp_async_commit();
     };
-    process_block(std::true_type{});
-    while (next_key >= 0) {
-        process_block(std::false_type{});
+    if constexpr (cfg.kv_stages == 2) {
+        TwoStageLoop<Config>::run(O_rmem, l_rmem, warp_Q_smem, K_smem, V_smem, lane_offset,
+                                  K_lane_offset, K_gmem, K_stride, V_gmem, V_stride, next_key);
+    } else {
+        process_block(std::true_type{});
+        while (next_key >= 0) {
+            process_block(std::false_type{});
+        }
     }
 
     // 7. O = O / l, registers → shared
@@ -360,8 +365,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float inverse_l = reciprocal_approx(quad_sum(l_rmem[i][half]));
-
+            const float l = cfg.kv_stages == 2 ? l_rmem[i][half] : quad_sum(l_rmem[i][half]);
+            const float inverse_l = reciprocal_approx(l);
 #pragma unroll
             for (int n = 0; n < kOTiles; ++n) {
                 const float *O = &O_rmem[i][n][2 * half];
@@ -391,3 +396,5 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
 }
 
 } // namespace v16
+
+#include "two_stage.cuh"
