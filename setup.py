@@ -85,7 +85,7 @@ setup(
     packages=[PACKAGE],
     python_requires=">=3.10",
     install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
-    extras_require={"test": ["pytest>=8", "ruff", "clang-format"]},
+    extras_require={"test": ["pytest>=8", "ruff", "clang-format", "matplotlib", "selenium"]},
     distclass=PlatformDistribution,
     cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
 )

@@ -13,7 +13,18 @@ setup(
     name="flash_helpers",
     version=__version__,
     description="Registry, reference, benchmarks and analysis for the flash_attention kernels",
-    packages=["flash_helpers", "flash_helpers.ptx"],
+    packages=["flash_helpers", "flash_helpers.ptx", "flash_helpers.sass"],
+    package_data={"flash_helpers.sass": ["page_assets/*"]},
     python_requires=">=3.10",
-    install_requires=["numpy>=2", "pyelftools", "tabulate", "torch>=2.4", "tqdm"],
+    install_requires=[
+        "numpy>=2",
+        # The disassemblers of the CUDA toolkit: they read what older compilers wrote.
+        "nvidia-cuda-cuobjdump>=13.2",
+        "nvidia-cuda-nvdisasm>=13.2",
+        "pyelftools",
+        "tabulate",
+        "torch>=2.4",
+        "tqdm",
+    ],
+    extras_require={"plot": ["matplotlib"]},
 )

@@ -541,6 +541,14 @@ def config_from_symbol(symbol: str) -> FlashForwardKernelConfig:
     return config
 
 
+def find_config(symbol: str) -> FlashForwardKernelConfig | None:
+    """The config of a kernel's symbol; None if it is no forward kernel of this library."""
+    try:
+        return config_from_symbol(symbol)
+    except ValueError:
+        return None
+
+
 def read_configs(document: object) -> list[FlashForwardKernelConfig]:
     """The configs of a parsed JSON document: a list, or {"configs": list}.
 

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
 _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 _REFUSED = re.compile(r"metric\w*\W+(?:regex:)?\^?([a-z]\w*__\w+)", flags=re.IGNORECASE)
+_DENIED = "ERR_NVGPUCTRPERM"
+_INSTANCE = re.compile(r"([A-Za-z_][\w.]*)\s*[:=]\s*(\d[\d,]*(?:\.\d+)?)")
 _ABSENT = ("", "n/a", "nan", "(!) n/a", "N/A")
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
@@ -25,22 +27,37 @@ class ProfilerError(RuntimeError):
     """Nsight Compute gave no numbers; the message holds what it said."""
 
 
+class ProfilerDenied(ProfilerError):
+    """This user may not read the GPU's performance counters."""
+
+
 @dataclass(frozen=True)
 class ProfiledLaunch:
-    """One launch. values: metric to number; None for a metric that has none here."""
+    """One launch. values: metric to number; None for a metric that has none here.
+
+    instances: metric to the numbers that its value is made of, by name, such as by opcode; only of
+        metrics that have them, and only if they were asked for.
+    """
 
     kernel: str
     values: Mapping[str, float | None]
+    instances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def _number(text: str) -> float | None:
-    text = text.strip()
+    text = text.partition(" (")[0].strip()
     if text in _ABSENT:
         return None
     try:
         return float(text.replace(",", ""))
     except ValueError:
         return None
+
+
+def _instances(text: str) -> dict[str, float]:
+    """The named numbers in a cell such as "96 (HMMA: 64; LDSM: 32)"."""
+    found = _INSTANCE.findall(text.partition(" (")[2])
+    return {name: float(value.replace(",", "")) for name, value in found}
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -63,17 +80,24 @@ def parse_csv(text: str) -> list[ProfiledLaunch]:
     header, *rows = _rows(text) or [[]]
     if "Kernel Name" not in header:
         raise ProfilerError(f"no table of launches in: {text.strip()[:2000] or '(nothing)'}")
-    launches: dict[str, tuple[str, dict[str, float | None]]] = {}
+    launches: dict[str, tuple[str, dict[str, str]]] = {}
     for row in rows:
         cells = dict(zip(header, row, strict=False))
         if not cells["ID"].strip().isdigit():
             continue  # the units
-        _, values = launches.setdefault(cells["ID"], (cells["Kernel Name"], {}))
+        _, texts = launches.setdefault(cells["ID"], (cells["Kernel Name"], {}))
         if "Metric Name" in cells:
-            values[cells["Metric Name"]] = _number(cells.get("Metric Value", ""))
+            texts[cells["Metric Name"]] = cells.get("Metric Value", "")
         else:
-            values.update((name, _number(cell)) for name, cell in cells.items() if "__" in name)
-    return [ProfiledLaunch(kernel, values) for kernel, values in launches.values()]
+            texts.update((name, cell) for name, cell in cells.items() if "__" in name)
+    return [
+        ProfiledLaunch(
+            kernel,
+            {name: _number(text) for name, text in texts.items()},
+            {name: found for name, text in texts.items() if (found := _instances(text))},
+        )
+        for kernel, texts in launches.values()
+    ]
 
 
 def parse_metric_names(text: str) -> frozenset[str]:
@@ -127,28 +151,40 @@ class NsightCompute:
         return parse_metric_names(text)
 
     def profile(
-        self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str = "profile"
+        self,
+        target: Sequence[str],
+        kernel: str,
+        metrics: Sequence[str],
+        name: str = "profile",
+        *,
+        instances: bool = False,
     ) -> list[ProfiledLaunch]:
         """Run a program and count in its launches of kernels whose name matches `kernel`.
 
         Clocks are left as they are. A metric that this GPU does not have is left out of the values.
 
         target: the command. kernel: a regular expression. name: of the files in `raw`.
+        instances: also what the value of a metric is made of, such as counts by opcode.
 
-        Raises ProfilerError if no launch could be counted.
+        Raises ProfilerError if no launch could be counted, ProfilerDenied if that is not allowed.
         """
         wanted = list(metrics)
         said = ""
         for attempt in range(_ATTEMPTS):
             if not wanted:
                 break
-            table, said = self._attempt(target, kernel, wanted, f"{name}_{attempt}")
+            table, said = self._attempt(target, kernel, wanted, f"{name}_{attempt}", instances)
             try:
                 launches = parse_csv(table)
             except ProfilerError:
                 launches = []
             if launches:
                 return launches
+            if _DENIED in said:
+                raise ProfilerDenied(
+                    f"ncu may not read the GPU's performance counters ({_DENIED}): run as root, or "
+                    f"let all users read them, https://developer.nvidia.com/{_DENIED}"
+                )
             refused = _refused(said)
             kept = [metric for metric in wanted if _base(metric) not in refused]
             if len(kept) == len(wanted):
@@ -160,7 +196,12 @@ class NsightCompute:
         raise ProfilerError(f"ncu counted nothing: {said.strip()[-2000:] or '(it said nothing)'}")
 
     def _attempt(
-        self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str
+        self,
+        target: Sequence[str],
+        kernel: str,
+        metrics: Sequence[str],
+        name: str,
+        instances: bool,
     ) -> tuple[str, str]:
         """The table that it wrote, and everything that it said."""
         with tempfile.TemporaryDirectory() as folder:
@@ -171,6 +212,7 @@ class NsightCompute:
                     "--csv",
                     *("--page", "raw"),
                     *("--print-units", "base"),
+                    *(("--print-metric-instances", "details") if instances else ()),
                     # counters only: the clocks of a shared machine are not ours to set
                     *("--clock-control", "none"),
                     *("--cache-control", "none"),

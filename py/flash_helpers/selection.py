@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import (
     VERSIONS,
     DType,
     FlashForwardKernelConfig,
     nearest_config,
 )
+
+if TYPE_CHECKING:  # it imports torch, which the tools that read machine code can do without
+    from flash_helpers.inputs import AttentionShape
 
 DTYPE_CHOICES = (*(dtype.short for dtype in DType), "both")
 KERNEL_HELP = (
@@ -62,6 +65,20 @@ def _version_numbers(selector: str) -> range | None:
             "range from the lower to the higher one"
         )
     return range(first, last + 1)
+
+
+def parse_versions(selectors: Iterable[str]) -> list[int]:
+    """The versions that "16", "v16" and "7..16" name, ascending.
+
+    Raises UsageError for anything else, and for a version that does not exist.
+    """
+    found: set[int] = set()
+    for selector in selectors:
+        numbers = _version_numbers(selector)
+        if numbers is None:
+            raise UsageError(f"{selector!r} is not a version (7 or v7) or a range of them (7..16)")
+        found.update(numbers)
+    return sorted(found)
 
 
 def _select(

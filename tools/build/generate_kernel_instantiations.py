@@ -24,16 +24,18 @@ from flash_helpers.kernel_configs import (  # noqa: E402
     with_general_siblings,
 )
 
+WINNERS = "configs/best_*.json"
+
 EXAMPLES = """\
 examples:
-  # after a change of the registry
+  # after a change of the registry, or after a sweep (tools/benchmark/autotune.py)
   python tools/build/generate_kernel_instantiations.py
 
-  # is the committed header the registry's? (exit 1 and a diff if not)
+  # is the committed header up to date? (exit 1 and a diff if not)
   python tools/build/generate_kernel_instantiations.py --check
 
-  # build the winners of a sweep too: a JSON list of short forms or of config fields
-  python tools/build/generate_kernel_instantiations.py --configs winners.json
+  # build other configs too: a JSON list of short forms or of config fields
+  python tools/build/generate_kernel_instantiations.py --configs configs/mine.json
 """
 
 
@@ -50,9 +52,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--configs",
+        nargs="+",
         type=Path,
+        default=[],
         metavar="FILE",
-        help="JSON file of configs to build beside the registry's",
+        help=f"JSON files of configs to build beside the registry's and those of {WINNERS}",
     )
     parser.add_argument(
         "--output",
@@ -80,13 +84,13 @@ def diff_of(path: Path, wanted: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     configs = get_kernels_to_build()
-    if arguments.configs:
+    for path in [*sorted(ROOT.glob(WINNERS)), *arguments.configs]:
         try:
-            added = read_configs(json.loads(arguments.configs.read_text()))
+            configs += read_configs(json.loads(path.read_text()))
         except (OSError, ValueError) as error:
-            print(f"{arguments.configs}: {error}", file=sys.stderr)
+            print(f"{path}: {error}", file=sys.stderr)
             return 2
-        configs = with_general_siblings([*configs, *added])
+    configs = with_general_siblings(configs)
     text = kernel_map_header(configs)
     if arguments.check:
         if diff := diff_of(arguments.output, text):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from flash_helpers.graph import strongly_connected_components
 from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.module import Function, Instruction, Symbol
 
@@ -174,7 +175,7 @@ def _order(
     loops: list[frozenset[int]],
 ) -> None:
     """Appends ``nodes`` to ``order``: topological once the edges back to a loop's head are cut."""
-    for component in reversed(_components(nodes, entry, successors)):
+    for component in reversed(strongly_connected_components(successors, nodes, entry)):
         if len(component) == 1:
             (node,) = component
             if node in successors[node]:
@@ -188,46 +189,6 @@ def _order(
         head = entry if entry in component else min(heads)
         inner = [[s for s in out if s != head] for out in successors]
         _order(component, head, inner, order, loops)
-
-
-def _components(nodes: set[int], entry: int, successors: list[list[int]]) -> list[set[int]]:
-    """Strongly connected components, callees first (Tarjan's algorithm, without recursion)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    on_stack: set[int] = set()
-    stack: list[int] = []
-    found: list[set[int]] = []
-    for root in [entry, *sorted(nodes)]:
-        if root in index:
-            continue
-        work = [(root, iter([s for s in successors[root] if s in nodes]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        on_stack.add(root)
-        while work:
-            node, children = work[-1]
-            child = next(children, None)
-            if child is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    component = set()
-                    while True:
-                        member = stack.pop()
-                        on_stack.discard(member)
-                        component.add(member)
-                        if member == node:
-                            break
-                    found.append(component)
-            elif child not in index:
-                index[child] = low[child] = len(index)
-                stack.append(child)
-                on_stack.add(child)
-                work.append((child, iter([s for s in successors[child] if s in nodes])))
-            elif child in on_stack:
-                low[node] = min(low[node], index[child])
-    return found
 
 
 def _phases(

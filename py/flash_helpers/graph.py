@@ -1,0 +1,52 @@
+"""What the control flow of PTX and of SASS have in common. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def strongly_connected_components(
+    successors: Sequence[Sequence[int]], nodes: Collection[int], entry: int | None = None
+) -> list[set[int]]:
+    """Components of the part of a graph that `nodes` are, each after those that it leads to.
+
+    successors: of every node of the whole graph. entry: the node to begin with; the lowest if None.
+
+    Tarjan's algorithm ("Depth-first search and linear graph algorithms", 1972), not recursive.
+    """
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    on_stack: set[int] = set()
+    stack: list[int] = []
+    found: list[set[int]] = []
+    for root in [*([] if entry is None else [entry]), *sorted(nodes)]:
+        if root in index:
+            continue
+        work = [(root, iter([s for s in successors[root] if s in nodes]))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        on_stack.add(root)
+        while work:
+            node, children = work[-1]
+            child = next(children, None)
+            if child is None:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component = set()
+                    while True:
+                        member = stack.pop()
+                        on_stack.discard(member)
+                        component.add(member)
+                        if member == node:
+                            break
+                    found.append(component)
+            elif child not in index:
+                index[child] = low[child] = len(index)
+                stack.append(child)
+                on_stack.add(child)
+                work.append((child, iter([s for s in successors[child] if s in nodes])))
+            elif child in on_stack:
+                low[node] = min(low[node], index[child])
+    return found

@@ -1,0 +1,192 @@
+"""What is known of a kernel's machine code: one record an instruction, and what they add up to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+INSTRUCTION_BYTES = 16  # sm_70 and later
+
+
+class SassError(ValueError):
+    """A file, an architecture, a kernel or a disassembler that will not do: the reason, and a way
+    out. Tools print it and exit with 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The scheduling fields of an instruction word, bits 105 to 124.
+
+    stall: cycles before the warp may issue its next instruction. yields: the scheduler may turn to
+    another warp. write_scoreboard, read_scoreboard: the barrier (0 to 5) that is raised until the
+    result is written, or the operands are read; None without one. wait_mask: bit i set means wait
+    for barrier i. reuse: bit 0, 1, 2 set means operand a, b, c stays in the operand cache; on some
+    opcodes these bits mean other things, so that the operands' text is what to believe.
+    """
+
+    stall: int
+    yields: bool
+    write_scoreboard: int | None
+    read_scoreboard: int | None
+    wait_mask: int
+    reuse: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRegisters:
+    """How many registers an instruction reads or writes, or leaves with a value needed after it.
+
+    general: R0 to R254. predicate: P0 to P6. uniform: UR0 to UR62. uniform_predicate: UP0 to UP6.
+    """
+
+    general: int
+    predicate: int
+    uniform: int
+    uniform_predicate: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of a source file, counted from 1."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What an instruction word says.
+
+    address: bytes from the start of the kernel. encoding: its 16 bytes, little endian, as a number.
+    predicate: the guard as printed, such as "@!P0"; "" without one. opcode: with its modifiers,
+    such as "HMMA.16816.F32.BF16". operands: as printed, without the final semicolon.
+    target: address that a branch or call may jump to; None where there is none, or it is computed.
+    """
+
+    address: int
+    encoding: int
+    predicate: str
+    opcode: str
+    operands: str
+    target: int | None
+
+    @property
+    def base(self) -> str:
+        """The opcode without its modifiers, such as "HMMA"."""
+        return self.opcode.partition(".")[0]
+
+    @property
+    def text(self) -> str:
+        """The instruction on one line."""
+        return " ".join(part for part in (self.predicate, self.opcode, self.operands) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction(Operation):
+    """An operation, and all that the cubin tells or implies about it.
+
+    live: None if the disassembler did not say. source: the CUDA line, then the lines it was inlined
+    at, outermost last; empty without line information. ptx_line: of the kernel's embedded PTX,
+    counted from 1. block: index into `Kernel.blocks`. loop: index into `Kernel.loops` of the
+    innermost loop around it. pipe: what executes it, "unknown" where no source tells. cost: cycles
+    of an SM for one warp instruction (see `opcodes`); None where unknown.
+    """
+
+    control: Control
+    live: LiveRegisters | None
+    source: tuple[SourceLine, ...]
+    ptx_line: int | None
+    block: int
+    loop: int | None
+    pipe: str
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A basic block: the instructions from address `start` up to, not including, `end`.
+
+    successors, predecessors: indices of blocks. A computed jump has no known successors.
+    """
+
+    index: int
+    start: int
+    end: int
+    successors: tuple[int, ...]
+    predecessors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A natural loop. Loops are ordered by the address of their header.
+
+    header: the block that every iteration begins with. blocks: indices, the header's too.
+    parent: index of the loop around it. depth: 1 for an outermost loop.
+    """
+
+    index: int
+    header: int
+    blocks: frozenset[int]
+    parent: int | None
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """What wrote the cubin: "ptxas", its version such as (13, 0, 88), its options; as noted in the
+    cubin. Cubins of old compilers tell nothing: then the name is "" and the version empty."""
+
+    name: str
+    version: tuple[int, ...]
+    options: str
+
+    def __str__(self) -> str:
+        if not self.name:
+            return "an unknown compiler"
+        return f"{self.name} {'.'.join(map(str, self.version))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a kernel takes, from the cubin's headers and from the widths of its local accesses.
+
+    registers: a thread. static_smem_bytes: a block, without what the driver reserves.
+    stack_bytes: local memory a thread. spill_store_bytes, spill_load_bytes: widths of the local
+    stores and loads a thread, which is what ptxas calls spills as long as local memory holds
+    nothing else. barriers: named barriers a block. max_threads: a block's limit, if it has one.
+    """
+
+    registers: int
+    static_smem_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    barriers: int
+    max_threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel compiled for one architecture.
+
+    symbol: as the object file has it. architecture: such as "sm_90". origin: the file it was read
+    from, and the member of it. ptx: the text that `Instruction.ptx_line` counts in; None if the
+    cubin does not hold it.
+    """
+
+    symbol: str
+    architecture: str
+    origin: str
+    compiler: Compiler
+    resources: Resources
+    instructions: tuple[Instruction, ...]
+    blocks: tuple[Block, ...]
+    loops: tuple[Loop, ...]
+    ptx: str | None
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as a number: 90 for sm_90 and for sm_90a."""
+        match = re.fullmatch(r"sm_(\d+)[a-z]?", self.architecture)
+        assert match is not None, self.architecture
+        return int(match[1])

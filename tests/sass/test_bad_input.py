@@ -1,0 +1,474 @@
+"""Files, disassemblers and cache entries that will not do: an error with a reason, never a
+traceback, a hang, or a wrong result in silence."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flash_helpers.sass import disassembler
+from flash_helpers.sass.cache import (
+    DisassemblyCache,
+    cache_folder,
+    cubin_digest,
+    decode,
+    encode,
+    entry_key,
+)
+from flash_helpers.sass.containers import Member, cubins_of
+from flash_helpers.sass.control import guard_text
+from flash_helpers.sass.disassembler import (
+    Disassembler,
+    candidates,
+    find_disassembler,
+    parse_version,
+    require_new_enough,
+    run_program,
+)
+from flash_helpers.sass.disassembly import Batch, Disassembly, Request, disassemble
+from flash_helpers.sass.elf import read_cubin
+from flash_helpers.sass.lines import CUDA_LINES, PTX_LINES, read_line_tables
+from flash_helpers.sass.reader import list_kernels, load_kernels, read_member
+from flash_helpers.sass.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
+from flash_helpers.sass.records import SourceLine as Line
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    """An executable in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def banner(version: str) -> str:
+    return f"echo 'Cuda compilation tools, release 13.5, V{version}'"
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Fail what takes longer."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError(f"still running after {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class TestDisassembler:
+    def test_is_looked_for_in_this_order(self, tmp_path: Path) -> None:
+        folders = ["home", "path_home", "site/nvidia/cu13", "bin_on_path", "default"]
+        for folder in folders:
+            bin_folder = folder if folder == "bin_on_path" else f"{folder}/bin"
+            program(tmp_path / bin_folder, "nvdisasm", banner("13.5.1"))
+        found = candidates(
+            "nvdisasm",
+            environ={
+                "CUDA_HOME": str(tmp_path / "home"),
+                "CUDA_PATH": str(tmp_path / "path_home"),
+                "PATH": str(tmp_path / "bin_on_path"),
+            },
+            path=[str(tmp_path / "site")],
+            default_home=tmp_path / "default",
+        )
+        assert [p.relative_to(tmp_path).parts[0] for p in found] == [
+            "home",
+            "path_home",
+            "site",
+            "bin_on_path",
+            "default",
+        ]
+
+    def test_the_newest_is_taken(self, tmp_path: Path) -> None:
+        program(tmp_path / "home/bin", "nvdisasm", banner("12.9.88"))
+        program(tmp_path / "site/nvidia/cu13/bin", "nvdisasm", banner("13.10.2"))
+        program(tmp_path / "default/bin", "nvdisasm", banner("13.9.99"))
+        tool = find_disassembler(
+            "nvdisasm",
+            {"CUDA_HOME": str(tmp_path / "home")},
+            [str(tmp_path / "site")],
+            tmp_path / "default",
+        )
+        assert tool.version == (13, 10, 2)
+        assert "site" in tool.path.parts
+        assert str(tool) == "nvdisasm 13.10.2"
+
+    def test_of_two_as_new_the_first_is_taken(self, tmp_path: Path) -> None:
+        for folder in ("home", "default"):
+            program(tmp_path / folder / "bin", "nvdisasm", banner("13.5.37"))
+        tool = find_disassembler(
+            "nvdisasm", {"CUDA_HOME": str(tmp_path / "home")}, [], tmp_path / "default"
+        )
+        assert tool.path.parent.parent.name == "home"
+
+    def test_one_that_does_not_run_is_passed_over(self, tmp_path: Path) -> None:
+        program(tmp_path / "home/bin", "nvdisasm", "exit 3")
+        program(tmp_path / "default/bin", "nvdisasm", banner("13.5.37"))
+        tool = find_disassembler(
+            "nvdisasm", {"CUDA_HOME": str(tmp_path / "home")}, [], tmp_path / "default"
+        )
+        assert tool.path.parent.parent.name == "default"
+
+    def test_that_is_missing_can_be_installed(self, tmp_path: Path) -> None:
+        with pytest.raises(SassError, match=r"is missing .*pip install nvidia-cuda-nvdisasm"):
+            find_disassembler("nvdisasm", {}, [], tmp_path)
+
+    def test_that_is_missing_is_said_by_the_reader(self, planted, monkeypatch) -> None:
+        monkeypatch.setattr(disassembler, "candidates", lambda *_: [])
+        with pytest.raises(SassError, match="pip install nvidia-cuda-nvdisasm"):
+            load_kernels(planted / "one.sm_90a.cubin")
+        with pytest.raises(SassError, match="pip install nvidia-cuda-cuobjdump"):
+            load_kernels(planted / "one.o")
+
+    def test_that_is_too_old_for_the_file(self, planted, tmp_path, monkeypatch) -> None:
+        old = program(tmp_path, "nvdisasm", banner("12.9.88"))
+        monkeypatch.setattr(disassembler, "candidates", lambda *_: [old])
+        with pytest.raises(
+            SassError,
+            match=r"nvdisasm 12\.9\.88 is older than ptxas 13\.0\.88 that wrote .*one\.sm_90a\.cubi"
+            r"n: pip install --upgrade nvidia-cuda-nvdisasm",
+        ):
+            load_kernels(planted / "one.sm_90a.cubin")
+
+    def test_of_the_same_release_or_newer_will_do(self) -> None:
+        tool = Disassembler("nvdisasm", Path("nvdisasm"), (13, 0, 39))
+        require_new_enough(tool, "ptxas", (13, 0, 88), "file")
+        require_new_enough(tool, "ptxas", (12, 9, 1), "file")
+        require_new_enough(tool, "", (), "file")
+        with pytest.raises(SassError, match="older"):
+            require_new_enough(tool, "ptxas", (13, 1, 0), "file")
+
+    def test_version_is_read(self) -> None:
+        assert parse_version("Cuda compilation tools, release 13.0, V13.0.88") == (13, 0, 88)
+        assert parse_version("no version") == ()
+
+    def test_that_hangs_is_stopped(self, tmp_path: Path) -> None:
+        hangs = program(tmp_path, "nvdisasm", "exec sleep 60")
+        with time_limit(30), pytest.raises(SassError, match=r"stopped after 0\.2 seconds"):
+            run_program(hangs, "file", timeout=0.2)
+
+    def test_that_complains_at_length_is_quoted_on_a_line(self, tmp_path: Path) -> None:
+        script = "for i in 1 2 3 4 5 6 7; do echo 'nvdisasm error   : bad' $i >&2; done; exit 1"
+        with pytest.raises(SassError) as caught:
+            run_program(program(tmp_path, "nvdisasm", script), "file")
+        assert str(caught.value) == "nvdisasm file: bad 5; bad 6; bad 7"
+
+    def test_that_crashes_is_reported(self, tmp_path: Path) -> None:
+        crashes = program(tmp_path, "nvdisasm", "kill -SEGV $$")
+        with pytest.raises(SassError, match="stopped by signal 11"):
+            run_program(crashes, "file")
+
+    def test_that_crashes_on_a_file_to_be_linked(self, planted: Path, tmp_path: Path) -> None:
+        crashes = Disassembler("nvdisasm", program(tmp_path, "nvdisasm", "kill -SEGV $$"), (13, 5))
+        with cubins_of(planted / "relocatable.o") as (member,):
+            cubin = read_member(member)
+            batch = Batch((Request(member, cubin, cubin.kernels[0]),), merged=False)
+            with pytest.raises(SassError, match=r"relocatable\.o:.*-rdc=true.*link it first"):
+                disassemble(crashes, batch, tmp_path)
+
+    @pytest.mark.parametrize(
+        "output",
+        [
+            "",
+            "[]",
+            "{}",
+            "[{}, 5]",
+            '[{}, [{"function-name": "one"}]]',
+            '[{}, [{"function-name": "one", "start": 0, "sass-instructions": []}]]',
+            '[{}, [{"function-name": "one", "start": 0, "sass-instructions": [1, 2]}]]',
+            "not JSON",
+        ],
+    )
+    def test_that_prints_nonsense(self, output: str, planted: Path, tmp_path: Path) -> None:
+        script = f"cat <<'END'\n{output}\nEND"
+        tool = Disassembler("nvdisasm", program(tmp_path, "nvdisasm", script), (99, 0))
+        path = planted / "one.sm_90a.cubin"
+        cubin = read_cubin(path.read_bytes(), path.name)
+        batch = Batch((Request(Member(path, path.name, None), cubin, cubin.kernels[0]),), False)
+        with pytest.raises(SassError):
+            disassemble(tool, batch, tmp_path)
+
+
+def disassembly() -> tuple[Disassembly, bytes]:
+    """Two instructions, and their words."""
+    words = [0x1234 << 100, 0x5678]
+    code = b"".join(word.to_bytes(INSTRUCTION_BYTES, "little") for word in words)
+    operations = (
+        Operation(0, words[0], "@!P0", "BRA", "0x10", 16),
+        Operation(16, words[1], "", "NOP", "", None),
+    )
+    return (
+        Disassembly(
+            operations,
+            (LiveRegisters(3, 1, 0, 0), None),
+            ((Line("a.cu", 3), Line("b.cu", 4)), ()),
+            (7, None),
+        ),
+        code,
+    )
+
+
+class TestCacheEntries:
+    def test_come_back_as_they_were(self) -> None:
+        original, code = disassembly()
+        assert decode(encode(original), code) == original
+
+    @pytest.mark.parametrize("damage", ["cut", "bit", "other kernel", "no JSON", "other JSON"])
+    def test_that_are_damaged_are_refused(self, damage: str) -> None:
+        original, code = disassembly()
+        data = encode(original)
+
+        def signed(packed: bytes) -> bytes:
+            return hashlib.sha256(packed).digest() + packed
+
+        damaged = {
+            "cut": data[:-1],
+            "bit": data[:50] + bytes([data[50] ^ 1]) + data[51:],
+            "other kernel": encode(
+                replace(original, operations=original.operations[:1], live=original.live[:1])
+            ),
+            "no JSON": signed(zlib.compress(b"[1, 2")),
+            "other JSON": signed(zlib.compress(b'{"texts": []}')),
+        }
+        with pytest.raises(SassError):
+            decode(damaged[damage], code)
+
+    def test_are_named_by_all_that_matters(self) -> None:
+        keys = {
+            entry_key(cubin_digest(cubin), symbol, tool)
+            for cubin in (b"a", b"b")
+            for symbol in ("k", "l")
+            for tool in ("nvdisasm 13.5", "nvdisasm 13.6")
+        }
+        assert len(keys) == 8
+
+    def test_lie_where_the_user_says(self) -> None:
+        assert cache_folder({"FLASH_HELPERS_SASS_CACHE": "/x"}) == Path("/x")
+        assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/flash_helpers/sass")
+        assert cache_folder({}) == Path.home() / ".cache/flash_helpers/sass"
+
+    def test_make_room_the_longest_unused_first(self, tmp_path: Path) -> None:
+        original, code = disassembly()
+        size = len(encode(original))
+        cache = DisassemblyCache(tmp_path, max_bytes=4 * size)
+        for number in range(5):
+            cache.write(f"k{number}", original)
+            os.utime(tmp_path / f"k{number}.sass", (number, number))
+        assert cache.read("k0", code) == original  # used now
+        cache.prune()
+        assert {path.stem for path in tmp_path.iterdir()} == {"k0", "k4"}
+
+    def test_within_the_limit_stay(self, tmp_path: Path) -> None:
+        original, _ = disassembly()
+        cache = DisassemblyCache(tmp_path, max_bytes=10 * len(encode(original)))
+        for number in range(5):
+            cache.write(f"k{number}", original)
+        cache.prune()
+        assert len(list(tmp_path.iterdir())) == 5
+
+    def test_that_cannot_be_finished_leave_nothing(self, tmp_path, monkeypatch) -> None:
+        def full(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(Path, "replace", full)
+        DisassemblyCache(tmp_path).write("key", disassembly()[0])
+        assert not list(tmp_path.iterdir())
+
+
+class TestFiles:
+    def test_that_are_empty(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        with pytest.raises(SassError, match="is not an ELF file"):
+            load_kernels(tmp_path / "empty")
+
+    def test_that_are_folders(self, tmp_path: Path) -> None:
+        with pytest.raises(SassError, match="cannot be read: Is a directory"):
+            load_kernels(tmp_path)
+
+    def test_without_device_code(self) -> None:
+        with pytest.raises(SassError, match="holds no device code"):
+            load_kernels(Path(sys.executable))
+
+    @pytest.mark.parametrize("name", ["spills.sm_90.cubin", "one.o", "one.fatbin", "libone.so"])
+    def test_that_are_cut_off(self, name: str, planted: Path, tmp_path: Path) -> None:
+        data = (planted / name).read_bytes()
+        for size in (1, 4, 16, 63, 64, 100, len(data) // 2, len(data) - 64):
+            (tmp_path / name).write_bytes(data[:size])
+            with pytest.raises(SassError):
+                load_kernels(tmp_path / name)
+
+    def test_for_an_architecture_that_is_too_old(self, planted: Path) -> None:
+        data = bytearray((planted / "old.sm_80.cubin").read_bytes())
+        data[48] = 61  # e_flags
+        with pytest.raises(SassError, match="is for sm_61: only code for sm_70 and later"):
+            read_cubin(bytes(data), "file")
+
+    def test_whose_headers_disagree_on_registers(self, planted: Path) -> None:
+        data = bytearray((planted / "spills.sm_80.cubin").read_bytes())
+        cubin = read_cubin(bytes(data), "file")
+        count = cubin.sections[".nv.info"].data.index(bytes([4, 0x2F]))
+        data[data.find(cubin.sections[".nv.info"].data) + count + 8] += 1
+        with pytest.raises(SassError, match="33 registers by its attributes and 32 by its section"):
+            read_cubin(bytes(data), "file")
+
+    def test_one_damaged_kernel_does_not_spoil_the_others(self, planted: Path, tmp_path) -> None:
+        """Merged for one run, they are told apart again when it fails."""
+        good = planted / "unrolled.sm_90.cubin"
+        requests = []
+        for path, code in ((good, None), (planted / "spills.sm_90.cubin", b"\xff" * 64)):
+            cubin = read_cubin(path.read_bytes(), path.name)
+            (kernel,) = cubin.kernels
+            if code is not None:
+                section = replace(kernel.section, data=code)
+                kernel = replace(kernel, section=section)
+            requests.append(Request(Member(path, path.name, None), cubin, kernel))
+        tool = find_disassembler("nvdisasm")
+        with pytest.raises(SassError, match=r"spills\.sm_90\.cubin"):
+            disassemble(tool, Batch(tuple(requests), merged=True), tmp_path)
+
+
+# What is damaged, and how often: the ELF layer is cheap, disassembling is not.
+FUZZED_CUBINS = ("spills.sm_80", "filler.sm_90", "several.sm_90", "old.sm_80", "one.sm_90a")
+FUZZED_CONTAINERS = ("one.o", "one.fatbin", "libone.so", "only_ptx.fatbin")
+DISASSEMBLED_CUBINS = ("spills.sm_80", "unrolled.sm_80", "filler.sm_90", "old.sm_80")
+HEADER_VARIANTS = 170  # of each cubin, without nvdisasm
+CONTAINER_VARIANTS = 30  # of each container, without nvdisasm
+DISASSEMBLED_VARIANTS = 10  # of each cubin
+EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
+
+
+def damaged(data: bytes, generator: random.Random) -> bytes:
+    """A variant of a file: cut off, with bits turned over, numbers replaced, or parts moved."""
+    variant = bytearray(data)
+    # half of the time in the header or the section headers, which stand at the two ends
+    places = [
+        range(len(data)),
+        range(min(64, len(data))),
+        range(max(0, len(data) - 3000), len(data)),
+    ]
+    place = generator.choice([places[0], *places])
+    kind = generator.randrange(5)
+    at = generator.choice(place)
+    if kind == 0:
+        del variant[at:]
+    elif kind == 1:
+        for _ in range(generator.randint(1, 8)):
+            variant[generator.choice(place)] ^= 1 << generator.randrange(8)
+    elif kind == 2:
+        number = struct.pack("<Q", generator.choice(EXTREMES))[: generator.choice((1, 2, 4, 8))]
+        variant[at : at + len(number)] = number
+    elif kind == 3:
+        variant[at : at + generator.randint(1, 200)] = bytes(generator.randint(1, 200))
+    else:
+        other = generator.randrange(len(data))
+        variant[at : at + 32] = data[other : other + 32]
+    return bytes(variant[: len(data)])
+
+
+def check_disassembled(path: Path, symbols: set[str]) -> int:
+    """Load a damaged file; returns 1 if that worked, after looking at what came of it."""
+    try:
+        kernels = load_kernels(path)
+    except SassError as error:
+        assert str(error)
+        return 0
+    assert {kernel.symbol for kernel in kernels} == symbols
+    cubin = read_cubin(path.read_bytes(), path.name)
+    for kernel in kernels:
+        (own,) = (k for k in cubin.kernels if k.symbol == kernel.symbol)
+        words = [own.code[at : at + 16] for at in range(0, len(own.code), 16)]
+        assert [i.encoding.to_bytes(16, "little") for i in kernel.instructions] == words
+        assert sum(block.end - block.start for block in kernel.blocks) == len(own.code)
+        for i in kernel.instructions:
+            uniform = i.predicate.startswith(("@UP", "@!UP"))
+            assert guard_text(i.encoding, uniform) == i.predicate
+    return 1
+
+
+class TestDamagedFiles:
+    """A thousand variants, the same ones each time."""
+
+    def test_are_a_thousand(self) -> None:
+        assert (
+            len(FUZZED_CUBINS) * HEADER_VARIANTS
+            + len(FUZZED_CONTAINERS) * CONTAINER_VARIANTS
+            + len(DISASSEMBLED_CUBINS) * DISASSEMBLED_VARIANTS
+        ) >= 1000
+
+    @pytest.mark.parametrize("name", FUZZED_CUBINS)
+    def test_headers_and_line_tables(self, name: str, planted: Path) -> None:
+        data = (planted / f"{name}.cubin").read_bytes()
+        pristine = read_cubin(data, name)
+        sizes = {kernel.symbol: len(kernel.code) for kernel in pristine.kernels}
+        generator = random.Random(name)
+        survivors = 0
+        with time_limit(120):
+            for _ in range(HEADER_VARIANTS):
+                try:
+                    cubin = read_cubin(damaged(data, generator), name)
+                    for lines in (CUDA_LINES, PTX_LINES):
+                        read_line_tables(cubin, lines)
+                except SassError as error:
+                    assert str(error)
+                    continue
+                survivors += 1
+                assert {k.symbol: len(k.code) for k in cubin.kernels} == sizes
+        assert 0 < survivors < HEADER_VARIANTS
+
+    @pytest.mark.parametrize("name", FUZZED_CONTAINERS)
+    def test_containers(self, name: str, planted: Path, tmp_path: Path) -> None:
+        data = (planted / name).read_bytes()
+        path = tmp_path / name
+        expected = [] if name == "only_ptx.fatbin" else list_kernels(planted / name)
+        generator = random.Random(name)
+        with time_limit(120):
+            for _ in range(CONTAINER_VARIANTS):
+                path.write_bytes(damaged(data, generator))
+                try:
+                    found = list_kernels(path)
+                except SassError as error:
+                    assert str(error)
+                    continue
+                assert found == expected
+
+    @pytest.mark.parametrize("name", DISASSEMBLED_CUBINS)
+    def test_disassembled(
+        self, name: str, planted: Path, tmp_path: Path, load: Callable, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(disassembler, "TIMEOUT_SECONDS", 20.0)
+        data = (planted / f"{name}.cubin").read_bytes()
+        symbols = {kernel.symbol for kernel in load(f"{name}.cubin")}
+        # what is refused in the headers has been seen above: damage what nvdisasm will read
+        generator = random.Random(f"disassembled {name}")
+        code = read_cubin(data, name).kernels[0].code
+        start = data.index(code)
+        path = tmp_path / f"{name}.cubin"
+        loaded = 0
+        with time_limit(240):
+            for number in range(DISASSEMBLED_VARIANTS):
+                if number % 2:
+                    variant = damaged(data, generator)
+                else:
+                    changed = damaged(code, generator).ljust(len(code), b"\0")
+                    variant = data[:start] + changed + data[start + len(code) :]
+                path.write_bytes(variant)
+                loaded += check_disassembled(path, symbols)
+        assert loaded

@@ -1,0 +1,230 @@
+"""Lower bounds from costs, and where a warp waits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sass_text import ARCHITECTURES, PROGRESSION, kernel, of_version, progression_kernels
+
+from flash_helpers.results import BenchmarkResults, load_results
+from flash_helpers.sass.bound import (
+    SM_COUNTS,
+    Launch,
+    kernel_bound,
+    loop_bound,
+    measured_launch,
+    predict,
+)
+from flash_helpers.sass.occupancy import config_occupancy
+from flash_helpers.sass.phases import main_loop, tensor_per_block, trip_counts
+from flash_helpers.sass.stalls import body_of, group_stalls, group_waits, scoreboard_waits
+
+LOOP = """
+    loop: LDSM.16.M88.4 R8, [R1] ; stall=2 write=0
+    HMMA.16816.F32 R4, R8, R12, R4 ; stall=4 wait=0
+    HMMA.16816.F32 R4, R8, R14, R4 ; stall=7
+    FFMA R20, R4, R5, R6 ; stall=1
+    FFMA R21, R4, R5, R6 ; stall=1
+    IMAD.MOV.U32 R22, RZ, RZ, R20 ; stall=1
+    F2FP.BF16.F32.PACK_AB R23, R20, R21 ; stall=0
+    @P1 FMUL R24, R20, R21 ; stall=1
+    @!PT LDS RZ, [RZ] ; stall=1
+    @P0 BRA loop ; stall=5
+    EXIT
+    self: BRA self
+    NOP
+"""
+
+
+def test_cycles_add_up_by_pipe():
+    found = loop_bound(kernel(LOOP), kernel(LOOP).loops[0])
+    # FFMA and FMUL at 128 a clock, IMAD at 64 on the heavy half, which is half of both halves
+    assert dict(found.pipes) == {
+        "lsu": 4.0,
+        "tensor": 2 * 1.6,
+        "fma": 3 * 0.25 + 0.5 / 2,
+        "fmaheavy": 0.5,
+    }
+    on_8_0 = loop_bound(kernel(LOOP, "sm_80"), kernel(LOOP).loops[0])
+    assert dict(on_8_0.pipes) == {"lsu": 4.0, "tensor": 4.0, "fma": 3 * 0.5 + 0.5}
+
+
+def test_filler_is_issued_but_occupies_no_pipe_and_a_warp_issues_once_a_cycle():
+    found = loop_bound(kernel(LOOP), kernel(LOOP).loops[0])
+    assert found.issued == 10
+    assert found.issue == 10 / 4
+    # a stall count of 0 is a cycle too
+    assert found.stall == 2 + 4 + 7 + 1 + 1 + 1 + 1 + 1 + 1 + 5
+
+
+def test_what_is_not_known_is_counted_and_shown_last():
+    found = loop_bound(kernel(LOOP), kernel(LOOP).loops[0])
+    assert found.unknown == 2
+    known = [row for row in found.rows if row.cycles is not None]
+    unknown = [row for row in found.rows if row.cycles is None]
+    assert found.rows == (*known, *unknown)
+    assert {row.name for row in unknown} == {"conversion (F2FP)", "control flow"}
+    assert all(row.source for row in known)
+    assert {row.name for row in known if not row.certain} == {"ldmatrix", "imad as move"}
+
+
+def test_the_chain_of_tensor_instructions_goes_through_the_accumulator():
+    def chain(text: str) -> int:
+        planted = kernel(f"loop: {text}\n@P0 BRA loop\nEXIT")
+        return loop_bound(planted, planted.loops[0]).tensor_chain
+
+    step = "HMMA.16816.F32 R4, R8.reuse, R12, R4"
+    assert chain(f"{step}\n{step}\n{step}") == 3
+    assert chain(f"{step}\nHMMA.16816.F32 R16, R8, R12, R16\n{step}") == 2
+    # RZ begins a chain, a result written in place does not end one, a new value does
+    assert chain(f"{step}\nHMMA.16816.F32 R4, R8, R12, RZ\n{step}") == 2
+    assert chain(f"{step}\nFMUL R4, R4, R9\n{step}") == 2
+    assert chain(f"{step}\nCS2R R4, SRZ\n{step}") == 1
+    assert chain("FADD R1, R1, R1") == 0
+
+
+def test_the_longest_of_pipe_issue_and_latency_binds():
+    planted = kernel(LOOP)
+    found = loop_bound(planted, planted.loops[0])
+    # 2 in a chain, 17 to 27 cycles each, beside 24 cycles of stalls
+    assert found.chain_cycles == (34, 54)
+    assert found.binding(1) == ("latency", 34.0)
+    assert found.cycles(1)["lsu"] == 4.0
+    assert found.binding(100) == ("lsu", 400.0)
+
+
+def test_a_loop_that_branches_is_told_apart():
+    text = "loop: @P1 BRA other\nFADD R1, R1, R1\nother: FADD R1, R1, R1\n@P0 BRA loop\nEXIT"
+    branching, straight = kernel(text), kernel(LOOP)
+    assert not loop_bound(branching, branching.loops[0]).straight
+    assert loop_bound(straight, straight.loops[0]).straight
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
+    cycles = {"sm_80": 2, "sm_86": 8, "sm_89": 8, "sm_90": 1.6}[architecture]
+    for config in PROGRESSION:
+        found = progression_kernels(architecture)[config]
+        loop = main_loop(found)
+        assert loop is not None
+        bound = loop_bound(found, loop)
+        assert bound.straight
+        assert bound.pipes["tensor"] == pytest.approx(tensor_per_block(config) * cycles)
+        # S takes d_head / 16 steps into one accumulator
+        assert bound.tensor_chain >= config.d_head // 16
+        whole = kernel_bound(found, trip_counts(found, config, 4 * config.B_c))
+        assert whole.pipes["tensor"] == pytest.approx(4 * tensor_per_block(config) * cycles)
+
+
+# -- a launch --------------------------------------------------------------------------------------
+
+
+def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
+    config = of_version(16)
+    found = progression_kernels("sm_90")[config]
+    seq_len = 4096
+    per_head = seq_len // config.B_r
+    launch = Launch(batch=1, n_heads=33, seq_len=seq_len, sms=132, mhz=1000.0)
+    prediction = predict(found, config, launch)
+    tensor = tensor_per_block(config) * (seq_len // config.B_c) * 1.6
+    blocks = math.ceil(33 * per_head / 132)
+    assert prediction.milliseconds["tensor"] == pytest.approx(
+        blocks * config.n_warps * tensor / (1000.0 * 1e3)
+    )
+    assert prediction.resident == config_occupancy(found, config).warps
+    assert prediction.least_ms == max(prediction.milliseconds.values())
+    flops = 4 * 33 * seq_len**2 * config.d_head
+    assert prediction.most_tflops == pytest.approx(flops / prediction.least_ms / 1e9)
+    # one more block is one more for one of them
+    more = predict(found, config, replace(launch, n_heads=34))
+    assert more.least_ms > prediction.least_ms
+    # twice the clock, half the time
+    faster = predict(found, config, replace(launch, mhz=2000.0))
+    assert faster.least_ms == pytest.approx(prediction.least_ms / 2)
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> BenchmarkResults:
+    return load_results(root / "benchmarks/results/h100.json")
+
+
+def test_no_kernel_was_measured_faster_than_its_bound(results):
+    checked = 0
+    for config in PROGRESSION:
+        measured = measured_launch(results, config, 4096)
+        if measured is None:
+            continue
+        launch, measurement = measured
+        assert launch.sms == SM_COUNTS[results.provenance.gpu]
+        kernel = progression_kernels("sm_90")[config]
+        assert predict(kernel, config, launch).least_ms < measurement.median_ms
+        checked += 1
+    assert checked >= 16
+
+
+def test_what_was_not_measured_has_no_launch(results):
+    config = of_version(16)
+    assert measured_launch(results, config, 4097) is None
+    assert measured_launch(replace(results, clocks=()), config, 4096) is None
+    unknown = replace(results, provenance=replace(results.provenance, gpu="GPU of tomorrow"))
+    assert measured_launch(unknown, config, 4096) is None
+
+
+# -- stalls and scoreboards ------------------------------------------------------------------------
+
+
+def test_an_instruction_waits_for_the_last_that_raised_the_scoreboard():
+    planted = kernel("""
+        loop: LDSM.16.M88.4 R8, [R1] ; stall=2 write=0
+        LDSM.16.M88.4 R12, [R1] ; stall=3 write=0
+        MUFU.EX2 R3, R2 ; stall=4 write=1 read=2
+        HMMA.16816.F32 R4, R8, R12, R4 ; stall=1 wait=0
+        FADD R2, R2, R2 ; stall=1 wait=2
+        HMMA.16816.F32 R4, R8, R12, R4 ; stall=1 wait=0
+        @P0 BRA loop ; stall=5
+        EXIT
+    """)
+    waits = scoreboard_waits(planted, planted.loops[0])
+    found = [
+        (w.producer.address // 16, w.consumer.address // 16, w.for_result, w.instructions, w.cycles)
+        for w in waits
+    ]
+    # the second wait for scoreboard 0 has nothing to wait for
+    assert found == [(1, 3, True, 2, 7), (2, 4, False, 2, 5)]
+
+
+def test_a_wait_reaches_around_the_loop():
+    planted = kernel("""
+        loop: HMMA.16816.F32 R4, R8, R12, R4 ; stall=4 wait=3
+        LDSM.16.M88.4 R8, [R1] ; stall=2 write=3
+        @P0 BRA loop ; stall=5
+        EXIT
+    """)
+    (wait,) = scoreboard_waits(planted, planted.loops[0])
+    assert (wait.instructions, wait.cycles) == (2, 7)
+    (group,) = group_waits([wait])
+    assert (group.producer, group.consumer, group.cycles) == ("ldmatrix", "tensor", (7,))
+
+
+def test_what_was_raised_before_the_loop_is_left_out():
+    planted = kernel("""
+        LDG.E R2, [R4] ; write=0
+        loop: FADD R1, R1, R2 ; wait=0
+        @P0 BRA loop
+        EXIT
+    """)
+    assert scoreboard_waits(planted, planted.loops[0]) == []
+
+
+def test_stalls_are_added_up_by_class_and_filler_apart():
+    planted = kernel(LOOP)
+    body = body_of(planted, planted.loops[0])
+    groups = {group.name: (group.instructions, group.cycles) for group in group_stalls(body)}
+    assert groups["tensor"] == (2, 11)
+    assert groups["filler"] == (1, 1)
+    assert "shared load" not in groups
+    found = loop_bound(planted, planted.loops[0])
+    assert sum(cycles for _, cycles in groups.values()) == found.stall

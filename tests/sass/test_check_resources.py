@@ -1,0 +1,195 @@
+"""check_resources.py: the gate that fails when a kernel takes more than it did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_backend import load_tool
+from listing_files import SEVERAL, extract
+
+TOOL = "tools/analysis/check_resources.py"
+V1 = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
+
+Edit = Callable[[dict[str, Any]], None]  # of a baseline's JSON
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory, package) -> Path:
+    """Version 1 of the library; for sm_90, if the library is."""
+    return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
+
+
+@pytest.fixture
+def baseline(tmp_path, capsys, cubin) -> Path:
+    """A baseline of that kernel alone."""
+    path = tmp_path / "baseline.json"
+    assert run(capsys, cubin, path, "--update")[0] == 0
+    return path
+
+
+def run(capsys, library: Path, baseline: Path, *arguments: str) -> tuple[int, str, str]:
+    """The tool's exit status, and what it printed."""
+    options = ["--library", str(library), "--baseline", str(baseline), *arguments]
+    status = load_tool(TOOL).main(options)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def edit(path: Path, change: Edit) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def figures(document: dict[str, Any]) -> dict[str, Any]:
+    """The only kernel of a baseline."""
+    ((row,),) = [section["kernels"] for section in document["compilers"]]
+    return row
+
+
+def add(name: str, amount: int) -> Edit:
+    def change(document: dict[str, Any]) -> None:
+        figures(document)[name] += amount
+
+    return change
+
+
+def newer_compiler(document: dict[str, Any]) -> None:
+    document["compilers"][0]["compiler"]["version"] = [99, 1, 2]
+
+
+class TestCheck:
+    def test_passes_when_nothing_changed(self, capsys, cubin, baseline) -> None:
+        before = baseline.read_text()
+        status, out, _ = run(capsys, cubin, baseline)
+        assert status == 0
+        assert "1 kernels compared: 0 worse, 0 better, 1 the same" in out
+        assert baseline.read_text() == before
+
+    @pytest.mark.parametrize(
+        ("name", "amount", "label"),
+        [
+            ("registers", -1, "registers"),
+            ("smem_bytes", -16, "shared memory, bytes"),
+            ("blocks_per_sm", 1, "blocks an SM"),
+            ("loop_instructions", -1, "instructions per HMMA"),
+            ("loop_hmma", 1, "HMMA in the loop"),
+            ("loop_hmma", -1, "HMMA in the loop"),
+        ],
+    )
+    def test_fails_when_a_kernel_got_worse(
+        self, capsys, cubin, baseline, name, amount, label
+    ) -> None:
+        edit(baseline, add(name, amount))
+        status, out, _ = run(capsys, cubin, baseline)
+        assert status == 1
+        worse = out.partition("worse:")[2].partition("better:")[0]
+        assert V1 in worse
+        assert label in worse
+
+    def test_passes_and_tells_when_a_kernel_got_better(self, capsys, cubin, baseline) -> None:
+        edit(baseline, add("registers", 8))
+        status, out, _ = run(capsys, cubin, baseline)
+        assert status == 0
+        assert "-8" in out.partition("better:")[2]
+        assert "0 worse, 1 better" in out
+
+    def test_fails_when_a_kernel_is_missing(self, capsys, cubin, baseline) -> None:
+        def change(document: dict[str, Any]) -> None:
+            rows = document["compilers"][0]["kernels"]
+            rows.append({**rows[0], "kernel": V1.replace("bf16", "fp16")})
+
+        edit(baseline, change)
+        status, out, _ = run(capsys, cubin, baseline)
+        assert status == 1
+        assert f"missing from the library:\n  {V1.replace('bf16', 'fp16')}" in out
+
+    def test_lists_what_is_new(self, capsys, cubin, baseline) -> None:
+        edit(baseline, lambda document: figures(document).update(kernel="v1_other"))
+        status, out, _ = run(capsys, cubin, baseline)
+        assert status == 1
+        assert f"not in the baseline:\n  {V1}" in out
+
+
+class TestCompiler:
+    def test_another_is_refused_with_the_ways_out(self, capsys, cubin, baseline) -> None:
+        edit(baseline, newer_compiler)
+        status, out, err = run(capsys, cubin, baseline)
+        assert (status, out) == (2, "")
+        assert "tells of ptxas 99.1.2: --update adds it, --any-compiler compares" in err
+
+    def test_another_is_compared_on_demand(self, capsys, cubin, baseline) -> None:
+        edit(baseline, newer_compiler)
+        status, out, _ = run(capsys, cubin, baseline, "--any-compiler")
+        assert status == 0
+        assert "compared with ptxas 99.1.2" in out
+        edit(baseline, add("registers", -1))
+        assert run(capsys, cubin, baseline, "--any-compiler")[0] == 1
+
+    def test_another_stands_beside_the_present_one(self, capsys, cubin, baseline) -> None:
+        whole = json.loads(baseline.read_text())
+        edit(baseline, newer_compiler)
+        assert run(capsys, cubin, baseline, "--update")[0] == 0
+        present, newer = json.loads(baseline.read_text())["compilers"]
+        assert present == whole["compilers"][0]
+        assert newer["compiler"]["version"] == [99, 1, 2]
+        status, out, _ = run(capsys, cubin, baseline)
+        assert (status, "99.1.2" in out) == (0, False)
+
+
+class TestUpdate:
+    def test_writes_what_the_library_takes_now(self, capsys, cubin, baseline) -> None:
+        whole = baseline.read_text()
+        edit(baseline, add("registers", -1))
+        status, out, _ = run(capsys, cubin, baseline, "--update")
+        assert status == 0
+        assert "1 worse" in out
+        assert baseline.read_text() == whole
+        assert list(baseline.parent.iterdir()) == [baseline]
+
+    def test_keeps_other_architectures(self, capsys, cubin, baseline) -> None:
+        def change(document: dict[str, Any]) -> None:
+            rows = document["compilers"][0]["kernels"]
+            rows.append({**rows[0], "architecture": "sm_75"})
+
+        edit(baseline, change)
+        assert run(capsys, cubin, baseline, "--update")[0] == 0
+        rows = json.loads(baseline.read_text())["compilers"][0]["kernels"]
+        assert {row["architecture"] for row in rows} == {"sm_75", cubin.name.split(".")[-2]}
+
+    def test_leaves_a_damaged_baseline_alone(self, capsys, cubin, baseline) -> None:
+        baseline.write_text("damaged")
+        status, _, err = run(capsys, cubin, baseline, "--update")
+        assert status == 2
+        assert "holds no baseline" in err
+        assert baseline.read_text() == "damaged"
+
+
+class TestBadInput:
+    def test_of_a_baseline_that_is_not_there(self, capsys, cubin, tmp_path) -> None:
+        status, out, err = run(capsys, cubin, tmp_path / "nix.json")
+        assert (status, out) == (2, "")
+        assert "nix.json is not there: --update makes" in err
+
+    def test_of_a_library(self, capsys, baseline, tmp_path) -> None:
+        text = tmp_path / "text.so"
+        text.write_text("no library")
+        for library in (text, tmp_path / "nix.so", SEVERAL, tmp_path):
+            status, out, err = run(capsys, library, baseline)
+            assert (status, out) == (2, ""), library
+            assert str(library) in err
+            assert "Traceback" not in err
+
+    def test_of_an_architecture(self, capsys, cubin, baseline) -> None:
+        status, _, err = run(capsys, cubin, baseline, "--arch", "sm_75")
+        assert status == 2
+        assert "sm_75" in err
+
+    def test_of_the_command_line(self, capsys) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            load_tool(TOOL).main(["--nix"])
+        assert exit_info.value.code == 2

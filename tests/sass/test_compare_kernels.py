@@ -1,0 +1,152 @@
+"""tools/analysis/compare_kernels.py, as it is called."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from fake_backend import load_tool
+
+from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.sass.source_diff import read_sources, source_diff
+
+TOOL = "tools/analysis/compare_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load_tool(TOOL)
+
+
+def run(tool, capsys, *arguments: str) -> tuple[int, str, str]:
+    status = tool.main(list(arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+class TestFormats:
+    def test_tables_by_default(self, tool, capsys) -> None:
+        status, out, err = run(tool, capsys, "8", "9")
+        assert (status, err) == (0, "")
+        assert out.startswith("2 kernels, bf16, sm_90, compiled by ptxas")
+        assert "IMAD.MOV.U32 -" in out and VERSIONS[9].idea.split()[0] in out
+
+    def test_csv(self, tool, capsys) -> None:
+        _, out, _ = run(tool, capsys, "8..9", "--csv", "--dtype", "fp16")
+        rows = list(csv.DictReader(out.splitlines()))
+        assert [(row["version"], row["dtype"]) for row in rows] == [("8", "fp16"), ("9", "fp16")]
+
+    def test_json_with_diffs(self, tool, capsys) -> None:
+        _, out, _ = run(tool, capsys, "8", "9", "--json", "--sass", "--source")
+        document = json.loads(out)
+        assert [entry["name"] for entry in document["kernels"]] == ["v8", "v9"]
+        assert document["diffs"]["SASS, v8 to v9"]["likenesses"]["removed"] > 0
+        assert "namespace v9" in document["diffs"]["Source, v8 to v9"]
+
+    def test_markdown(self, tool, capsys) -> None:
+        _, out, _ = run(tool, capsys, "8", "9", "--markdown", "--sass")
+        assert "**Resources**" in out and "| v8 " in out
+        assert out.count("```diff\n") == 1 and out.rstrip().endswith("```")
+
+    def test_sass_of_each_neighbouring_pair(self, tool, capsys) -> None:
+        _, out, _ = run(tool, capsys, "13..15", "--sass")
+        assert "SASS, v13 to v14\n" in out and "SASS, v14 to v15\n" in out
+        assert "SASS, v13 to v15" not in out
+
+    def test_two_architectures(self, tool, capsys) -> None:
+        status, out, _ = run(tool, capsys, "16", "--arch", "sm_80", "--arch", "sm_90")
+        assert status == 0
+        assert "\nv16 sm_80 " in out and "\nv16 sm_90 " in out
+
+    def test_html_is_one_file(self, tool, capsys, tmp_path: Path) -> None:
+        page = tmp_path / "folder" / "page.html"
+        status, out, _ = run(tool, capsys, "8", "9", "--html", str(page))
+        assert status == 0 and out
+        assert [path.name for path in page.parent.iterdir()] == ["page.html"]
+        assert page.read_text().startswith("<!doctype html>")
+
+
+class TestSource:
+    def test_is_that_of_the_two_files(self, root) -> None:
+        text = source_diff(8, 9, root)
+        assert text.startswith("--- previous_kernels/v8/forward_kernel.cuh\n")
+        assert "-namespace v8 {" in text and "+namespace v9 {" in text
+
+    def test_folds_the_namespace(self, root) -> None:
+        text = source_diff(8, 9, root, fold_namespace=True)
+        changed = [line for line in text.splitlines() if line[:1] in "+-"]
+        assert not any("namespace v" in line for line in changed)
+        assert len(text) < len(source_diff(8, 9, root))
+
+    def test_that_is_not_at_hand_is_said(self, tool, capsys, monkeypatch, tmp_path) -> None:
+        """As after installing, without a checkout: the rest works."""
+        monkeypatch.setattr(tool, "ROOT", tmp_path)
+        monkeypatch.setattr(tool, "RESULTS", tmp_path / "h100.json")
+        page = tmp_path / "page.html"
+        status, out, err = run(tool, capsys, "8", "9", "--source", "--html", str(page))
+        assert (status, err) == (0, "")
+        assert "forward_kernel.cuh is not at hand" in out
+        assert "No measurement of these kernels" in out
+        assert "is not in this page" in page.read_text()
+
+    def test_that_changed_since_the_build_is_not_shown(self, root, tmp_path) -> None:
+        from edited_kernels import library_kernel
+
+        kernel = library_kernel(9)
+        name = str(VERSIONS[9].source)
+        assert name in read_sources([kernel], root)
+        text = (root / name).read_text()
+        (tmp_path / name).parent.mkdir(parents=True)
+        for damaged in ("// a new line\n" * 40 + text, text[: len(text) // 2]):
+            (tmp_path / name).write_text(damaged)
+            assert name not in read_sources([kernel], tmp_path)
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["99"], "versions go from"),
+            (["v7_bf16"], "is not a config's short form"),
+            (["8", "--config", "B_r=128"], "no such config of v8 is built"),
+            (["8", "--config", "rows=1"], "expected a field and its value"),
+            (["8", "--results", "nowhere.json"], "nowhere.json"),
+        ],
+    )
+    def test_refuses_what_does_not_exist_with_2(self, tool, capsys, arguments, message) -> None:
+        status, out, err = run(tool, capsys, *arguments)
+        assert (status, out) == (2, "")
+        assert message in err and "Traceback" not in err
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            [],
+            ["8", "--arch", "sm_75"],
+            ["8", "--csv", "--json"],
+            ["8", "9", "--csv", "--sass"],
+            ["8", "9", "--fold-namespace"],
+        ],
+    )
+    def test_refuses_what_does_not_go_together_with_2(self, tool, capsys, arguments) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            tool.main(arguments)
+        assert exit_info.value.code == 2
+
+    def test_refuses_results_of_something_else_with_2(self, tool, capsys, tmp_path) -> None:
+        file = tmp_path / "results.json"
+        file.write_text("{}")
+        status, _, err = run(tool, capsys, "8", "--results", str(file))
+        assert status == 2 and "holds no benchmark results" in err
+
+    def test_a_page_that_cannot_be_written_is_2(self, tool, capsys, tmp_path) -> None:
+        (tmp_path / "file").write_text("")
+        status, _, err = run(tool, capsys, "8", "--html", str(tmp_path / "file" / "page.html"))
+        assert status == 2 and "file" in err
+
+    def test_help_shows_worked_examples(self, tool, capsys) -> None:
+        with pytest.raises(SystemExit):
+            tool.main(["--help"])
+        assert "compare_kernels.py 1..16 --html kernels.html" in capsys.readouterr().out

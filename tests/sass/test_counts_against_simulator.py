@@ -1,0 +1,82 @@
+"""Static counts weighted with trip counts, against what the simulator executes of the same kernel's
+PTX: those instructions that ptxas makes one for one."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from sass_text import ARCHITECTURES, PROGRESSION, progression_kernels
+
+from flash_helpers.debugging import shipped_ptx
+from flash_helpers.inputs import AttentionShape, make_inputs
+from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
+from flash_helpers.sass.execution_check import predict_launch
+from flash_helpers.sass.opcodes import (
+    ASYNC_COPY,
+    GLOBAL_STORE,
+    LDMATRIX,
+    SHARED_LOAD,
+    SHARED_STORE,
+    SHUFFLE,
+    TENSOR,
+)
+from flash_helpers.simulate import load_kernel, run_forward
+
+PTX_OF = {
+    TENSOR: ("mma.",),
+    LDMATRIX: ("ldmatrix.",),
+    ASYNC_COPY: ("cp.async.ca.", "cp.async.cg."),
+    SHARED_LOAD: ("ld.shared",),
+    SHARED_STORE: ("st.shared",),
+    GLOBAL_STORE: ("st.global",),
+    SHUFFLE: ("shfl.",),
+}
+# one block of K and V, so that the loops of the peeled versions are passed by, and three
+BLOCKS = (1, 3)
+
+
+def shape_of(config: FlashForwardKernelConfig, blocks: int) -> AttentionShape:
+    """So many blocks, and the heads that give the row stride that the kernel is made for."""
+    heads = PROGRESSION_ROW_STRIDE // config.d_head if config.static_row_stride else 2
+    return AttentionShape(batch=1, n_heads=heads, seq_len=blocks * config.B_c)
+
+
+@functools.lru_cache
+def simulated(config: FlashForwardKernelConfig, blocks: int) -> dict[str, int]:
+    """Warp instructions of a launch, by PTX opcode."""
+    inputs = make_inputs(
+        "normal", shape_of(config, blocks), getattr(torch, config.dtype.torch_name)
+    )
+    _, run = run_forward(config, load_kernel(config, shipped_ptx(config)), *inputs)
+    return {name: c.instructions for name, c in run.counters.by_opcode().items()}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("config", PROGRESSION, ids=lambda c: c.short_form())
+def test_the_text_predicts_what_is_executed(config, blocks):
+    executed = simulated(config, blocks)
+    expected = {
+        name: sum(n for opcode, n in executed.items() if opcode.startswith(prefixes))
+        for name, prefixes in PTX_OF.items()
+    }
+    assert all(expected.values())
+    for architecture in ARCHITECTURES:
+        kernel = progression_kernels(architecture)[config]
+        record = predict_launch(kernel, config, shape_of(config, blocks))
+        assert {name: record.predicted[name] for name in PTX_OF} == expected, architecture
+
+
+@pytest.mark.parametrize("config", PROGRESSION[-2:], ids=lambda c: c.short_form())
+def test_exponentials_and_barriers_are_predicted_too(config):
+    executed = simulated(config, 3)
+    exponentials = sum(n for name, n in executed.items() if name.startswith("ex2."))
+    barriers = sum(n for name, n in executed.items() if name.startswith("bar.sync"))
+    assert exponentials and barriers
+    for architecture in ARCHITECTURES:
+        kernel = progression_kernels(architecture)[config]
+        opcodes = predict_launch(kernel, config, shape_of(config, 3)).predicted_opcodes
+        reciprocals = sum(n for name, n in executed.items() if name.startswith("rcp."))
+        assert opcodes["MUFU"] == exponentials + reciprocals
+        assert opcodes["BAR"] == barriers

@@ -1,0 +1,285 @@
+"""The progression matrix: which kernels it takes, and whether it tells the truth about them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from edited_kernels import block_of_phase, instructions_of, library_kernel
+
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.ptx.flow import Phase
+from flash_helpers.results import BenchmarkResults, load_results
+from flash_helpers.sass import opcodes
+from flash_helpers.sass.flow import NEVER
+from flash_helpers.sass.matrix import (
+    GROUP_NAMES,
+    GROUPS,
+    Matrix,
+    build_matrix,
+    changes_text,
+    choose_kernels,
+    kernel_facts,
+    library_configs,
+    names_of,
+    opcode_changes,
+    parse_config_option,
+)
+from flash_helpers.sass.matrix_tables import (
+    matrix_csv,
+    matrix_json,
+    matrix_markdown,
+    matrix_text,
+)
+from flash_helpers.sass.phases import tensor_per_block
+from flash_helpers.sass.records import SassError
+from flash_helpers.selection import UsageError
+
+BUILT = get_kernels_to_build()
+LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, DType.BF16))
+TERMINAL = 120
+
+
+def progression_config(version: int) -> FlashForwardKernelConfig:
+    return next(
+        c for c in get_kernel_progression_configs() if (c.version, c.dtype) == (version, DType.BF16)
+    )
+
+
+@pytest.fixture(scope="module")
+def results(root) -> BenchmarkResults:
+    return load_results(root / "benchmarks/results/h100.json")
+
+
+@pytest.fixture(scope="module")
+def matrix(results) -> Matrix:
+    """Every version in bf16 for sm_90, the architecture of the measurements."""
+    kernels = [(progression_config(number), library_kernel(number)) for number in VERSIONS]
+    return build_matrix(kernels, results, 4096)
+
+
+class TestChoice:
+    def test_of_versions_is_the_progression_in_the_order_asked_for(self) -> None:
+        chosen = choose_kernels(BUILT, ["9", "v7..8", "9"], DType.FP16)
+        assert [config.version for config in chosen] == [9, 7, 8]
+        assert all(config.dtype is DType.FP16 for config in chosen)
+        assert set(chosen) <= set(get_kernel_progression_configs())
+
+    def test_of_all_is_one_kernel_a_version(self) -> None:
+        assert len(choose_kernels(BUILT, ["all"], DType.BF16)) == len(VERSIONS)
+
+    def test_of_a_short_form_is_itself_in_its_own_dtype(self) -> None:
+        assert choose_kernels(BUILT, [LARGE.short_form()], DType.FP16) == [LARGE]
+
+    def test_by_fields(self) -> None:
+        chosen = choose_kernels(BUILT, ["7", "16"], DType.BF16, {"B_r": 128})
+        assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (16, 128)]
+        # of the two that are left, the one nearest to the progression's
+        assert chosen[1].static_row_stride == progression_config(16).static_row_stride
+
+    def test_by_a_config_is_the_nearest(self) -> None:
+        chosen = choose_kernels(BUILT, ["7..8"], DType.BF16, LARGE)
+        assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (8, 64)]
+
+    def test_by_fields_that_no_config_has_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="no such config of v8 is built; those that are: v8_"):
+            choose_kernels(BUILT, ["8"], DType.BF16, {"B_r": 128})
+
+    def test_of_nothing_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="versions go from"):
+            choose_kernels(BUILT, ["99"], DType.BF16)
+
+    def test_option_reads_pairs_and_short_forms(self) -> None:
+        found = parse_config_option(["B_r=128", "mma_double_buffer_loads=false"])
+        assert found == {"B_r": 128, "mma_double_buffer_loads": False}
+        assert parse_config_option([LARGE.short_form()]) == LARGE
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["B_r=many"], "B_r takes a number, not 'many'"),
+            (["swizzled=2"], "swizzled takes true or false, not '2'"),
+            (["rows=3"], "expected a field and its value"),
+            (["version=3"], "expected a field and its value"),
+            (["B_r=64", "v7"], "expected a field and its value"),
+            (["v7_bf16"], "is not a config's short form"),
+        ],
+    )
+    def test_option_that_says_nothing_is_refused(self, words, message) -> None:
+        with pytest.raises(UsageError, match=message):
+            parse_config_option(words)
+
+    def test_knows_what_the_library_holds(self) -> None:
+        assert library_configs("sm_90") == sorted(BUILT)
+        with pytest.raises(SassError, match="sm_90"):
+            library_configs("sm_75")
+
+
+class TestNames:
+    def test_are_versions_where_that_is_enough(self) -> None:
+        assert names_of([progression_config(7), progression_config(8)]) == ["v7", "v8"]
+
+    def test_tell_configs_of_one_version_apart(self) -> None:
+        config = progression_config(7)
+        assert names_of([config, LARGE]) == ["v7 Br64", "v7 Br128"]
+        assert names_of([config, config.replace(dtype=DType.FP16)]) == ["v7 bf16", "v7 fp16"]
+
+    def test_tell_architectures_apart(self) -> None:
+        config = progression_config(16)
+        kernels = [(config, library_kernel(16, architecture=a)) for a in ("sm_80", "sm_90")]
+        assert build_matrix(kernels, None, 4096).names == ["v16 sm_80", "v16 sm_90"]
+
+
+class TestFacts:
+    def test_groups_hold_each_class_once(self) -> None:
+        grouped = [name for classes in GROUPS.values() for name in classes]
+        assert len(grouped) == len(set(grouped))
+        assert set(grouped) <= set(opcodes.CLASSES)
+
+    def test_groups_add_up_to_the_loop(self, matrix) -> None:
+        for facts in matrix.rows:
+            assert sum(facts.groups.values()) == facts.phases.main_loop.work
+            assert min(facts.groups.values()) >= 0
+
+    def test_mma_of_the_loop_are_those_of_one_block_at_every_step(self, matrix) -> None:
+        """2 * (16 rows a warp / 16) * (64 keys / 8) * (128 / 16)."""
+        for facts in matrix.rows:
+            assert facts.phases.main_loop.tensor == tensor_per_block(facts.config) == 128
+
+    def test_version_8_lowers_integer_work_and_registers(self, matrix) -> None:
+        before, after = matrix.rows[6], matrix.rows[7]
+        assert after.groups["integer"] < before.groups["integer"]
+        assert after.kernel.resources.registers < before.kernel.resources.registers
+        assert after.occupancy.blocks == before.occupancy.blocks + 1
+
+    def test_version_9_lowers_moves(self, matrix) -> None:
+        before, after = matrix.rows[7], matrix.rows[8]
+        lowered = before.groups["move"] - after.groups["move"]
+        assert lowered > 50
+        assert before.phases.main_loop.work - after.phases.main_loop.work == lowered
+
+    def test_version_6_lowers_fp32(self, matrix) -> None:
+        """A multiplication and a subtraction of each of a lane's 32 elements of S become an FFMA,
+        and the elements are not scaled before."""
+        assert matrix.rows[4].groups["fp32"] - matrix.rows[5].groups["fp32"] >= 32
+
+    def test_shared_memory_is_a_tile_each_of_q_k_and_v(self, matrix) -> None:
+        assert {facts.smem_bytes for facts in matrix.rows} == {3 * 64 * 128 * 2}
+
+    def test_are_those_that_the_gpu_reported(self, matrix, results) -> None:
+        """The driver's numbers, taken when the kernels were timed."""
+        reported = {record.name: record for record in results.resources}
+        for facts in matrix.rows:
+            record = reported[facts.config.short_form()]
+            assert facts.smem_bytes == record.smem_bytes
+            assert facts.occupancy.blocks == record.blocks_per_sm
+
+    def test_no_launch_is_faster_than_its_bound(self, matrix) -> None:
+        for facts in matrix.rows:
+            assert 0 < facts.of_bound < 1
+
+    def test_measurements_of_another_architecture_are_left_aside(self, results) -> None:
+        config = progression_config(16)
+        kernel = library_kernel(16, architecture="sm_80")
+        facts = kernel_facts(config, kernel, results, 4096)
+        assert (facts.measurement, facts.prediction) == (None, None)
+
+    def test_of_a_kernel_without_a_loop_has_none_of_it(self) -> None:
+        kernel = library_kernel(9)
+        instructions = tuple(replace(i, loop=None) for i in kernel.instructions)
+        flat = replace(kernel, loops=(), instructions=instructions)
+        facts = kernel_facts(progression_config(9), flat, None, 4096)
+        assert facts.loop is None and facts.per_hmma(1) is None
+        matrix = Matrix((facts, facts), 4096, "")
+        assert "-" in matrix_text(matrix)
+        matrix_csv(matrix)
+        json.dumps(matrix_json(matrix))
+
+
+class TestChanges:
+    @pytest.mark.parametrize("number", [2, 9, 16])
+    def test_are_differences_of_what_stands_in_the_loop(self, matrix, number) -> None:
+        counts = []
+        for version in (number - 1, number):
+            kernel = library_kernel(version)
+            block = block_of_phase(kernel, Phase.MAIN_LOOP)
+            inside = instructions_of(kernel, block)
+            counts.append(Counter(i.opcode for i in inside if i.predicate not in NEVER))
+        changes = dict(opcode_changes(matrix.rows[number - 2], matrix.rows[number - 1]))
+        expected = {o: counts[1][o] - counts[0][o] for o in counts[0] | counts[1]}
+        assert changes == {o: d for o, d in expected.items() if d}
+        sizes = [abs(change) for change in changes.values()]
+        assert sizes == sorted(sizes, reverse=True)
+
+    def test_are_told_for_each_hmma_where_loops_hold_different_numbers(self, matrix) -> None:
+        (one,) = (facts for facts in matrix.rows if facts.config.version == 9)
+        counts = one.phases.main_loop
+        doubled = replace(
+            counts,
+            by_opcode={opcode: 2 * number for opcode, number in counts.by_opcode.items()},
+            by_class={name: 2 * number for name, number in counts.by_class.items()},
+        )
+        twice = replace(one, phases=replace(one.phases, main_loop=doubled))
+        assert opcode_changes(one, twice) == []
+
+    def test_text_is_cut(self) -> None:
+        assert changes_text([]) == "none"
+        assert changes_text([("MOV", -3), ("LEA", 1)], most=1) == "MOV -3, 1 more"
+        assert changes_text([("MOV", -0.25)]) == "MOV -0.25/HMMA"
+
+
+class TestTables:
+    def test_fit_a_terminal_and_have_a_row_a_version(self, matrix) -> None:
+        lines = matrix_text(matrix).splitlines()
+        assert max(map(len, lines)) <= TERMINAL
+        for number in VERSIONS:
+            assert sum(line.startswith(f"v{number} ") for line in lines) == 5
+
+    def test_tell_resources(self, matrix) -> None:
+        text = matrix_text(matrix)
+        row = next(line.split() for line in text.splitlines() if line.startswith("v8 "))
+        registers = str(matrix.rows[7].kernel.resources.registers)
+        assert row[1:7] == [registers, "0/0", "0", "49,152", "3", "12/64"]
+
+    def test_warn_of_different_compilers(self, matrix) -> None:
+        other = replace(matrix.rows[1].kernel.compiler, version=(12, 0, 0))
+        changed = replace(matrix.rows[1], kernel=replace(matrix.rows[1].kernel, compiler=other))
+        text = matrix_text(replace(matrix, rows=(matrix.rows[0], changed)))
+        assert "different compilers" in text
+        assert "different compilers" not in matrix_text(matrix)
+
+    def test_without_measurements_say_so(self, matrix) -> None:
+        bare = build_matrix([(f.config, f.kernel) for f in matrix.rows[:2]], None, 4096)
+        text = matrix_text(bare)
+        assert "No measurement" in text and "TFLOP/s" not in text
+
+    def test_in_markdown_have_the_same_cells(self, matrix) -> None:
+        text = matrix_markdown(matrix)
+        row = next(line for line in text.splitlines() if line.startswith("| v8 "))
+        registers = str(matrix.rows[7].kernel.resources.registers)
+        assert [cell.strip() for cell in row.strip("|").split("|")][1:3] == [registers, "0/0"]
+
+    def test_in_csv_are_a_row_a_kernel(self, matrix) -> None:
+        rows = list(csv.DictReader(matrix_csv(matrix).splitlines()))
+        assert [int(row["version"]) for row in rows] == list(VERSIONS)
+        for row, facts in zip(rows, matrix.rows, strict=True):
+            shares = sum(float(row[f"{name}_per_hmma"]) for name in GROUP_NAMES)
+            assert shares == pytest.approx(float(row["instructions_per_hmma"]))
+            assert int(row["registers"]) == facts.kernel.resources.registers
+
+    def test_in_json_hold_opcodes_by_phase(self, matrix) -> None:
+        document = json.loads(json.dumps(matrix_json(matrix)))
+        for entry in document["kernels"]:
+            loop = entry["phases"]["main loop"]
+            assert sum(loop["opcodes"].values()) == entry["loop_instructions"]
+            assert sum(loop["classes"].values()) == entry["loop_instructions"]
+        assert document["kernels"][0]["changes"] == {}

@@ -1,0 +1,213 @@
+"""The page as text: what it holds, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from edited_kernels import library_kernel
+
+from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.sass.comparison_page import comparison_page
+from flash_helpers.sass.matrix import GROUP_NAMES, Matrix, build_matrix
+from flash_helpers.sass.page import PageKernel, packed_control, page_html
+from flash_helpers.sass.picture import picture_svg
+from flash_helpers.sass.reader import installed_library
+from flash_helpers.sass.records import Kernel
+
+FEW = (8, 9)
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text of its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.data: dict[str, Any] = {}
+        self.inside: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        is_data = tag == "script" and dict(attrs).get("type") == "application/json"
+        self.inside = dict(attrs).get("id") if is_data else None
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.data[self.inside] = json.loads(data)
+            self.inside = None
+
+
+def matrix_of(versions: tuple[int, ...]) -> Matrix:
+    configs = {c.version: c for c in get_kernel_progression_configs() if c.dtype is DType.BF16}
+    return build_matrix([(configs[n], library_kernel(n)) for n in versions], None, 4096)
+
+
+@pytest.fixture(scope="module")
+def page(root) -> str:
+    return comparison_page(matrix_of(FEW), root, installed_library().parent / "ptx")
+
+
+@pytest.fixture(scope="module")
+def elements(page) -> Elements:
+    return Elements(page)
+
+
+def bare(kernel: Kernel, name: str = "k") -> PageKernel:
+    return PageKernel(kernel, name, "title", [("term", "value")], {})
+
+
+class TestDocument:
+    def test_loads_nothing(self, page, elements) -> None:
+        for tag, attributes in elements.found:
+            assert tag not in ("img", "iframe", "object", "embed", "audio", "video")
+            assert "src" not in attributes
+            assert attributes.get("href") in (None, "data:,")
+        style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
+        assert "url(" not in style and "@import" not in style
+        assert "default-src 'none'" in page
+
+    def test_is_the_same_each_time(self, page, root) -> None:
+        folder = installed_library().parent / "ptx"
+        assert comparison_page(matrix_of(FEW), root, folder) == page
+
+    def test_no_text_can_end_a_script(self) -> None:
+        text = "</script><script>alert(1)</script><!--"
+        kernel = replace(library_kernel(9), symbol=text)
+        sources = {str(kernel.instructions[0].source[-1].file): text}
+        found = Elements(page_html([bare(kernel)], sources, text))
+        scripts = [attributes for tag, attributes in found.found if tag == "script"]
+        assert len(scripts) == 3  # index, kernel, program
+        assert found.data["index"]["kernels"][0]["symbol"] == text
+        assert list(found.data["index"]["sources"].values()) == [text]
+
+    def test_placeholders_in_texts_stay(self) -> None:
+        kernel = library_kernel(9)
+        name = kernel.instructions[0].source[-1].file
+        found = Elements(page_html([bare(kernel)], {name: "a @title@ b"}, "t"))
+        assert found.data["index"]["sources"][name] == "a @title@ b"
+
+    def test_grows_with_its_kernels_only(self, page, root) -> None:
+        """Sixteen kernels must stay small enough to load at once."""
+        each = [
+            len(text) for text in re.findall(r'id="kernel-\d+">(.*?)</script>', page, re.DOTALL)
+        ]
+        assert len(each) == len(FEW)
+        assert max(each) < 300_000
+
+
+class TestData:
+    @pytest.fixture
+    def data(self, elements) -> dict[str, Any]:
+        return elements.data["kernel-1"]
+
+    @pytest.fixture
+    def kernel(self) -> Kernel:
+        return library_kernel(FEW[1])
+
+    def test_has_a_row_an_instruction(self, data, kernel) -> None:
+        assert {len(column) for column in data["sass"].values()} == {len(kernel.instructions)}
+        for text, control, instruction in zip(
+            data["sass"]["text"], data["sass"]["control"], kernel.instructions, strict=True
+        ):
+            assert " ".join(text.split()) == " ".join(instruction.text.split())
+            assert control & 15 == instruction.control.stall
+            assert control >> 11 & 63 == instruction.control.wait_mask
+
+    def test_follows_inlined_calls(self, data, kernel) -> None:
+        for number, instruction in zip(data["sass"]["chain"], kernel.instructions, strict=True):
+            flat = data["chains"][number]
+            chain = [
+                (data["files"][f], line) for f, line in zip(flat[::2], flat[1::2], strict=True)
+            ]
+            assert chain == [(line.file, line.line) for line in instruction.source]
+
+    def test_shows_every_ptx_instruction_with_its_cuda_line(self, data, kernel) -> None:
+        shown = dict(zip(data["ptx"]["line"], data["ptx"]["text"], strict=True))
+        named = {i.ptx_line for i in kernel.instructions if i.ptx_line is not None}
+        assert named <= set(shown)
+        lines = kernel.ptx.split("\n")
+        assert not any(kernel.symbol in text for text in shown.values())
+        for number, text in shown.items():
+            assert text == " ".join(lines[number - 1].replace(kernel.symbol, "kernel").split())
+        marked = sum(data["ptx"]["isInstruction"])
+        with_source = sum(number >= 0 for number in data["ptx"]["chain"])
+        assert marked == with_source
+
+    def test_has_the_loop_and_its_blocks(self, data, kernel) -> None:
+        (loop,) = data["loops"]
+        inside = [n for n, number in enumerate(data["sass"]["loop"]) if number == 0]
+        assert (loop["first"], loop["last"], loop["length"]) == (
+            inside[0],
+            inside[-1],
+            len(inside),
+        )
+        starts = [block["start"] for block in data["blocks"]]
+        assert starts == sorted(starts) and starts[0] == 0
+        assert data["blocks"][kernel.loops[0].header]["phase"] == "main loop"
+
+    def test_jumps_lead_to_blocks(self, data) -> None:
+        starts = {block["start"] for block in data["blocks"]}
+        targets = {target for target in data["sass"]["target"] if target >= 0}
+        assert targets and targets <= starts
+
+    def test_packs_control_words_apart(self) -> None:
+        kernel = library_kernel(9)
+        controls = {replace(i.control, reuse=0) for i in kernel.instructions}
+        assert len({packed_control(control) for control in controls}) == len(controls)
+
+    def test_of_a_kernel_that_tells_little(self) -> None:
+        """No PTX, no lines, no live registers, no loop: the rest is still shown."""
+        kernel = library_kernel(9)
+        instructions = tuple(
+            replace(i, live=None, source=(), ptx_line=None, loop=None, pipe="new", cost=None)
+            for i in kernel.instructions
+        )
+        poor = replace(kernel, instructions=instructions, loops=(), ptx=None)
+        data = Elements(page_html([bare(poor)], {}, "t")).data["kernel-0"]
+        assert data["ptx"]["line"] == [] and "-lineinfo" in data["ptx"]["note"]
+        assert data["files"] == [] and data["loops"] == []
+        assert set(data["sass"]["live"]) == {-1}
+
+    def test_leaves_other_kernels_of_the_module_out(self) -> None:
+        kernel = library_kernel(9)
+        other = ".visible .entry other()\n{\nret;\n}\n"
+        both = replace(kernel, ptx=kernel.ptx + "\n" + other)
+        data = Elements(page_html([bare(both)], {}, "t")).data["kernel-0"]
+        assert not any("other" in text for text in data["ptx"]["text"])
+        assert len(data["ptx"]["line"]) > 1000
+
+
+class TestPicture:
+    @pytest.fixture
+    def matrix(self) -> Matrix:
+        return matrix_of(FEW)
+
+    def test_has_a_column_a_kernel(self, matrix) -> None:
+        svg = picture_svg(matrix)
+        assert re.findall(r'class="version" data-kernel="(\d)"', svg) == ["0", "1"]
+
+    def test_stacks_groups_to_the_whole(self, matrix) -> None:
+        svg = picture_svg(matrix)
+        for column, facts in zip(svg.split('class="version"')[1:], matrix.rows, strict=True):
+            parts = re.findall(
+                r'c-(\w+)" x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', column
+            )
+            assert [name for name, _, _ in parts] == [n for n in GROUP_NAMES if facts.groups[n]]
+            for (_, above, _), (_, y, height) in pairwise(parts):
+                assert float(y) + float(height) == pytest.approx(float(above), abs=0.11)
+            total = facts.per_hmma(facts.phases.main_loop.work)
+            heights = sum(float(height) for _, _, height in parts)
+            for name, _, height in parts:
+                share = facts.per_hmma(facts.groups[name]) / total
+                assert float(height) / heights == pytest.approx(share, abs=0.01)
+
+    def test_of_one_kernel_is_no_comparison(self, root) -> None:
+        page = comparison_page(matrix_of((9,)), root, installed_library().parent / "ptx")
+        assert "<svg" not in page

@@ -1,0 +1,398 @@
+"""The page in a headless browser: links between panes, picker, themes, narrow screens, keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import open_browser, requested_urls
+from edited_kernels import library_kernel
+
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    get_kernel_progression_configs,
+)
+from flash_helpers.sass.comparison_page import comparison_page
+from flash_helpers.sass.matrix import build_matrix
+from flash_helpers.sass.reader import installed_library
+from flash_helpers.sass.records import Instruction, Kernel
+
+SHOWN = (8, 9, 16)
+PANES = ("cuda", "ptx", "sass")
+NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+
+
+@pytest.fixture(scope="module")
+def page(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    configs = {c.version: c for c in get_kernel_progression_configs() if c.dtype is DType.BF16}
+    matrix = build_matrix([(configs[n], library_kernel(n)) for n in SHOWN], None, 4096)
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    file.write_text(comparison_page(matrix, root, installed_library().parent / "ptx"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+class Page:
+    """The page as a person uses it: pointing, clicking and typing."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def js(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def row(self, pane: str, key: object) -> Any:
+        """A row, scrolled to where the pointer can reach it."""
+        element = self.driver.find_element("id", f"{pane}-{key}")
+        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
+        return element
+
+    def start_of(self, pane: str, key: object) -> Any:
+        """The first column of a row: rows may be wider than what can be seen of them."""
+        row = self.row(pane, key)
+        self.js("arguments[0].closest('.code').scrollLeft = 0", row)
+        return row.find_element("css selector", ".number, .at")
+
+    def hover(self, pane: str, key: object) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).move_to_element(self.start_of(pane, key)).perform()
+
+    def click(self, pane: str, key: object) -> None:
+        self.start_of(pane, key).click()
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def keys_with(self, pane: str, name: str) -> set[str]:
+        """Keys of the rows of a pane that have a class."""
+        return set(
+            self.js(
+                "return [...document.querySelectorAll(`[data-pane=${arguments[0]}] "
+                ".row[data-key].${arguments[1]}`)].map((r) => r.dataset.key)",
+                pane,
+                name,
+            )
+        )
+
+    def lit(self, pane: str) -> set[str]:
+        return self.keys_with(pane, "lit")
+
+    def choose_file(self, ending: str) -> int:
+        """Show a source file; returns its number."""
+        files = self.js("return [...document.querySelectorAll('#file option')].map(o => o.text)")
+        number = next(n for n, name in enumerate(files) if name.endswith(ending))
+        self.js(
+            "const s = document.getElementById('file'); s.value = arguments[0];"
+            "s.dispatchEvent(new Event('change', {bubbles: true}))",
+            str(number),
+        )
+        return number
+
+    def is_in_view(self, pane: str, key: object) -> bool:
+        return self.js(
+            "const r = document.getElementById(arguments[0]).getBoundingClientRect();"
+            "const p = document.querySelector(`[data-pane=${arguments[1]}] .code`)"
+            ".getBoundingClientRect(); return r.top >= p.top - 1 && r.bottom <= p.bottom + 1",
+            f"{pane}-{key}",
+            pane,
+        )
+
+    def text(self, selector: str) -> str:
+        return self.driver.find_element("css selector", selector).text
+
+
+@pytest.fixture
+def shown(browser, page: Path) -> Iterator[Page]:
+    """The page, freshly opened on version 9; afterwards its logs must be clean."""
+    from selenium.webdriver.common.by import By
+
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": "light"}]},
+    )
+    browser.get("about:blank")
+    browser.get_log("browser")
+    requested_urls(browser)  # those of the browser's own first page
+    browser.get(page.as_uri())
+    browser.find_element(By.CSS_SELECTOR, '#versions [data-kernel="1"]').click()
+    yield Page(browser)
+    browser.execute_script("localStorage.clear()")
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+    outside = {url for url in requested_urls(browser) if not url.startswith(("file:", "data:"))}
+    assert outside <= {"about:blank"}
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return library_kernel(9)
+
+
+def first(kernel: Kernel, base: str) -> tuple[int, Instruction]:
+    """The first instruction of an opcode in the loop, and its number."""
+    return next(
+        (n, i) for n, i in enumerate(kernel.instructions) if i.base == base and i.loop is not None
+    )
+
+
+class TestLinks:
+    def test_sass_lights_its_ptx_and_cuda(self, shown: Page, kernel: Kernel) -> None:
+        number, instruction = first(kernel, "LDSM")
+        own_file = shown.choose_file("ldmatrix.cuh")
+        shown.hover("sass", number)
+        assert shown.lit("sass") == {str(number)}
+        assert shown.lit("ptx") == {str(instruction.ptx_line)}
+        assert shown.lit("cuda") == {f"{own_file}:{instruction.source[0].line}"}
+
+    def test_inlined_calls_are_followed(self, shown: Page, kernel: Kernel) -> None:
+        number, instruction = first(kernel, "LDSM")
+        assert len(instruction.source) > 1
+        own_file = shown.choose_file("v9/forward_kernel.cuh")
+        shown.hover("sass", number)
+        calls = {f"{own_file}:{line.line}" for line in instruction.source[1:]}
+        assert shown.keys_with("cuda", "near") == calls
+
+    def test_ptx_lights_its_sass_and_cuda(self, shown: Page, kernel: Kernel) -> None:
+        _, instruction = first(kernel, "MUFU")
+        made = {
+            str(n) for n, i in enumerate(kernel.instructions) if i.ptx_line == instruction.ptx_line
+        }
+        own_file = shown.choose_file(instruction.source[0].file)
+        shown.hover("ptx", instruction.ptx_line)
+        assert shown.lit("sass") == made
+        assert shown.lit("cuda") == {f"{own_file}:{instruction.source[0].line}"}
+
+    def test_cuda_lights_all_that_it_became(self, shown: Page, kernel: Kernel) -> None:
+        """What was inlined there, too."""
+        _, instruction = first(kernel, "MUFU")
+        line = instruction.source[-1]
+        made = {n for n, i in enumerate(kernel.instructions) if line in i.source}
+        own_file = shown.choose_file(line.file)
+        shown.hover("cuda", f"{own_file}:{line.line}")
+        assert shown.lit("sass") == {str(n) for n in made}
+        named = {str(kernel.instructions[n].ptx_line) for n in made}
+        assert named & shown.lit("ptx") and len(shown.lit("ptx")) >= len(named) / 2
+
+    def test_ptx_that_vanished_still_leads_to_its_cuda_line(self, shown: Page) -> None:
+        key = shown.js(
+            "return [...document.querySelectorAll('[data-pane=ptx] .row.gone')]"
+            ".find((r) => r.textContent.includes('ld.param')).dataset.key"
+        )
+        shown.choose_file("v9/forward_kernel.cuh")
+        shown.hover("ptx", key)
+        assert shown.lit("sass") == set()
+        assert shown.lit("cuda") | shown.keys_with("cuda", "near")
+        assert "nothing is left of it" in shown.text("#detail")
+
+    def test_clicking_pins_and_brings_into_view(self, shown: Page, kernel: Kernel) -> None:
+        number, instruction = first(kernel, "MUFU")
+        shown.click("sass", number)
+        assert shown.is_in_view("ptx", instruction.ptx_line)
+        assert shown.is_in_view("sass", number)
+        other, _ = first(kernel, "LDSM")
+        shown.hover("sass", other)
+        assert shown.lit("sass") == {str(number)}
+        shown.press("\ue00c")  # Escape
+        assert shown.lit("sass") == set()
+
+    def test_pinning_shows_a_file_with_a_linked_line(self, shown: Page, kernel: Kernel) -> None:
+        number, _ = first(kernel, "LDSM")
+        shown.choose_file("cp_async.cuh")
+        shown.click("sass", number)
+        assert shown.lit("cuda") | shown.keys_with("cuda", "near")
+
+    def test_the_chain_leads_to_its_callers(self, shown: Page, kernel: Kernel) -> None:
+        number, instruction = first(kernel, "LDSM")
+        shown.choose_file("ldmatrix.cuh")
+        shown.click("sass", number)
+        buttons = shown.driver.find_elements("css selector", "#detail [data-goto]")
+        assert len(buttons) == len(instruction.source)
+        buttons[-1].click()
+        assert shown.text("#file option:checked").endswith(instruction.source[-1].file)
+        key = f"{shown.js('return file')}:{instruction.source[-1].line}"
+        assert shown.lit("cuda") == {key} and shown.is_in_view("cuda", key)
+
+    def test_a_jump_leads_to_its_target(self, shown: Page, kernel: Kernel) -> None:
+        number, branch = next(
+            (n, i)
+            for n, i in enumerate(kernel.instructions)
+            if i.base == "BRA" and i.loop is not None and i.target is not None
+        )
+        shown.row("sass", number).find_element("css selector", ".target").click()
+        assert shown.lit("sass") == {str(branch.target // 16)}
+        assert shown.is_in_view("sass", branch.target // 16)
+
+    def test_are_kept_in_the_address(self, shown: Page, kernel: Kernel, page: Path) -> None:
+        number, instruction = first(kernel, "MUFU")
+        shown.click("sass", number)
+        address = shown.driver.current_url
+        shown.driver.get("about:blank")
+        shown.driver.get(address)
+        assert shown.lit("sass") == {str(number)}
+        assert shown.is_in_view("ptx", instruction.ptx_line)
+
+
+class TestColumns:
+    def test_show_the_control_word(self, shown: Page, kernel: Kernel) -> None:
+        number = next(
+            n
+            for n, i in enumerate(kernel.instructions)
+            if i.control.wait_mask and i.control.write_scoreboard is not None
+        )
+        control = kernel.instructions[number].control
+        row = shown.row("sass", number)
+        boards = [e.text for e in row.find_elements("css selector", ".board")]
+        assert row.find_element("css selector", ".stall").text == str(control.stall)
+        assert boards[0] == str(control.write_scoreboard)
+        waits = row.find_element("css selector", ".waits").text
+        assert [c != "-" for c in waits] == [bool(control.wait_mask >> b & 1) for b in range(6)]
+
+    def test_detail_says_it_in_words(self, shown: Page, kernel: Kernel) -> None:
+        number, instruction = next(
+            (n, i)
+            for n, i in enumerate(kernel.instructions)
+            if i.base == "LDSM" and i.control.write_scoreboard is not None
+        )
+        shown.hover("sass", number)
+        text = shown.text("#detail")
+        assert f"raises {instruction.control.write_scoreboard} until its result" in text
+        assert f"{instruction.live.general} registers live" in text
+        assert "pipe lsu" in text
+
+    def test_the_loop_is_marked(self, shown: Page, kernel: Kernel) -> None:
+        inside = {str(n) for n, i in enumerate(kernel.instructions) if i.loop is not None}
+        assert shown.keys_with("sass", "in-loop") == inside
+        assert len(shown.keys_with("sass", "loop-last")) == 1
+
+
+class TestPicker:
+    def test_shows_another_kernel(self, shown: Page) -> None:
+        for index, version in enumerate(SHOWN):
+            shown.driver.find_element("css selector", f'#versions [data-kernel="{index}"]').click()
+            rows = shown.js(
+                "return document.querySelectorAll('[data-pane=sass] [data-key]').length"
+            )
+            assert rows == len(library_kernel(version).instructions)
+            assert VERSIONS[version].idea in shown.text("#about h2")
+            assert shown.text("#file option:checked") == str(VERSIONS[version].source)
+
+    def test_the_picture_picks_too(self, shown: Page) -> None:
+        shown.driver.find_element("css selector", '#overview [data-kernel="0"] .name').click()
+        assert VERSIONS[SHOWN[0]].idea in shown.text("#about h2")
+        current = shown.js(
+            "return document.querySelector('#versions [aria-current=true]').textContent"
+        )
+        assert current == f"v{SHOWN[0]}"
+
+
+class TestKeys:
+    def test_move_through_lines_panes_and_kernels(self, shown: Page) -> None:
+        shown.js("document.querySelector('[data-pane=sass] .code').focus()")
+        down, left, enter = "\ue015", "\ue012", "\ue007"
+        shown.press(down, down, down)
+        assert shown.lit("sass") == {"2"}
+        assert shown.keys_with("sass", "cursor") == {"2"}
+        shown.press(enter)
+        assert shown.js("return document.body.classList.contains('pinned')")
+        shown.press(left)
+        assert shown.js("return document.activeElement.closest('.pane').dataset.pane") == "ptx"
+        shown.press("n")
+        assert shown.keys_with("ptx", "cursor") == shown.lit("ptx")
+        shown.press("]")
+        assert VERSIONS[16].idea in shown.text("#about h2")
+        shown.press("[", "[")
+        assert VERSIONS[8].idea in shown.text("#about h2")
+
+    def test_explain_themselves(self, shown: Page) -> None:
+        shown.press("?")
+        assert "bring it into view" in shown.text("#help")
+        assert "tensor" in shown.text("#pipes")
+        shown.press("\ue00c")
+        assert not shown.js("return document.getElementById('help').open")
+
+
+class TestThemes:
+    def background(self, shown: Page) -> tuple[int, ...]:
+        text = shown.js("return getComputedStyle(document.body).backgroundColor")
+        return tuple(int(part) for part in text[4:-1].split(","))
+
+    def test_follow_the_system_and_the_button(self, shown: Page, page: Path) -> None:
+        light = self.background(shown)
+        shown.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
+        )
+        dark = self.background(shown)
+        assert min(light) > 200 and max(dark) < 60
+        shown.driver.find_element("id", "theme").click()
+        assert self.background(shown) == light
+        shown.press("t")
+        assert self.background(shown) == dark
+
+    @pytest.mark.parametrize("theme", ["light", "dark"])
+    def test_text_has_contrast(self, shown: Page, theme: str) -> None:
+        """WCAG 2.1, success criterion 1.4.3: at least 4.5 to 1."""
+        shown.js("setTheme(arguments[0])", theme)
+        ratio = shown.js(
+            """
+            const style = getComputedStyle(document.documentElement);
+            const light = (name) => {
+              const hex = style.getPropertyValue(name).trim().slice(1);
+              const [r, g, b] = [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+                .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+              return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const against = (a, b) => {
+              const [low, high] = [light(a), light(b)].sort((x, y) => x - y);
+              return (high + 0.05) / (low + 0.05);
+            };
+            return Math.min(...["--ink", "--soft", "--accent"].flatMap((text) =>
+              ["--panel", "--paper", "--lit", "--near"].map((back) => against(text, back))));
+            """
+        )
+        assert ratio >= 4.5
+
+
+class TestNarrow:
+    @pytest.fixture
+    def narrow(self, shown: Page) -> Page:
+        shown.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+        return shown
+
+    def visible(self, page: Page) -> list[str]:
+        return [
+            pane
+            for pane in PANES
+            if page.driver.find_element("css selector", f"[data-pane={pane}]").is_displayed()
+        ]
+
+    def test_the_page_does_not_scroll_sideways(self, narrow: Page) -> None:
+        for pane in PANES:
+            narrow.driver.find_element("css selector", f"[data-tab={pane}]").click()
+            width = narrow.js("return document.documentElement.scrollWidth")
+            assert width <= NARROW["width"]
+
+    def test_panes_are_tabs(self, narrow: Page, kernel: Kernel) -> None:
+        assert self.visible(narrow) == ["sass"]
+        number, instruction = first(kernel, "MUFU")
+        narrow.click("sass", number)
+        assert narrow.text("[data-tab=ptx] .found") == "1"
+        narrow.driver.find_element("css selector", "[data-tab=ptx]").click()
+        assert self.visible(narrow) == ["ptx"]
+        assert narrow.is_in_view("ptx", instruction.ptx_line)
+
+    def test_wide_screens_show_all_panes(self, shown: Page) -> None:
+        assert self.visible(shown) == list(PANES)
+        width = shown.js("return [document.documentElement.scrollWidth, innerWidth]")
+        assert width[0] <= width[1]

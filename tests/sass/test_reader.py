@@ -1,0 +1,463 @@
+"""Kernels read from files: each number is compared with what something else says of it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+
+import flash_helpers.sass.reader as reader
+from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
+from flash_helpers.ptxas import parse_ptxas_log
+from flash_helpers.sass import flow, opcodes
+from flash_helpers.sass.cache import DisassemblyCache
+from flash_helpers.sass.containers import Member, cubins_of
+from flash_helpers.sass.disassembler import find_disassembler
+from flash_helpers.sass.disassembly import Batch, Request, batches, disassemble
+from flash_helpers.sass.elf import read_cubin
+from flash_helpers.sass.records import Kernel, Resources, SassError
+
+WITH_LOGS = [
+    f"{name}.sm_{architecture}"
+    for name in ("spills", "unrolled", "filler", "predicates", "several")
+    for architecture in (80, 90)
+]
+OLD = ["old.sm_80", "old.sm_90"]
+ALL = [*WITH_LOGS, *OLD, "no_lines.sm_90", "one.sm_90a"]
+
+
+def ptxas_said(log: str) -> dict[str, dict[str, int]]:
+    """By kernel, the numbers in the output of `ptxas -v`; what it leaves out is 0."""
+    patterns = {
+        "stack": r"(\d+) bytes stack frame",
+        "stores": r"(\d+) bytes spill stores",
+        "loads": r"(\d+) bytes spill loads",
+        "registers": r"Used (\d+) registers",
+        "barriers": r"used (\d+) barriers",
+        "smem": r"(\d+) bytes smem",
+    }
+    kernels = {}
+    for part in log.split("Compiling entry function ")[1:]:
+        # also told: the stack and spills of functions that are called
+        own = part.split("Function properties for ")[1] + part[part.index("Used ") :]
+        kernels[re.match(r"'(\w+)'", part)[1]] = {
+            name: int(match[1]) if (match := re.search(pattern, own)) else 0
+            for name, pattern in patterns.items()
+        }
+    return kernels
+
+
+def resource_usage(text: str) -> dict[str, dict[str, int]]:
+    """By function, the fields that `cuobjdump -res-usage` prints."""
+    found = re.findall(r"Function (\S+):\s*\n\s*(REG:.*)", text)
+    return {
+        name: {field: int(value) for field, value in re.findall(r"(\w+):(\d+)", line)}
+        for name, line in found
+    }
+
+
+def code_sizes(path: Path) -> dict[str, int]:
+    """Bytes of each code section, by function."""
+    file = ELFFile(io.BytesIO(path.read_bytes()))
+    return {
+        section.name.removeprefix(".text."): section["sh_size"]
+        for section in file.iter_sections()
+        if section.name.startswith(".text.")
+    }
+
+
+def words(text: str) -> list[str]:
+    """The words of an instruction, without hints such as (*"TARGET= .L_x_0"*)."""
+    return re.sub(r'\(\*".*?"\*\)', "", text).replace(",", " ").split()
+
+
+@pytest.fixture
+def no_nvdisasm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disassembling fails, so that what succeeds came from the cache."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("nvdisasm was run")
+
+    monkeypatch.setattr(reader, "disassemble", fail)
+
+
+class TestResources:
+    @pytest.mark.parametrize("name", WITH_LOGS)
+    def test_are_those_that_ptxas_printed(self, name, load, planted) -> None:
+        said = ptxas_said((planted / f"{name}.log").read_text())
+        kernels = load(f"{name}.cubin")
+        assert sorted(said) == sorted(kernel.symbol for kernel in kernels)
+        for kernel in kernels:
+            expected, resources = said[kernel.symbol], kernel.resources
+            assert resources.registers == expected["registers"]
+            assert resources.static_smem_bytes == expected["smem"]
+            assert resources.stack_bytes == expected["stack"]
+            assert resources.barriers == expected["barriers"]
+            if kernel.symbol != "local_array":  # whose local memory is no spill
+                assert resources.spill_store_bytes == expected["stores"]
+                assert resources.spill_load_bytes == expected["loads"]
+
+    @pytest.mark.parametrize("name", OLD)
+    def test_are_those_that_an_older_ptxas_printed(self, name, load, planted) -> None:
+        said = ptxas_said((planted / f"{name}.log").read_text())
+        for kernel in load(f"{name}.cubin"):
+            expected, resources = said[kernel.symbol], kernel.resources
+            assert resources.registers == expected["registers"]
+            assert resources.static_smem_bytes == expected["smem"]
+            assert resources.stack_bytes == expected["stack"]
+
+    def test_barriers_of_an_older_ptxas_are_those_of_the_source(self, load) -> None:
+        for name in OLD:
+            barriers = {k.symbol: k.resources.barriers for k in load(f"{name}.cubin")}
+            assert barriers == {"divergent": 4, "nested": 1, "table": 0, "local_array": 0}
+
+    @pytest.mark.parametrize("name", ALL)
+    def test_are_those_that_cuobjdump_prints(self, name, load, planted, cuobjdump) -> None:
+        usage = resource_usage(cuobjdump("-res-usage", planted / f"{name}.cubin"))
+        for kernel in load(f"{name}.cubin"):
+            shown, resources = usage[kernel.symbol], kernel.resources
+            assert resources.registers == shown["REG"]
+            assert resources.stack_bytes == shown["STACK"]
+            # what the driver reserves is part of a linked block on sm_90
+            reserved = 1024 if kernel.capability == 90 and shown["SHARED"] else 0
+            assert resources.static_smem_bytes == shown["SHARED"] - reserved
+
+    @pytest.mark.parametrize("name", [name for name in ALL if name.endswith("80")])
+    def test_registers_are_those_of_the_section_header(self, name, load, planted) -> None:
+        file = ELFFile(io.BytesIO((planted / f"{name}.cubin").read_bytes()))
+        for kernel in load(f"{name}.cubin"):
+            section = file.get_section_by_name(f".text.{kernel.symbol}")
+            assert kernel.resources.registers == section["sh_info"] >> 24
+
+    def test_thread_bounds_are_those_of_the_source(self, load) -> None:
+        bounds = {k.symbol: k.resources.max_threads for k in load("several.sm_90.cubin")}
+        assert bounds == {"divergent": 128, "nested": None, "table": 64, "local_array": None}
+        assert load("spills.sm_80.cubin")[0].resources.max_threads == 1024
+
+    def test_local_memory_that_is_an_array(self, load) -> None:
+        """32 ints are stored one by one and one is loaded."""
+        (kernel,) = (k for k in load("several.sm_90.cubin") if k.symbol == "local_array")
+        resources = kernel.resources
+        assert (resources.stack_bytes, resources.spill_store_bytes) == (128, 128)
+        assert resources.spill_load_bytes == 4
+
+
+class TestInstructions:
+    @pytest.mark.parametrize("name", ALL)
+    def test_are_as_many_as_the_section_has_words(self, name, load, planted) -> None:
+        sizes = code_sizes(planted / f"{name}.cubin")
+        for kernel in load(f"{name}.cubin"):
+            assert len(kernel.instructions) * 16 == sizes[kernel.symbol]
+            assert [i.address for i in kernel.instructions] == list(
+                range(0, sizes[kernel.symbol], 16)
+            )
+
+    @pytest.mark.parametrize(
+        "name",
+        ["several.sm_80", "several.sm_90", "spills.sm_90", "predicates.sm_80", "filler.sm_80"],
+    )
+    def test_read_as_in_a_listing(self, name, load, planted, nvdisasm) -> None:
+        """Text, encoding and the targets of jumps, which a listing prints as labels."""
+        text = nvdisasm("-c", "-hex", planted / f"{name}.cubin")
+        kernels = {kernel.symbol: kernel for kernel in load(f"{name}.cubin")}
+        seen = Counter()
+        for part in text.split(".section\t.text.")[1:]:
+            kernel = kernels[part.partition(",")[0]]
+            labels = {}
+            waiting = []
+            listed = []
+            for line in part.splitlines():
+                if match := re.match(r"([.$\w]+):", line):
+                    waiting.append(match[1])
+                elif match := re.match(
+                    r"\s+/\*([0-9a-f]{4})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16})", line
+                ):
+                    address = int(match[1], 16)
+                    labels.update(dict.fromkeys(waiting, address))
+                    waiting.clear()
+                    listed.append([address, match[2], int(match[3], 16)])
+                elif match := re.match(r"\s+/\* 0x([0-9a-f]{16}) \*/", line):
+                    listed[-1][2] |= int(match[1], 16) << 64
+            assert len(listed) == len(kernel.instructions)
+            for (address, shown, encoding), i in zip(listed, kernel.instructions, strict=True):
+                assert (i.address, i.encoding) == (address, encoding)
+                label = re.search(r"`\(([^)]+)\)$", shown)
+                if i.target is not None:
+                    assert labels[label[1]] == i.target, i
+                    seen[i.base] += 1
+                elif label is None:
+                    assert words(shown) == words(i.text), i
+                    assert shown.count("], [") == i.text.count("], ["), i
+        assert seen["BRA"]
+        if name.startswith("several"):
+            assert seen["CALL"]
+
+    def test_packed_predicates_are_an_operand(self, load) -> None:
+        """nvdisasm's JSON has them where the guard belongs."""
+        (kernel,) = load("predicates.sm_90.cubin")
+        packing = [i for i in kernel.instructions if i.base == "P2R"]
+        assert packing
+        for i in packing:
+            assert i.predicate == ""
+            assert i.operands.split(", ")[1] == "PR"
+
+    def test_a_jump_table_has_no_target(self, load) -> None:
+        (kernel,) = (k for k in load("several.sm_90.cubin") if k.symbol == "table")
+        jumps = [i for i in kernel.instructions if i.base == "BRX"]
+        assert jumps
+        assert all(i.target is None for i in jumps)
+
+    @pytest.mark.parametrize("name", ["spills.sm_90.cubin", "filler.sm_80.cubin"])
+    def test_live_registers_are_those_of_nvdisasm(self, name, load, planted, nvdisasm) -> None:
+        path = planted / name
+        (kernel,) = load(name)
+        text = nvdisasm("-c", "-plr", "-lrm", "count", path)
+        rows = re.findall(r"/\*([0-9a-f]{4})\*/.*// \|(.*)\|", text)
+        assert len(rows) > len(kernel.instructions) / 2
+        by_address = {i.address: i for i in kernel.instructions}
+        for address, cells in rows:
+            # the last columns are left out where no instruction has any
+            shown = [int(cell.strip() or 0) for cell in cells.split("|")]
+            live = by_address[int(address, 16)].live
+            told = [live.general, live.predicate, live.uniform, live.uniform_predicate]
+            assert told == [*shown, 0, 0, 0][:4]
+
+    def test_live_registers_are_not_told_of_calls(self, load) -> None:
+        """What nvdisasm counts there depends on the other functions of the file."""
+        kernels = load("several.sm_80.cubin")
+        calls = [i for kernel in kernels for i in kernel.instructions if i.base == "CALL"]
+        assert calls
+        assert all(i.live is None for i in calls)
+
+    def test_no_more_registers_live_than_the_kernel_takes(self, load) -> None:
+        (kernel,) = load("spills.sm_90.cubin")
+        most = max(i.live.general for i in kernel.instructions if i.live)
+        assert kernel.resources.registers - 4 <= most <= kernel.resources.registers
+
+    def test_old_cubins_have_no_live_registers(self, load) -> None:
+        """nvdisasm does not analyse the flow of their other layout."""
+        assert all(i.live is None for k in load("old.sm_90.cubin") for i in k.instructions)
+
+    def test_an_unrolled_loop_has_several_of_what_the_source_has_once(self, load) -> None:
+        for architecture in ("sm_80", "sm_90"):
+            (kernel,) = load(f"unrolled.{architecture}.cubin")
+            by_loop = Counter(i.loop for i in kernel.instructions if i.base == "HMMA")
+            assert sorted(by_loop.values()) == [1, 4]  # by four, and what remains
+
+    def test_filler_is_there(self, load) -> None:
+        for architecture in ("sm_80", "sm_90"):
+            (kernel,) = load(f"filler.{architecture}.cubin")
+            assert any(i.predicate == "@!PT" and i.base == "LDS" for i in kernel.instructions)
+
+    def test_compiler_is_as_noted(self, load) -> None:
+        compiler = load("several.sm_90.cubin")[0].compiler
+        assert (compiler.name, compiler.version) == ("ptxas", (13, 0, 88))
+        assert "-lineinfo" in compiler.options
+        assert str(load("old.sm_90.cubin")[0].compiler) == "an unknown compiler"
+
+
+class TestAnalysis:
+    def test_blocks_loops_pipes_and_costs_are_those_of_their_modules(self, load) -> None:
+        for kernel in load("several.sm_80.cubin"):
+            blocks, loops = flow.control_flow(kernel.instructions)
+            assert (kernel.blocks, kernel.loops) == (blocks, loops)
+            for i in kernel.instructions:
+                block = kernel.blocks[i.block]
+                assert block.start <= i.address < block.end
+                around = [loop for loop in loops if i.block in loop.blocks]
+                innermost = max(around, key=lambda loop: loop.depth, default=None)
+                assert i.loop == (None if innermost is None else innermost.index)
+                assert i.pipe == opcodes.pipe(i.opcode, 80)
+                assert i.cost == opcodes.cost(i.opcode, i.operands, 80)
+
+
+class TestLibrary:
+    @pytest.fixture(scope="class", params=["sm_80", "sm_90"])
+    @classmethod
+    def kernels(cls, request: pytest.FixtureRequest) -> dict:
+        return reader.library_kernels(request.param)
+
+    def test_holds_what_is_built(self, kernels: dict) -> None:
+        assert set(kernels) >= set(get_kernel_progression_configs())
+        assert list(kernels) == sorted(kernels)
+        for config, kernel in kernels.items():
+            assert config_from_symbol(kernel.symbol) == config
+
+    def test_registers_spills_and_stack_are_those_of_the_logs(self, kernels, package) -> None:
+        spilling = 0
+        for config, kernel in kernels.items():
+            log = (package / "ptxas" / f"{config.short_form()}.log").read_text()
+            (report,) = (
+                report
+                for report in parse_ptxas_log(log)
+                if f"sm_{report.architecture}" == kernel.architecture
+            )
+            resources = kernel.resources
+            assert resources.registers == report.registers
+            assert resources.stack_bytes == report.stack_bytes
+            assert resources.spill_store_bytes == report.spill_store_bytes
+            assert resources.spill_load_bytes == report.spill_load_bytes
+            spilling += bool(report.spill_store_bytes)
+        assert spilling
+
+    def test_one_main_loop_has_the_products_of_its_tiles(self, kernels) -> None:
+        """S = Q Kᵀ and O += P V: B_r x B_c x d_head multiplications each, m16n8k16 a warp."""
+        for config in get_kernel_progression_configs():
+            kernel = kernels[config]
+            products = 2 * config.B_r * config.B_c * config.d_head // (16 * 8 * 16)
+            by_loop = Counter(i.loop for i in kernel.instructions if i.base == "HMMA")
+            by_loop.pop(None, None)
+            assert list(by_loop.values()) == [products // config.n_warps]
+
+    def test_embedded_ptx_is_the_ptx_that_ships(self, kernels, package) -> None:
+        """Compiled for another architecture, but the same instructions."""
+
+        def opcodes_of(text: str) -> Counter:
+            return Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z]\w+\.[\w.:]+)\s", text, re.M))
+
+        config, kernel = next(iter(kernels.items()))
+        shipped = (package / "ptx" / f"{config.short_form()}.ptx").read_text()
+        assert opcodes_of(kernel.ptx)["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] > 0
+        assert opcodes_of(kernel.ptx) == opcodes_of(shipped)
+
+    def test_a_config_that_is_not_built_is_named(self) -> None:
+        config = get_kernel_progression_configs()[-1].replace(B_c=32)
+        with pytest.raises(SassError, match=f"no {config.short_form()}"):
+            reader.library_kernels("sm_90", [get_kernel_progression_configs()[0], config])
+
+    def test_some_configs(self) -> None:
+        wanted = get_kernel_progression_configs()[:2]
+        assert list(reader.library_kernels("sm_90", wanted)) == sorted(wanted)
+
+
+class TestMerging:
+    """Kernels of several cubins are disassembled in one run: with the same result."""
+
+    @staticmethod
+    def alone(requests: list[Request], folder: Path) -> list:
+        nvdisasm = find_disassembler("nvdisasm")
+        return [
+            disassembly
+            for request in requests
+            for disassembly in disassemble(nvdisasm, Batch((request,), merged=False), folder)
+        ]
+
+    def test_of_the_library_changes_nothing(self, tmp_path: Path) -> None:
+        with cubins_of(reader.installed_library()) as members:
+            chosen = [m for m in members if re.search(r":v(1|7)_bf16.*\.sm_(80|90)\.", m.origin)]
+            requests = [
+                Request(member, cubin, kernel)
+                for member in chosen
+                for cubin in [reader.read_member(member)]
+                for kernel in cubin.kernels
+            ]
+            planned = batches(requests, workers=1)
+            assert len(requests) > 4
+            assert [batch.merged for batch in planned] == [True, True]  # one an architecture
+            for batch in planned:
+                merged = disassemble(find_disassembler("nvdisasm"), batch, tmp_path)
+                assert merged == self.alone(list(batch.requests), tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_is_not_done_with_what_needs_its_own_cubin(self, planted: Path) -> None:
+        """A jump table, a function that is called, a file that is not linked."""
+        cubin = read_cubin((planted / "several.sm_90.cubin").read_bytes(), "several")
+        assert {k.symbol for k in cubin.kernels if not k.self_contained} == {"table"}
+        with cubins_of(planted / "relocatable.o") as (member,):
+            assert not any(kernel.self_contained for kernel in reader.read_member(member).kernels)
+
+    def test_of_planted_kernels_changes_nothing(self, planted: Path, tmp_path: Path) -> None:
+        requests = []
+        for name in ("several.sm_80", "several.sm_90", "spills.sm_80"):
+            path = planted / f"{name}.cubin"
+            cubin = read_cubin(path.read_bytes(), name)
+            requests += [Request(Member(path, name, None), cubin, k) for k in cubin.kernels]
+        planned = batches(requests, workers=2)
+        assert sum(len(batch.requests) for batch in planned) == len(requests)
+        for batch in planned:
+            together = disassemble(find_disassembler("nvdisasm"), batch, tmp_path)
+            assert together == self.alone(list(batch.requests), tmp_path)
+
+    def test_batches_are_for_all_workers_and_of_one_architecture(self, planted: Path) -> None:
+        requests = []
+        for name in ("filler.sm_80", "several.sm_80", "several.sm_90"):
+            path = planted / f"{name}.cubin"
+            cubin = read_cubin(path.read_bytes(), name)
+            requests += [Request(Member(path, name, None), cubin, k) for k in cubin.kernels]
+        planned = batches(requests, workers=2)
+        assert len(requests) == 9
+        # of the four of sm_80, and of the three of sm_90, half each; and what cannot be merged
+        assert sorted((len(b.requests), b.merged) for b in planned) == [
+            (1, False),
+            (1, False),
+            (1, True),
+            (2, True),
+            (2, True),
+            (2, True),
+        ]
+        for batch in planned:
+            assert len({request.cubin.architecture for request in batch.requests}) == 1
+
+
+class TestCacheUse:
+    def test_the_second_reading_runs_no_disassembler(
+        self, planted: Path, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        cache = DisassemblyCache(tmp_path)
+        path = planted / "several.sm_90.cubin"
+        first = reader.load_kernels(path, cache=cache)
+        request.getfixturevalue("no_nvdisasm")
+        assert reader.load_kernels(path, cache=cache) == first
+        with pytest.raises(AssertionError, match="nvdisasm was run"):
+            reader.load_kernels(planted / "several.sm_80.cubin", cache=cache)
+
+    def test_a_damaged_entry_is_made_again(self, planted: Path, tmp_path: Path) -> None:
+        cache = DisassemblyCache(tmp_path)
+        path = planted / "unrolled.sm_90.cubin"
+        first = reader.load_kernels(path, cache=cache)
+        (entry,) = tmp_path.iterdir()
+        good = entry.read_bytes()
+        for bad in (b"", good[:-1], good[:40] + b"\0" + good[41:], b"x" * 1000):
+            entry.write_bytes(bad)
+            assert reader.load_kernels(path, cache=cache) == first
+            assert entry.read_bytes() == good
+
+    def test_a_copy_of_the_file_is_known(self, planted: Path, tmp_path: Path, request) -> None:
+        cache = DisassemblyCache(tmp_path / "cache")
+        first = reader.load_kernels(planted / "filler.sm_90.cubin", cache=cache)
+        copy = tmp_path / "renamed"
+        copy.write_bytes((planted / "filler.sm_90.cubin").read_bytes())
+        request.getfixturevalue("no_nvdisasm")
+        (kernel,) = reader.load_kernels(copy, cache=cache)
+        assert kernel.instructions == first[0].instructions
+        assert kernel.origin == str(copy)
+
+    def test_a_folder_that_cannot_be_made_does_no_harm(self, planted, tmp_path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        cache = DisassemblyCache(tmp_path / "file" / "cache")
+        assert reader.load_kernels(planted / "one.sm_90a.cubin", cache=cache)
+
+
+def test_progress_counts_the_kernels(planted: Path, tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    reader.load_kernels(
+        planted / "several.sm_90.cubin",
+        cache=DisassemblyCache(tmp_path),
+        progress=lambda done, total: steps.append((done, total)),
+    )
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_records_are_complete(load: Callable) -> None:
+    kernels: list[Kernel] = load("several.sm_90.cubin")
+    assert [kernel.symbol for kernel in kernels] == ["local_array", "table", "nested", "divergent"]
+    for kernel in kernels:
+        assert kernel.architecture == "sm_90"
+        assert kernel.origin.endswith("several.sm_90.cubin")
+        assert isinstance(kernel.resources, Resources)
+        assert kernel.ptx.count(".visible .entry") == len(kernels)

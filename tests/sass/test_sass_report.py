@@ -1,0 +1,248 @@
+"""The report of a kernel, and the tool that prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_backend import load_tool
+from sass_text import kernel, of_version, progression_kernels
+
+from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.results import load_results
+from flash_helpers.sass.bound import Launch, predict
+from flash_helpers.sass.reader import (
+    installed_library,
+    library_kernels,
+    list_kernels,
+    load_kernels,
+)
+from flash_helpers.sass.records import SassError, SourceLine
+from flash_helpers.sass.report import LaunchShape, build_report, verdicts
+from flash_helpers.sass.report_text import (
+    SourceText,
+    report_json,
+    report_markdown,
+    report_text,
+)
+
+HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
+SPILLS_IN_LOOP = f"""
+    STL.64 [R1], R2
+    loop: {HMMA} ; live=20 stall=9
+    LDL R5, [R1] ; live=24
+    @!PT LDL RZ, [RZ]
+    @P0 BRA loop ; live=18
+    LDL.128 R8, [R1] ; live=7
+    EXIT
+"""
+SPILLS_OUTSIDE = f"STL [R1], R2\nloop: {HMMA}\n@P0 BRA loop\nLDL R2, [R1]\nEXIT"
+PLANTED = Path(__file__).parent / "kernels/spills.sm_90.cubin"
+BIG_TILE = "v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
+
+
+def verdict(text: str) -> str:
+    return verdicts(build_report(kernel(text)))[0]
+
+
+def test_spills_outside_loops_are_harmless():
+    assert verdict(f"loop: {HMMA}\n@P0 BRA loop\nEXIT").startswith("No spills")
+    found = verdict(SPILLS_OUTSIDE)
+    assert found.startswith(
+        "Harmless spills: 4 bytes of local stores and 4 of local loads a thread"
+    )
+
+
+def test_spills_in_the_main_loop_are_told_by_iteration():
+    found = verdict(SPILLS_IN_LOOP)
+    assert "the main loop: 0 bytes stored and 4 loaded in each iteration" in found
+    assert "(8 bytes of local stores and 20 of local loads a thread in all)" in found
+
+
+def test_the_planted_kernel_spills_in_its_loop():
+    (planted,) = load_kernels(PLANTED)
+    report = build_report(planted)
+    assert "Spills in loops: the main loop" in verdicts(report)[0]
+    assert {site.loop for site in report.spills} == {None, 0}
+
+
+def test_the_spills_of_the_big_tile_are_found_where_its_registers_run_out():
+    config = FlashForwardKernelConfig.from_short_form(BIG_TILE)
+    found = library_kernels("sm_90", [config])[config]
+    report = build_report(found, config)
+    by_place = {site.loop: site for site in report.spills}
+    assert report.loop is not None
+    assert by_place[report.loop.index].load_bytes > 0
+    stored = sum(site.store_bytes for site in report.spills)
+    assert stored == found.resources.spill_store_bytes > 0
+    assert "Spills in loops: the main loop" in verdicts(report)[0]
+
+
+def test_the_peak_of_live_registers_is_found():
+    report = build_report(kernel(SPILLS_IN_LOOP, registers=32))
+    assert report.peak is not None and report.peak.live is not None
+    assert (report.peak.live.general, report.peak.address) == (24, 0x20)
+    assert "At most 24 of 32 registers are live, first at 0x0020, in loop 0" in report_text(report)
+
+
+def test_no_more_registers_are_live_than_the_kernel_has():
+    for config, found in progression_kernels("sm_90").items():
+        peak = build_report(found, config).peak
+        assert peak is not None and peak.live is not None
+        assert 0 < peak.live.general <= found.resources.registers
+
+
+def test_what_binds_depends_on_the_warps():
+    text = f"loop: {HMMA} ; stall=15\n" + "FADD R1, R1, R1\n" * 20 + "@P0 BRA loop\nEXIT"
+    planted = kernel(text)
+    alone = build_report(planted)
+    assert "Bound by latency" in verdicts(alone)[1] and "one warp" in verdicts(alone)[1]
+    crowded = build_report(planted, launch=LaunchShape(1024, 0))
+    assert crowded.resident_warps == 64
+    assert "Bound by issue: 64 resident warps take" in verdicts(crowded)[1]
+
+
+def test_a_bound_on_a_cost_that_is_not_certain_says_so():
+    text = "loop: " + "LDSM.16.M88.4 R8, [R1]\n" * 8 + "@P0 BRA loop\nEXIT"
+    report = build_report(kernel(text), launch=LaunchShape(1024, 0))
+    assert "Bound by the lsu pipe" in verdicts(report)[1]
+    assert "its costs are not certain" in verdicts(report)[1]
+
+
+def test_the_bound_stands_beside_the_measurement(root: Path):
+    config = of_version(16)
+    results = load_results(root / "benchmarks/results/h100.json")
+    report = build_report(progression_kernels("sm_90")[config], config, results=results)
+    measured = results.find(config.short_form(), "bf16", 4096)
+    assert measured is not None and report.measurement == measured
+    text = report_text(report)
+    assert f"Measured: {measured.median_ms:.3f} ms" in text
+    assert "Lower bounds of a launch" in text
+    without = report_text(build_report(progression_kernels("sm_90")[config], config))
+    assert "Lower bounds of a launch" not in without
+
+
+def test_another_launch_can_be_predicted():
+    config = of_version(16)
+    found = progression_kernels("sm_80")[config]
+    launch = Launch(batch=1, n_heads=16, seq_len=8192, sms=108, mhz=1410.0)
+    report = build_report(found, config, problem=launch)
+    assert report.prediction == predict(found, config, launch)
+    text = report_text(report)
+    assert "Batch 1, heads 16, seq_len 8192: the lsu pipe allows no less than" in text
+    assert "of the measured time" not in text
+
+
+def test_a_kernel_without_loops_is_reported():
+    text = report_text(build_report(kernel("MOV R1, R2\nEXIT")))
+    assert "The kernel has no loop." in text
+
+
+def test_a_loop_that_is_not_there_is_an_error():
+    with pytest.raises(SassError, match="loop 7 is not in planted: they are 0 to 0"):
+        build_report(kernel(SPILLS_IN_LOOP), loop=7)
+    with pytest.raises(SassError, match="it has no loop"):
+        build_report(kernel("EXIT"), loop=0)
+
+
+def test_the_listing_shows_every_instruction_of_the_loop_decoded():
+    planted = kernel(
+        f"MOV R1, R2\nloop: {HMMA} ; stall=9 write=2 wait=03 live=7\n@P0 BRA loop\nEXIT"
+    )
+    text = report_text(build_report(planted))
+    listing = text.partition("\nMain loop\n")[2]
+    (line,) = [line for line in listing.splitlines() if line.startswith("0x0010")]
+    assert line.split()[1:9] == ["7", "s09", "-", "w2", "r-", "b:0--3--", "u:---", "tensor"]
+    assert line.endswith(f"1.6  {HMMA}")
+    assert "0x0000" not in listing
+
+
+def test_source_lines_are_printed_once_above_what_they_became(tmp_path):
+    (tmp_path / "planted.cu").write_text("first\n    second;\n")
+    planted = kernel(f"loop: {HMMA} ; source=2\n{HMMA} ; source=2\n@P0 BRA loop ; source=9\nEXIT")
+    text = report_text(build_report(planted), SourceText(tmp_path))
+    assert text.count("// planted.cu:2  second;") == 1
+    # a line that is not there is named all the same
+    assert "// planted.cu:9\n" in text
+    assert SourceText(tmp_path).line(SourceLine("nowhere.cu", 1)) == ""
+
+
+def test_markdown_and_json_hold_the_same():
+    config = of_version(1)
+    found = progression_kernels("sm_80")[config]
+    report = build_report(found, config)
+    data = json.loads(json.dumps(report_json(report)))
+    assert data["name"] == config.short_form()
+    assert data["resources"]["registers"] == found.resources.registers
+    assert len(data["loop"]["instructions"]) == len(report.body)
+    assert data["phases"]["main loop"]["classes"]["tensor"] == 128
+    assert data["verdicts"] == verdicts(report)
+    text = report_markdown(report)
+    assert text.startswith(f"# `{config.short_form()}`\n")
+    assert text.count("```") == 2
+    assert all(f"- {sentence}" in text for sentence in data["verdicts"])
+
+
+# -- the tool --------------------------------------------------------------------------------------
+
+
+def tool(*arguments: str) -> int:
+    return load_tool("tools/analysis/sass_report.py").main(list(arguments))
+
+
+def test_one_command_reports_a_version(capsys):
+    assert tool("16", "--arch", "sm_86", "--dtype", "fp16") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(of_version(16, DType.FP16).short_form())
+    assert "sm_86, ptxas" in text
+    # what an H100 measured says nothing about sm_86
+    assert "Measured" not in text
+
+
+def test_a_file_is_reported_like_a_version(capsys):
+    library = str(installed_library())
+    _, symbol = next(k for k in list_kernels(installed_library()) if "v3_bf16" in k[1])
+    assert tool(library, "--kernel", "v3_bf16", "--arch", "sm_90", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["symbol"] == symbol
+    assert tool("3", "--markdown") == 0
+    assert capsys.readouterr().out.startswith(f"# `{of_version(3).short_form()}`")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (["16", "--sms", "108"], ["16", "--sms", "0", "--mhz", "1"], ["16", "--json", "--markdown"]),
+)
+def test_wrong_usage_ends_with_2(arguments):
+    with pytest.raises(SystemExit) as error:
+        tool(*arguments)
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    (
+        (["99"], "versions go from v1 to v16"),
+        (["7..8"], "names 2 kernels"),
+        (["missing.cubin"], "not a file that is there"),
+        (["16", "--arch", "sm_70"], "no kernel for sm_70, only for sm_80"),
+        (["16", "--loop", "3"], "they are 0 to 0"),
+        ([__file__], "is not an ELF file"),
+        (["16", "--threads", "0"], "0 threads"),
+        ([str(PLANTED), "--sms", "1", "--mhz", "1"], "only for kernels of this library"),
+    ),
+)
+def test_what_cannot_be_reported_is_one_line_and_exit_2(arguments, reason, capsys):
+    assert tool(*arguments) == 2
+    printed = capsys.readouterr()
+    assert reason in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+def test_a_file_with_several_kernels_or_architectures_asks_for_one(capsys):
+    library = str(installed_library())
+    assert tool(library) == 2
+    assert "sm_80, sm_86, sm_89, sm_90: choose one with --arch" in capsys.readouterr().err
+    assert tool(library, "--arch", "sm_90", "--kernel", "v16_bf16") == 2
+    assert "choose one of" in capsys.readouterr().err

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Compare the instructions that the SASS predicts with those that a GPU executes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from flash_helpers.backend import Backend, KernelsNotRun, find_backend
+from flash_helpers.benchmark_tables import replace_between_markers
+from flash_helpers.codegen import write_if_different
+from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.machine import git_commit, provenance
+from flash_helpers.nsight import NsightCompute, ProfilerError
+from flash_helpers.sass.execution_check import (
+    BEGIN_MARKER,
+    END_MARKER,
+    METRICS,
+    OPCODE_METRIC,
+    ExecutionCheck,
+    ExecutionRecord,
+    available_metrics,
+    check_tables,
+    disagreements,
+    load_check,
+    predict_launch,
+    profile_launches,
+)
+from flash_helpers.sass.reader import library_kernels
+from flash_helpers.sass.records import SassError
+from flash_helpers.selection import (
+    UsageError,
+    add_kernel_arguments,
+    config_that_runs,
+    parse_dtypes,
+    select_kernels,
+)
+from flash_helpers.simulator_check import shape_for
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("benchmarks/results/sass_h100.json")
+PAGE = Path("docs/sass.md")
+LAUNCHER = Path("tools/benchmark/run_kernels.py")
+
+DESCRIPTION = f"""\
+On a machine with a GPU and Nsight Compute: count the instructions in the SASS of every kernel,
+weight them with the trip counts that the config and the sequence length give, and compare with what
+the GPU counts while it runs the kernel: all executed instructions, those of each kind and pipe, and
+those of each opcode ({OPCODE_METRIC}). With --write-docs or --check alone nothing is
+run: {PAGE} is brought up to date, or compared, with the numbers of the file.
+"""
+
+EXAMPLES = f"""\
+examples:
+  all kernels of the progression, and what ncu wrote, for diagnosis:
+    python tools/analysis/check_executed_counts.py --json {RESULTS} --raw ncu_raw
+  what would be compared, on a machine without a GPU:
+    python tools/analysis/check_executed_counts.py --predict --arch sm_80 --kernel 16
+  the table in the docs, from that file (no GPU needed):
+    python tools/analysis/check_executed_counts.py --write-docs
+  does the page show what the data says? (exit 1 and a diff if not)
+    python tools/analysis/check_executed_counts.py --check
+
+exit status: 0 all agree or are up to date, 1 something disagrees, some counters are missing or
+--check found the page stale, 2 wrong usage or nothing was run, 130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_kernel_arguments(parser)
+    parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"where the numbers go or come from (default: {RESULTS})",
+    )
+    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
+    )
+    parser.add_argument("--docs", type=Path, default=ROOT / PAGE, help=f"(default: {PAGE})")
+    parser.add_argument(
+        "--arch", default="sm_90", help="of --predict; a GPU has its own (default: sm_90)"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--predict", action="store_true", help="print the predictions, run nothing")
+    action.add_argument("--write-docs", action="store_true", help="write the table from the file")
+    action.add_argument(
+        "--check", action="store_true", help="write nothing; print a diff and exit 1 if stale"
+    )
+    return parser.parse_args(argv)
+
+
+def update_docs(arguments: argparse.Namespace) -> int:
+    """Write or check the page; returns the exit status."""
+    old = arguments.docs.read_text(encoding="utf-8")
+    tables = check_tables(load_check(arguments.json))
+    new = replace_between_markers(old, tables, BEGIN_MARKER, END_MARKER)
+    if arguments.check:
+        name = str(arguments.docs)
+        lines = (text.splitlines(keepends=True) for text in (old, new))
+        print("".join(difflib.unified_diff(*lines, name, f"{name} (generated)")), end="")
+        return 1 if new != old else 0
+    written = write_if_different(arguments.docs, new)
+    print(f"{arguments.docs} {'written' if written else 'is up to date'}")
+    return 0
+
+
+def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[ExecutionRecord]:
+    """What each chosen kernel executes, from its text. Raises SassError and ValueError."""
+    if arguments.seq < 1:
+        raise UsageError(f"--seq {arguments.seq} is not positive")
+    configs = select_kernels(
+        backend.kernels,
+        arguments.kernel,
+        parse_dtypes(arguments.dtype),
+        default=get_kernel_progression_configs(),
+    )
+    shapes = {config: shape_for(config, arguments.seq) for config in configs}
+    ran = {config: config_that_runs(config, shape) for config, shape in shapes.items()}
+    with tqdm(desc="disassembling", unit="cubin", delay=1) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        kernels = library_kernels(arch, set(ran.values()), progress=progress)
+    return [predict_launch(kernels[ran[c]], ran[c], shapes[c]) for c in configs]
+
+
+def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> ExecutionCheck:
+    """Predict, then count on the GPU. Raises SassError, ValueError and ProfilerError."""
+    major, minor = torch.cuda.get_device_capability(backend.device)
+    records = predict(arguments, backend, f"sm_{major}{minor}")
+    ncu = NsightCompute.find(arguments.raw)
+    metrics, unavailable = available_metrics(ncu)
+    for metric in unavailable:
+        print(f"this GPU has no metric {metric}", file=sys.stderr)
+    print(f"counting {len(metrics)} of {len(METRICS)} metrics", file=sys.stderr)
+    launcher = [sys.executable, str(ROOT / LAUNCHER)]
+    records, failure = profile_launches(records, ncu, launcher, metrics)
+    return ExecutionCheck(
+        provenance=provenance(
+            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
+        ),
+        profiler=f"Nsight Compute {ncu.version()}",
+        profiler_failure=failure,
+        unavailable=unavailable,
+        kernels=tuple(records),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check, or bring the page up to date; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = shlex.join(["check_executed_counts.py", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        if arguments.write_docs or arguments.check:
+            return update_docs(arguments)
+        if arguments.predict:
+            for record in predict(arguments, find_backend(), arguments.arch):
+                print(f"{record.name} {record.batch}x{record.n_heads}x{record.seq_len}")
+                print("  ", ", ".join(f"{k} {v:,}" for k, v in record.predicted.items() if v))
+            return 0
+        check = measure(arguments, find_backend("cuda"), command)
+    except (KernelsNotRun, ProfilerError, SassError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    check.save(arguments.json)
+    print(check_tables(check))
+    found = disagreements(check)
+    print("\n".join(["", *found] if found else ["", "all counts agree"]))
+    if check.profiler_failure:
+        print(check.profiler_failure, file=sys.stderr)
+    return 1 if found or check.profiler_failure else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Compare the machine code of kernels: what they take, what they execute, what changed."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_helpers.codegen import write_if_different
+from flash_helpers.kernel_configs import MAX_SMEM_BYTES, FlashForwardKernelConfig
+from flash_helpers.results import BenchmarkResults, load_results
+from flash_helpers.sass.comparison_page import comparison_page
+from flash_helpers.sass.diff import diff_kernels
+from flash_helpers.sass.diff_text import diff_as_json, diff_text
+from flash_helpers.sass.extract import print_text
+from flash_helpers.sass.matrix import (
+    Matrix,
+    build_matrix,
+    choose_kernels,
+    library_configs,
+    parse_config_option,
+)
+from flash_helpers.sass.matrix_tables import (
+    matrix_csv,
+    matrix_json,
+    matrix_markdown,
+    matrix_text,
+)
+from flash_helpers.sass.reader import installed_library, library_kernels, progress_bar
+from flash_helpers.sass.records import Kernel
+from flash_helpers.sass.source_diff import source_diff
+from flash_helpers.selection import DTYPE_CHOICES, UsageError, parse_dtypes
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_ARCHITECTURE = "sm_90"
+RESULTS = ROOT / "benchmarks/results/h100.json"
+
+DESCRIPTION = """\
+Compare the machine code (SASS) of kernels of the installed library: registers, spills, shared
+memory, occupancy, instructions of the main loop for each HMMA, a static bound beside the measured
+time, and the opcodes that changed most. Needs neither a GPU nor a CUDA toolkit.
+"""
+
+EXAMPLES = """\
+examples:
+  the whole progression, a row a version:
+    python tools/analysis/compare_kernels.py 1..16
+  what step 9 did, instruction by instruction, and to the source:
+    python tools/analysis/compare_kernels.py 8 9 --sass --source
+  one kernel on two architectures:
+    python tools/analysis/compare_kernels.py 16 --arch sm_80 --arch sm_90 --sass
+  the large tile shape, where it is built:
+    python tools/analysis/compare_kernels.py 7 16 --config B_r=128
+  CUDA, PTX and SASS of all versions, linked, in one page that needs no network:
+    python tools/analysis/compare_kernels.py 1..16 --html kernels.html
+  for a spreadsheet:
+    python tools/analysis/compare_kernels.py 1..16 --dtype fp16 --csv > kernels.csv
+
+exit status: 0 compared, 2 wrong usage, or a library or file that cannot be read, 130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "kernels",
+        nargs="+",
+        metavar="KERNEL",
+        help="a version (7 or v7), a range of versions (7..16), all, or the short form of a config",
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        choices=[f"sm_{capability}" for capability in MAX_SMEM_BYTES],
+        help="several may be given: each kernel on one, then on the next (default: "
+        f"{DEFAULT_ARCHITECTURE}, that of the committed measurements)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPE_CHOICES,
+        default="bf16",
+        help="of versions; a short form has its own (default: bf16)",
+    )
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        metavar="FIELD=VALUE",
+        help="which built config of each version: values of fields, such as B_r=128 n_warps=4, or "
+        "a short form, for the nearest to it (default: that of the progression)",
+    )
+    parser.add_argument(
+        "--seq", type=int, default=4096, help="length of the launch whose time is told (4096)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="what pt_bench.py measured (default: the repository's, if it is there)",
+    )
+    parser.add_argument("--source", action="store_true", help="also the diff of the kernels' files")
+    parser.add_argument(
+        "--fold-namespace",
+        action="store_true",
+        help="with --source: leave out that a version's namespace has another name",
+    )
+    parser.add_argument(
+        "--sass",
+        action="store_true",
+        help="also the diff of the machine code: registers, labels and addresses normalised, "
+        "aligned by PTX, with what moved told from what was added and removed",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page with CUDA, PTX and SASS side by side",
+    )
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--markdown", action="store_true", help="Markdown on stdout")
+    machine.add_argument("--csv", action="store_true", help="CSV on stdout: a row a kernel")
+    machine.add_argument("--json", action="store_true", help="JSON on stdout")
+    arguments = parser.parse_args(argv)
+    if arguments.csv and (arguments.source or arguments.sass):
+        parser.error("--csv has no place for --source and --sass: use --json")
+    if arguments.fold_namespace and not arguments.source:
+        parser.error("--fold-namespace goes with --source")
+    return arguments
+
+
+def read_results(path: Path | None) -> BenchmarkResults | None:
+    """The measurements asked for, or the repository's where they are at hand."""
+    if path is not None:
+        return load_results(path)
+    return load_results(RESULTS) if RESULTS.is_file() else None
+
+
+def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
+    """Title, text and JSON of each diff asked for, of each kernel with the one before it."""
+    rows = list(zip(matrix.names, matrix.rows, strict=True))
+    for (name_a, a), (name_b, b) in itertools.pairwise(rows):
+        if arguments.source:
+            text = source_diff(a.config.version, b.config.version, ROOT, arguments.fold_namespace)
+            yield f"Source, {name_a} to {name_b}", text or "the same file\n", text
+        if arguments.sass:
+            found = diff_kernels(a.kernel, b.kernel)
+            names = (name_a, name_b)
+            yield f"SASS, {name_a} to {name_b}", diff_text(found, names), diff_as_json(found, names)
+
+
+def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
+    """What goes to stdout, in the format asked for."""
+    if arguments.csv:
+        return matrix_csv(matrix)
+    found = list(diffs(matrix, arguments))
+    if arguments.json:
+        document = {**matrix_json(matrix), "diffs": {title: data for title, _, data in found}}
+        return json.dumps(document, indent=2) + "\n"
+    if arguments.markdown:
+        parts = [matrix_markdown(matrix)]
+        parts += [f"**{title}**\n\n```diff\n{text.rstrip()}\n```" for title, text, _ in found]
+    else:
+        parts = [matrix_text(matrix)]
+        parts += [f"{title}\n{'=' * len(title)}\n{text.rstrip()}" for title, text, _ in found]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_kernels(arguments: argparse.Namespace) -> list[tuple[FlashForwardKernelConfig, Kernel]]:
+    """The kernels asked for, in their order, each on all architectures asked for."""
+    wanted = parse_config_option(arguments.config) if arguments.config else None
+    architectures = list(dict.fromkeys(arguments.arch or [DEFAULT_ARCHITECTURE]))
+    found = []
+    for architecture in architectures:
+        built = library_configs(architecture)
+        configs = dict.fromkeys(
+            config
+            for dtype in parse_dtypes(arguments.dtype)
+            for config in choose_kernels(built, arguments.kernels, dtype, wanted)
+        )
+        with progress_bar(f"read SASS of {architecture}") as progress:
+            kernels = library_kernels(architecture, configs, progress=progress)
+        found.append([(config, kernels[config]) for config in configs])
+    return [pair for pairs in zip(*found, strict=True) for pair in pairs]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        results = read_results(arguments.results)
+        matrix = build_matrix(read_kernels(arguments), results, arguments.seq)
+        text = report(matrix, arguments)
+        if arguments.html:
+            page = comparison_page(matrix, ROOT, installed_library().parent / "ptx")
+            write_if_different(arguments.html, page)
+    except (UsageError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Compare how often each opcode stands in two pieces of SASS."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.sass.count_comparison import (
+    compare_counts,
+    comparison_as_csv,
+    comparison_as_json,
+    comparison_as_text,
+)
+from flash_helpers.sass.listing_counts import add_choice_arguments, load_counts
+from flash_helpers.sass.reader import progress_bar
+from flash_helpers.sass.records import SassError
+
+DESCRIPTION = """\
+Compare how often each opcode stands in two pieces of SASS, the largest change first. Each is a file
+of counts (of count_sass_instructions.sh, or of sort | uniq -c), a listing, or machine code. Filler
+(@!PT) and padding are left out, except of bare counts, which do not tell them apart. A number of
+instructions says nothing of how often each runs: tools/analysis/compare_kernels.py counts by loop.
+"""
+
+EXAMPLES = """\
+examples:
+  two listings:
+    python tools/analysis/compare_sass_instruction_counts.py before.sass after.sass
+  two versions, for a commit message:
+    python tools/analysis/compare_sass_instruction_counts.py v2.cubin v3.cubin --base --markdown
+  counts that were kept, with what did not change:
+    python tools/analysis/compare_sass_instruction_counts.py before.txt after.txt --all
+
+exit status: 0 compared, 2 wrong usage, or a file that cannot be counted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", type=Path, metavar="BEFORE")
+    parser.add_argument("after", type=Path, metavar="AFTER")
+    parser.add_argument("--all", action="store_true", help="also the opcodes that did not change")
+    add_choice_arguments(parser)
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--csv", action="store_true", help="CSV on stdout")
+    machine.add_argument("--json", action="store_true", help="JSON on stdout, with the total")
+    machine.add_argument("--markdown", action="store_true", help="a table for Markdown")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count, compare and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    sides = []
+    try:
+        for path in (arguments.before, arguments.after):
+            with progress_bar("reading") as progress:
+                counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
+            sides.append(counts.base() if arguments.base else counts)
+    except (SassError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    comparison = compare_counts(*sides)
+    if arguments.csv:
+        text = comparison_as_csv(comparison, arguments.all)
+    elif arguments.json:
+        text = comparison_as_json(comparison, arguments.all)
+    else:
+        text = comparison_as_text(comparison, arguments.all, arguments.markdown) + "\n"
+    sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Show a PTX instruction, what it depends on, and the SASS that each became."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.sass.extract import print_text
+from flash_helpers.sass.ptx_links import read_kernel_ptx
+from flash_helpers.sass.ptx_links_text import LinkFormat, fan_out_text, one_kernel, slice_text
+from flash_helpers.sass.records import SassError
+
+DESCRIPTION = """\
+Show a PTX instruction, the PTX that it depends on, and the SASS that each became; or, with
+--fan-out, which PTX instructions became several SASS instructions and which vanished. The file is a
+cubin compiled with -lineinfo, which then holds its PTX, or a library, program, object file or
+fatbin with such cubins. Dependences are followed back through registers, round loops too, but not
+through memory. The line table names one PTX line for each SASS instruction: of PTX instructions
+that ptxas merged, one has the SASS, and the others seem to have vanished.
+"""
+
+EXAMPLES = """\
+examples:
+  which lines there are to ask about:
+    python tools/build/get_embedded_ptx_from_cubin.py kernel.cubin | cat -n
+  line 838 of it, what it reads, and the SASS of each, with line numbers and addresses:
+    python tools/analysis/ptx_sass_filter.py kernel.cubin 838 -n
+  only the PTX, six steps back:
+    python tools/analysis/ptx_sass_filter.py kernel.cubin 838 -ptx --depth 6
+  what became of the PTX of version 9:
+    python tools/analysis/ptx_sass_filter.py flash_attention/libflash_attention.so --arch sm_90 \\
+        --kernel v9_bf16 --fan-out
+
+exit status: 0 shown, 2 wrong usage or a file that will not do, 130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("line", metavar="LINE", type=int, nargs="?", help="of the PTX, from 1")
+    parser.add_argument("-ptx", action="store_true", help="print only PTX")
+    parser.add_argument("-sass", action="store_true", help="print only SASS")
+    parser.add_argument("-n", action="store_true", help="print PTX line numbers and SASS addresses")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        default=2,
+        metavar="N",
+        help="how many steps back; 0 for the instruction alone (default: 2)",
+    )
+    parser.add_argument(
+        "--fan-out", action="store_true", help="what became of all PTX instructions, by opcode"
+    )
+    parser.add_argument("--arch", metavar="sm_NN", help="if the file holds several architectures")
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        help="if it holds several kernels: a symbol or a part of one, or a config's short form",
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.fan_out == (arguments.line is not None):
+        parser.error("name a LINE of the PTX, or use --fan-out for all of them")
+    if arguments.ptx and arguments.sass:
+        parser.error("-ptx and -sass leave nothing to print: drop both to print both")
+    if arguments.depth < 0:
+        parser.error(f"--depth {arguments.depth} is negative: use 0 or more")
+    return arguments
+
+
+def links(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises SassError and OSError."""
+    kernel = one_kernel(arguments.file, arguments.arch, arguments.kernel)
+    ptx = read_kernel_ptx(kernel)
+    shape = LinkFormat(ptx=not arguments.sass, sass=not arguments.ptx, numbers=arguments.n)
+    if arguments.fan_out:
+        return fan_out_text(kernel, ptx, shape)
+    return slice_text(kernel, ptx, arguments.line, arguments.depth, shape)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        text = links(arguments)
+    except (SassError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

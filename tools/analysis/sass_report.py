@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Report on the machine code of one kernel: its main loop, and what bounds it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flash_helpers.kernel_configs import (
+    DType,
+    FlashForwardKernelConfig,
+    find_config,
+)
+from flash_helpers.kernel_profile import choose_configs
+from flash_helpers.results import BenchmarkResults, load_results
+from flash_helpers.sass.bound import Launch
+from flash_helpers.sass.matrix import library_configs
+from flash_helpers.sass.reader import (
+    library_kernels,
+    list_kernels,
+    load_kernels,
+)
+from flash_helpers.sass.records import Kernel, SassError
+from flash_helpers.sass.report import SEQ_LEN, LaunchShape, build_report
+from flash_helpers.sass.report_text import SourceText, report_json, report_markdown, report_text
+from flash_helpers.selection import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("benchmarks/results/h100.json")
+ARCHITECTURE = "sm_90"
+
+DESCRIPTION = """\
+Report on the SASS of one kernel, from the installed library or from any cubin, fatbin, object file
+or library: instructions by phase and class, registers, spills and the loop that holds them, lower
+bounds for an iteration of the main loop by pipe, issue and latency, stalls and scoreboard waits,
+and the loop itself with its control words decoded. No GPU and no CUDA toolkit is needed.
+
+A control word reads: s stall cycles, y where the scheduler may turn to another warp, w and r the
+scoreboard raised until the result is written and the operands are read, b the scoreboards waited
+for, u the operands kept in the reuse cache.
+"""
+
+EXAMPLES = """\
+examples:
+  the main loop of the last version on an H100, and what bounds it:
+    python tools/analysis/sass_report.py 16
+  the same for an RTX 4090, in fp16, with the CUDA lines:
+    python tools/analysis/sass_report.py 16 --arch sm_89 --dtype fp16 --source
+  what it takes at least on an A100 with 108 multiprocessors at 1410 MHz:
+    python tools/analysis/sass_report.py 16 --arch sm_80 --sms 108 --mhz 1410 --seq 8192
+  where a tile of 128 rows spills:
+    python tools/analysis/sass_report.py v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma
+  anybody's kernel, launched with 256 threads and 48 KiB of dynamic shared memory:
+    python tools/analysis/sass_report.py gemm.cubin --kernel gemm --threads 256 --smem 49152
+  the second loop of it, for a page:
+    python tools/analysis/sass_report.py gemm.cubin --kernel gemm --loop 1 --markdown > gemm.md
+
+exit status: 0 reported, 2 wrong usage or a file that cannot be read, 130 interrupted
+"""  # noqa: E501
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "kernel_or_file",
+        metavar="VERSION|FILE",
+        help="a version (7 or v7: its config in the progression), the short form of a config, or a "
+        "file that holds machine code",
+    )
+    parser.add_argument(
+        "--kernel", metavar="NAME", help="of a FILE: the kernel whose symbol is or contains NAME"
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="SM",
+        help=f"such as sm_89 (default: {ARCHITECTURE}, or the only one of a FILE)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=[dtype.short for dtype in DType],
+        default="bf16",
+        help="of versions; a short form has its own (default: bf16)",
+    )
+    parser.add_argument(
+        "--loop", type=int, metavar="N", help="the loop to look into (default: the main loop)"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="of a FILE: threads a block, for the occupancy"
+    )
+    parser.add_argument(
+        "--smem",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="of a FILE: dynamic shared memory a block (default: 0)",
+    )
+    time = parser.add_argument_group("what a launch takes at least, on another GPU or problem")
+    time.add_argument("--sms", type=int, metavar="N", help="streaming multiprocessors")
+    time.add_argument("--mhz", type=float, metavar="F", help="their clock")
+    time.add_argument("--seq", type=int, default=SEQ_LEN, help=f"(default: {SEQ_LEN})")
+    time.add_argument("--heads", type=int, default=16, help="(default: 16)")
+    time.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--source", action="store_true", help="print the CUDA lines above what they became"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"measurements to stand beside the bound, for {ARCHITECTURE} (default: {RESULTS})",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--markdown", action="store_true", help="Markdown on stdout")
+    output.add_argument("--json", action="store_true", help="JSON on stdout")
+    arguments = parser.parse_args(argv)
+    if (arguments.sms is None) != (arguments.mhz is None):
+        parser.error("--sms and --mhz go together")
+    for name in ("sms", "mhz", "seq", "heads", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name} {value} is not positive")
+    return arguments
+
+
+def problem(arguments: argparse.Namespace) -> Launch | None:
+    """The launch to predict, if one is asked for."""
+    if arguments.sms is None:
+        return None
+    return Launch(arguments.batch, arguments.heads, arguments.seq, arguments.sms, arguments.mhz)
+
+
+def from_library(arguments: argparse.Namespace) -> tuple[Kernel, FlashForwardKernelConfig]:
+    """The kernel of the installed library that is named. Raises UsageError or SassError."""
+    architecture = arguments.arch or ARCHITECTURE
+    dtype = DType.from_name(arguments.dtype)
+    configs = choose_configs(library_configs(architecture), [arguments.kernel_or_file], dtype)
+    if len(configs) != 1:
+        raise UsageError(
+            f"{arguments.kernel_or_file!r} names {len(configs)} kernels: name one version or one "
+            "short form"
+        )
+    found = library_kernels(architecture, configs)
+    return found[configs[0]], configs[0]
+
+
+def from_file(arguments: argparse.Namespace) -> tuple[Kernel, FlashForwardKernelConfig | None]:
+    """The kernel of a file that is named. Raises UsageError or SassError."""
+    path = Path(arguments.kernel_or_file)
+    there = list_kernels(path)
+    architectures = sorted({architecture for architecture, _ in there})
+    architecture = arguments.arch or (architectures[0] if len(architectures) == 1 else None)
+    if architecture is None:
+        raise UsageError(f"{path} holds {', '.join(architectures)}: choose one with --arch")
+    symbols = sorted({symbol for found, symbol in there if found == architecture})
+    wanted = arguments.kernel or ""
+    named = [symbol for symbol in symbols if symbol == wanted] or [
+        symbol for symbol in symbols if wanted in symbol
+    ]
+    # an architecture that is not there is told by load_kernels
+    if symbols and len(named) != 1:
+        which = f" whose symbol contains {wanted!r}" if wanted else ""
+        raise UsageError(
+            f"{path} holds {len(named)} kernels for {architecture}{which}: choose one of "
+            f"{', '.join(named or symbols)} with --kernel"
+        )
+    with tqdm(desc="disassembling", unit="cubin", delay=1) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        (kernel,) = load_kernels(path, architecture, lambda s: s in named, progress=progress)
+    return kernel, find_config(kernel.symbol)
+
+
+def measurements(arguments: argparse.Namespace, kernel: Kernel) -> BenchmarkResults | None:
+    """The results if they are there and of the kernel's architecture. Raises ValueError."""
+    if not arguments.results.is_file():
+        return None
+    results = load_results(arguments.results)
+    capability = results.provenance.compute_capability.replace(".", "")
+    return results if capability == str(kernel.capability) else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Report; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        path = Path(arguments.kernel_or_file)
+        if path.is_file():
+            kernel, config = from_file(arguments)
+        elif path.name != arguments.kernel_or_file or path.suffix[1:].isalpha():
+            raise UsageError(f"{path} is not a file that is there")
+        else:
+            kernel, config = from_library(arguments)
+        if arguments.sms is not None and config is None:
+            raise UsageError(
+                "--sms and --mhz: how often loops are run is known only for kernels of this library"
+            )
+        launch = None
+        if arguments.threads is not None:
+            launch = LaunchShape(arguments.threads, arguments.smem)
+        results = measurements(arguments, kernel)
+        report = build_report(kernel, config, arguments.loop, launch, results, problem(arguments))
+    except (SassError, UsageError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    source = SourceText(ROOT) if arguments.source else None
+    if arguments.json:
+        print(json.dumps(report_json(report), indent=2))
+    elif arguments.markdown:
+        print(report_markdown(report, source))
+    else:
+        print(report_text(report, source))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Disassemble kernels, with control words, live registers and source lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.codegen import write_if_different
+from flash_helpers.sass.extract import (
+    file_names,
+    graph_text,
+    kernel_filter,
+    kernel_list_text,
+    listing_text,
+    print_text,
+)
+from flash_helpers.sass.reader import list_kernels, load_kernels, progress_bar
+from flash_helpers.sass.records import SassError
+
+DESCRIPTION = """\
+Disassemble the kernels in a cubin, fatbin, object file, library or program. Each instruction comes
+with its address, encoding, control word, live registers, PTX line, and CUDA line with the lines it
+was inlined at; each kernel with the resources it takes. Lines need a file compiled with -lineinfo.
+
+A control word such as "s02 y w0 r- b:01---- u:a--" reads: 2 cycles until the next instruction may
+issue; the scheduler may turn to another warp; barrier 0 is raised until the result is written, none
+until the operands are read; wait for barriers 0 and 1; operand a stays in the reuse cache. Live
+registers are counted as general, predicate, uniform, uniform predicate.
+
+It needs nvdisasm and cuobjdump: pip install nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump
+"""
+
+EXAMPLES = """\
+examples:
+  what is in the installed library:
+    python tools/build/extract_sass.py flash_attention/libflash_attention.so --list --arch sm_90
+  version 16, a file for each of its kernels:
+    python tools/build/extract_sass.py flash_attention/libflash_attention.so --arch sm_90 \\
+        --kernel v16 -o sass
+  two cubins compared with nothing but diff:
+    python tools/build/extract_sass.py --no-offsets before.cubin > before.sass
+    python tools/build/extract_sass.py --no-offsets after.cubin > after.sass
+    diff before.sass after.sass
+  a picture of the control flow:
+    python tools/build/extract_sass.py kernel.cubin --cfg | dot -Tsvg > kernel.svg
+
+exit status: 0 done, 2 wrong usage or a file that will not do, 130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        help="a symbol or a part of one, a pattern with * or ?, or a version of this library's "
+        "kernels (v7 or 7); several may be given (default: all)",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="only name architectures and kernels")
+    what.add_argument(
+        "--cfg", action="store_true", help="instead: basic blocks and loops as a Graphviz graph"
+    )
+    parser.add_argument(
+        "--no-offsets",
+        action="store_true",
+        help="leave out what shifts with every instruction (addresses, encodings, live registers, "
+        "line numbers), so that a plain diff works",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="write a file for each kernel and architecture there, and print their names",
+    )
+    return parser.parse_args(argv)
+
+
+def extract(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises SassError and OSError."""
+    chosen = kernel_filter(arguments.kernel)
+    if arguments.list:
+        return kernel_list_text(list_kernels(arguments.file, arguments.arch, chosen))
+    with progress_bar("disassemble") as progress:
+        kernels = load_kernels(arguments.file, arguments.arch, chosen, progress=progress)
+    make, suffix = (graph_text, ".dot") if arguments.cfg else (listing_text, ".sass")
+    texts = [make(kernel, offsets=not arguments.no_offsets) for kernel in kernels]
+    if arguments.output is None:
+        return "\n".join(texts)
+    names = file_names([(kernel.symbol, kernel.architecture) for kernel in kernels], suffix)
+    paths = [arguments.output / name for name in names]
+    for path, text in zip(paths, texts, strict=True):
+        write_if_different(path, text)
+    return "".join(f"{path}\n" for path in paths)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Extract and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        text = extract(arguments)
+    except (SassError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Print the PTX that a cubin or a library carries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.codegen import write_if_different
+from flash_helpers.sass.extract import file_names, kernel_filter, print_text, ptx_texts
+from flash_helpers.sass.records import SassError
+
+DESCRIPTION = """\
+Print the PTX in a cubin, fatbin, object file, library or program: that which was compiled to its
+cubins, which -lineinfo embeds in them, or else the PTX that it carries for later compilation. Of
+embedded PTX the line numbers are kept, empty lines at the beginning too: they are those that
+extract_sass.py shows.
+"""
+
+EXAMPLES = """\
+examples:
+  the PTX of version 16, a file for each of its kernels:
+    python tools/build/get_embedded_ptx_from_cubin.py flash_attention/libflash_attention.so \\
+        --arch sm_90 --kernel v16 -o ptx
+  of a cubin:
+    python tools/build/get_embedded_ptx_from_cubin.py kernel.cubin > kernel.ptx
+
+exit status: 0 done, 2 wrong usage or a file without PTX, 130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        help="modules with this kernel: a symbol or a part of one, a pattern with * or ?, or a "
+        "version of this library's kernels (v7 or 7); several may be given (default: all)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="write a file for each module and architecture there, and print their names",
+    )
+    return parser.parse_args(argv)
+
+
+def extract(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises SassError and OSError."""
+    modules = ptx_texts(arguments.file, arguments.arch, kernel_filter(arguments.kernel))
+    if arguments.output is None:
+        return "".join(module.text for module in modules)
+    names = file_names([(module.name, module.architecture) for module in modules], ".ptx")
+    paths = [arguments.output / name for name in names]
+    for path, module in zip(paths, modules, strict=True):
+        write_if_different(path, module.text)
+    return "".join(f"{path}\n" for path in paths)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Extract and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        text = extract(arguments)
+    except (SassError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

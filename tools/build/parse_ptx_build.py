@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Tabulate what ptxas said of kernels."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.codegen import write_if_different
+from flash_helpers.ptxas_tables import (
+    LogError,
+    entries_as_csv,
+    entries_as_json,
+    entries_as_text,
+    read_logs,
+)
+
+DESCRIPTION = """\
+Tabulate what `ptxas -v` said of kernels: registers, spills and stack in bytes a thread, static
+shared memory and constant memory in bytes, barriers; a row for each kernel and architecture. A
+kernel of this repository is named by the short form of its config, any other by its symbol. Empty:
+this ptxas does not tell.
+"""
+
+EXAMPLES = """\
+examples:
+  the logs that were kept when the library was built:
+    python tools/build/parse_ptx_build.py flash_attention/ptxas
+  a kernel of your own, as it compiles:
+    nvcc -Xptxas -v -arch=sm_90 -c kernel.cu 2>&1 | python tools/build/parse_ptx_build.py -
+  two builds, for a spreadsheet:
+    python tools/build/parse_ptx_build.py before.log after.log --csv --output registers.csv
+
+exit status: 0 tabulated, 2 wrong usage, or a log that tells of no kernel or is cut off
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="a file, a folder of .log files, or - for standard input",
+    )
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--csv", action="store_true", help="CSV, with the symbol and the log")
+    machine.add_argument("--json", action="store_true", help="JSON, constant memory by bank")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write there, not to stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, tabulate and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        entries = read_logs(arguments.logs, sys.stdin.buffer)
+        if arguments.csv:
+            text = entries_as_csv(entries)
+        elif arguments.json:
+            text = entries_as_json(entries)
+        else:
+            text = entries_as_text(entries) + "\n"
+        if arguments.output:
+            write_if_different(arguments.output, text)
+        else:
+            sys.stdout.write(text)
+    except (LogError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
