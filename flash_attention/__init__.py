@@ -5,9 +5,19 @@
 
 On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
 `kernels()` lists what the library was built with; `python -m flash_attention` prints it.
+`best_config()` is the fastest of a version on a GPU, as far as sweeps have found out.
 """
 
+from flash_attention._best_config import best_config
 from flash_attention._forward import forward, forward_timed, simulate
 from flash_attention._library import KernelResources, kernels, resources
 
-__all__ = ["KernelResources", "forward", "forward_timed", "kernels", "resources", "simulate"]
+__all__ = [
+    "KernelResources",
+    "best_config",
+    "forward",
+    "forward_timed",
+    "kernels",
+    "resources",
+    "simulate",
+]

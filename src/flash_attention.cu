@@ -5,6 +5,7 @@
 
 #include "flash_attention.cuh"
 #include "flash_kernels.cuh"
+#include "mma_rate.cuh"
 
 #include <algorithm>
 #include <cuda_runtime.h>
@@ -111,6 +112,12 @@ struct FlashKernelResources {
     int local_bytes; // a thread
     int max_threads; // a block
     int resident_blocks_per_sm;
+};
+
+struct FlashMmaLoop {
+    int n_blocks;
+    int n_threads; // a block
+    int64_t operations; // floating-point, of one launch
 };
 
 #define FLASH_EXPORT extern "C" __attribute__((visibility("default")))
@@ -232,4 +239,41 @@ FLASH_EXPORT int flash_kernel_resources(const FlashForwardKernelConfig *config, 
                   attributes.maxThreadsPerBlock,
                   blocks};
     return 0;
+}
+
+// What flash_mma_loop launches on `device`: as many blocks as run there at a time.
+FLASH_EXPORT int flash_mma_loop_describe(int iterations, int device, FlashMmaLoop *loop) {
+    if (iterations < 1) {
+        return fail("iterations " + std::to_string(iterations) + " must be at least 1");
+    }
+    int multiprocessors = 0;
+    if (int error =
+            check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+                  "cudaDeviceGetAttribute")) {
+        return error;
+    }
+    const int n_blocks = multiprocessors * mma_rate::kBlocksPerSM;
+    *loop = {n_blocks, mma_rate::kThreads, n_blocks * mma_rate::kOperations * iterations};
+    return 0;
+}
+
+// mma.sync back to back on registers. sums: on the device, a float for each thread of each block.
+// Launches on `stream` of `device`, without waiting.
+FLASH_EXPORT int flash_mma_loop(DType dtype, int iterations, float *sums, int device,
+                                void *stream) {
+    FlashMmaLoop loop;
+    if (int error = flash_mma_loop_describe(iterations, device, &loop)) {
+        return error;
+    }
+    DeviceGuard guard;
+    if (int error = guard.set(device)) {
+        return error;
+    }
+    const auto kernel =
+        dtype == DType::FP16 ? mma_rate::loop<DType::FP16> : mma_rate::loop<DType::BF16>;
+    void *parameters[] = {&sums, &iterations};
+    return check(cudaLaunchKernel(reinterpret_cast<const void *>(kernel), dim3(loop.n_blocks),
+                                  dim3(loop.n_threads), parameters, 0,
+                                  static_cast<cudaStream_t>(stream)),
+                 "cudaLaunchKernel");
 }

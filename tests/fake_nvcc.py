@@ -3,6 +3,9 @@
 
 A source that says FAIL does not compile, and one that says SLEEP takes a minute. The environment
 gives what it reports (FAKE_CUDA, FAKE_ARCHITECTURES) and where it notes what it did (FAKE_LOG).
+
+With -cubin it writes the ELF file of one kernel. Its machine code depends on all of the config but
+the fragment loads of Q, K and V; a kernel whose name matches FAKE_SPILLS spills.
 """
 
 import os
@@ -10,6 +13,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from fake_cubin import cubin
 
 
 def after(flag):
@@ -31,8 +36,7 @@ def note(text):
             log.write(f"{text}\n")
 
 
-def compile_unit():
-    source = Path(after("-c"))
+def read_unit(source):
     note(source.stem)
     folders = [Path(argument[2:]) for argument in sys.argv if argument.startswith("-I")]
     inputs = closure(source, folders, [])
@@ -43,7 +47,33 @@ def compile_unit():
         sleeper.wait()
     if "FAIL" in text:
         print(f"{source}(1): error: FAIL is not C++")
-        return 1
+        sys.exit(1)
+    return inputs, text
+
+
+def compile_cubin():
+    source = Path(sys.argv[-1])
+    _, text = read_unit(source)
+    name = source.stem
+    version = name.partition("_")[0]
+    namespace = f"{len(version)}{version}"
+    symbol = f"_ZN{namespace}14forward_kernelI{len(name)}{name}EEv17ForwardKernelArgs"
+    spills = "FAKE_SPILLS" in os.environ and re.search(os.environ["FAKE_SPILLS"], name)
+    stores, loads = (24, 32) if spills else (0, 0)
+    target = re.search(r"code=(sm_\d+)", " ".join(sys.argv))[1]
+    print(f"ptxas info    : Compiling entry function '{symbol}' for '{target}'")
+    print(f"ptxas info    : Function properties for {symbol}")
+    print(f"    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads")
+    print("ptxas info    : Used 168 registers, used 1 barriers")
+    # neither the name nor the loads of the fragments are in the code
+    unnamed = re.sub(rf"{name}|\.[QKV]_mma_load_K_tiles = \d+", "", text)
+    Path(after("-o")).write_bytes(cubin(symbol, unnamed.encode(), registers=168))
+    return 0
+
+
+def compile_unit():
+    source = Path(after("-c"))
+    inputs, text = read_unit(source)
     listed = " \\\n    ".join(str(Path.cwd() / path) for path in inputs)
     Path(after("-MF")).write_text(f"object : {listed} \\\n    /usr/include/stdio.h\n")
     codes = [arg for arg in sys.argv if arg.startswith("arch=")]
@@ -72,6 +102,8 @@ def main():
         architectures = os.environ.get("FAKE_ARCHITECTURES", "75 80 86 89 90")
         print("\n".join(f"compute_{number}" for number in architectures.split()))
         return 0
+    if "-cubin" in sys.argv:
+        return compile_cubin()
     return link() if "-shared" in sys.argv else compile_unit()
 
 

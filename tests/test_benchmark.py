@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,13 @@ from fake_backend import ROOT, Damage, fake_backend, load_tool
 from flash_helpers.benchmark import (
     DEFAULT_SEQ_LENS,
     Contender,
+    InputSet,
     contenders_for,
     default_shape,
-    interleaved_rounds,
     kernel_contender,
+    library_contenders,
+    library_records,
+    make_input_sets,
     measure_problem,
     n_input_sets,
     n_steps,
@@ -39,6 +43,7 @@ from flash_helpers.benchmark_tables import (
 )
 from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import (
+    TWO_STAGES,
     VERSIONS,
     DType,
     FlashForwardKernelConfig,
@@ -46,18 +51,27 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
 )
 from flash_helpers.machine import clock_record, git_commit, provenance
+from flash_helpers.rates import MATMUL_SIZE, RateWork, matmul_work, measure_rates, mma_sync_work
 from flash_helpers.results import (
     CUDNN,
     FLASH,
+    FLASH_ATTN,
+    MATMUL,
+    MMA_SYNC,
     BenchmarkResults,
     ClockRecord,
+    LibraryRecord,
     Measurement,
     Protocol,
     Provenance,
+    RateRecord,
     ResourceRecord,
+    SkippedRecord,
     attention_flops,
     load_results,
+    refuse_another_gpu,
 )
+from flash_helpers.timing import MAX_FLUSHED_WORKS, Sample, interleaved_rounds, record_sample
 
 SHAPE = AttentionShape(batch=1, n_heads=2, seq_len=128)
 BF16 = [c for c in get_kernel_progression_configs() if c.dtype == DType.BF16]
@@ -69,17 +83,21 @@ RESULTS = ROOT / "benchmarks/results/h100.json"
 class FakeTimer:
     """Runs work at once; each start takes the next of the given times, then 5 ms for ever."""
 
-    def __init__(self, times_ms: tuple[float, ...] = (), cache_bytes: int = 0) -> None:
+    def __init__(
+        self, times_ms: tuple[float, ...] = (), cache_bytes: int = 0, flushes: bool = False
+    ) -> None:
         self.times_ms = list(times_ms)
         self.cache_bytes = cache_bytes
+        self.flushes = flushes
         self.n_synchronized = 0
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
         return work
 
-    def start(self, work: Callable[[], None]) -> Callable[[], float]:
-        work()
+    def start(self, work: Callable[[], None], times: int = 1) -> Callable[[], float]:
+        for _ in range(times):
+            work()
         started_before = self.n_synchronized
         milliseconds = self.times_ms.pop(0) if self.times_ms else 5.0
 
@@ -113,12 +131,13 @@ def measure(
     **options,
 ) -> list[Measurement]:
     backend = fake_backend(damage) if damage else fake_backend()
+    timer = timer or FakeTimer()
     return measure_problem(
         [kernel_contender(config, backend.forward) for config in configs],
+        make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol),
         SHAPE,
         DType.BF16,
-        CPU,
-        timer or FakeTimer(),
+        timer,
         protocol,
         FakeMonitor(),
         **options,
@@ -195,15 +214,34 @@ def full_results() -> BenchmarkResults:
 
 def test_every_contender_is_timed_once_a_round_in_an_order_that_turns_round() -> None:
     calls: list[str] = []
-    works = [lambda name=name: calls.append(name) for name in "abc"]
-    samples = interleaved_rounds(works, FakeTimer((1.0, 2.0, 3.0, 4.0, 5.0, 6.0)), rounds=2)
+    samples = [Sample(lambda name=name: calls.append(name)) for name in "abc"]
+    taken = interleaved_rounds(samples, FakeTimer((1.0, 2.0, 3.0, 4.0, 5.0, 6.0)), rounds=2)
     assert "".join(calls) == "abccba"
-    assert samples == [[1.0, 6.0], [2.0, 5.0], [3.0, 4.0]]
+    assert taken == [[1.0, 6.0], [2.0, 5.0], [3.0, 4.0]]
 
 
 def test_rounds_stop_when_they_may_not_continue() -> None:
-    samples = interleaved_rounds([lambda: None], FakeTimer(), 10, lambda done: done < 4)
+    samples = interleaved_rounds([Sample(lambda: None)], FakeTimer(), 10, lambda done: done < 4)
     assert len(samples[0]) == 4
+
+
+def test_a_sample_repeats_its_work_as_often_as_it_says() -> None:
+    calls: list[str] = []
+    interleaved_rounds([Sample(lambda: calls.append(""), times=3)], FakeTimer(), 2)
+    assert len(calls) == 6
+
+
+def test_a_timer_that_flushes_the_cache_gets_one_launch_at_a_time() -> None:
+    timer = FakeTimer((2.0, 2.0), flushes=True)
+    sample = record_sample(lambda: None, 1, timer, sample_ms=10.0)
+    assert (sample.times, sample.n_launches) == (5, 5)
+    fast = record_sample(lambda: None, 1, FakeTimer((1e-3, 1e-3), flushes=True), sample_ms=10.0)
+    assert fast.n_launches == MAX_FLUSHED_WORKS
+
+
+def test_with_a_flushed_cache_one_set_of_inputs_is_enough() -> None:
+    (found,) = measure(configs=BF16[:1], timer=FakeTimer(cache_bytes=10**9, flushes=True))
+    assert found.input_sets == 1
 
 
 def test_a_spent_time_budget_leaves_the_minimum_of_rounds() -> None:
@@ -303,23 +341,20 @@ def test_a_kernel_that_writes_only_on_its_first_call_is_found_out() -> None:
             backend.forward(config, q, k, v, o)
         written.append("")
 
-    (found,) = measure_problem(
-        [kernel_contender(BF16[0], forward)],
-        SHAPE,
-        DType.BF16,
-        CPU,
-        FakeTimer(),
-        Protocol(rounds=2),
-        FakeMonitor(),
-    )
+    protocol, timer = Protocol(rounds=2), FakeTimer()
+    sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
+    contenders = [kernel_contender(BF16[0], forward)]
+    (found,) = measure_problem(contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeMonitor())
     assert "wrong output" in found.failure
 
 
 def test_the_libraries_are_verified_and_timed_like_the_kernels() -> None:
     contenders = contenders_for(BF16[:1], DType.BF16, fake_backend())
     assert [c.name for c in contenders] == [FLASH, CUDNN, BF16[0].short_form()]
+    protocol, timer = Protocol(rounds=2), FakeTimer()
+    sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
     flash, cudnn, _ = measure_problem(
-        contenders, SHAPE, DType.BF16, CPU, FakeTimer(), Protocol(rounds=2), FakeMonitor()
+        contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeMonitor()
     )
     assert flash.valid and flash.ran == ""
     assert cudnn.failure != ""  # not on a CPU
@@ -333,7 +368,7 @@ def test_progress_is_told_as_often_as_announced() -> None:
 
 def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> None:
     configs = [c for c in get_kernel_progression_configs() if c.version == 1]
-    found, clocks = run_benchmark(
+    run = run_benchmark(
         configs,
         (64, 128),
         fake_backend(),
@@ -342,19 +377,156 @@ def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> No
         FakeMonitor,
         shape_for=lambda seq_len: AttentionShape(1, 1, seq_len),
     )
-    assert [(m.dtype, m.seq_len) for m in found if m.ran] == [
+    assert [(m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
         ("fp16", 64),
         ("fp16", 128),
         ("bf16", 64),
         ("bf16", 128),
     ]
-    assert clocks[0] == ClockRecord(
+    assert run.clocks[0] == ClockRecord(
         "fp16", 64, 2, (1755.0, 1867.5, 1980.0), (650.0, 675.0, 700.0), 65.0
     )
+    assert run.skipped == []
+
+
+def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -> None:
+    def exhaust(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+        if o.shape[1] == 128:
+            raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB\nand more")
+
+    steps: list[int] = []
+    protocol = Protocol(rounds=2)
+    run = run_benchmark(
+        BF16[:1],
+        (64, 128, 192),
+        fake_backend(exhaust),
+        FakeTimer(),
+        protocol,
+        FakeMonitor,
+        advance=steps.append,
+        shape_for=lambda seq_len: AttentionShape(1, 1, seq_len),
+    )
+    assert {m.seq_len for m in run.measurements} == {64, 192}
+    (skipped,) = run.skipped
+    assert (skipped.dtype, skipped.seq_len) == ("bf16", 128)
+    assert "Tried to allocate 9 GiB" in skipped.reason and "\n" not in skipped.reason
+    # the progress bar comes to its end
+    assert sum(steps) == 3 * n_steps(1 + len(library_contenders()), protocol)
 
 
 def test_without_readings_there_is_no_clock_record() -> None:
     assert clock_record("bf16", 64, []) is None
+
+
+# The chip's own rates
+
+
+def test_rates_are_measured_in_every_dtype_of_the_run() -> None:
+    launched: list[DType] = []
+
+    def make(dtype: DType) -> RateWork:
+        return RateWork(10**9, lambda: launched.append(dtype))
+
+    run = run_benchmark(
+        [c for c in get_kernel_progression_configs() if c.version == 1],
+        (64,),
+        fake_backend(),
+        FakeTimer(),
+        Protocol(rounds=2),
+        FakeMonitor,
+        rate_works={MMA_SYNC: make},
+        shape_for=lambda seq_len: AttentionShape(1, 1, seq_len),
+    )
+    assert [(r.name, r.dtype, len(r.samples_ms)) for r in run.rates] == [
+        (MMA_SYNC, "fp16", 2),
+        (MMA_SYNC, "bf16", 2),
+    ]
+    assert set(launched) == set(DType)
+
+
+def test_a_rate_is_operations_over_the_median_time_of_a_launch() -> None:
+    # one launch takes 2 ms; five make a sample, whose rounds take 10, 20 and 30 ms
+    timer = FakeTimer((2.0, 10.0, 10.0, 10.0, 20.0, 30.0))
+    works = {MATMUL: lambda dtype: RateWork(4 * 10**12, lambda: None)}
+    (rate,) = measure_rates(works, DType.BF16, timer, Protocol(rounds=3, sample_ms=10.0))
+    assert rate.samples_ms == (2.0, 4.0, 6.0)
+    assert rate.tflops == pytest.approx(1000)
+
+
+def test_a_rate_that_cannot_be_measured_stops_nothing_and_says_why() -> None:
+    def fail(dtype: DType) -> RateWork:
+        raise RuntimeError("the kernel library has no flash_mma_loop")
+
+    works = {MMA_SYNC: fail, MATMUL: lambda dtype: RateWork(10**9, lambda: None)}
+    broken, whole = measure_rates(works, DType.BF16, FakeTimer(), THREE_ROUNDS)
+    assert "no flash_mma_loop" in broken.failure and broken.tflops is None
+    assert whole.failure == "" and whole.tflops is not None
+
+
+def test_the_matmul_rate_counts_the_product_it_computes() -> None:
+    work = matmul_work(DType.BF16, CPU, size=64)
+    work.launch()
+    assert work.operations == 2 * 64**3
+    assert MATMUL_SIZE == 8192
+
+
+def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
+    import ctypes
+
+    from flash_attention import _library
+
+    monkeypatch.setattr(_library, "load", lambda: ctypes.CDLL(None))
+    with pytest.raises(RuntimeError, match="has no flash_mma_loop_describe: build it again"):
+        mma_sync_work(DType.BF16, torch.device("cuda", 0))
+
+
+# The flash_attn package
+
+
+@pytest.fixture
+def flash_attn(tmp_path: Path, monkeypatch) -> Path:
+    """An installed package of that name, which computes attention in float32."""
+    package = tmp_path / "site" / "flash_attn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import math, torch\n"
+        "def flash_attn_func(q, k, v):\n"
+        "    Q, K, V = (x.transpose(1, 2).float() for x in (q, k, v))\n"
+        "    P = torch.softmax(Q @ K.mT / math.sqrt(q.shape[-1]), -1)\n"
+        "    return (P @ V).transpose(1, 2).to(q.dtype)\n"
+    )
+    info = tmp_path / "site" / "flash_attn-2.9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.9.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    yield package
+    sys.modules.pop("flash_attn", None)
+
+
+def run_contender(name: str) -> Measurement:
+    timer = FakeTimer()
+    (contender,) = (c for c in library_contenders() if c.name == name)
+    sets: list[InputSet] = make_input_sets(SHAPE, DType.BF16, CPU, timer, THREE_ROUNDS)
+    (found,) = measure_problem(
+        [contender], sets, SHAPE, DType.BF16, timer, THREE_ROUNDS, FakeMonitor()
+    )
+    return found
+
+
+def test_the_flash_attn_package_is_a_contender_where_it_is_installed(flash_attn: Path) -> None:
+    assert [c.name for c in library_contenders()] == [FLASH, CUDNN, FLASH_ATTN]
+    assert library_records(library_contenders()) == (LibraryRecord(FLASH_ATTN, "2.9.9"),)
+    assert run_contender(FLASH_ATTN).valid
+
+
+def test_a_flash_attn_package_that_cannot_be_imported_fails_with_the_reason(
+    flash_attn: Path,
+) -> None:
+    (flash_attn / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    found = run_contender(FLASH_ATTN)
+    assert "undefined symbol: _ZN3c10" in found.failure
+    assert synthetic_results(found).failures == []
 
 
 def test_default_problems_are_the_projects() -> None:
@@ -444,8 +616,8 @@ def test_json_has_one_line_a_measurement() -> None:
     ("text", "message"),
     [
         ("{", "holds no benchmark results"),
-        ('{"format": 0}', "format 0 is not 1"),
-        ('{"format": 1}', "provenance"),
+        ('{"format": 1}', "format 1 is not 2"),
+        ('{"format": 2}', "measurements"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -474,9 +646,68 @@ def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
     flash, kernel, failed = csv.DictReader(io.StringIO(results.to_csv()))
     assert (flash["version"], flash["percent_of_flash"]) == ("", "100.0")
     assert (kernel["name"], kernel["version"]) == (name, "3")
-    assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.00", "50.0")
+    assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.0", "50.0")
     assert float(kernel["first_quartile_ms"]) < float(kernel["median_ms"])
     assert (failed["tflops"], failed["failure"]) == ("", "wrong output")
+
+
+def with_rates(results: BenchmarkResults) -> BenchmarkResults:
+    """With a matmul rate of 800 TFLOP/s and a mma.sync rate of 600."""
+    rates = [
+        RateRecord(name, "bf16", speed * 10**9, (1.0,), "")
+        for name, speed in ((MATMUL, 800), (MMA_SYNC, 600))
+    ]
+    return dataclasses.replace(results, rates=tuple(rates))
+
+
+def test_table_csv_and_json_have_the_same_shares_of_the_chips_rates(tmp_path: Path) -> None:
+    name = BF16[2].short_form()
+    results = with_rates(
+        synthetic_results(measurement(FLASH, 1024, 300.0), measurement(name, 1024, 150.0))
+    )
+    expected = {"flash": 50.0, MATMUL: 18.8, MMA_SYNC: 25.0}  # 150 over 300, 800 and 600
+    *_, row = csv.DictReader(io.StringIO(results.to_csv()))
+    *_, derived = (m["derived"] for m in json.loads(results.to_json())["measurements"])
+    text = report_text(results)
+    for rate, percent in expected.items():
+        assert row[f"percent_of_{rate}"] == str(percent)
+        assert derived[f"percent_of_{rate}"] == percent
+    assert {"bf16, % of flash", "bf16, % of matmul", "bf16, % of mma.sync"} <= {
+        line.partition("  ")[0] for line in text.splitlines()
+    }
+    assert "bf16 mma.sync: 600 TFLOP/s" in text
+    assert results.of_rate(MMA_SYNC, name, "bf16") == pytest.approx(150 / 600)
+
+
+def test_what_is_derived_is_not_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    results = with_rates(full_results())
+    data = json.loads(results.to_json())
+    for row in data["measurements"]:
+        row["derived"]["tflops"] = -1
+    path.write_text(json.dumps(data))
+    assert load_results(path) == results
+
+
+def test_every_kind_of_record_round_trips(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    results = dataclasses.replace(
+        with_rates(full_results()),
+        libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
+        skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
+        resources=(ResourceRecord(BF16[0].short_form(), 168, 0, 49152, 3),),
+    )
+    results.save_json(path)
+    assert load_results(path) == results
+
+
+def test_a_file_of_another_gpu_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    refuse_another_gpu(path, "NVIDIA A100")
+    full_results().save_json(path)
+    refuse_another_gpu(path, "NVIDIA H100 80GB HBM3")
+    with pytest.raises(ValueError, match=r"holds results of NVIDIA H100 .* this is NVIDIA A100"):
+        refuse_another_gpu(path, "NVIDIA A100")
 
 
 # Tables
@@ -509,6 +740,18 @@ def test_the_best_config_of_a_step_stands_beside_the_fixed_one() -> None:
     assert rows[5][5:] == ["", "", "", ""]  # nothing else was measured for step 6
 
 
+def test_options_of_the_best_config_beyond_the_steps_are_named() -> None:
+    last = BF16[-1].replace(**TWO_STAGES)
+    results = full_results()
+    more = [measurement(last.short_form(), n, 400.0) for n in (1024, 4096)]
+    results = dataclasses.replace(results, measurements=(*results.measurements, *more))
+    _, *rows = rows_of(progression_table(results))
+    assert rows[15][8] == (
+        "B_r 128, B_c 64, 4 warps, loads 1/1/1, double-buffered, kv_stages 2, lazy_rescale, "
+        "mma_row_sum"
+    )
+
+
 def test_the_step_table_says_what_it_was_measured_on() -> None:
     text = progression_table(full_results())
     for fact in (
@@ -526,6 +769,16 @@ def test_the_step_table_says_what_it_was_measured_on() -> None:
         assert fact in text
 
 
+def test_the_step_table_tells_the_chips_rates_and_how_launches_were_timed() -> None:
+    results = with_rates(full_results())
+    text = progression_table(results)
+    assert "matmul 800 TFLOP/s, mma.sync 600 TFLOP/s" in text
+    assert "CUDA graph replays" in text and "L2" not in text
+    protocol = dataclasses.replace(results.protocol, timing="events", cache="flush")
+    text = progression_table(dataclasses.replace(results, protocol=protocol))
+    assert "launches one by one; L2 cache overwritten before each" in text
+
+
 def test_a_step_that_was_not_measured_has_dashes() -> None:
     results = synthetic_results(measurement(FLASH, 4096, 300.0))
     _, first, *_ = rows_of(progression_table(results))
@@ -535,11 +788,22 @@ def test_a_step_that_was_not_measured_has_dashes() -> None:
 def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     failed = measurement(BF16[1].short_form(), 4096, 1.0, failure="wrong output")
     results = full_results()
-    text = report_text(dataclasses.replace(results, measurements=(*results.measurements, failed)))
+    results = dataclasses.replace(
+        results,
+        measurements=(*results.measurements, failed),
+        libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
+        skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
+    )
+    text = report_text(results)
     assert "bf16, TFLOP/s" in text
     assert "bf16, % of flash" in text
     assert "largest spread" in text
+    # samples of 0.9, 1 and 1.2 times the median
+    flash = next(line for line in text.splitlines() if line.startswith(FLASH))
+    assert flash.split() == [FLASH, "300", "300", "300", "15.0"]
     assert f"{failed.name} at 4096: wrong output" in text
+    assert "flash_attn 2.9.9" in text
+    assert "bf16 at 65536 skipped: does not fit" in text
 
 
 def test_only_the_lines_between_the_markers_change() -> None:
@@ -636,7 +900,10 @@ def pt_bench(monkeypatch):
     """The tool, with kernels, clock and GPU faked, on small problems."""
     tool = load_tool("tools/benchmark/pt_bench.py")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend(_leave_nan))
-    monkeypatch.setattr(tool, "CudaTimer", lambda device: FakeTimer())
+    monkeypatch.setattr(
+        tool, "make_timer", lambda device, protocol: FakeTimer(flushes=protocol.cache == "flush")
+    )
+    monkeypatch.setattr(tool, "default_rate_works", lambda device: {})
     monkeypatch.setattr(tool, "GpuMonitor", lambda device: FakeMonitor())
     monkeypatch.setattr(
         tool,
@@ -665,6 +932,35 @@ def test_the_tool_writes_the_files_and_prints_the_tables(pt_bench, tmp_path: Pat
     captured = capsys.readouterr()
     assert BF16[1].short_form() in captured.out
     assert "benchmark" in captured.err  # the progress bar
+
+
+def test_the_tool_keeps_how_launches_were_timed(pt_bench, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--kernel", "2", "--seq", "64", "--timing", "events", "--cache", "flush"]
+    assert pt_bench.main([*arguments, "--json", str(path)]) == 0
+    results = load_results(path)
+    assert (results.protocol.timing, results.protocol.cache) == ("events", "flush")
+    assert {m.input_sets for m in results.measurements} == {1}
+
+
+def test_the_tool_does_not_write_over_results_of_another_gpu(
+    pt_bench, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "out.json"
+    full_results().save_json(path)
+    before = path.read_text()
+    assert pt_bench.main(["--kernel", "2", "--seq", "64", "--json", str(path)]) == 2
+    assert "holds results of NVIDIA H100" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_if_no_length_fits_in_memory_the_tool_exits_with_2(pt_bench, monkeypatch, capsys) -> None:
+    def exhaust(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+        raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(pt_bench, "find_backend", lambda device: fake_backend(exhaust))
+    assert pt_bench.main(["--kernel", "2", "--seq", "64"]) == 2
+    assert "nothing was measured: seq 64 does not fit" in capsys.readouterr().err
 
 
 def test_the_tool_exits_with_1_if_a_kernel_is_wrong(pt_bench, capsys) -> None:

@@ -45,8 +45,8 @@ def unbuilt() -> _library.Config:
 
 
 class TestKernels:
-    def test_are_exactly_those_of_the_registry_and_of_the_committed_map(self, root):
-        assert get_kernels_to_build() == BUILT
+    def test_are_those_of_the_registry_and_exactly_those_of_the_committed_map(self, root):
+        assert set(get_kernels_to_build()) <= set(BUILT)
         assert configs_in_header((root / MAP_HEADER).read_text()) == BUILT
 
     def test_come_in_order_each_once(self):
@@ -123,6 +123,8 @@ class TestCInterface:
             "flash_kernel_describe",
             "flash_kernel_resources",
             "flash_last_error",
+            "flash_mma_loop",
+            "flash_mma_loop_describe",
         }
 
     def test_needs_no_torch_and_no_cuda_library(self, package):

@@ -1,18 +1,23 @@
 """How fast is each kernel, beside PyTorch's own, in one process.
 
-Every contender is captured in a CUDA graph, so that no launch costs host time; the graph goes round
-several sets of inputs, so that none is found in the L2 cache. Every contender is timed once a round
-and the order turns round after each, so that a drifting clock harms all alike. The graph that is
-timed is also the one whose outputs are compared with float64, before and after.
+Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
+one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
+is overwritten before each, so that no inputs are found there. Every contender is timed once a round
+and the order turns round after each, so that a drifting clock harms all alike. What is timed is
+also what is compared with float64, before and after.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol as Interface
 
 import torch
@@ -22,68 +27,33 @@ from flash_helpers.backend import Backend, Forward
 from flash_helpers.inputs import QKV, AttentionShape, make_inputs
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
 from flash_helpers.machine import clock_record
+from flash_helpers.rates import MakeRateWork, measure_rates
 from flash_helpers.reference import (
     AttentionError,
     AttentionReference,
     attention_reference,
     measure_error,
 )
-from flash_helpers.results import CUDNN, FLASH, ClockRecord, Measurement, Protocol
+from flash_helpers.results import (
+    CUDNN,
+    FLASH,
+    FLASH_ATTN,
+    LIBRARY_NAMES,
+    ClockRecord,
+    LibraryRecord,
+    Measurement,
+    Protocol,
+    RateRecord,
+    SkippedRecord,
+)
 from flash_helpers.selection import config_that_runs
+from flash_helpers.timing import Sample, Timer, Work, interleaved_rounds, record_sample
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 N_HEADS = 16
 MAX_BATCH = 16
 MAX_TOKENS = 65536  # batch * seq_len
-LIBRARY_BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
-
-Work = Callable[[], None]
-
-
-class Timer(Interface):
-    """What measures time on a device.
-
-    cache_bytes: size of its last cache.
-    """
-
-    @property
-    def cache_bytes(self) -> int: ...
-
-    def record(self, work: Work) -> Work:
-        """Something that repeats the work that `work` puts on the device, with less host time."""
-
-    def start(self, work: Work) -> Callable[[], float]:
-        """Put the work on the device; the result gives its milliseconds after `synchronize`."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work."""
-
-
-class CudaTimer:
-    """Graphs and events of one CUDA device, which must be the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def cache_bytes(self) -> int:
-        return torch.cuda.get_device_properties(self._device).L2_cache_size
-
-    def record(self, work: Work) -> Work:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph.replay
-
-    def start(self, work: Work) -> Callable[[], float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        return lambda: begin.elapsed_time(end)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+_SDPA_BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -118,19 +88,43 @@ def kernel_contender(config: FlashForwardKernelConfig, forward: Forward) -> Cont
     return Contender(config.short_form(), config, run)
 
 
-def library_contender(name: str) -> Contender:
-    """A backend of PyTorch's scaled_dot_product_attention, one of LIBRARY_BACKENDS.
+def run_library(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention by one of LIBRARY_NAMES; q, k, v and the result are (batch, seq, heads, d_head).
 
-    It gets the same memory as the kernels do, as (batch, heads, seq, d_head) views.
+    PyTorch's backends get the same memory as the kernels do, as (batch, heads, seq, d_head) views.
+
+    Raises RuntimeError if the library does not run here, ImportError if it cannot be imported.
     """
+    if name == FLASH_ATTN:
+        return importlib.import_module(FLASH_ATTN).flash_attn_func(q, k, v)
+    with sdpa_kernel(_SDPA_BACKENDS[name]):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v))
+        )
+    return output.transpose(1, 2)
 
-    def run(inputs: InputSet) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in inputs.inputs)
-        with sdpa_kernel(LIBRARY_BACKENDS[name]):
-            output = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        return output.transpose(1, 2)
 
-    return Contender(name, None, run)
+def library_contender(name: str) -> Contender:
+    """One of LIBRARY_NAMES."""
+    return Contender(name, None, lambda inputs: run_library(name, *inputs.inputs))
+
+
+def library_contenders() -> list[Contender]:
+    """PyTorch's backends, and the flash_attn package where it is installed.
+
+    One that is there but does not run fails when it is called, with the reason.
+    """
+    is_installed = importlib.util.find_spec(FLASH_ATTN) is not None
+    return [library_contender(n) for n in LIBRARY_NAMES if n != FLASH_ATTN or is_installed]
+
+
+def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...]:
+    """Versions of the contenders that are packages of their own."""
+    return tuple(
+        LibraryRecord(contender.name, importlib.metadata.version(contender.name))
+        for contender in contenders
+        if contender.name == FLASH_ATTN
+    )
 
 
 def default_shape(seq_len: int) -> AttentionShape:
@@ -144,38 +138,15 @@ def n_input_sets(shape: AttentionShape, element_bytes: int, cache_bytes: int) ->
     return 1 + math.ceil(2 * cache_bytes / set_bytes)
 
 
-def interleaved_rounds(
-    works: Sequence[Work],
-    timer: Timer,
-    rounds: int,
-    may_continue: Callable[[int], bool] = lambda done: True,
-) -> list[list[float]]:
-    """Milliseconds of each work, one value a round; the order turns round after each round.
-
-    may_continue: called with the number of rounds done before each round.
-    """
-    samples: list[list[float]] = [[] for _ in works]
-    for done in range(rounds):
-        if not may_continue(done):
-            break
-        order = range(len(works)) if done % 2 == 0 else reversed(range(len(works)))
-        started = [(index, timer.start(works[index])) for index in order]
-        timer.synchronize()
-        for index, milliseconds in started:
-            samples[index].append(milliseconds())
-    return samples
-
-
 @dataclass(frozen=True)
 class _Recorded:
     """A contender ready to be timed.
 
-    outputs: where a replay leaves the result of each input set.
+    outputs: where a sample leaves the result of each input set.
     """
 
-    sample: Work
+    sample: Sample
     outputs: list[torch.Tensor]
-    n_launches: int
 
 
 @dataclass(frozen=True)
@@ -201,39 +172,19 @@ class _Verification:
 def _record(
     contender: Contender, sets: Sequence[InputSet], timer: Timer, sample_ms: float
 ) -> _Recorded:
-    def rotate() -> list[torch.Tensor]:
-        return [contender.run(inputs) for inputs in sets]
-
-    def repeat(work: Work, times: int) -> Work:
-        def repeated() -> None:
-            for _ in range(times):
-                work()
-
-        return repeated
-
     outputs: list[torch.Tensor] = []
 
-    def rotate_and_keep() -> None:
-        outputs[:] = rotate()
+    def rotate() -> None:
+        outputs[:] = [contender.run(inputs) for inputs in sets]
 
-    rotate()  # the first call may load code or choose an algorithm
-    timer.synchronize()
-    rotation = timer.start(rotate_and_keep)
-    timer.synchronize()
-    n_rotations = max(1, math.ceil(sample_ms / max(rotation(), 1e-6)))
-    replay = timer.record(repeat(rotate_and_keep, n_rotations))
-    # the host may have been what the rotation took its time for
-    replayed = timer.start(replay)
-    timer.synchronize()
-    n_replays = max(1, round(sample_ms / max(replayed(), 1e-6)))
-    return _Recorded(repeat(replay, n_replays), outputs, len(sets) * n_rotations * n_replays)
+    return _Recorded(record_sample(rotate, len(sets), timer, sample_ms), outputs)
 
 
 def _verify(recorded: _Recorded, sets: Sequence[InputSet], timer: Timer) -> _Verification:
     """Poison the outputs, take one sample, and return the worst set's errors."""
     for output in recorded.outputs:
         output.fill_(torch.nan)
-    recorded.sample()
+    recorded.sample.run()
     timer.synchronize()
     checks = [
         _Verification(measure_error(output, inputs.reference.expected), inputs.reference.bound)
@@ -253,9 +204,14 @@ class _Entry:
         self.failure = ""
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Take a step; whatever goes wrong is this contender's failure and no other's."""
+        """Take a step; whatever goes wrong is this contender's failure and no other's.
+
+        Raises torch.cuda.OutOfMemoryError: the problem is too large, whoever comes across it.
+        """
         try:
             step()
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:
             self.failure = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
@@ -277,8 +233,8 @@ class _Entry:
             seq_len=shape.seq_len,
             d_head=shape.d_head,
             input_sets=n_sets,
-            launches_per_sample=recorded.n_launches if recorded else 0,
-            samples_ms=tuple(ms / recorded.n_launches for ms in self.samples_ms)
+            launches_per_sample=recorded.sample.n_launches if recorded else 0,
+            samples_ms=tuple(ms / recorded.sample.n_launches for ms in self.samples_ms)
             if recorded
             else (),
             max_abs_error=_finite(worst.error.max_abs) if worst else None,
@@ -293,25 +249,28 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _input_sets(
+def make_input_sets(
     shape: AttentionShape,
-    dtype: torch.dtype,
+    dtype: DType,
     device: torch.device,
     timer: Timer,
     protocol: Protocol,
 ) -> list[InputSet]:
+    """The inputs that launches go round: one set if the timer flushes the cache."""
+    element = getattr(torch, dtype.torch_name)
+    n_sets = 1 if timer.flushes else n_input_sets(shape, element.itemsize, timer.cache_bytes)
     sets = []
-    for index in range(n_input_sets(shape, dtype.itemsize, timer.cache_bytes)):
-        inputs = make_inputs(protocol.inputs, shape, dtype, device, protocol.seed + index)
+    for index in range(n_sets):
+        inputs = make_inputs(protocol.inputs, shape, element, device, protocol.seed + index)
         sets.append(InputSet(inputs, torch.empty_like(inputs[0]), attention_reference(*inputs)))
     return sets
 
 
 def measure_problem(
     contenders: Sequence[Contender],
+    sets: Sequence[InputSet],
     shape: AttentionShape,
     dtype: DType,
-    device: torch.device,
     timer: Timer,
     protocol: Protocol,
     monitor: AbstractContextManager[object],
@@ -320,13 +279,14 @@ def measure_problem(
 ) -> list[Measurement]:
     """Verify, time and verify again every contender on one problem.
 
-    monitor: entered while the rounds are timed. deadline: of `time.monotonic`, after which no round
-    is begun once protocol.min_rounds are done. advance: called after each step, of which there are
-    two a contender and one a round.
+    sets: made by `make_input_sets` of the same shape, dtype, timer and protocol. monitor: entered
+    while the rounds are timed. deadline: of `time.monotonic`, after which no round is begun once
+    protocol.min_rounds are done. advance: called after each step, of which there are two a
+    contender and one a round.
 
-    A contender that raises, or whose output is wrong, gets a Measurement with the failure.
+    A contender that raises, or whose output is wrong, gets a Measurement with the failure. Raises
+    torch.cuda.OutOfMemoryError if the problem does not fit in the device's memory.
     """
-    sets = _input_sets(shape, getattr(torch, dtype.torch_name), device, timer, protocol)
     entries = [_Entry(contender) for contender in contenders]
 
     def prepare(entry: _Entry) -> None:
@@ -338,16 +298,16 @@ def measure_problem(
         advance()
 
     timed = [entry for entry in entries if entry.recorded is not None and not entry.failure]
-    works = [entry.recorded.sample for entry in timed if entry.recorded is not None]
+    samples = [entry.recorded.sample for entry in timed if entry.recorded is not None]
 
     def may_continue(done: int) -> bool:
         advance()
         return done < protocol.min_rounds or time.monotonic() < deadline
 
-    interleaved_rounds(works, timer, protocol.warmup_rounds)
+    interleaved_rounds(samples, timer, protocol.warmup_rounds)
     with monitor:
-        samples = interleaved_rounds(works, timer, protocol.rounds, may_continue)
-    for entry, milliseconds in zip(timed, samples, strict=True):
+        taken = interleaved_rounds(samples, timer, protocol.rounds, may_continue)
+    for entry, milliseconds in zip(timed, taken, strict=True):
         entry.samples_ms = milliseconds
     for entry in entries:
         if entry in timed:
@@ -372,9 +332,19 @@ def contenders_for(
 ) -> list[Contender]:
     """The libraries, then the configs of one dtype."""
     return [
-        *(library_contender(name) for name in LIBRARY_BACKENDS),
+        *library_contenders(),
         *(kernel_contender(c, backend.forward) for c in configs if c.dtype == dtype),
     ]
+
+
+@dataclass
+class BenchmarkRun:
+    """What one run found, in the order in which it was measured."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    clocks: list[ClockRecord] = field(default_factory=list)
+    rates: list[RateRecord] = field(default_factory=list)
+    skipped: list[SkippedRecord] = field(default_factory=list)
 
 
 def run_benchmark(
@@ -384,40 +354,48 @@ def run_benchmark(
     timer: Timer,
     protocol: Protocol,
     make_monitor: Callable[[], Monitor],
+    rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
-    advance: Work = lambda: None,
+    advance: Callable[[int], object] = lambda steps: None,
     shape_for: Callable[[int], AttentionShape] = default_shape,
-) -> tuple[list[Measurement], list[ClockRecord]]:
-    """Measure the configs, beside PyTorch's own kernels, at every length in every dtype they have.
+) -> BenchmarkRun:
+    """Measure the configs, beside the libraries, at every length in every dtype they have.
 
+    rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
     share is spent stops at protocol.min_rounds rounds.
-    advance: called as `measure_problem` does.
+    advance: called with the number of steps done; a problem has `n_steps` of them.
+
+    A problem that does not fit in the device's memory is skipped.
     """
     begin = time.monotonic()
-    problems = [
-        (dtype, shape_for(seq_len))
-        for dtype in sorted({config.dtype for config in configs})
-        for seq_len in seq_lens
-    ]
-    measurements: list[Measurement] = []
-    clocks: list[ClockRecord] = []
+    run = BenchmarkRun()
+    dtypes = sorted({config.dtype for config in configs})
+    problems = [(dtype, shape_for(seq_len)) for dtype in dtypes for seq_len in seq_lens]
+    for dtype in dtypes:
+        run.rates += measure_rates(rate_works, dtype, timer, protocol)
     for index, (dtype, shape) in enumerate(problems):
         now = time.monotonic()
         share = (begin + time_budget_s - now) / (len(problems) - index)
+        contenders = contenders_for(configs, dtype, backend)
         monitor = make_monitor()
-        measurements += measure_problem(
-            contenders_for(configs, dtype, backend),
-            shape,
-            dtype,
-            backend.device,
-            timer,
-            protocol,
-            monitor,
-            deadline=now + share,
-            advance=advance,
-        )
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            advance(1)
+
+        try:
+            sets = make_input_sets(shape, dtype, backend.device, timer, protocol)
+            run.measurements += measure_problem(
+                contenders, sets, shape, dtype, timer, protocol, monitor, now + share, step
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
+            run.skipped.append(SkippedRecord(dtype.short, shape.seq_len, reason))
+            advance(n_steps(len(contenders), protocol) - done)
         record = clock_record(dtype.short, shape.seq_len, monitor.readings)
         if record is not None:
-            clocks.append(record)
-    return measurements, clocks
+            run.clocks.append(record)
+    return run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import partial
 
 from tabulate import tabulate
 
@@ -14,7 +16,7 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.results import FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.results import FLASH, LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
@@ -24,41 +26,86 @@ HEADER_BEGIN_MARKER = "// benchmark:begin"
 HEADER_END_MARKER = "// benchmark:end"
 COMMENT_WIDTH = 96
 
+# (contender, dtype, length or None for the mean over all lengths) to a number, if there is one
+Share = Callable[[str, str, "int | None"], "float | None"]
+
+
+def main_dtype(results: BenchmarkResults) -> str:
+    """The dtype that tables and plots of one dtype show: bf16 if it was measured.
+
+    Raises ValueError if nothing was.
+    """
+    if not results.measurements:
+        raise ValueError("the results hold no measurement: run the benchmark first")
+    return MAIN_DTYPE if MAIN_DTYPE in results.dtypes else results.dtypes[0]
+
 
 def format_cell(value: float | None, factor: float = 1, digits: int = 0) -> str:
     """A number for a table; a dash where there is none."""
     return "-" if value is None else f"{factor * value:.{digits}f}"
 
 
-def _speed_table(results: BenchmarkResults, dtype: str, of_flash: bool) -> str:
-    rows = []
-    for name in results.names(dtype):
-        if of_flash:
-            values = [results.of_flash(name, dtype, n) for n in (*results.seq_lens, None)]
-        else:
-            values = [results.tflops(name, dtype, n) for n in results.seq_lens]
-            values.append(results.mean_tflops(name, dtype))
-        factor, digits = (100, 1) if of_flash else (1, 0)
-        rows.append([name, *(format_cell(value, factor, digits) for value in values)])
-    title = "% of flash" if of_flash else "TFLOP/s"
+def _length_table(
+    results: BenchmarkResults, dtype: str, title: str, value: Share, factor: float, digits: int
+) -> str:
+    """A row a contender, a column a length and one for the mean, for which `value` gets None; then
+    the widest spread over the lengths."""
+    columns = (*results.seq_lens, None)
+    headers = [f"{dtype}, {title}", *(f"seq {n}" for n in results.seq_lens)]
     return tabulate(
-        rows,
-        headers=(f"{dtype}, {title}", *(f"seq {n}" for n in results.seq_lens), "harmonic mean"),
+        [
+            [
+                name,
+                *(format_cell(value(name, dtype, n), factor, digits) for n in columns),
+                format_cell(_widest_spread(results, name, dtype), 100, 1),
+            ]
+            for name in results.names(dtype)
+        ],
+        headers=[*headers, "harmonic mean", "spread %"],
         disable_numparse=True,
-        colalign=("left", *["right"] * (len(results.seq_lens) + 1)),
+        colalign=("left", *["right"] * (len(columns) + 1)),
     )
 
 
+def _widest_spread(results: BenchmarkResults, name: str, dtype: str) -> float | None:
+    found = (results.find(name, dtype, seq_len) for seq_len in results.seq_lens)
+    return max((m.spread for m in found if m is not None), default=None)
+
+
+def _tables(results: BenchmarkResults, dtype: str) -> list[str]:
+    def tflops(name: str, dtype: str, seq_len: int | None) -> float | None:
+        if seq_len is None:
+            return results.mean_tflops(name, dtype)
+        return results.tflops(name, dtype, seq_len)
+
+    shares: dict[str, Share] = {"% of flash": results.of_flash}
+    for rate, title in RATE_NAMES.items():
+        if results.rate(rate, dtype) is not None:
+            shares[f"% of {title}"] = partial(results.of_rate, rate)
+    return [
+        _length_table(results, dtype, "TFLOP/s", tflops, 1, 0),
+        *(_length_table(results, dtype, title, share, 100, 1) for title, share in shares.items()),
+    ]
+
+
 def report_text(results: BenchmarkResults) -> str:
-    """For each dtype the TFLOP/s and the percent of PyTorch's flash backend; then what to mind."""
+    """For each dtype the TFLOP/s and the percent of PyTorch's flash backend and of the rates of the
+    chip that were measured; then what to mind."""
     parts = []
     for dtype in results.dtypes:
-        parts += [_speed_table(results, dtype, of_flash) + "\n" for of_flash in (False, True)]
+        parts += [f"{table}\n" for table in _tables(results, dtype)]
+    parts += [
+        f"{record.dtype} {RATE_NAMES[record.name]}: "
+        + (record.failure or f"{format_cell(record.tflops)} TFLOP/s")
+        for record in results.rates
+    ]
+    parts += [f"{library.name} {library.version}" for library in results.libraries]
     valid = [m for m in results.measurements if m.valid]
     if valid:
         widest = max(valid, key=lambda m: m.spread)
         parts.append(
-            f"largest spread (interquartile range over median): {100 * widest.spread:.1f}% of "
+            "speeds are those at the median time; spread is the interquartile range over it, the "
+            f"widest of a contender's lengths; largest spread: {100 * widest.spread:.1f}% of "
             f"{widest.name} at {widest.seq_len}"
         )
     parts += [
@@ -72,6 +119,7 @@ def report_text(results: BenchmarkResults) -> str:
         if m.ran not in ("", m.name)
     ]
     parts += [f"{m.name} at {m.seq_len}: {m.failure}" for m in results.measurements if m.failure]
+    parts += [f"{s.dtype} at {s.seq_len} skipped: {s.reason}" for s in results.skipped]
     return "\n".join(parts)
 
 
@@ -105,7 +153,14 @@ def _tuned_text(config: FlashForwardKernelConfig) -> str:
         f"B_r {config.B_r}, B_c {config.B_c}, {config.n_warps} warps, loads "
         f"{config.Q_mma_load_K_tiles}/{config.K_mma_load_K_tiles}/{config.V_mma_load_K_tiles}"
     )
-    return f"{text}, double-buffered" if config.mma_double_buffer_loads else text
+    parts = [text, *(["double-buffered"] if config.mma_double_buffer_loads else [])]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        # the options above have no default; what the sweep does not vary is no news
+        is_swept = len(VERSIONS[config.version].tunable.get(field.name, ())) > 1
+        if is_swept and field.default not in (MISSING, value):
+            parts.append(field.name if value is True else f"{field.name} {value}")
+    return ", ".join(parts)
 
 
 def _speed_cells(results: BenchmarkResults, name: str, dtype: str, seq_len: int) -> list[str]:
@@ -136,6 +191,25 @@ def _version_row(
     return [*row, *_speed_cells(results, best.short_form(), dtype, seq_len), _tuned_text(best)]
 
 
+_PROTOCOL_TEXTS = {
+    "graph": "CUDA graph replays",
+    "events": "launches one by one",
+    "rotate": "",
+    "flush": "L2 cache overwritten before each",
+}
+
+
+def _rates_text(results: BenchmarkResults, dtype: str) -> str:
+    measured = [
+        f"{title} {format_cell(speed)} TFLOP/s"
+        for rate, title in RATE_NAMES.items()
+        if (speed := results.rate(rate, dtype)) is not None
+    ]
+    if not measured:
+        return ""
+    return f" The chip's own rates, measured in the same process: {', '.join(measured)}."
+
+
 def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
     found = results.provenance
     shapes = {(m.batch, m.n_heads, m.seq_len) for m in results.measurements if m.dtype == dtype}
@@ -151,8 +225,10 @@ def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
         f"driver {found.driver}" if found.driver else "",
         f"kernels built with {found.library}" if found.library else "",
         f"PyTorch {found.torch}, CUDA {found.cuda}, cuDNN {found.cudnn}",
+        *(f"{library.name} {library.version}" for library in results.libraries),
         f"{dtype}, {heads} heads, batch {batches}",
-        f"median of {rounds} rounds of CUDA graph replays",
+        f"median of {rounds} rounds of {_PROTOCOL_TEXTS[results.protocol.timing]}",
+        _PROTOCOL_TEXTS[results.protocol.cache],
         found.date,
         f"commit {found.commit}" if found.commit else "",
     ]
@@ -193,9 +269,7 @@ def progression_table(results: BenchmarkResults) -> str:
     Speeds are TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), and percent
     of PyTorch's flash backend there and of the harmonic means over all lengths.
     """
-    if not results.measurements:
-        raise ValueError("the results hold no measurement: run the benchmark first")
-    dtype = MAIN_DTYPE if MAIN_DTYPE in results.dtypes else results.dtypes[0]
+    dtype = main_dtype(results)
     lengths = results.seq_lens
     seq_len = TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
     speed = [f"TFLOP/s at {seq_len}", f"% of flash at {seq_len}", "% of flash, mean"]
@@ -221,7 +295,7 @@ def progression_table(results: BenchmarkResults) -> str:
             f"TFLOP/s count 4·B·H·S²·D operations. Flash is {LIBRARY_NAMES[FLASH]}, "
             f"timed in the same process; mean is the harmonic mean over sequence lengths {span}. "
             "The best config is the fastest by that mean among those measured for the step, with "
-            "the fragment loads of Q/K/V.",
+            f"the fragment loads of Q/K/V.{_rates_text(results, dtype)}",
             "",
             _provenance_text(results, dtype),
         ]

@@ -33,9 +33,11 @@ from flash_helpers.toolchain import BuildError, Toolchain
 LIBRARY = "libflash_attention.so"
 PTX_FOLDER = "ptx"
 LOG_FOLDER = "ptxas"
+CONFIG_FOLDER = "configs"  # below the root and in the package: the fastest configs of each GPU
+BEST_PATTERN = "best_*.json"
 
 _LIBRARY_SOURCE = "src/flash_attention.cu"
-_COMPILE_FLAGS = (
+COMPILE_FLAGS = (
     "-std=c++20",
     "-O3",
     "-lineinfo",
@@ -131,7 +133,8 @@ class LibraryBuild:
         self.folder = self.root / "build" / "kernels"
 
     def run(self, package: Path) -> None:
-        """Build the library, and the PTX and the ptxas log of each kernel, into `package`.
+        """Build the library, and the PTX and the ptxas log of each kernel, into `package`, and put
+        the files of the fastest configs beside them.
 
         Raises BuildError, with the compiler's output, when a unit does not compile.
         """
@@ -145,6 +148,7 @@ class LibraryBuild:
         kernels = [unit.name for unit in units if unit.is_kernel]
         self._publish(kernels, "ptx", package / PTX_FOLDER)
         self._publish(kernels, "log", package / LOG_FOLDER)
+        self._publish_best_configs(package / CONFIG_FOLDER)
 
     def _units(self) -> list[Unit]:
         names = architecture_names(self.architectures)
@@ -164,7 +168,7 @@ class LibraryBuild:
         return path.relative_to(self.root).as_posix()
 
     def _flags(self, unit: Unit) -> list[str]:
-        return [*_COMPILE_FLAGS, *gencode_flags(self.architectures), *unit.flags]
+        return [*COMPILE_FLAGS, *gencode_flags(self.architectures), *unit.flags]
 
     def _key(self, flags: Sequence[str], inputs: Iterable[str]) -> str | None:
         """Digest of all that an output depends on; None if an input is gone."""
@@ -215,7 +219,7 @@ class LibraryBuild:
                     self._report_unit(job, done, len(units))
         finally:
             for job in running:
-                _kill(job.process)
+                kill_group(job.process)
                 shutil.rmtree(job.scratch, ignore_errors=True)
 
     def _start(self, unit: Unit) -> _Job:
@@ -322,15 +326,24 @@ class LibraryBuild:
         return json.loads(self._file("library", "json").read_text())["inputs"]
 
     def _publish(self, kernels: Sequence[str], suffix: str, folder: Path) -> None:
-        names = {f"{name}.{suffix}" for name in kernels}
-        for name in sorted(names):
-            write_if_different(folder / name, (self.folder / name).read_text())
-        for path in folder.iterdir():
-            if path.name not in names:
-                path.unlink()
+        _mirror([self._file(name, suffix) for name in kernels], folder)
+
+    def _publish_best_configs(self, folder: Path) -> None:
+        _mirror(sorted((self.root / CONFIG_FOLDER).glob(BEST_PATTERN)), folder)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _mirror(files: Sequence[Path], folder: Path) -> None:
+    """Make `folder` hold these text files and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(files):
+        write_if_different(folder / file.name, file.read_text())
+    names = {file.name for file in files}
+    for path in folder.iterdir():
+        if path.name not in names:
+            path.unlink()
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -343,3 +356,4 @@ def copy_built_files(package: Path, destination: Path) -> None:
     for name in (PTX_FOLDER, LOG_FOLDER):
         shutil.rmtree(destination / name, ignore_errors=True)
         shutil.copytree(package / name, destination / name)
+    _mirror(sorted((package / CONFIG_FOLDER).glob(BEST_PATTERN)), destination / CONFIG_FOLDER)

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,20 @@ from flash_helpers.kernel_configs import FlashForwardKernelConfig
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
-LIBRARY_NAMES = {FLASH: "PyTorch's flash backend", CUDNN: "PyTorch's cuDNN backend"}
+FLASH_ATTN = "flash_attn"
+LIBRARY_NAMES = {
+    FLASH: "PyTorch's flash backend",
+    CUDNN: "PyTorch's cuDNN backend",
+    FLASH_ATTN: "the flash_attn package",
+}
+MATMUL = "matmul"
+MMA_SYNC = "mma_sync"
+RATE_NAMES = {MATMUL: "matmul", MMA_SYNC: "mma.sync"}
+TIMING_CHOICES = ("graph", "events")
+CACHE_CHOICES = ("rotate", "flush")
 
 CSV_COLUMNS = (
     "name",
@@ -34,6 +44,7 @@ CSV_COLUMNS = (
     "third_quartile_ms",
     "tflops",
     "percent_of_flash",
+    *(f"percent_of_{name}" for name in RATE_NAMES),
     "failure",
 )
 
@@ -125,6 +136,46 @@ class ClockRecord:
 
 
 @dataclass(frozen=True)
+class RateRecord:
+    """How fast the chip multiplies matrices, measured in the process that timed the kernels.
+
+    name: a key of RATE_NAMES: a square matrix product of the library, or mma.sync back to back on
+        registers. operations: floating-point operations of one launch.
+    samples_ms: milliseconds a launch, one value a round. failure: why there are none, or empty.
+    """
+
+    name: str
+    dtype: str
+    operations: int
+    samples_ms: tuple[float, ...]
+    failure: str
+
+    @property
+    def tflops(self) -> float | None:
+        """10^12 floating-point operations a second, at the median time."""
+        if not self.samples_ms:
+            return None
+        return self.operations / (statistics.median(self.samples_ms) * 1e-3) / 1e12
+
+
+@dataclass(frozen=True)
+class LibraryRecord:
+    """A package that was measured beside PyTorch, and its version."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class SkippedRecord:
+    """A problem that nothing was measured of, and why."""
+
+    dtype: str
+    seq_len: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class ResourceRecord:
     """What a kernel takes on the GPU that was measured.
 
@@ -168,6 +219,9 @@ class Protocol:
     rounds: samples a contender, at most; warmup_rounds come before and are dropped.
     min_rounds: samples that are taken even if the time budget is spent.
     sample_ms: a sample launches often enough to take at least so long.
+    timing: one of TIMING_CHOICES: launches are replayed from a CUDA graph, or issued one by one.
+    cache: one of CACHE_CHOICES: launches go round several sets of inputs, or the L2 cache is
+        overwritten before each launch, outside of its time.
     """
 
     rounds: int = 7
@@ -176,6 +230,8 @@ class Protocol:
     sample_ms: float = 10.0
     inputs: str = "normal"
     seed: int = 0
+    timing: str = "graph"
+    cache: str = "rotate"
 
 
 @dataclass(frozen=True)
@@ -187,6 +243,9 @@ class BenchmarkResults:
     clocks: tuple[ClockRecord, ...]
     resources: tuple[ResourceRecord, ...]
     measurements: tuple[Measurement, ...]
+    rates: tuple[RateRecord, ...] = ()
+    libraries: tuple[LibraryRecord, ...] = ()
+    skipped: tuple[SkippedRecord, ...] = ()
 
     @property
     def failures(self) -> list[Measurement]:
@@ -234,18 +293,59 @@ class BenchmarkResults:
             own, flash = self.tflops(name, dtype, seq_len), self.tflops(FLASH, dtype, seq_len)
         return own / flash if own and flash else None
 
+    def rate(self, name: str, dtype: str) -> float | None:
+        """TFLOP/s of one of RATE_NAMES, if it was measured."""
+        for record in self.rates:
+            if (record.name, record.dtype) == (name, dtype):
+                return record.tflops
+        return None
+
+    def of_rate(self, rate: str, name: str, dtype: str, seq_len: int | None = None) -> float | None:
+        """Speed over one of RATE_NAMES: at one length, or of the harmonic mean over all."""
+        peak = self.rate(rate, dtype)
+        if seq_len is None:
+            own = self.mean_tflops(name, dtype)
+        else:
+            own = self.tflops(name, dtype, seq_len)
+        return own / peak if own and peak else None
+
+    def derived(self, m: Measurement) -> dict[str, float | None]:
+        """The numbers that follow from a valid measurement and its neighbours, by CSV column."""
+        first, third = m.quartiles_ms
+        shares = {"flash": self.of_flash(m.name, m.dtype, m.seq_len)}
+        shares |= {rate: self.of_rate(rate, m.name, m.dtype, m.seq_len) for rate in RATE_NAMES}
+        return {
+            "median_ms": round(m.median_ms, 6),
+            "first_quartile_ms": round(first, 6),
+            "third_quartile_ms": round(third, 6),
+            "tflops": round(m.tflops, 2),
+            **{
+                f"percent_of_{name}": None if share is None else round(100 * share, 1)
+                for name, share in shares.items()
+            },
+        }
+
+    def _row(self, record: Any) -> dict[str, Any]:
+        row = asdict(record)
+        if isinstance(record, Measurement) and record.valid:
+            row[_DERIVED] = self.derived(record)
+        return row
+
     def to_json(self) -> str:
-        """Text for a file; one line a measurement, so that differences can be read."""
+        """Text for a file; one line a measurement, so that differences can be read.
+
+        A valid measurement also has the derived numbers, which are not read back.
+        """
         head = {
             "format": FORMAT,
             "provenance": asdict(self.provenance),
             "protocol": asdict(self.protocol),
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key in ("clocks", "resources", "measurements"):
-            records = getattr(self, key)
-            rows = ",\n".join(f"    {json.dumps(asdict(r), allow_nan=False)}" for r in records)
-            lines.append(f'  "{key}": [\n{rows}\n  ]')
+        for key in _RECORDS:
+            rows = [f"    {json.dumps(self._row(r), allow_nan=False)}" for r in getattr(self, key)]
+            text = "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
+            lines.append(f"  {json.dumps(key)}: {text}")
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def to_csv(self) -> str:
@@ -264,14 +364,9 @@ class BenchmarkResults:
                 m.seq_len,
                 m.d_head,
             ]
-            if m.valid:
-                first, third = m.quartiles_ms
-                percent = self.of_flash(m.name, m.dtype, m.seq_len)
-                row += [f"{m.median_ms:.6f}", f"{first:.6f}", f"{third:.6f}", f"{m.tflops:.2f}"]
-                row += [f"{100 * percent:.1f}" if percent else "", ""]
-            else:
-                row += ["", "", "", "", "", m.failure]
-            writer.writerow(row)
+            derived = self.derived(m) if m.valid else dict.fromkeys(_DERIVED_COLUMNS)
+            row += ["" if derived[name] is None else derived[name] for name in _DERIVED_COLUMNS]
+            writer.writerow([*row, m.failure])
         return text.getvalue()
 
     def save_json(self, path: Path) -> None:
@@ -281,6 +376,18 @@ class BenchmarkResults:
     def save_csv(self, path: Path) -> None:
         """Write the file whole or not at all."""
         write_if_different(path, self.to_csv())
+
+
+_RECORDS: Mapping[str, type] = {
+    "clocks": ClockRecord,
+    "rates": RateRecord,
+    "libraries": LibraryRecord,
+    "skipped": SkippedRecord,
+    "resources": ResourceRecord,
+    "measurements": Measurement,
+}
+_DERIVED = "derived"
+_DERIVED_COLUMNS = CSV_COLUMNS[CSV_COLUMNS.index("median_ms") : -1]
 
 
 def read_record(kind: type, values: dict[str, Any]) -> Any:
@@ -314,15 +421,29 @@ def load_measured(path: Path, kind: str, number: int, build: Callable[[dict[str,
 
 def load_results(path: Path) -> BenchmarkResults:
     """Read what `BenchmarkResults.save_json` wrote. Raises as `load_measured` does."""
-    return load_measured(
-        path,
-        "benchmark results",
-        FORMAT,
-        lambda data: BenchmarkResults(
+
+    def build(data: dict[str, Any]) -> BenchmarkResults:
+        for row in data["measurements"]:
+            row.pop(_DERIVED, None)
+        return BenchmarkResults(
             provenance=read_record(Provenance, data["provenance"]),
             protocol=read_record(Protocol, data["protocol"]),
-            clocks=read_records(ClockRecord, data["clocks"]),
-            resources=read_records(ResourceRecord, data["resources"]),
-            measurements=read_records(Measurement, data["measurements"]),
-        ),
-    )
+            **{key: read_records(kind, data[key]) for key, kind in _RECORDS.items()},
+        )
+
+    return load_measured(path, "benchmark results", FORMAT, build)
+
+
+def refuse_another_gpu(path: Path, gpu: str) -> None:
+    """Raise ValueError if the file holds results of another GPU; one that is absent holds none.
+
+    gpu: the name of this one. A file that holds no results is refused too.
+    """
+    if not path.exists():
+        return
+    measured = load_results(path).provenance.gpu
+    if measured != gpu:
+        raise ValueError(
+            f"{path} holds results of {measured} and this is {gpu}: results of two GPUs are never "
+            "mixed, name another file"
+        )

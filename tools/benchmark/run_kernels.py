@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from flash_helpers.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
+from flash_helpers.backend import DEVICE_CHOICES, Backend, KernelsNotRun, find_backend
+from flash_helpers.benchmark import run_library
 from flash_helpers.inputs import AttentionShape, make_inputs
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.ncu_bench import LIBRARY_KERNELS
 from flash_helpers.selection import (
     UsageError,
     add_kernel_arguments,
@@ -27,6 +29,8 @@ examples:
       python tools/benchmark/run_kernels.py --kernel v16 --dtype bf16 --heads 16 --seq 4096
   memory errors:
     compute-sanitizer python tools/benchmark/run_kernels.py --kernel 1..3
+  PyTorch's flash backend, to look at beside them:
+    nsys profile python tools/benchmark/run_kernels.py --library flash --heads 16 --seq 4096
 
 exit status: 0 all were launched, 2 wrong usage or nothing was run
 """
@@ -40,12 +44,38 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_kernel_arguments(parser)
+    parser.add_argument(
+        "--library",
+        choices=LIBRARY_KERNELS,
+        help="launch a library's attention instead of the kernels",
+    )
     parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
     parser.add_argument("--heads", type=int, default=1, help="(default: 1)")
     parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
     parser.add_argument("--repeat", type=int, default=1, help="launches of each (default: 1)")
     parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.library and arguments.kernel:
+        parser.error("--library does not go with --kernel: launch one or the other")
+    return arguments
+
+
+def launches(
+    arguments: argparse.Namespace, backend: Backend, shape: AttentionShape
+) -> list[tuple[DType, Callable[..., object]]]:
+    """What to call with q, k, v and o of a dtype, for each kernel or dtype asked for."""
+    dtypes = parse_dtypes(arguments.dtype)
+    if arguments.library:
+        name, _ = LIBRARY_KERNELS[arguments.library]
+        return [(dtype, lambda q, k, v, o: run_library(name, q, k, v)) for dtype in dtypes]
+    configs = select_kernels(
+        backend.kernels, arguments.kernel, dtypes, default=get_kernel_progression_configs()
+    )
+    require_whole_blocks(configs, shape)
+    return [
+        (config.dtype, lambda *tensors, config=config: backend.forward(config, *tensors))
+        for config in configs
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,22 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
         backend = find_backend(arguments.device)
-        configs = select_kernels(
-            backend.kernels,
-            arguments.kernel,
-            parse_dtypes(arguments.dtype),
-            default=get_kernel_progression_configs(),
-        )
-        require_whole_blocks(configs, shape)
+        chosen = launches(arguments, backend, shape)
     except (KernelsNotRun, UsageError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    for config in configs:
-        dtype = getattr(torch, config.dtype.torch_name)
-        q, k, v = make_inputs("normal", shape, dtype, backend.device)
+    for dtype, launch in chosen:
+        q, k, v = make_inputs("normal", shape, getattr(torch, dtype.torch_name), backend.device)
         output = torch.empty_like(q)
         for _ in range(arguments.repeat):
-            backend.forward(config, q, k, v, output)
+            launch(q, k, v, output)
         backend.synchronize()
     return 0
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what was measured into README.md and into the headers of the kernels."""
+"""Write what was measured into README.md, into the headers of the kernels, and as plots."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ from flash_helpers.benchmark_tables import (
 )
 from flash_helpers.codegen import write_if_different
 from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.plots import (
+    PROGRESSION,
+    SEQ_LEN,
+    PlotError,
+    description,
+    plot_svg,
+    plotted_numbers,
+)
 from flash_helpers.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
+PLOTS = {
+    Path("docs/images/progression.svg"): PROGRESSION,
+    Path("docs/images/seq_len.svg"): SEQ_LEN,
+}
 
 EXAMPLES = f"""\
 examples:
   after a new measurement:
     python tools/benchmark/pt_bench.py --json {RESULTS}
     python tools/benchmark/update_tables.py
-  do the README and the headers show what the data says? (exit 1 and a diff if not)
+  do the README, the headers and the plots show what the data says? (exit 1 and a diff if not)
     python tools/benchmark/update_tables.py --check
 
 exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
@@ -39,7 +51,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         description="Replace what stands between the benchmark markers of the README and of each "
-        "kernel's header.",
+        "kernel's header, and draw the plots that are absent or show other numbers (needs "
+        f"matplotlib): {', '.join(map(str, PLOTS))}.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -74,12 +87,29 @@ def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str
     return texts
 
 
+def stale_plots(root: Path, results: BenchmarkResults) -> dict[Path, str]:
+    """Files of plots that are absent or show other numbers, with their panels.
+
+    Raises PlotError if there are no numbers for one.
+    """
+    stale = {}
+    for name, panel in PLOTS.items():
+        path = root / name
+        shown = plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
+        if shown != description(results, [panel]):
+            stale[path] = panel
+    return stale
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Update or check the files; returns the exit status."""
     arguments = parse_arguments(argv)
     try:
-        texts = updated_texts(arguments.root, load_results(arguments.results))
-    except (OSError, ValueError) as error:
+        results = load_results(arguments.results)
+        texts = updated_texts(arguments.root, results)
+        plots = stale_plots(arguments.root, results)
+        drawn = {} if arguments.check else {p: plot_svg(results, [n]) for p, n in plots.items()}
+    except (OSError, PlotError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     stale = {path: pair for path, pair in texts.items() if pair[0] != pair[1]}
@@ -91,9 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             write_if_different(path, new)
             print(f"{name} written")
-    if not stale:
+    for path in plots:
+        name = path.relative_to(arguments.root)
+        if arguments.check:
+            print(f"{name} is absent or shows other numbers than {arguments.results.name}")
+        else:
+            write_if_different(path, drawn[path])
+            print(f"{name} written")
+    if not stale and not plots:
         print("all is up to date")
-    return 1 if stale and arguments.check else 0
+    return 1 if (stale or plots) and arguments.check else 0
 
 
 if __name__ == "__main__":

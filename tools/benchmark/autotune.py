@@ -1,0 +1,311 @@
+#!/usr/bin/env python3
+"""Find the fastest configs of this GPU, by compiling and timing those of the registry."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flash_helpers.benchmark import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.cubins import CubinCompiler
+from flash_helpers.kernel_configs import (
+    DType,
+    FlashForwardKernelConfig,
+    get_autotuning_kernel_configs,
+    read_configs,
+)
+from flash_helpers.machine import git_commit
+from flash_helpers.selection import (
+    DTYPE_CHOICES,
+    UsageError,
+    parse_dtypes,
+    parse_versions,
+    require_whole_blocks,
+)
+from flash_helpers.sweep import (
+    SCREEN_SEQ_LENS,
+    Journal,
+    Limits,
+    Sweep,
+    SweepRow,
+    load_sweep,
+    outcomes_text,
+)
+from flash_helpers.sweep_process import WORKER_COMMAND, WorkerError, WorkerProcess
+from flash_helpers.toolchain import BuildError, find_toolchain
+from flash_helpers.tuned import BestConfig, BestConfigs, best_file, gpu_slug, load_own, sweep_file
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILE_TIMEOUT_S = 300.0
+
+DESCRIPTION = f"""\
+Search for the fastest configs of this GPU. Candidates are compiled on the side, into machine code
+for this GPU alone; those that spill or do not fit are dropped; the others are compared with float64
+and timed beside PyTorch's flash backend, in a process that they may hang or crash. The fastest few
+of each version meet in one run at all lengths, and the harmonic mean decides. The winners are
+written to configs/best_GPU.json and all that was found to configs/sweep_GPU.json; those of other
+versions in these files stay. What was measured is kept in build/autotune: a sweep that was stopped
+goes on where it was; a candidate that failed is not tried again, unless that folder is deleted.
+First round at {" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
+"""
+
+EXAMPLES = """\
+examples:
+  the final kernel, within five minutes:
+    python tools/benchmark/autotune.py --versions 16 --budget 240
+  every version that has something to tune, in both dtypes; it takes long and can be stopped:
+    python tools/benchmark/autotune.py --dtype both
+  with tiles so large that they spill a little, which can pay:
+    python tools/benchmark/autotune.py --versions 16 --allow-spills 128
+  a few configs, as a JSON list of short forms or of fields:
+    python tools/benchmark/autotune.py --configs few.json
+  then build the winners, and check them:
+    python tools/build/generate_kernel_instantiations.py --configs configs/best_GPU.json
+    pip install . && python tools/debug/sanity_check.py --small --kernel 16
+
+exit status: 0 every version has a winner, 1 one has none, 2 wrong usage or nothing was run,
+130 interrupted
+"""
+
+
+def positive(text: str) -> int:
+    """A positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive: use 1 or more")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds are not positive")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative: use 0 or more")
+    return value
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--versions",
+        nargs="+",
+        default=[],
+        metavar="V",
+        help="versions or ranges of versions, such as 16 or 7..16 (default: all that can be tuned)",
+    )
+    parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
+    parser.add_argument(
+        "--seq",
+        nargs="+",
+        type=positive,
+        default=list(DEFAULT_SEQ_LENS),
+        metavar="N",
+        help=f"lengths of the last round (default: {' '.join(map(str, DEFAULT_SEQ_LENS))})",
+    )
+    parser.add_argument(
+        "--screen-seq",
+        nargs="+",
+        type=positive,
+        default=list(SCREEN_SEQ_LENS),
+        metavar="N",
+        help=f"lengths of the first (default: {' '.join(map(str, SCREEN_SEQ_LENS))})",
+    )
+    parser.add_argument(
+        "--configs", type=Path, metavar="FILE", help="try the configs of a JSON file only"
+    )
+    parser.add_argument(
+        "--budget",
+        type=seconds,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no candidate after so many seconds; the last round comes on top",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=15.0,
+        metavar="SECONDS",
+        help="a kernel that takes longer at one length hangs (default: 15)",
+    )
+    parser.add_argument(
+        "--allow-spills",
+        type=not_negative,
+        default=0,
+        metavar="BYTES",
+        help="keep candidates that store and load so much a thread (default: 0)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        # one core launches kernels meanwhile
+        default=max(1, len(os.sched_getaffinity(0)) - 1),
+        help="compilers to run at once (default: one less than there are cores)",
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
+    )
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
+    )
+    return parser.parse_args(argv)
+
+
+def candidates(arguments: argparse.Namespace) -> list[FlashForwardKernelConfig]:
+    """The configs to try. Raises OSError, and ValueError if there are none or one does not fit."""
+    if arguments.configs:
+        try:
+            configs = read_configs(json.loads(arguments.configs.read_text()))
+        except ValueError as error:
+            raise UsageError(f"{arguments.configs}: {error}") from error
+    else:
+        configs = get_autotuning_kernel_configs()
+    dtypes = parse_dtypes(arguments.dtype)
+    versions = parse_versions(arguments.versions) if arguments.versions else None
+    chosen = [
+        config
+        for config in configs
+        if config.dtype in dtypes and (versions is None or config.version in versions)
+    ]
+    if not chosen:
+        raise UsageError(
+            f"no config to try for --versions {' '.join(arguments.versions) or '(all)'} and dtype "
+            f"{arguments.dtype}: versions that can be tuned are "
+            f"{sorted({config.version for config in configs})}"
+        )
+    for seq_len in (*arguments.seq, *arguments.screen_seq):
+        require_whole_blocks(chosen, default_shape(seq_len))
+    return chosen
+
+
+def known_winners(
+    best: BestConfigs, kernels: Sequence[tuple[int, DType]]
+) -> list[FlashForwardKernelConfig]:
+    """The winners of earlier sweeps, but for those that the registry has no more."""
+    found = []
+    for version, dtype in kernels:
+        with contextlib.suppress(ValueError):
+            config = best.find(version, dtype.short)
+            found += [config] if config is not None else []
+    return found
+
+
+class Bar:
+    """A progress bar that shows the best candidate so far."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+        self._best = 0.0
+
+    def __call__(self, row: SweepRow) -> None:
+        if row.of_flash is not None and row.of_flash > self._best:
+            self._best = row.of_flash
+            self._bar.set_postfix_str(f"best {row.of_flash:.3f} of flash: {row.name}")
+        self._bar.update()
+
+
+def winner_text(found: BestConfig) -> str:
+    """One line."""
+    return (
+        f"v{found.version} {found.dtype}: {found.config}, {found.mean_tflops:.0f} TFLOP/s, "
+        f"{found.of_flash:.3f} of PyTorch's flash backend, of {found.n_candidates} timed"
+    )
+
+
+def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
+    """Search, write the files and print the winners; returns the exit status.
+
+    Raises BuildError, OSError, ValueError, and WorkerError if there is no process to measure in.
+    """
+    begin = time.monotonic()
+    configs = candidates(arguments)
+    info = worker.start()
+    folder = arguments.root / "configs"
+    own = (info.gpu, info.compute_capability)
+    best = load_own(best_file(folder, info.gpu), *own)
+    table = load_sweep(sweep_file(folder, info.gpu), *own)
+    kernels = sorted({(config.version, config.dtype) for config in configs})
+    champions = known_winners(best, kernels)
+    work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
+    sweep = Sweep(
+        CubinCompiler(
+            arguments.root,
+            work / "cubins",
+            find_toolchain((info.architecture,)),
+            info.architecture,
+            arguments.jobs,
+            COMPILE_TIMEOUT_S,
+        ),
+        worker,
+        info,
+        Journal(work / "journal.jsonl"),
+        sorted(set(arguments.seq)),
+        sorted(set(arguments.screen_seq)),
+        Limits(arguments.allow_spills, arguments.timeout, begin + arguments.budget),
+        (
+            datetime.now(timezone.utc).date().isoformat(),
+            arguments.commit or git_commit(arguments.root),
+        ),
+    )
+    n_candidates = len({*configs, *champions})
+    with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
+        sweep.screen(configs, Bar(bar), champions)
+    found: dict[tuple[int, DType], BestConfig | None] = {}
+    for kernel in tqdm(kernels, desc="last round", unit="kernel"):
+        found[kernel] = sweep.choose(*kernel)
+    winners = [winner for winner in found.values() if winner is not None]
+    table.updated(sweep.rows()).save(sweep_file(folder, info.gpu))
+    if winners:
+        best.updated(winners).save(best_file(folder, info.gpu))
+    print(outcomes_text(sweep.rows()))
+    print("\n".join([*sweep.notes, *map(winner_text, winners)]))
+    missing = [f"v{v} {dtype.short}" for (v, dtype), winner in found.items() if winner is None]
+    if missing:
+        print(f"no config could be timed: {', '.join(missing)}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sweep; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        with WorkerProcess(WORKER_COMMAND) as worker:
+            return tune(arguments, worker)
+    except WorkerError as error:
+        print(f"the sweep cannot be run: {error}", file=sys.stderr)
+        return 2
+    except (BuildError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "interrupted: what was measured is kept, the same command goes on there",
+            file=sys.stderr,
+        )
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

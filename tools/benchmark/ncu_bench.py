@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Time and count kernels with Nsight Compute."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.backend import KernelsNotRun, find_backend
+from flash_helpers.benchmark import default_shape
+from flash_helpers.codegen import write_if_different
+from flash_helpers.inputs import AttentionShape
+from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.machine import git_commit, provenance
+from flash_helpers.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
+from flash_helpers.nsight import NsightCompute, ProfilerError
+from flash_helpers.selection import (
+    UsageError,
+    add_kernel_arguments,
+    parse_dtypes,
+    require_whole_blocks,
+    select_kernels,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"
+
+DESCRIPTION = """\
+Run kernels under Nsight Compute and print what it counted, the mean of --runs launches: duration,
+cycles, registers, occupancy, L2 hit rate, use of the tensor pipe, bank conflicts of shared memory,
+instructions, and the largest stall reasons, as cycles that a warp waited per instruction issued.
+Clocks are left as they are. A launch is repeated for each group of counters, so that its duration
+is that of one alone on the GPU, with a warm cache; compare speeds with pt_bench.py.
+"""
+
+EXAMPLES = """\
+examples:
+  what the swizzle does to bank conflicts, on a GPU:
+    python tools/benchmark/ncu_bench.py --kernel 1 2 --dtype bf16
+  the last version beside PyTorch's flash backend:
+    python tools/benchmark/ncu_bench.py --kernel 16 --dtype bf16 --library flash --seq 8192
+  the whole progression, for a spreadsheet:
+    python tools/benchmark/ncu_bench.py --dtype bf16 --csv ncu.csv --json ncu.json
+
+exit status: 0 every kernel was counted, 1 one was not, 2 wrong usage or nothing could be counted,
+130 interrupted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_kernel_arguments(parser, dtype="bf16")
+    parser.add_argument(
+        "--library",
+        nargs="+",
+        choices=LIBRARY_KERNELS,
+        default=[],
+        help="also count a library's attention",
+    )
+    parser.add_argument("--seq", type=int, default=4096, help="sequence length (default: 4096)")
+    parser.add_argument("--batch", type=int, help="(default: 16, or what 65536 tokens leave)")
+    parser.add_argument("--heads", type=int, help="(default: 16)")
+    parser.add_argument("--runs", type=int, default=3, help="launches of each (default: 3)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="one row a kernel")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with what it was counted on")
+    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
+    )
+    return parser.parse_args(argv)
+
+
+def shape_of(arguments: argparse.Namespace) -> AttentionShape:
+    """The problem asked for. Raises ValueError for a size that is not positive."""
+    if arguments.seq < 1:
+        raise UsageError(f"--seq {arguments.seq} is not positive: use 1 or more")
+    shape = default_shape(arguments.seq)
+    return AttentionShape(
+        shape.batch if arguments.batch is None else arguments.batch,
+        shape.n_heads if arguments.heads is None else arguments.heads,
+        arguments.seq,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile the kernels; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        shape = shape_of(arguments)
+        if arguments.runs < 1:
+            raise UsageError(f"--runs {arguments.runs} is not positive: use 1 or more")
+        backend = find_backend("cuda")
+        profiler = NsightCompute.find(arguments.raw)
+        configs = select_kernels(
+            backend.kernels,
+            arguments.kernel,
+            parse_dtypes(arguments.dtype),
+            default=get_kernel_progression_configs(),
+        )
+        require_whole_blocks(configs, shape)
+        print(f"counting {len(configs)} kernels with {profiler.executable}", file=sys.stderr)
+        kernels, failures = profile_kernels(
+            configs,
+            arguments.library,
+            shape,
+            arguments.runs,
+            profiler,
+            [sys.executable, str(LAUNCHER)],
+        )
+    except (KernelsNotRun, ProfilerError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted, nothing was written", file=sys.stderr)
+        return 130
+    print("\n".join(failures), file=sys.stderr, end="\n" if failures else "")
+    if not kernels:
+        return 2
+    results = NcuResults(
+        provenance=provenance(
+            backend.device,
+            backend.library,
+            command=shlex.join(["ncu_bench.py", *(sys.argv[1:] if argv is None else argv)]),
+            commit=arguments.commit or git_commit(ROOT),
+        ),
+        profiler=f"Nsight Compute {profiler.version()}",
+        kernels=tuple(kernels),
+    )
+    print(ncu_table(results))
+    if arguments.csv:
+        write_if_different(arguments.csv, results.to_csv())
+    if arguments.json:
+        write_if_different(arguments.json, results.to_json())
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
