@@ -212,12 +212,25 @@ def full_results() -> BenchmarkResults:
 # How it is measured
 
 
-def test_every_contender_is_timed_once_a_round_in_an_order_that_turns_round() -> None:
+def test_every_contender_is_timed_once_a_round_and_every_second_round_is_reversed() -> None:
     calls: list[str] = []
-    samples = [Sample(lambda name=name: calls.append(name)) for name in "abc"]
-    taken = interleaved_rounds(samples, FakeTimer((1.0, 2.0, 3.0, 4.0, 5.0, 6.0)), rounds=2)
-    assert "".join(calls) == "abccba"
-    assert taken == [[1.0, 6.0], [2.0, 5.0], [3.0, 4.0]]
+    samples = [Sample(lambda name=name: calls.append(name)) for name in "abcdefgh"]
+    taken = interleaved_rounds(samples, FakeTimer(tuple(map(float, range(16)))), rounds=2)
+    first, second = calls[:8], calls[8:]
+    assert sorted(first) == list("abcdefgh") and second == first[::-1]
+    for name, milliseconds in zip("abcdefgh", taken, strict=True):
+        assert milliseconds == [first.index(name), 8 + second.index(name)]
+
+
+def test_pairs_of_rounds_differ_in_order_and_runs_do_not() -> None:
+    def order() -> list[str]:
+        calls: list[str] = []
+        samples = [Sample(lambda name=name: calls.append(name)) for name in "abcdefgh"]
+        interleaved_rounds(samples, FakeTimer(), rounds=6)
+        return calls
+
+    assert len({"".join(order()[n : n + 8]) for n in (0, 16, 32)}) == 3
+    assert order() == order()
 
 
 def test_rounds_stop_when_they_may_not_continue() -> None:

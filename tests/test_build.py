@@ -376,10 +376,12 @@ def test_interrupted_build_leaves_no_half_object_and_no_process(tree, cuda_home,
     log = tmp_path / "log"
     log.touch()
     program = (
-        "import sys\n"
+        "import signal, sys\n"
         "from pathlib import Path\n"
         "from flash_helpers.build import LibraryBuild\n"
         "from flash_helpers.toolchain import Toolchain\n"
+        # a shell's background jobs are started with the interrupt ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "root, nvcc = map(Path, sys.argv[1:])\n"
         "chain = Toolchain(nvcc, (13, 0), '')\n"
         "LibraryBuild(root, chain, (80,), 1, print).run(root / 'flash_attention')\n"

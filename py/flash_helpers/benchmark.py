@@ -2,9 +2,9 @@
 
 Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
 one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
-is overwritten before each, so that no inputs are found there. Every contender is timed once a round
-and the order turns round after each, so that a drifting clock harms all alike. What is timed is
-also what is compared with float64, before and after.
+is overwritten before each, so that no inputs are found there. Every contender is timed once a
+round, in an order that changes, so that a drifting clock harms all alike. What is timed is also
+what is compared with float64, before and after.
 """
 
 from __future__ import annotations

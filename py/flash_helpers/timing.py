@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol as Interface
@@ -125,7 +126,11 @@ def interleaved_rounds(
     rounds: int,
     may_continue: Callable[[int], bool] = lambda done: True,
 ) -> list[list[float]]:
-    """Milliseconds of each sample, one value a round; the order turns round after each round.
+    """Milliseconds of each sample, one value a round.
+
+    Every second round has the order of the one before it reversed, so that a drifting clock harms
+    all alike; each pair of rounds has another order, the same in every run. With neighbours that
+    never change, who comes after a contender that heats the chip would always find a slower clock.
 
     may_continue: called with the number of rounds done before each round.
     """
@@ -133,7 +138,10 @@ def interleaved_rounds(
     for done in range(rounds):
         if not may_continue(done):
             break
-        order = range(len(samples)) if done % 2 == 0 else reversed(range(len(samples)))
+        order = list(range(len(samples)))
+        random.Random(done // 2).shuffle(order)
+        if done % 2:
+            order.reverse()
         started = [(n, timer.start(samples[n].work, samples[n].times)) for n in order]
         timer.synchronize()
         for index, milliseconds in started:
