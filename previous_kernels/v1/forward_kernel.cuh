@@ -20,8 +20,8 @@
 // Expected: bound by shared memory, a sixth to an eighth of what the mma could do.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 56 TFLOP/s at length 4096, 0.15 of PyTorch's
-// flash backend; 0.16 in the harmonic mean. Cost: 197 registers a thread, 48 KiB of shared memory
+// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 56 TFLOP/s at length 4096, 0.16 of PyTorch's
+// flash backend; 0.17 in the harmonic mean. Cost: 197 registers a thread, 48 KiB of shared memory
 // a block, 2 blocks an SM.
 // benchmark:end
 // Verdict: right, and slow for the reason given; the reference point for everything that follows.

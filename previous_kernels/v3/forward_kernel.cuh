@@ -14,12 +14,12 @@
 // Expected: the wait at the top of the loop goes away.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 331 TFLOP/s at length 4096, 0.91 of PyTorch's
-// flash backend; 0.92 in the harmonic mean. Cost: 248 registers a thread, 48 KiB of shared memory
+// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 319 TFLOP/s at length 4096, 0.92 of PyTorch's
+// flash backend; 0.93 in the harmonic mean. Cost: 248 registers a thread, 48 KiB of shared memory
 // a block, 2 blocks an SM.
 // benchmark:end
-// Verdict: a clear gain, though the SM's other block had hidden a part of the wait already. Most
-// of it comes from item 3, which lets ptxas move the copies in between the mma.
+// Verdict: a clear gain, though the SM's other block had hidden a part of the wait already.
+// Item 3 lets ptxas move the copies in between the mma.
 //
 // Phases: 1 Q to registers, K_0 and V_0 behind it; for each block: 2 S = Q @ K^T, 3 K_{j+1} on its
 // way, 4 softmax, 5 O += P @ V, 6 V_{j+1} on its way; then 7 O / l to shared memory, 8 O to global

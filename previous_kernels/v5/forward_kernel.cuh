@@ -4,13 +4,13 @@
 // What changed
 //   1. Two sets of fragments: the next k-tile's ldmatrix stand before this k-tile's mma.
 //
-// Why: an mma waits for the ldmatrix that it reads from. With the next tile loaded ahead, 16 mma
-// (S) or 32 (O) lie between a load and its use, for 20 + 32 registers more in the source.
+// Why: an mma waits for the ldmatrix that it reads from. With the next tile loaded ahead, 8 mma
+// (S) or 16 (O) lie between a load and its use, for 20 + 32 registers more in the source.
 // Expected: little. ptxas has reordered v4 already; where it has not, the distance grows.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 309 TFLOP/s at length 4096, 0.85 of PyTorch's
-// flash backend; 0.86 in the harmonic mean. Cost: 242 registers a thread, 48 KiB of shared memory
+// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 304 TFLOP/s at length 4096, 0.88 of PyTorch's
+// flash backend; 0.89 in the harmonic mean. Cost: 242 registers a thread, 48 KiB of shared memory
 // a block, 2 blocks an SM.
 // benchmark:end
 // Verdict: no gain to speak of on an H100: ptxas does this on its own.

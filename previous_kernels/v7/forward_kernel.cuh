@@ -14,11 +14,11 @@
 // column.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 311 TFLOP/s at length 4096, 0.85 of PyTorch's
-// flash backend; 0.88 in the harmonic mean. Cost: 231 registers a thread, 48 KiB of shared memory
+// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16): 305 TFLOP/s at length 4096, 0.88 of PyTorch's
+// flash backend; 0.90 in the harmonic mean. Cost: 231 registers a thread, 48 KiB of shared memory
 // a block, 2 blocks an SM.
 // benchmark:end
-// Verdict: none by itself, a little slower for the same mix of instructions: unexplained. B_r 128
+// Verdict: none by itself, rather slower for the same mix of instructions: unexplained. B_r 128
 // pays once v8 and v9 have freed registers; here it spills.
 //
 // Phases: as v4.
