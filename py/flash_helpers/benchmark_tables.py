@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 
@@ -121,6 +121,17 @@ def report_text(results: BenchmarkResults) -> str:
     parts += [f"{m.name} at {m.seq_len}: {m.failure}" for m in results.measurements if m.failure]
     parts += [f"{s.dtype} at {s.seq_len} skipped: {s.reason}" for s in results.skipped]
     return "\n".join(parts)
+
+
+def markdown_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    alignment: Sequence[str] | None = None,
+) -> list[str]:
+    """The lines of a table. alignment: ":--" or "--:" a column; by default all but the first are
+    aligned to the right."""
+    alignment = alignment or [":--", *["--:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows)]
 
 
 def replace_between_markers(
@@ -286,11 +297,10 @@ def progression_table(results: BenchmarkResults) -> str:
         if name in results.names(dtype)
     ]
     alignment = ["--:", ":--", *["--:"] * 6, ":--"]
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows)]
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
     return "\n".join(
         [
-            *lines,
+            *markdown_table(header, rows, alignment),
             "",
             f"TFLOP/s count 4·B·H·S²·D operations. Flash is {LIBRARY_NAMES[FLASH]}, "
             f"timed in the same process; mean is the harmonic mean over sequence lengths {span}. "

@@ -225,14 +225,7 @@ class LibraryBuild:
     def _start(self, unit: Unit) -> _Job:
         scratch = Path(tempfile.mkdtemp(dir=self.folder, prefix=".compiling-"))
         try:
-            with (scratch / "log").open("wb") as log:
-                process = subprocess.Popen(
-                    self._compile_command(unit, scratch),
-                    cwd=self.root,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that nvcc's own children can be ended with it
-                )
+            process = start_compiler(self._compile_command(unit, scratch), self.root, scratch)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -343,7 +336,20 @@ def _mirror(files: Sequence[Path], folder: Path) -> None:
             path.unlink()
 
 
+def start_compiler(command: Sequence[str], root: Path, scratch: Path) -> subprocess.Popen[bytes]:
+    """Start nvcc in `root`, with what it says in the file `log` of `scratch`; see `kill_group`."""
+    with (scratch / "log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=root,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that nvcc's own children can be ended with it
+        )
+
+
 def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and its children."""
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -6,6 +6,7 @@ read back: `configs_in_header`. Standard library only.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tempfile
@@ -133,6 +134,12 @@ def configs_in_header(text: str) -> list[FlashForwardKernelConfig]:
     if not configs:
         raise ValueError(f"{MAP_HEADER.name} holds no kernel: run {GENERATOR}")
     return configs
+
+
+def text_diff(name: str, old: str, new: str) -> str:
+    """Unified diff from a generated file's text to what it should be; "" if it is that."""
+    lines = (text.splitlines(keepends=True) for text in (old, new))
+    return "".join(difflib.unified_diff(*lines, name, f"{name} (generated)"))
 
 
 def write_if_different(path: Path, text: str) -> bool:

@@ -15,13 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elftools.common.exceptions import ELFError
-from elftools.elf.elffile import ELFFile
-
-from flash_helpers.build import COMPILE_FLAGS, kill_group
+from flash_helpers.build import COMPILE_FLAGS, kill_group, start_compiler
 from flash_helpers.codegen import kernel_unit, write_if_different
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.ptxas import PtxasReport, parse_ptxas_log
+from flash_helpers.sass.elf import EM_CUDA, elf_machine, read_elf
 from flash_helpers.toolchain import Toolchain
 
 _POLL_SECONDS = 0.02
@@ -85,19 +83,19 @@ def read_code(path: Path, config: FlashForwardKernelConfig) -> tuple[str, str]:
     """
     digest = hashlib.sha256(f"{config.B_r} {config.n_threads} {config.smem_bytes}".encode())
     symbols = []
-    try:
-        with path.open("rb") as file:
-            for section in ELFFile(file).iter_sections():
-                # the parameters' bank, which is zeros, and what nothing executes are left out
-                if section.name.startswith(_TEXT):
-                    symbols.append(section.name.removeprefix(_TEXT))
-                    # register count: the top byte
-                    digest.update(str(section["sh_info"] >> 24).encode())
-                    digest.update(section.data())
-                elif re.match(r"\.nv\.constant[1-9]", section.name):
-                    digest.update(section.data())
-    except ELFError as error:
-        raise ValueError(f"{path} is not a cubin: {error}") from error
+    data = path.read_bytes()
+    if elf_machine(data) != EM_CUDA:
+        raise ValueError(f"{path} is not a cubin")
+    _, sections, _ = read_elf(data, str(path))
+    for section in sections:
+        # the parameters' bank, which is zeros, and what nothing executes are left out
+        if section.name.startswith(_TEXT):
+            symbols.append(section.name.removeprefix(_TEXT))
+            # register count: the top byte
+            digest.update(str(section.info >> 24).encode())
+            digest.update(section.data)
+        elif re.match(r"\.nv\.constant[1-9]", section.name):
+            digest.update(section.data)
     if len(symbols) != 1:
         raise ValueError(f"{path} holds {len(symbols)} kernels and should hold one")
     return symbols[0], digest.hexdigest()
@@ -181,19 +179,9 @@ class CubinCompiler:
         try:
             unit = scratch / f"{config.short_form()}.cu"
             write_if_different(unit, kernel_unit(config))
-            with (scratch / "log").open("wb") as log:
-                process = subprocess.Popen(
-                    [
-                        str(self.toolchain.nvcc),
-                        *self._flags(),
-                        *("-o", str(scratch / "cubin")),
-                        str(unit),
-                    ],
-                    cwd=self.root,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that nvcc's own children can be ended with it
-                )
+            output = ("-o", str(scratch / "cubin"))
+            command = [str(self.toolchain.nvcc), *self._flags(), *output, str(unit)]
+            process = start_compiler(command, self.root, scratch)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,22 @@ from tabulate import tabulate
 from flash_helpers.benchmark_tables import format_cell
 from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.nsight import NsightCompute, ProfiledLaunch, ProfilerDenied, ProfilerError
-from flash_helpers.results import CUDNN, FLASH, FLASH_ATTN, Provenance, attention_flops
+from flash_helpers.nsight import (
+    FORWARD_KERNEL,
+    NsightCompute,
+    ProfiledLaunch,
+    ProfilerDenied,
+    ProfilerError,
+    launched_config,
+)
+from flash_helpers.results import (
+    CUDNN,
+    FLASH,
+    FLASH_ATTN,
+    Provenance,
+    attention_flops,
+    measured_json,
+)
 from flash_helpers.selection import config_that_runs
 
 FORMAT = 1
@@ -29,7 +42,6 @@ LIBRARY_KERNELS: Mapping[str, tuple[str, str]] = {
     "cudnn": (CUDNN, "cudnn|sdpa|fprop"),
     "flash_attn": (FLASH_ATTN, "flash_fwd"),
 }
-_OWN_KERNELS = "forward_kernel"
 
 
 @dataclass(frozen=True)
@@ -158,14 +170,12 @@ class NcuResults:
 
     def to_json(self) -> str:
         """Text for a file; one line a kernel."""
-        rows = ",\n".join(f"    {json.dumps(asdict(k), allow_nan=False)}" for k in self.kernels)
         head = {
             "format": FORMAT,
             "provenance": asdict(self.provenance),
             "profiler": self.profiler,
         }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        return "{\n" + ",\n".join(lines) + f',\n  "kernels": [\n{rows}\n  ]\n}}\n'
+        return measured_json(head, {"kernels": map(asdict, self.kernels)})
 
     def to_csv(self) -> str:
         """One row a kernel; a column for each counter and each stall reason."""
@@ -259,16 +269,10 @@ def average_launches(
 
 def _short_name(kernel: str) -> str:
     """The function's name, without its result, its arguments and, for a library, its template."""
-    if found := _own_name(kernel):
+    if found := launched_config(kernel):
         return found
     name = re.sub(r"^void\s+", "", kernel)
     return re.split(r"[<(]", name, maxsplit=1)[0]
-
-
-def _own_name(kernel: str) -> str | None:
-    # not config_from_symbol: ncu leaves the namespace out where a name is clear without it
-    found = re.search(rf"{_OWN_KERNELS}<\s*(\w+)", kernel)
-    return found[1] if found else None
 
 
 def available_metrics(profiler: NsightCompute) -> list[str]:
@@ -321,10 +325,10 @@ def profile_kernels(
             if launches := launches_of(f"{name}_{dtype}", options, pattern):
                 counted.append(average_launches(f"{name} {dtype}", shape, launches))
     names = [config.short_form() for config in configs]
-    launches = launches_of("kernels", ["--kernel", *names], _OWN_KERNELS)
+    launches = launches_of("kernels", ["--kernel", *names], FORWARD_KERNEL)
     for config in configs:
         ran = config_that_runs(config, shape).short_form()
-        own = [launch for launch in launches if _own_name(launch.kernel) == ran]
+        own = [launch for launch in launches if launched_config(launch.kernel) == ran]
         if own:
             counted.append(average_launches(config.short_form(), shape, own))
         elif launches:

@@ -8,10 +8,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+FORWARD_KERNEL = "forward_kernel"  # what the names of this library's kernels match
 TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
 _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
@@ -103,6 +104,36 @@ def parse_csv(text: str) -> list[ProfiledLaunch]:
 def parse_metric_names(text: str) -> frozenset[str]:
     """The names in what `ncu --query-metrics` prints, without suffixes such as ".sum"."""
     return frozenset(re.findall(r"^\s*([a-z]\w*__\w+)", text, flags=re.MULTILINE))
+
+
+def launched_config(kernel: str) -> str | None:
+    """The short form that stands in ncu's name of a kernel; None unless it is of this library."""
+    # not config_from_symbol: ncu leaves the namespace out where a name is clear without it
+    found = re.search(rf"{FORWARD_KERNEL}<\s*(\w+)", kernel)
+    return found[1] if found else None
+
+
+def find_launch(config: str, launches: Iterable[ProfiledLaunch]) -> ProfiledLaunch | None:
+    """The first launch of the config with this short form, if there is one."""
+    return next((launch for launch in launches if launched_config(launch.kernel) == config), None)
+
+
+def launch_commands(
+    launcher: Sequence[str], kernels: Iterable[tuple[str, tuple[int, int, int]]]
+) -> dict[str, list[str]]:
+    """A command for each shape, which launches its kernels; by a name such as "1x2x512".
+
+    launcher: command of a program that takes --kernel, --batch, --heads and --seq.
+    kernels: short form, and (batch, heads, sequence length).
+    """
+    by_shape: dict[tuple[int, int, int], list[str]] = {}
+    for name, shape in kernels:
+        by_shape.setdefault(shape, []).append(name)
+    commands = {}
+    for (batch, heads, seq_len), names in by_shape.items():
+        sizes = ["--batch", str(batch), "--heads", str(heads), "--seq", str(seq_len)]
+        commands[f"{batch}x{heads}x{seq_len}"] = [*launcher, *sizes, "--kernel", *names]
+    return commands
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

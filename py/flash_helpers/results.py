@@ -341,12 +341,7 @@ class BenchmarkResults:
             "provenance": asdict(self.provenance),
             "protocol": asdict(self.protocol),
         }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key in _RECORDS:
-            rows = [f"    {json.dumps(self._row(r), allow_nan=False)}" for r in getattr(self, key)]
-            text = "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
-            lines.append(f"  {json.dumps(key)}: {text}")
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return measured_json(head, {k: map(self._row, getattr(self, k)) for k in _RECORDS})
 
     def to_csv(self) -> str:
         """One row a measurement, with the derived numbers."""
@@ -403,6 +398,17 @@ def read_record(kind: type, values: dict[str, Any]) -> Any:
 def read_records(kind: type, rows: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
     """`read_record` of each row."""
     return tuple(read_record(kind, row) for row in rows)
+
+
+def measured_json(head: Mapping[str, Any], records: Mapping[str, Iterable[Any]]) -> str:
+    """Text for a JSON file of measurements: the head's entries and then lists of records, each on a
+    line, so that differences can be read. Raises ValueError for a record with NaN or infinity."""
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    for key, found in records.items():
+        rows = [f"    {json.dumps(record, allow_nan=False)}" for record in found]
+        text = "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def load_measured(path: Path, kind: str, number: int, build: Callable[[dict[str, Any]], T]) -> T:

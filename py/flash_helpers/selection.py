@@ -11,6 +11,7 @@ from flash_helpers.kernel_configs import (
     VERSIONS,
     DType,
     FlashForwardKernelConfig,
+    get_kernel_progression_configs,
     nearest_config,
 )
 
@@ -133,6 +134,21 @@ def select_kernels(
             f"{', '.join(sorted(dtype.short for dtype in wanted))}: widen one of the two"
         )
     return chosen
+
+
+def chosen_kernels(
+    arguments: argparse.Namespace,
+    built: Sequence[FlashForwardKernelConfig],
+    default: Iterable[FlashForwardKernelConfig] | None = None,
+) -> list[FlashForwardKernelConfig]:
+    """`select_kernels` of what `add_kernel_arguments` read. default: None stands for the
+    progression."""
+    return select_kernels(
+        built,
+        arguments.kernel,
+        parse_dtypes(arguments.dtype),
+        get_kernel_progression_configs() if default is None else default,
+    )
 
 
 def require_whole_blocks(

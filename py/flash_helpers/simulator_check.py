@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,20 +9,33 @@ from pathlib import Path
 import torch
 
 from flash_helpers.backend import Backend
+from flash_helpers.benchmark_tables import markdown_table
 from flash_helpers.codegen import write_if_different
 from flash_helpers.debugging import shipped_ptx
 from flash_helpers.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.nsight import NsightCompute, ProfiledLaunch, ProfilerError
+from flash_helpers.nsight import (
+    FORWARD_KERNEL,
+    NsightCompute,
+    ProfiledLaunch,
+    ProfilerError,
+    find_launch,
+    launch_commands,
+)
 from flash_helpers.ptx import Run
-from flash_helpers.results import Provenance, load_measured, read_record, read_records
+from flash_helpers.results import (
+    Provenance,
+    load_measured,
+    measured_json,
+    read_record,
+    read_records,
+)
 from flash_helpers.selection import config_that_runs
 from flash_helpers.simulate import load_kernel, run_forward
 
 FORMAT = 1
 BEGIN_MARKER = "<!-- simulator:begin -->"
 END_MARKER = "<!-- simulator:end -->"
-KERNEL_NAME = "forward_kernel"
 
 # PTX opcodes begin with one of these; each becomes one SASS instruction.
 _FAMILIES = {
@@ -271,15 +282,13 @@ class SimulatorCheck:
 
     def to_json(self) -> str:
         """Text for a file; one line a kernel."""
-        rows = ",\n".join(f"    {json.dumps(asdict(k), allow_nan=False)}" for k in self.kernels)
         head = {
             "format": FORMAT,
             "provenance": asdict(self.provenance),
             "profiler": self.profiler,
             "profiler_failure": self.profiler_failure,
         }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        return "{\n" + ",\n".join(lines) + f',\n  "kernels": [\n{rows}\n  ]\n}}\n'
+        return measured_json(head, {"kernels": map(asdict, self.kernels)})
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
@@ -336,12 +345,10 @@ def compare_kernel(
 
 def with_hardware(record: KernelRecord, launches: Iterable[ProfiledLaunch]) -> KernelRecord:
     """The record with the counters of its launch, if there is one among the launches."""
-    for launch in launches:
-        # not config_from_symbol: ncu leaves the namespace out where a name is clear without it
-        found = re.search(rf"{KERNEL_NAME}<\s*(\w+)", launch.kernel)
-        if found and found[1] == record.ran:
-            return replace(record, hardware={m: launch.values.get(m) for m in METRICS})
-    return record
+    launch = find_launch(record.ran, launches)
+    if launch is None:
+        return record
+    return replace(record, hardware={m: launch.values.get(m) for m in METRICS})
 
 
 def profile_kernels(
@@ -354,19 +361,10 @@ def profile_kernels(
     """
     failures = []
     launches: list[ProfiledLaunch] = []
-    shapes = dict.fromkeys((r.batch, r.n_heads, r.seq_len) for r in records)
-    for batch, heads, seq_len in shapes:
-        names = [
-            r.ran for r in records if (r.batch, r.n_heads, r.seq_len) == (batch, heads, seq_len)
-        ]
-        sizes = ["--batch", str(batch), "--heads", str(heads), "--seq", str(seq_len)]
+    kernels = [(r.ran, (r.batch, r.n_heads, r.seq_len)) for r in records]
+    for name, command in launch_commands(launcher, kernels).items():
         try:
-            launches += profiler.profile(
-                [*launcher, *sizes, "--kernel", *names],
-                KERNEL_NAME,
-                METRICS,
-                f"{batch}x{heads}x{seq_len}",
-            )
+            launches += profiler.profile(command, FORWARD_KERNEL, METRICS, name)
         except ProfilerError as error:
             failures.append(str(error))
     return [with_hardware(record, launches) for record in records], "\n".join(failures)
@@ -389,11 +387,6 @@ def _pair_text(record: KernelRecord, quantity: Quantity) -> str:
     if quantity.tolerance is not None and not _agrees(simulated, hardware, quantity.tolerance):
         return f"**{text}**"
     return text
-
-
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    alignment = [":--", *["--:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows)]
 
 
 def _summary_row(check: SimulatorCheck, quantity: Quantity) -> list[str]:
@@ -450,7 +443,7 @@ def check_tables(check: SimulatorCheck) -> str:
         ]
         for record in check.kernels
     ]
-    lines = _markdown(
+    lines = markdown_table(
         ["quantity", "equal", "largest difference", "agrees", "metric of Nsight Compute"],
         [_summary_row(check, quantity) for quantity in QUANTITIES],
     )
@@ -468,7 +461,7 @@ def check_tables(check: SimulatorCheck) -> str:
         "of the element",
         *(quantity.name for quantity in shown),
     ]
-    lines += _markdown(columns, rows)
+    lines += markdown_table(columns, rows)
     if check.profiler_failure:
         lines += ["", f"Without counters: {check.profiler_failure.splitlines()[0]}"]
     return "\n".join([*lines, "", _provenance_text(check)])

@@ -26,7 +26,14 @@ from typing import Any
 from flash_helpers.codegen import write_if_different
 from flash_helpers.cubins import Compiled, Cubin, CubinCompiler
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
-from flash_helpers.results import FLASH, Measurement, Protocol, load_measured, read_records
+from flash_helpers.results import (
+    FLASH,
+    Measurement,
+    Protocol,
+    load_measured,
+    measured_json,
+    read_records,
+)
 from flash_helpers.sweep_process import (
     Answer,
     KernelFile,
@@ -435,9 +442,7 @@ class SweepTable:
     def to_json(self) -> str:
         """Text for a file; one line a candidate."""
         head = {"format": FORMAT, "gpu": self.gpu, "compute_capability": self.compute_capability}
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        rows = ",\n".join(f"    {json.dumps(asdict(row), allow_nan=False)}" for row in self.rows)
-        return "{\n" + ",\n".join(lines) + f',\n  "rows": [\n{rows}\n  ]\n}}\n'
+        return measured_json(head, {"rows": map(asdict, self.rows)})
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""

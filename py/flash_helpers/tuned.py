@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 from flash_helpers.codegen import write_if_different
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.results import load_measured, read_records
+from flash_helpers.results import load_measured, measured_json, read_records
 
 FORMAT = 1
 
@@ -81,14 +80,8 @@ class BestConfigs:
     def to_json(self) -> str:
         """Text for a file; one line a config. "configs" is what the generator reads."""
         head = {"format": FORMAT, "gpu": self.gpu, "compute_capability": self.compute_capability}
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key, rows in (
-            ("configs", [entry.config for entry in self.best]),
-            ("best", [asdict(entry) for entry in self.best]),
-        ):
-            text = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in rows)
-            lines.append(f"  {json.dumps(key)}: [\n{text}\n  ]")
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        configs = [entry.config for entry in self.best]
+        return measured_json(head, {"configs": configs, "best": map(asdict, self.best)})
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""

@@ -17,7 +17,6 @@ from flash_helpers.sass.extract import (
     graph_text,
     kernel_filter,
     listing_text,
-    print_text,
 )
 from flash_helpers.sass.listing import parse_listing
 from flash_helpers.sass.reader import installed_library
@@ -310,8 +309,3 @@ class TestEmbeddedPtx:
         assert (status, out) == (2, "")
         assert reason in err
         assert len(err.splitlines()) == 1
-
-
-def test_text_is_printed(capsys) -> None:
-    print_text("some text\n")
-    assert capsys.readouterr().out == "some text\n"

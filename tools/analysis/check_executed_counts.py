@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from flash_helpers.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.benchmark_tables import replace_between_markers
-from flash_helpers.codegen import write_if_different
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    run_tool,
+    typed_command,
+    write_or_check,
+)
 from flash_helpers.machine import git_commit, provenance
 from flash_helpers.nsight import NsightCompute, ProfilerError
 from flash_helpers.sass.execution_check import (
@@ -33,14 +35,12 @@ from flash_helpers.sass.execution_check import (
     predict_launch,
     profile_launches,
 )
-from flash_helpers.sass.reader import library_kernels
-from flash_helpers.sass.records import SassError
+from flash_helpers.sass.reader import library_kernels, progress_bar
 from flash_helpers.selection import (
     UsageError,
     add_kernel_arguments,
+    chosen_kernels,
     config_that_runs,
-    parse_dtypes,
-    select_kernels,
 )
 from flash_helpers.simulator_check import shape_for
 
@@ -75,11 +75,7 @@ exit status: 0 all agree or are up to date, 1 something disagrees, some counters
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser)
     parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
     parser.add_argument(
@@ -90,9 +86,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"where the numbers go or come from (default: {RESULTS})",
     )
     parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
-    )
+    add_commit_argument(parser)
     parser.add_argument("--docs", type=Path, default=ROOT / PAGE, help=f"(default: {PAGE})")
     parser.add_argument(
         "--arch", default="sm_90", help="of --predict; a GPU has its own (default: sm_90)"
@@ -111,34 +105,17 @@ def update_docs(arguments: argparse.Namespace) -> int:
     old = arguments.docs.read_text(encoding="utf-8")
     tables = check_tables(load_check(arguments.json))
     new = replace_between_markers(old, tables, BEGIN_MARKER, END_MARKER)
-    if arguments.check:
-        name = str(arguments.docs)
-        lines = (text.splitlines(keepends=True) for text in (old, new))
-        print("".join(difflib.unified_diff(*lines, name, f"{name} (generated)")), end="")
-        return 1 if new != old else 0
-    written = write_if_different(arguments.docs, new)
-    print(f"{arguments.docs} {'written' if written else 'is up to date'}")
-    return 0
+    return write_or_check(arguments.docs, old, new, arguments.check)
 
 
 def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[ExecutionRecord]:
     """What each chosen kernel executes, from its text. Raises SassError and ValueError."""
     if arguments.seq < 1:
         raise UsageError(f"--seq {arguments.seq} is not positive")
-    configs = select_kernels(
-        backend.kernels,
-        arguments.kernel,
-        parse_dtypes(arguments.dtype),
-        default=get_kernel_progression_configs(),
-    )
+    configs = chosen_kernels(arguments, backend.kernels)
     shapes = {config: shape_for(config, arguments.seq) for config in configs}
     ran = {config: config_that_runs(config, shape) for config, shape in shapes.items()}
-    with tqdm(desc="disassembling", unit="cubin", delay=1) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("disassembling") as progress:
         kernels = library_kernels(arch, set(ran.values()), progress=progress)
     return [predict_launch(kernels[ran[c]], ran[c], shapes[c]) for c in configs]
 
@@ -165,25 +142,19 @@ def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> Ex
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check, or bring the page up to date; returns the exit status."""
-    arguments = parse_arguments(argv)
-    command = shlex.join(["check_executed_counts.py", *(sys.argv[1:] if argv is None else argv)])
-    try:
-        if arguments.write_docs or arguments.check:
-            return update_docs(arguments)
-        if arguments.predict:
-            for record in predict(arguments, find_backend(), arguments.arch):
-                print(f"{record.name} {record.batch}x{record.n_heads}x{record.seq_len}")
-                print("  ", ", ".join(f"{k} {v:,}" for k, v in record.predicted.items() if v))
-            return 0
-        check = measure(arguments, find_backend("cuda"), command)
-    except (KernelsNotRun, ProfilerError, SassError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+def run(arguments: argparse.Namespace, command: str) -> int:
+    """Check and print, or bring the page up to date; returns the exit status.
+
+    Raises KernelsNotRun without a GPU, ProfilerError, OSError and ValueError.
+    """
+    if arguments.write_docs or arguments.check:
+        return update_docs(arguments)
+    if arguments.predict:
+        for record in predict(arguments, find_backend(), arguments.arch):
+            print(f"{record.name} {record.batch}x{record.n_heads}x{record.seq_len}")
+            print("  ", ", ".join(f"{k} {v:,}" for k, v in record.predicted.items() if v))
+        return 0
+    check = measure(arguments, find_backend("cuda"), command)
     check.save(arguments.json)
     print(check_tables(check))
     found = disagreements(check)
@@ -191,6 +162,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if check.profiler_failure:
         print(check.profiler_failure, file=sys.stderr)
     return 1 if found or check.profiler_failure else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check, or bring the page up to date; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("check_executed_counts.py", argv)
+    errors = (KernelsNotRun, ProfilerError, OSError, ValueError)
+    return run_tool(lambda: run(arguments, command), *errors)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flash_helpers.command_line import make_parser, run_tool
 from flash_helpers.sass.baseline import (
     Baseline,
     compare,
@@ -47,11 +48,7 @@ or a library that cannot be read
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--update", action="store_true", help="write what the library takes into the baseline"
     )
@@ -89,29 +86,21 @@ def known_compiler(
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Read, compare and print; returns the exit status."""
-    arguments = parse_arguments(argv)
-    try:
-        baseline = Baseline()
-        if arguments.baseline.exists() or not arguments.update:
-            baseline = load_baseline(arguments.baseline)
-        library = arguments.library or installed_library()
-        with progress_bar("reading") as progress:
-            compiler, found = read_library(library, arguments.arch, progress=progress)
-        if arguments.update:
-            comparison = compare(baseline.of(compiler), found)
-            baseline.updated(compiler, found).save(arguments.baseline)
-            print(comparison_text(comparison))
-            print(f"{arguments.baseline} now holds what {compiler} made")
-            return 0
-        other = known_compiler(baseline, compiler, arguments)
-    except (SassError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+def check(arguments: argparse.Namespace) -> int:
+    """Read, compare and print; returns the exit status. Raises SassError and OSError."""
+    baseline = Baseline()
+    if arguments.baseline.exists() or not arguments.update:
+        baseline = load_baseline(arguments.baseline)
+    library = arguments.library or installed_library()
+    with progress_bar("reading") as progress:
+        compiler, found = read_library(library, arguments.arch, progress=progress)
+    if arguments.update:
+        comparison = compare(baseline.of(compiler), found)
+        baseline.updated(compiler, found).save(arguments.baseline)
+        print(comparison_text(comparison))
+        print(f"{arguments.baseline} now holds what {compiler} made")
+        return 0
+    other = known_compiler(baseline, compiler, arguments)
     comparison = compare(baseline.of(other), found)
     print(comparison_text(comparison))
     if other != compiler:
@@ -119,6 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"compared with {other}, made by {compiler}: what changed may be the compiler's doing"
         )
     return 0 if comparison.passes else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the library; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: check(arguments), SassError, OSError)
 
 
 if __name__ == "__main__":

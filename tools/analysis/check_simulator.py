@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +12,19 @@ from tqdm import tqdm
 
 from flash_helpers.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.benchmark_tables import replace_between_markers
-from flash_helpers.codegen import write_if_different
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    run_tool,
+    typed_command,
+    write_or_check,
+)
 from flash_helpers.machine import git_commit, provenance
 from flash_helpers.nsight import NsightCompute, ProfilerError
 from flash_helpers.selection import (
     UsageError,
     add_kernel_arguments,
-    parse_dtypes,
-    select_kernels,
+    chosen_kernels,
 )
 from flash_helpers.simulator_check import (
     BEGIN_MARKER,
@@ -64,11 +66,7 @@ exit status: 0 all agree or are up to date, 1 something disagrees or --check fou
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser)
     parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
     parser.add_argument(
@@ -80,9 +78,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
     parser.add_argument("--no-profiler", action="store_true", help="compare the outputs only")
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
-    )
+    add_commit_argument(parser)
     parser.add_argument("--docs", type=Path, default=ROOT / PAGE, help=f"(default: {PAGE})")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write-docs", action="store_true", help="write the table from the file")
@@ -97,24 +93,12 @@ def update_docs(arguments: argparse.Namespace) -> int:
     old = arguments.docs.read_text(encoding="utf-8")
     tables = check_tables(load_check(arguments.json))
     new = replace_between_markers(old, tables, BEGIN_MARKER, END_MARKER)
-    if arguments.check:
-        name = str(arguments.docs)
-        lines = (text.splitlines(keepends=True) for text in (old, new))
-        print("".join(difflib.unified_diff(*lines, name, f"{name} (generated)")), end="")
-        return 1 if new != old else 0
-    written = write_if_different(arguments.docs, new)
-    print(f"{arguments.docs} {'written' if written else 'is up to date'}")
-    return 0
+    return write_or_check(arguments.docs, old, new, arguments.check)
 
 
 def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> SimulatorCheck:
     """Run the kernels both ways, then count. Raises UsageError if a kernel is not built."""
-    configs = select_kernels(
-        backend.kernels,
-        arguments.kernel,
-        parse_dtypes(arguments.dtype),
-        default=get_kernel_progression_configs(),
-    )
+    configs = chosen_kernels(arguments, backend.kernels)
     if arguments.seq < 1:
         raise UsageError(f"--seq {arguments.seq} is not positive")
     records = [
@@ -141,17 +125,14 @@ def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> Si
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check, or bring the page up to date; returns the exit status."""
-    arguments = parse_arguments(argv)
-    command = shlex.join(["check_simulator.py", *(sys.argv[1:] if argv is None else argv)])
-    try:
-        if arguments.write_docs or arguments.check:
-            return update_docs(arguments)
-        check = measure(arguments, find_backend("cuda"), command)
-    except (KernelsNotRun, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def run(arguments: argparse.Namespace, command: str) -> int:
+    """Check and print, or bring the page up to date; returns the exit status.
+
+    Raises KernelsNotRun without a GPU, OSError and ValueError.
+    """
+    if arguments.write_docs or arguments.check:
+        return update_docs(arguments)
+    check = measure(arguments, find_backend("cuda"), command)
     check.save(arguments.json)
     print(check_tables(check))
     found = disagreements(check)
@@ -159,6 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if check.profiler_failure:
         print(check.profiler_failure, file=sys.stderr)
     return 1 if found or check.profiler_failure else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check, or bring the page up to date; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("check_simulator.py", argv)
+    return run_tool(lambda: run(arguments, command), KernelsNotRun, OSError, ValueError)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import MAX_SMEM_BYTES, FlashForwardKernelConfig
 from flash_helpers.results import BenchmarkResults, load_results
 from flash_helpers.sass.comparison_page import comparison_page
 from flash_helpers.sass.diff import diff_kernels
 from flash_helpers.sass.diff_text import diff_as_json, diff_text
-from flash_helpers.sass.extract import print_text
 from flash_helpers.sass.matrix import (
     Matrix,
     build_matrix,
@@ -34,7 +34,7 @@ from flash_helpers.sass.matrix_tables import (
 from flash_helpers.sass.reader import installed_library, library_kernels, progress_bar
 from flash_helpers.sass.records import Kernel
 from flash_helpers.sass.source_diff import source_diff
-from flash_helpers.selection import DTYPE_CHOICES, UsageError, parse_dtypes
+from flash_helpers.selection import DTYPE_CHOICES, parse_dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ARCHITECTURE = "sm_90"
@@ -67,11 +67,7 @@ exit status: 0 compared, 2 wrong usage, or a library or file that cannot be read
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "kernels",
         nargs="+",
@@ -192,24 +188,21 @@ def read_kernels(arguments: argparse.Namespace) -> list[tuple[FlashForwardKernel
     return [pair for pairs in zip(*found, strict=True) for pair in pairs]
 
 
+def compare(arguments: argparse.Namespace) -> str:
+    """Write the page if one is asked for; what goes to stdout. Raises ValueError and OSError."""
+    results = read_results(arguments.results)
+    matrix = build_matrix(read_kernels(arguments), results, arguments.seq)
+    text = report(matrix, arguments)
+    if arguments.html:
+        page = comparison_page(matrix, ROOT, installed_library().parent / "ptx")
+        write_if_different(arguments.html, page)
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        results = read_results(arguments.results)
-        matrix = build_matrix(read_kernels(arguments), results, arguments.seq)
-        text = report(matrix, arguments)
-        if arguments.html:
-            page = comparison_page(matrix, ROOT, installed_library().parent / "ptx")
-            write_if_different(arguments.html, page)
-    except (UsageError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print_text(text)
-    return 0
+    return run_tool(lambda: print_text(compare(arguments)), ValueError, OSError)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.sass.count_comparison import (
     compare_counts,
     comparison_as_csv,
@@ -40,11 +41,7 @@ exit status: 0 compared, 2 wrong usage, or a file that cannot be counted
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("before", type=Path, metavar="BEFORE")
     parser.add_argument("after", type=Path, metavar="AFTER")
     parser.add_argument("--all", action="store_true", help="also the opcodes that did not change")
@@ -56,30 +53,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def compare(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises SassError and OSError."""
+    sides = []
+    for path in (arguments.before, arguments.after):
+        with progress_bar("reading") as progress:
+            counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
+        sides.append(counts.base() if arguments.base else counts)
+    comparison = compare_counts(*sides)
+    if arguments.csv:
+        return comparison_as_csv(comparison, arguments.all)
+    if arguments.json:
+        return comparison_as_json(comparison, arguments.all)
+    return comparison_as_text(comparison, arguments.all, arguments.markdown) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Count, compare and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    sides = []
-    try:
-        for path in (arguments.before, arguments.after):
-            with progress_bar("reading") as progress:
-                counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
-            sides.append(counts.base() if arguments.base else counts)
-    except (SassError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    comparison = compare_counts(*sides)
-    if arguments.csv:
-        text = comparison_as_csv(comparison, arguments.all)
-    elif arguments.json:
-        text = comparison_as_json(comparison, arguments.all)
-    else:
-        text = comparison_as_text(comparison, arguments.all, arguments.markdown) + "\n"
-    sys.stdout.write(text)
-    return 0
+    return run_tool(lambda: print_text(compare(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

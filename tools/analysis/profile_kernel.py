@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import flash_attention
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import DType
 from flash_helpers.kernel_profile import (
@@ -56,11 +57,7 @@ exit status: 0 counted, 1 a kernel is at fault, 2 wrong usage, 130 interrupted
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "kernels",
         nargs="*",
@@ -119,36 +116,28 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
     return annotated_source_text(profile, lines) + "\n"
 
 
+def profile(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises ValueError, and RuntimeError if a kernel is at fault."""
+    shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
+    configs = choose_configs(
+        flash_attention.kernels(),
+        [arguments.by_line] if arguments.by_line else arguments.kernels,
+        DType.from_name(arguments.dtype),
+    )
+    if arguments.by_line and len(configs) > 1:
+        raise UsageError(f"--by-line {arguments.by_line} names {len(configs)} kernels: name one")
+    profiles = profile_kernels(configs, shape, flash_attention.simulate)
+    return source(profiles[0], arguments) if arguments.by_line else comparison(profiles, arguments)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Count and print; returns the exit status."""
     arguments = parse_arguments(argv)
     try:
-        shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
-        configs = choose_configs(
-            flash_attention.kernels(),
-            [arguments.by_line] if arguments.by_line else arguments.kernels,
-            DType.from_name(arguments.dtype),
-        )
-        if arguments.by_line and len(configs) > 1:
-            raise UsageError(
-                f"--by-line {arguments.by_line} names {len(configs)} kernels: name one"
-            )
-        profiles = profile_kernels(configs, shape, flash_attention.simulate)
-        if arguments.by_line:
-            text = source(profiles[0], arguments)
-        else:
-            text = comparison(profiles, arguments)
-    except (UsageError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        return run_tool(lambda: print_text(profile(arguments)), ValueError)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    sys.stdout.write(text)
-    return 0
 
 
 if __name__ == "__main__":

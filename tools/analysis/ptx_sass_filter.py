@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.sass.extract import print_text
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.sass.ptx_links import read_kernel_ptx
 from flash_helpers.sass.ptx_links_text import LinkFormat, fan_out_text, one_kernel, slice_text
 from flash_helpers.sass.records import SassError
@@ -40,11 +40,7 @@ exit status: 0 shown, 2 wrong usage or a file that will not do, 130 interrupted
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("file", metavar="FILE", type=Path)
     parser.add_argument("line", metavar="LINE", type=int, nargs="?", help="of the PTX, from 1")
     parser.add_argument("-ptx", action="store_true", help="print only PTX")
@@ -90,16 +86,7 @@ def links(arguments: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        text = links(arguments)
-    except (SassError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print_text(text)
-    return 0
+    return run_tool(lambda: print_text(links(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

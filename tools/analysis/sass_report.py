@@ -9,13 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
-from flash_helpers.kernel_configs import (
-    DType,
-    FlashForwardKernelConfig,
-    find_config,
-)
+from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig, find_config
 from flash_helpers.kernel_profile import choose_configs
 from flash_helpers.results import BenchmarkResults, load_results
 from flash_helpers.sass.bound import Launch
@@ -24,8 +19,9 @@ from flash_helpers.sass.reader import (
     library_kernels,
     list_kernels,
     load_kernels,
+    progress_bar,
 )
-from flash_helpers.sass.records import Kernel, SassError
+from flash_helpers.sass.records import Kernel
 from flash_helpers.sass.report import SEQ_LEN, LaunchShape, build_report
 from flash_helpers.sass.report_text import SourceText, report_json, report_markdown, report_text
 from flash_helpers.selection import UsageError
@@ -66,11 +62,7 @@ exit status: 0 reported, 2 wrong usage or a file that cannot be read, 130 interr
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "kernel_or_file",
         metavar="VERSION|FILE",
@@ -174,12 +166,7 @@ def from_file(arguments: argparse.Namespace) -> tuple[Kernel, FlashForwardKernel
             f"{path} holds {len(named)} kernels for {architecture}{which}: choose one of "
             f"{', '.join(named or symbols)} with --kernel"
         )
-    with tqdm(desc="disassembling", unit="cubin", delay=1) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("disassembling") as progress:
         (kernel,) = load_kernels(path, architecture, lambda s: s in named, progress=progress)
     return kernel, find_config(kernel.symbol)
 
@@ -193,40 +180,34 @@ def measurements(arguments: argparse.Namespace, kernel: Kernel) -> BenchmarkResu
     return results if capability == str(kernel.capability) else None
 
 
+def report(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises ValueError and OSError."""
+    path = Path(arguments.kernel_or_file)
+    if path.is_file():
+        kernel, config = from_file(arguments)
+    elif path.name != arguments.kernel_or_file or path.suffix[1:].isalpha():
+        raise UsageError(f"{path} is not a file that is there")
+    else:
+        kernel, config = from_library(arguments)
+    if arguments.sms is not None and config is None:
+        raise UsageError(
+            "--sms and --mhz: how often loops are run is known only for kernels of this library"
+        )
+    launch = None
+    if arguments.threads is not None:
+        launch = LaunchShape(arguments.threads, arguments.smem)
+    results = measurements(arguments, kernel)
+    found = build_report(kernel, config, arguments.loop, launch, results, problem(arguments))
+    source = SourceText(ROOT) if arguments.source else None
+    if arguments.json:
+        return json.dumps(report_json(found), indent=2)
+    return report_markdown(found, source) if arguments.markdown else report_text(found, source)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Report; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        path = Path(arguments.kernel_or_file)
-        if path.is_file():
-            kernel, config = from_file(arguments)
-        elif path.name != arguments.kernel_or_file or path.suffix[1:].isalpha():
-            raise UsageError(f"{path} is not a file that is there")
-        else:
-            kernel, config = from_library(arguments)
-        if arguments.sms is not None and config is None:
-            raise UsageError(
-                "--sms and --mhz: how often loops are run is known only for kernels of this library"
-            )
-        launch = None
-        if arguments.threads is not None:
-            launch = LaunchShape(arguments.threads, arguments.smem)
-        results = measurements(arguments, kernel)
-        report = build_report(kernel, config, arguments.loop, launch, results, problem(arguments))
-    except (SassError, UsageError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    source = SourceText(ROOT) if arguments.source else None
-    if arguments.json:
-        print(json.dumps(report_json(report), indent=2))
-    elif arguments.markdown:
-        print(report_markdown(report, source))
-    else:
-        print(report_text(report, source))
-    return 0
+    return run_tool(lambda: print_text(report(arguments) + "\n"), ValueError, OSError)
 
 
 if __name__ == "__main__":

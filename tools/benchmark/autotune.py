@@ -17,6 +17,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flash_helpers.benchmark import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    not_negative,
+    positive,
+    positive_seconds,
+    run_tool,
+)
 from flash_helpers.cubins import CubinCompiler
 from flash_helpers.kernel_configs import (
     DType,
@@ -78,37 +86,9 @@ exit status: 0 every version has a winner, 1 one has none, 2 wrong usage or noth
 """
 
 
-def positive(text: str) -> int:
-    """A positive whole number."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive: use 1 or more")
-    return value
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds are not positive")
-    return value
-
-
-def not_negative(text: str) -> int:
-    """A whole number from 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative: use 0 or more")
-    return value
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--versions",
         nargs="+",
@@ -138,14 +118,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--budget",
-        type=seconds,
+        type=positive_seconds,
         default=math.inf,
         metavar="SECONDS",
         help="begin no candidate after so many seconds; the last round comes on top",
     )
     parser.add_argument(
         "--timeout",
-        type=seconds,
+        type=positive_seconds,
         default=15.0,
         metavar="SECONDS",
         help="a kernel that takes longer at one length hangs (default: 15)",
@@ -167,9 +147,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
     )
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
-    )
+    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -290,21 +268,17 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
+
+    def run() -> int:
         with WorkerProcess(WORKER_COMMAND) as worker:
             return tune(arguments, worker)
+
+    told = "interrupted: what was measured is kept, the same command goes on there"
+    try:
+        return run_tool(run, BuildError, OSError, ValueError, interrupted=told)
     except WorkerError as error:
         print(f"the sweep cannot be run: {error}", file=sys.stderr)
         return 2
-    except (BuildError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "interrupted: what was measured is kept, the same command goes on there",
-            file=sys.stderr,
-        )
-        return 130
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +11,16 @@ from pathlib import Path
 from flash_helpers.backend import KernelsNotRun, find_backend
 from flash_helpers.benchmark import default_shape
 from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
 from flash_helpers.inputs import AttentionShape
-from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.machine import git_commit, provenance
 from flash_helpers.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.nsight import NsightCompute, ProfilerError
 from flash_helpers.selection import (
     UsageError,
     add_kernel_arguments,
-    parse_dtypes,
+    chosen_kernels,
     require_whole_blocks,
-    select_kernels,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +50,7 @@ exit status: 0 every kernel was counted, 1 one was not, 2 wrong usage or nothing
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser, dtype="bf16")
     parser.add_argument(
         "--library",
@@ -72,9 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="one row a kernel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with what it was counted on")
     parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
-    )
+    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -90,46 +82,29 @@ def shape_of(arguments: argparse.Namespace) -> AttentionShape:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Profile the kernels; returns the exit status."""
-    arguments = parse_arguments(argv)
-    try:
-        shape = shape_of(arguments)
-        if arguments.runs < 1:
-            raise UsageError(f"--runs {arguments.runs} is not positive: use 1 or more")
-        backend = find_backend("cuda")
-        profiler = NsightCompute.find(arguments.raw)
-        configs = select_kernels(
-            backend.kernels,
-            arguments.kernel,
-            parse_dtypes(arguments.dtype),
-            default=get_kernel_progression_configs(),
-        )
-        require_whole_blocks(configs, shape)
-        print(f"counting {len(configs)} kernels with {profiler.executable}", file=sys.stderr)
-        kernels, failures = profile_kernels(
-            configs,
-            arguments.library,
-            shape,
-            arguments.runs,
-            profiler,
-            [sys.executable, str(LAUNCHER)],
-        )
-    except (KernelsNotRun, ProfilerError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted, nothing was written", file=sys.stderr)
-        return 130
+def run(arguments: argparse.Namespace, command: str) -> int:
+    """Profile, print and write; returns the exit status.
+
+    Raises KernelsNotRun without a GPU, ProfilerError and ValueError.
+    """
+    shape = shape_of(arguments)
+    if arguments.runs < 1:
+        raise UsageError(f"--runs {arguments.runs} is not positive: use 1 or more")
+    backend = find_backend("cuda")
+    profiler = NsightCompute.find(arguments.raw)
+    configs = chosen_kernels(arguments, backend.kernels)
+    require_whole_blocks(configs, shape)
+    print(f"counting {len(configs)} kernels with {profiler.executable}", file=sys.stderr)
+    launcher = [sys.executable, str(LAUNCHER)]
+    kernels, failures = profile_kernels(
+        configs, arguments.library, shape, arguments.runs, profiler, launcher
+    )
     print("\n".join(failures), file=sys.stderr, end="\n" if failures else "")
     if not kernels:
         return 2
     results = NcuResults(
         provenance=provenance(
-            backend.device,
-            backend.library,
-            command=shlex.join(["ncu_bench.py", *(sys.argv[1:] if argv is None else argv)]),
-            commit=arguments.commit or git_commit(ROOT),
+            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
         ),
         profiler=f"Nsight Compute {profiler.version()}",
         kernels=tuple(kernels),
@@ -140,6 +115,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         write_if_different(arguments.json, results.to_json())
     return 1 if failures else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile the kernels; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("ncu_bench.py", argv)
+    return run_tool(
+        lambda: run(arguments, command),
+        *(KernelsNotRun, ProfilerError, ValueError),
+        interrupted="interrupted, nothing was written",
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,13 @@ from flash_helpers.benchmark import (
 )
 from flash_helpers.benchmark_tables import report_text
 from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    positive,
+    positive_seconds,
+    typed_command,
+)
 from flash_helpers.machine import GpuMonitor, git_commit, provenance, resource_record
 from flash_helpers.plots import PlotError, drawable_panels, plot_svg, require_plotting
 from flash_helpers.rates import default_rate_works
@@ -33,12 +39,7 @@ from flash_helpers.results import (
     Protocol,
     refuse_another_gpu,
 )
-from flash_helpers.selection import (
-    add_kernel_arguments,
-    parse_dtypes,
-    require_whole_blocks,
-    select_kernels,
-)
+from flash_helpers.selection import add_kernel_arguments, chosen_kernels, require_whole_blocks
 from flash_helpers.timing import make_timer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = """\
 Time the kernels beside PyTorch's flash and cuDNN backends, and the flash_attn package where it is
 installed, in one process. Each sample is a CUDA graph that goes round several sets of inputs; every
-contender is timed once a round, in an order that turns round; outputs are compared with float64
+contender is timed once a round, in an order that changes; outputs are compared with float64
 before and after. 16 heads, d_head 128; batch 16, or what 65536 tokens leave; a length that does not
 fit in memory is skipped. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations. The chip's
 own rates, of a large matrix product and of mma.sync on registers, are measured along with them.
@@ -70,29 +71,9 @@ run, 130 interrupted
 """
 
 
-def positive(text: str) -> int:
-    """A positive whole number."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive: use 1 or more")
-    return value
-
-
-def positive_seconds(text: str) -> float:
-    """A positive number of seconds."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds are not positive")
-    return value
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser, default="all", dtype="bf16")
     parser.add_argument(
         "--seq",
@@ -139,9 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE.svg",
         help="percent of flash by step, and TFLOP/s by length",
     )
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
-    )
+    add_commit_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -150,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     seq_lens = sorted(set(arguments.seq))
     protocol = Protocol(rounds=arguments.rounds, timing=arguments.timing, cache=arguments.cache)
-    command = shlex.join(["pt_bench.py", *(sys.argv[1:] if argv is None else argv)])
+    command = typed_command("pt_bench.py", argv)
     try:
         backend = find_backend("cuda")
         found = provenance(
@@ -160,9 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse_another_gpu(arguments.json, found.gpu)
         if arguments.plot:
             require_plotting()
-        configs = select_kernels(
-            backend.kernels, arguments.kernel, parse_dtypes(arguments.dtype), backend.kernels
-        )
+        configs = chosen_kernels(arguments, backend.kernels, default=backend.kernels)
         for seq_len in seq_lens:
             require_whole_blocks(configs, default_shape(seq_len))
     except (KernelsNotRun, OSError, PlotError, ValueError) as error:

@@ -11,15 +11,15 @@ import torch
 
 from flash_helpers.backend import DEVICE_CHOICES, Backend, KernelsNotRun, find_backend
 from flash_helpers.benchmark import run_library
+from flash_helpers.command_line import make_parser, run_tool
 from flash_helpers.inputs import AttentionShape, make_inputs
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import DType
 from flash_helpers.ncu_bench import LIBRARY_KERNELS
 from flash_helpers.selection import (
-    UsageError,
     add_kernel_arguments,
+    chosen_kernels,
     parse_dtypes,
     require_whole_blocks,
-    select_kernels,
 )
 
 EXAMPLES = """\
@@ -38,10 +38,8 @@ exit status: 0 all were launched, 2 wrong usage or nothing was run
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description="Launch each chosen kernel --repeat times on one input, and wait.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "Launch each chosen kernel --repeat times on one input, and wait.", EXAMPLES
     )
     add_kernel_arguments(parser)
     parser.add_argument(
@@ -68,9 +66,7 @@ def launches(
     if arguments.library:
         name, _ = LIBRARY_KERNELS[arguments.library]
         return [(dtype, lambda q, k, v, o: run_library(name, q, k, v)) for dtype in dtypes]
-    configs = select_kernels(
-        backend.kernels, arguments.kernel, dtypes, default=get_kernel_progression_configs()
-    )
+    configs = chosen_kernels(arguments, backend.kernels)
     require_whole_blocks(configs, shape)
     return [
         (config.dtype, lambda *tensors, config=config: backend.forward(config, *tensors))
@@ -78,23 +74,22 @@ def launches(
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the kernels; returns the exit status."""
-    arguments = parse_arguments(argv)
-    try:
-        shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
-        backend = find_backend(arguments.device)
-        chosen = launches(arguments, backend, shape)
-    except (KernelsNotRun, UsageError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    for dtype, launch in chosen:
+def run(arguments: argparse.Namespace) -> None:
+    """Launch the kernels. Raises KernelsNotRun and ValueError."""
+    shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
+    backend = find_backend(arguments.device)
+    for dtype, launch in launches(arguments, backend, shape):
         q, k, v = make_inputs("normal", shape, getattr(torch, dtype.torch_name), backend.device)
         output = torch.empty_like(q)
         for _ in range(arguments.repeat):
             launch(q, k, v, output)
         backend.synchronize()
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launch the kernels; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: run(arguments), KernelsNotRun, ValueError)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from flash_helpers.benchmark_tables import (
     progression_table,
     replace_between_markers,
 )
-from flash_helpers.codegen import write_if_different
+from flash_helpers.codegen import text_diff, write_if_different
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import VERSIONS
 from flash_helpers.plots import (
     PROGRESSION,
@@ -49,12 +49,11 @@ exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description="Replace what stands between the benchmark markers of the README and of each "
+    parser = make_parser(
+        "Replace what stands between the benchmark markers of the README and of each "
         "kernel's header, and draw the plots that are absent or show other numbers (needs "
         f"matplotlib): {', '.join(map(str, PLOTS))}.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EXAMPLES,
     )
     parser.add_argument(
         "--results",
@@ -101,23 +100,20 @@ def stale_plots(root: Path, results: BenchmarkResults) -> dict[Path, str]:
     return stale
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Update or check the files; returns the exit status."""
-    arguments = parse_arguments(argv)
-    try:
-        results = load_results(arguments.results)
-        texts = updated_texts(arguments.root, results)
-        plots = stale_plots(arguments.root, results)
-        drawn = {} if arguments.check else {p: plot_svg(results, [n]) for p, n in plots.items()}
-    except (OSError, PlotError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def update(arguments: argparse.Namespace) -> int:
+    """Update or check the files; returns the exit status.
+
+    Raises OSError, PlotError, and ValueError for markers that are not there.
+    """
+    results = load_results(arguments.results)
+    texts = updated_texts(arguments.root, results)
+    plots = stale_plots(arguments.root, results)
+    drawn = {} if arguments.check else {p: plot_svg(results, [n]) for p, n in plots.items()}
     stale = {path: pair for path, pair in texts.items() if pair[0] != pair[1]}
     for path, (old, new) in stale.items():
         name = str(path.relative_to(arguments.root))
         if arguments.check:
-            lines = (text.splitlines(keepends=True) for text in (old, new))
-            print("".join(difflib.unified_diff(*lines, name, f"{name} (generated)")), end="")
+            print_text(text_diff(name, old, new))
         else:
             write_if_different(path, new)
             print(f"{name} written")
@@ -131,6 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not stale and not plots:
         print("all is up to date")
     return 1 if (stale or plots) and arguments.check else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Update or check the files; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: update(arguments), OSError, PlotError, ValueError)
 
 
 if __name__ == "__main__":

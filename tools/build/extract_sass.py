@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.sass.extract import (
     file_names,
     graph_text,
     kernel_filter,
     kernel_list_text,
     listing_text,
-    print_text,
+    write_files,
 )
 from flash_helpers.sass.reader import list_kernels, load_kernels, progress_bar
 from flash_helpers.sass.records import SassError
@@ -53,11 +53,7 @@ exit status: 0 done, 2 wrong usage or a file that will not do, 130 interrupted
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("file", metavar="FILE", type=Path)
     parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
     parser.add_argument(
@@ -100,25 +96,13 @@ def extract(arguments: argparse.Namespace) -> str:
     if arguments.output is None:
         return "\n".join(texts)
     names = file_names([(kernel.symbol, kernel.architecture) for kernel in kernels], suffix)
-    paths = [arguments.output / name for name in names]
-    for path, text in zip(paths, texts, strict=True):
-        write_if_different(path, text)
-    return "".join(f"{path}\n" for path in paths)
+    return write_files(arguments.output, dict(zip(names, texts, strict=True)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Extract and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        text = extract(arguments)
-    except (SassError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print_text(text)
-    return 0
+    return run_tool(lambda: print_text(extract(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from pathlib import Path
@@ -16,8 +15,10 @@ from flash_helpers.codegen import (  # noqa: E402
     GENERATOR,
     MAP_HEADER,
     kernel_map_header,
+    text_diff,
     write_if_different,
 )
+from flash_helpers.command_line import make_parser, print_text  # noqa: E402
 from flash_helpers.kernel_configs import (  # noqa: E402
     get_kernels_to_build,
     read_configs,
@@ -40,11 +41,7 @@ examples:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -68,19 +65,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def diff_of(path: Path, wanted: str) -> str:
-    """Unified diff from the file at `path`, empty if absent, to the text it should hold."""
-    found = path.read_text() if path.is_file() else ""
-    return "".join(
-        difflib.unified_diff(
-            found.splitlines(keepends=True),
-            wanted.splitlines(keepends=True),
-            fromfile=str(path),
-            tofile="generated",
-        )
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     configs = get_kernels_to_build()
@@ -93,8 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     configs = with_general_siblings(configs)
     text = kernel_map_header(configs)
     if arguments.check:
-        if diff := diff_of(arguments.output, text):
-            sys.stdout.write(diff)
+        found = arguments.output.read_text() if arguments.output.is_file() else ""
+        if diff := text_diff(str(arguments.output), found, text):
+            print_text(diff)
             print(f"{arguments.output} is stale: run {GENERATOR}", file=sys.stderr)
             return 1
         return 0

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.codegen import write_if_different
-from flash_helpers.sass.extract import file_names, kernel_filter, print_text, ptx_texts
+from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.sass.extract import file_names, kernel_filter, ptx_texts, write_files
 from flash_helpers.sass.records import SassError
 
 DESCRIPTION = """\
@@ -33,11 +33,7 @@ exit status: 0 done, 2 wrong usage or a file without PTX, 130 interrupted
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("file", metavar="FILE", type=Path)
     parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
     parser.add_argument(
@@ -60,28 +56,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def extract(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
     modules = ptx_texts(arguments.file, arguments.arch, kernel_filter(arguments.kernel))
+    texts = [module.text for module in modules]
     if arguments.output is None:
-        return "".join(module.text for module in modules)
+        return "".join(texts)
     names = file_names([(module.name, module.architecture) for module in modules], ".ptx")
-    paths = [arguments.output / name for name in names]
-    for path, module in zip(paths, modules, strict=True):
-        write_if_different(path, module.text)
-    return "".join(f"{path}\n" for path in paths)
+    return write_files(arguments.output, dict(zip(names, texts, strict=True)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Extract and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        text = extract(arguments)
-    except (SassError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print_text(text)
-    return 0
+    return run_tool(lambda: print_text(extract(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

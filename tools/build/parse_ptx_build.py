@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.ptxas_tables import (
     LogError,
     entries_as_csv,
@@ -39,11 +40,7 @@ exit status: 0 tabulated, 2 wrong usage, or a log that tells of no kernel or is 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "logs",
         nargs="+",
@@ -57,28 +54,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def tabulate(arguments: argparse.Namespace) -> None:
+    """Read the logs, and print or write the table. Raises LogError and OSError."""
+    entries = read_logs(arguments.logs, sys.stdin.buffer)
+    if arguments.csv:
+        text = entries_as_csv(entries)
+    elif arguments.json:
+        text = entries_as_json(entries)
+    else:
+        text = entries_as_text(entries) + "\n"
+    if arguments.output:
+        write_if_different(arguments.output, text)
+    else:
+        print_text(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, tabulate and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    try:
-        entries = read_logs(arguments.logs, sys.stdin.buffer)
-        if arguments.csv:
-            text = entries_as_csv(entries)
-        elif arguments.json:
-            text = entries_as_json(entries)
-        else:
-            text = entries_as_text(entries) + "\n"
-        if arguments.output:
-            write_if_different(arguments.output, text)
-        else:
-            sys.stdout.write(text)
-    except (LogError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return run_tool(lambda: tabulate(arguments), LogError, OSError)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from flash_helpers.backend import KernelsNotRun, find_backend
 from flash_helpers.blockwise import blockwise_forward, finish
 from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import make_parser, run_tool
 from flash_helpers.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
 from flash_helpers.inputs import DISTRIBUTIONS, AttentionShape, make_inputs
 from flash_helpers.kernel_configs import (
@@ -53,11 +54,7 @@ usage or nothing was run
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "version", nargs="?", metavar="VERSION", help="7 or v7: its config in the progression"
     )
@@ -135,36 +132,35 @@ def check_excerpt(
     return Excerpt(arguments.row_block, arguments.block, arguments.warp)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; returns the exit status."""
-    arguments = parse_arguments(argv)
-    try:
-        shape = AttentionShape(batch=1, n_heads=arguments.heads, seq_len=arguments.seq)
-        config = chosen_config(arguments, shape)
-        excerpt = check_excerpt(arguments, config, shape)
-        dtype = getattr(torch, config.dtype.torch_name)
-        q, k, v = make_inputs(arguments.inputs, shape, dtype, seed=arguments.seed)
-        expected = tuple(blockwise_forward(config, q, k, v))
-        expected_output = finish(expected[-1], q.dtype)
-        faults = ""
-        if arguments.device == "cuda":
-            backend = find_backend("cuda")
-            on_device = [x.to(backend.device) for x in (q, k, v)]
-            on_device.append(torch.empty_like(on_device[0]))
-            backend.forward(config, *on_device)
-            output = on_device[-1].cpu()
-            steps, compared, ran = (), (), backend.description
-        else:
-            kernel = load_kernel(config, arguments.ptx or shipped_ptx(config))
+def compare(arguments: argparse.Namespace) -> int:
+    """Run the kernel, write both files and print; returns the exit status.
+
+    Raises KernelsNotRun, OSError, PtxError and ValueError.
+    """
+    shape = AttentionShape(batch=1, n_heads=arguments.heads, seq_len=arguments.seq)
+    config = chosen_config(arguments, shape)
+    excerpt = check_excerpt(arguments, config, shape)
+    dtype = getattr(torch, config.dtype.torch_name)
+    q, k, v = make_inputs(arguments.inputs, shape, dtype, seed=arguments.seed)
+    expected = tuple(blockwise_forward(config, q, k, v))
+    expected_output = finish(expected[-1], q.dtype)
+    faults = ""
+    if arguments.device == "cuda":
+        backend = find_backend("cuda")
+        on_device = [x.to(backend.device) for x in (q, k, v)]
+        on_device.append(torch.empty_like(on_device[0]))
+        backend.forward(config, *on_device)
+        output = on_device[-1].cpu()
+        steps, compared, ran = (), (), backend.description
+    else:
+        kernel = load_kernel(config, arguments.ptx or shipped_ptx(config))
+        try:
             trace = trace_forward(config, kernel, q, k, v)
-            steps, compared, output = trace.steps, expected, trace.output
-            faults, ran = trace.run.report(), "the simulator"
-    except SimulatorError as error:  # such as a kernel that does not end
-        print(error)
-        return 1
-    except (KernelsNotRun, OSError, PtxError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        except SimulatorError as error:  # such as a kernel that does not end
+            print(error)
+            return 1
+        steps, compared, output = trace.steps, expected, trace.output
+        faults, ran = trace.run.report(), "the simulator"
     head = f"{config.short_form()}, {shape}, inputs {arguments.inputs}, seed {arguments.seed}"
     reference_text = excerpt_text(config, expected, expected_output, excerpt)
     kernel_text = excerpt_text(config, steps, output, excerpt)
@@ -177,6 +173,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(faults)
     print(f"first difference: {found}" if found else "all quantities agree within rounding")
     return 1 if found or faults else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: compare(arguments), KernelsNotRun, OSError, PtxError, ValueError)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from flash_helpers.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
+from flash_helpers.command_line import make_parser, run_tool
 from flash_helpers.inputs import DISTRIBUTIONS, AttentionShape
 from flash_helpers.sanity import (
     DEFAULT_SHAPE,
@@ -52,11 +53,7 @@ exit status: 0 every kernel passed, 1 a kernel failed, 2 wrong usage or nothing 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--small", action="store_true", help=f"{SMALL_SHAPE} instead of {DEFAULT_SHAPE}"
     )
@@ -113,47 +110,46 @@ def announce(request: SanityRequest) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; returns the exit status."""
-    arguments = parse_arguments(argv)
+def check(arguments: argparse.Namespace) -> int:
+    """Check the kernels and print; returns the exit status. Raises KernelsNotRun and ValueError."""
+    shape = chosen_shape(arguments)
+    backend = find_backend(arguments.device, arguments.keep_going)
+    if arguments.keep_going and not backend.is_simulator:
+        raise UsageError("--keep-going is for the simulator: add --device cpu")
+    request = make_request(
+        backend,
+        arguments.kernel,
+        parse_dtypes(arguments.dtype),
+        shape,
+        arguments.inputs,
+        arguments.seed,
+        arguments.diff,
+    )
+    if backend.is_simulator:
+        announce(request)
+    progress = tqdm(
+        check_kernels(request, backend),
+        total=len(request.configs),
+        desc="sanity check",
+        unit="kernel",
+    )
     try:
-        shape = chosen_shape(arguments)
-        backend = find_backend(arguments.device, arguments.keep_going)
-        if arguments.keep_going and not backend.is_simulator:
-            raise UsageError("--keep-going is for the simulator: add --device cpu")
-        request = make_request(
-            backend,
-            arguments.kernel,
-            parse_dtypes(arguments.dtype),
-            shape,
-            arguments.inputs,
-            arguments.seed,
-            arguments.diff,
-        )
-        if backend.is_simulator:
-            announce(request)
-        progress = tqdm(
-            check_kernels(request, backend),
-            total=len(request.configs),
-            desc="sanity check",
-            unit="kernel",
-        )
         report = SanityReport(request, backend.description, tuple(progress))
     except torch.cuda.OutOfMemoryError:
         print(f"not enough memory for {shape}: use --small, or a smaller --batch", file=sys.stderr)
         return 2
-    except (KernelsNotRun, UsageError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2))
         print(report.summary, file=sys.stderr)
     else:
         print(report.text())
     return report.exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: check(arguments), KernelsNotRun, ValueError)
 
 
 if __name__ == "__main__":

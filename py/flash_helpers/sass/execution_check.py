@@ -5,18 +5,30 @@ Static counts weighted with trip counts, beside the counters of Nsight Compute.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from flash_helpers.benchmark_tables import markdown_table
 from flash_helpers.codegen import write_if_different
 from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.nsight import NsightCompute, ProfiledLaunch, ProfilerError
-from flash_helpers.results import Provenance, load_measured, read_record, read_records
+from flash_helpers.nsight import (
+    FORWARD_KERNEL,
+    NsightCompute,
+    ProfiledLaunch,
+    ProfilerError,
+    find_launch,
+    launch_commands,
+)
+from flash_helpers.results import (
+    Provenance,
+    load_measured,
+    measured_json,
+    read_record,
+    read_records,
+)
 from flash_helpers.sass import opcodes
 from flash_helpers.sass.counts import Bucket, Counts, buckets, weigh
 from flash_helpers.sass.phases import block_executions, trip_counts
@@ -25,7 +37,6 @@ from flash_helpers.sass.records import Kernel
 FORMAT = 1
 BEGIN_MARKER = "<!-- executed:begin -->"
 END_MARKER = "<!-- executed:end -->"
-KERNEL_NAME = "forward_kernel"
 OPCODE_METRIC = "sass__inst_executed_per_opcode"
 ALL = "all instructions"
 WORK = "work"
@@ -150,9 +161,7 @@ class ExecutionCheck:
             "profiler_failure": self.profiler_failure,
             "unavailable": self.unavailable,
         }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        rows = ",\n".join(f"    {json.dumps(asdict(k), allow_nan=False)}" for k in self.kernels)
-        return "{\n" + ",\n".join(lines) + f',\n  "kernels": [\n{rows}\n  ]\n}}\n'
+        return measured_json(head, {"kernels": map(asdict, self.kernels)})
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
@@ -247,19 +256,15 @@ def profile_launches(
     failures: list[str] = []
     counted: list[ProfiledLaunch] = []
     by_opcode: list[ProfiledLaunch] = []
-    for batch, heads, seq_len in dict.fromkeys((r.batch, r.n_heads, r.seq_len) for r in records):
-        shape = (batch, heads, seq_len)
-        names = [r.name for r in records if (r.batch, r.n_heads, r.seq_len) == shape]
-        sizes = ["--batch", str(batch), "--heads", str(heads), "--seq", str(seq_len)]
-        command = [*launcher, *sizes, "--kernel", *names]
-        name = "x".join(map(str, shape))
+    kernels = [(r.name, (r.batch, r.n_heads, r.seq_len)) for r in records]
+    for name, command in launch_commands(launcher, kernels).items():
         try:
-            counted += profiler.profile(command, KERNEL_NAME, metrics, name)
+            counted += profiler.profile(command, FORWARD_KERNEL, metrics, name)
         except ProfilerError as error:
             failures.append(str(error))
         try:
             by_opcode += profiler.profile(
-                command, KERNEL_NAME, [OPCODE_METRIC], f"{name}_opcodes", instances=True
+                command, FORWARD_KERNEL, [OPCODE_METRIC], f"{name}_opcodes", instances=True
             )
         except ProfilerError as error:
             failures.append(f"by opcode: {error}")
@@ -271,8 +276,8 @@ def _with_hardware(
     counted: Iterable[ProfiledLaunch],
     by_opcode: Iterable[ProfiledLaunch],
 ) -> ExecutionRecord:
-    values = _launch_of(record.name, counted)
-    opcode_values = _launch_of(record.name, by_opcode)
+    values = find_launch(record.name, counted)
+    opcode_values = find_launch(record.name, by_opcode)
     return replace(
         record,
         hardware={m: values.values.get(m) for m in METRICS} if values else {},
@@ -280,15 +285,6 @@ def _with_hardware(
         if opcode_values
         else {},
     )
-
-
-def _launch_of(name: str, launches: Iterable[ProfiledLaunch]) -> ProfiledLaunch | None:
-    for launch in launches:
-        # ncu leaves the namespace out where a name is clear without it
-        found = re.search(rf"{KERNEL_NAME}<\s*(\w+)", launch.kernel)
-        if found and found[1] == name:
-            return launch
-    return None
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -320,12 +316,12 @@ def check_tables(check: ExecutionCheck) -> str:
     """
     if not check.kernels:
         raise ValueError("the check holds no kernel: run it on a machine with a GPU")
-    lines = _markdown(
+    lines = markdown_table(
         ["quantity", "equal", "largest difference", "agrees", "metric of Nsight Compute"],
         [row for quantity in QUANTITIES if (row := _quantity_row(check, quantity))],
     )
     lines += [""]
-    lines += _markdown(
+    lines += markdown_table(
         [
             "kernel",
             "work",
@@ -339,11 +335,6 @@ def check_tables(check: ExecutionCheck) -> str:
     if check.profiler_failure:
         lines += ["", f"Without some counters: {check.profiler_failure.splitlines()[0]}"]
     return "\n".join([*lines, "", _provenance_text(check)])
-
-
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    alignment = [":--", *["--:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows)]
 
 
 def _quantity_row(check: ExecutionCheck, quantity: Quantity) -> list[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import itertools
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_helpers.codegen import write_if_different
 from flash_helpers.kernel_configs import find_config
 from flash_helpers.sass.containers import cubins_of, ptx_of
 from flash_helpers.sass.control import control_text
@@ -239,16 +238,6 @@ def kernel_list_text(kernels: Iterable[tuple[str, str]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def print_text(text: str) -> None:
-    """Write to stdout, until whoever reads it has seen enough, such as `head`."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # what is left in the buffer would be tried once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def readable_name(symbol: str) -> str:
     """The short form of a kernel of this library; for others, the symbol."""
     config = find_config(symbol)
@@ -270,6 +259,16 @@ def file_names(kernels: Iterable[tuple[str, str]], suffix: str) -> list[str]:
         taken.add(name)
         names.append(name)
     return names
+
+
+def write_files(folder: Path, texts: Mapping[str, str]) -> str:
+    """Write each text into the file of its name; returns their paths, a line each.
+
+    Raises OSError.
+    """
+    for name, text in texts.items():
+        write_if_different(folder / name, text)
+    return "".join(f"{folder / name}\n" for name in texts)
 
 
 def _target(ptx: str) -> str:

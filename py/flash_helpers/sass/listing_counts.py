@@ -15,6 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import find_config
 from flash_helpers.sass import reader
 from flash_helpers.sass.counts import WORK, Bucket, buckets
@@ -244,12 +245,7 @@ exit status: 0 counted, 2 wrong usage, or a file that cannot be counted
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="count_sass_instructions.sh",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES, prog="count_sass_instructions.sh")
     parser.add_argument("file", metavar="FILE", help="- is standard input")
     add_choice_arguments(parser)
     machine = parser.add_mutually_exclusive_group()
@@ -269,29 +265,24 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count and print; returns the exit status."""
-    arguments = parse_arguments(argv)
+def count(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises SassError and OSError."""
     path = Path("/dev/stdin" if arguments.file == "-" else arguments.file)
-    try:
-        with reader.progress_bar("reading") as progress:
-            counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
-    except (SassError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    with reader.progress_bar("reading") as progress:
+        counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
     if arguments.base:
         counts = counts.base()
     if arguments.csv:
-        text = counts_as_csv(counts)
-    elif arguments.json:
-        text = counts_as_json(counts)
-    else:
-        text = counts_as_text(counts) + "\n"
-    sys.stdout.write(text)
-    return 0
+        return counts_as_csv(counts)
+    if arguments.json:
+        return counts_as_json(counts)
+    return counts_as_text(counts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: print_text(count(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""What the command lines of the tools share. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flash_helpers.codegen import text_diff, write_if_different
+
+
+def make_parser(
+    description: str, examples: str, prog: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser whose --help shows both texts as they are, the examples last.
+
+    prog: the tool's name, if it is not that of the file that runs.
+    """
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_commit_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--commit`, for the provenance of what is measured."""
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
+    )
+
+
+# -- types of arguments ----------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    """A positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive: use 1 or more")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative: use 0 or more")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    """A positive number of seconds."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds are not positive")
+    return value
+
+
+# -- what a tool does ------------------------------------------------------------------------------
+
+
+def run_tool(
+    work: Callable[[], int | None],
+    *errors: type[Exception],
+    interrupted: str = "interrupted",
+) -> int:
+    """Run a tool's work and return its exit status: what the work returns, or 0 for None.
+
+    It is 2 after one of `errors`, those that wrong usage or bad input raises, and 130 after Ctrl-C;
+    stderr then has a line, the error or `interrupted`. Raises any other exception of the work.
+    """
+    try:
+        return work() or 0
+    except errors as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+
+
+def typed_command(tool: str, argv: Sequence[str] | None) -> str:
+    """The command as a shell takes it, for the provenance. argv: None stands for the process's."""
+    return shlex.join([tool, *(sys.argv[1:] if argv is None else argv)])
+
+
+def print_text(text: str) -> None:
+    """Write to stdout, until whoever reads it has seen enough, such as `head`."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer would be tried once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write_or_check(path: Path, old: str, new: str, check: bool) -> int:
+    """Write a generated file and tell whether it was stale; with `check`, only print the diff.
+
+    Returns the exit status: 1 if a check finds a difference. Raises OSError.
+    """
+    if check:
+        diff = text_diff(str(path), old, new)
+        print_text(diff)
+        return 1 if diff else 0
+    written = write_if_different(path, new)
+    print(f"{path} {'written' if written else 'is up to date'}")
+    return 0

@@ -1,0 +1,152 @@
+"""What the command lines of the tools share."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    not_negative,
+    positive,
+    positive_seconds,
+    print_text,
+    run_tool,
+    typed_command,
+    write_or_check,
+)
+
+
+def test_help_shows_the_texts_as_they_are() -> None:
+    description, examples = "Two\n  lines.\n", "examples:\n    tool --all   # everything\n"
+    text = make_parser(description, examples, prog="tool").format_help()
+    assert text.startswith("usage: tool ")
+    assert description in text
+    assert text.endswith(examples)
+
+
+def test_the_commit_is_asked_from_git_unless_it_is_given() -> None:
+    parser = argparse.ArgumentParser()
+    add_commit_argument(parser)
+    assert parser.parse_args([]).commit is None
+    assert parser.parse_args(["--commit", "abc"]).commit == "abc"
+
+
+class TestTypesOfArguments:
+    @pytest.mark.parametrize(
+        ("kind", "text", "value"),
+        [
+            (positive, "1", 1),
+            (not_negative, "0", 0),
+            (positive_seconds, "0.5", 0.5),
+        ],
+    )
+    def test_take_what_is_in_range(self, kind, text, value) -> None:
+        assert kind(text) == value
+
+    @pytest.mark.parametrize(
+        ("kind", "text"),
+        [
+            (positive, "0"),
+            (not_negative, "-1"),
+            (positive_seconds, "0"),
+            (positive_seconds, "nan"),
+        ],
+    )
+    def test_name_a_value_that_is_not(self, kind, text) -> None:
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"^{text} "):
+            kind(text)
+
+    @pytest.mark.parametrize("kind", [positive, not_negative, positive_seconds])
+    def test_refuse_what_is_no_number(self, kind) -> None:
+        with pytest.raises(ValueError, match="'many'"):
+            kind("many")
+
+
+class TestRunTool:
+    @pytest.mark.parametrize(("returned", "status"), [(0, 0), (1, 1), (2, 2), (None, 0)])
+    def test_returns_the_status_of_the_work(self, returned, status) -> None:
+        assert run_tool(lambda: returned, ValueError) == status
+
+    @pytest.mark.parametrize("error", [FileNotFoundError, ValueError])
+    def test_tells_bad_input_in_a_line(self, error, capsys) -> None:
+        def work() -> None:
+            raise error("v17 is not there")
+
+        assert run_tool(work, OSError, ValueError) == 2
+        assert capsys.readouterr() == ("", "v17 is not there\n")
+
+    def test_lets_a_defect_through(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            run_tool(lambda: 1 // 0, OSError, ValueError)
+
+    @pytest.mark.parametrize(
+        ("options", "said"), [({}, "interrupted"), ({"interrupted": "kept"}, "kept")]
+    )
+    def test_ends_with_130_after_an_interrupt(self, options, said, capsys) -> None:
+        def work() -> None:
+            raise KeyboardInterrupt
+
+        assert run_tool(work, ValueError, **options) == 130
+        assert capsys.readouterr() == ("", f"{said}\n")
+
+
+def test_the_command_can_be_pasted_into_a_shell(monkeypatch) -> None:
+    assert typed_command("tool.py", ["--json", "my file"]) == "tool.py --json 'my file'"
+    monkeypatch.setattr(sys, "argv", ["/anywhere/tool.py", "--all"])
+    assert typed_command("tool.py", None) == "tool.py --all"
+
+
+class TestPrintText:
+    def test_writes_to_stdout(self, capsys) -> None:
+        print_text("some text\n")
+        assert capsys.readouterr().out == "some text\n"
+
+    def test_ends_quietly_when_the_reader_has_seen_enough(self) -> None:
+        program = "from flash_helpers.command_line import print_text; print_text('text\\n' * 10**6)"
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == b"text\n"
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 0
+
+
+class TestWriteOrCheck:
+    def test_writes_what_is_stale_and_says_so(self, tmp_path, capsys) -> None:
+        path = tmp_path / "page.md"
+        path.write_text("old\n")
+        assert write_or_check(path, "old\n", "new\n", check=False) == 0
+        assert path.read_text() == "new\n"
+        assert write_or_check(path, "new\n", "new\n", check=False) == 0
+        assert capsys.readouterr().out == f"{path} written\n{path} is up to date\n"
+
+    def test_a_check_prints_the_diff_and_writes_nothing(self, tmp_path, capsys) -> None:
+        path = tmp_path / "page.md"
+        path.write_text("same\nold\n")
+        assert write_or_check(path, "same\nold\n", "same\nnew\n", check=True) == 1
+        assert path.read_text() == "same\nold\n"
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == [f"--- {path}", f"+++ {path} (generated)"]
+        assert lines[-3:] == [" same", "-old", "+new"]
+
+    def test_a_check_of_what_is_up_to_date_prints_nothing(self, tmp_path, capsys) -> None:
+        assert write_or_check(tmp_path / "page.md", "text\n", "text\n", check=True) == 0
+        assert capsys.readouterr().out == ""
+
+    def test_a_missing_last_newline_is_stale(self, tmp_path) -> None:
+        assert write_or_check(tmp_path / "page.md", "text", "text\n", check=True) == 1
+
+
+def test_only_the_standard_library_is_needed(root) -> None:
+    source = str(root / "py")
+    program = f"import sys; sys.path.insert(0, {source!r}); import flash_helpers.command_line"
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
