@@ -1,0 +1,148 @@
+"""What ptxas made of the experiments: facts of their main loops, read from the machine code."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from overlap import EXPERIMENTS, Compiled, source_digest
+
+from flash_helpers.results import load_measured, read_records
+from flash_helpers.sass.counts import WORK, buckets
+from flash_helpers.sass.phases import main_loop
+from flash_helpers.sass.reader import load_kernels
+from flash_helpers.sass.records import Kernel, Loop, Operation, SassError
+
+FORMAT = 1
+ARCHITECTURE = 90
+
+_MOVE = re.compile(r"MOV\b|IMAD\.MOV")  # from register to register
+
+
+@dataclass(frozen=True)
+class LoopFacts:
+    """One pass of a warp through the main loop's machine code, when no maximum has grown: what a
+    branch may skip is left out.
+
+    moves: MOV and IMAD.MOV. local: loads and stores of spilled registers. gap: most instructions
+    between two HMMA, also from one pass into the next. hmma_behind: HMMA behind half of the MUFU,
+    which are the exponentials but for a few: what half of the softmax can still hide behind.
+    """
+
+    name: str
+    instructions: int
+    hmma: int
+    ldmatrix: int
+    mufu: int
+    ffma: int
+    fmul: int
+    fadd: int
+    moves: int
+    local: int
+    gap: int
+    hmma_behind: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """The loops that one compiler made. sources: see `source_digest`."""
+
+    compiler: str
+    architecture: str
+    sources: str
+    loops: tuple[LoopFacts, ...]
+
+    def to_json(self) -> str:
+        """Text for a file, one line a loop."""
+        head = {"format": FORMAT, **{k: v for k, v in asdict(self).items() if k != "loops"}}
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        rows = ",\n".join(f"    {json.dumps(asdict(loop))}" for loop in self.loops)
+        return "{\n" + ",\n".join(lines) + f',\n  "loops": [\n{rows}\n  ]\n}}\n'
+
+
+def load_machine_code(path: Path) -> MachineCode:
+    """Read what `MachineCode.to_json` gave. Raises OSError, or ValueError for another file."""
+    return load_measured(
+        path,
+        "machine code of the experiments",
+        FORMAT,
+        lambda data: MachineCode(
+            data["compiler"],
+            data["architecture"],
+            data["sources"],
+            read_records(LoopFacts, data["loops"]),
+        ),
+    )
+
+
+def always_executed(kernel: Kernel, loop: Loop) -> frozenset[int]:
+    """The blocks of a loop, by index, that every pass goes through."""
+
+    def ends_without(left_out: int) -> bool:
+        """Can the loop's header be reached again around this block?"""
+        reached, waiting = {loop.header}, [loop.header]
+        while waiting:
+            for block in kernel.blocks[waiting.pop()].successors:
+                if block == loop.header:
+                    return True
+                if block in loop.blocks and block != left_out and block not in reached:
+                    reached.add(block)
+                    waiting.append(block)
+        return False
+
+    return frozenset(b for b in loop.blocks if b == loop.header or not ends_without(b))
+
+
+def loop_facts(name: str, kernel: Kernel) -> LoopFacts:
+    """The facts of a kernel's main loop. Raises SassError for one without."""
+    loop = main_loop(kernel)
+    if loop is None:
+        raise SassError(f"{kernel.origin}: {kernel.symbol} has no loop")
+    always = always_executed(kernel, loop)
+    body = [
+        instruction
+        for instruction, kind in zip(kernel.instructions, buckets(kernel.instructions), strict=True)
+        if instruction.block in always and kind in WORK
+    ]
+    return facts_of_body(name, body)
+
+
+def facts_of_body(name: str, body: Sequence[Operation]) -> LoopFacts:
+    """The facts of instructions in the order of their execution."""
+    bases = Counter(instruction.base for instruction in body)
+    is_hmma = [instruction.base == "HMMA" for instruction in body]
+    mufu = [n for n, instruction in enumerate(body) if instruction.base == "MUFU"]
+    if not any(is_hmma) or not mufu:
+        raise SassError(f"{name}: the main loop has no HMMA or no MUFU")
+    runs = (len(list(run)) for found, run in itertools.groupby(is_hmma * 2) if not found)
+    return LoopFacts(
+        name=name,
+        instructions=len(body),
+        hmma=bases["HMMA"],
+        ldmatrix=bases["LDSM"],
+        mufu=bases["MUFU"],
+        ffma=bases["FFMA"],
+        fmul=bases["FMUL"],
+        fadd=bases["FADD"],
+        moves=sum(bool(_MOVE.match(instruction.opcode)) for instruction in body),
+        local=bases["LDL"] + bases["STL"],
+        gap=max(runs, default=0),
+        hmma_behind=sum(is_hmma[mufu[len(mufu) // 2] :]),
+    )
+
+
+def read_machine_code(compiled: Iterable[Compiled], root: Path) -> MachineCode:
+    """The loops of all experiments, in the order of the log. Raises SassError."""
+    kernels = {c.experiment.name: load_kernels(c.path)[0] for c in compiled}
+    first = kernels[EXPERIMENTS[0].name]
+    return MachineCode(
+        compiler=str(first.compiler),
+        architecture=first.architecture,
+        sources=source_digest(root),
+        loops=tuple(loop_facts(e.name, kernels[e.name]) for e in EXPERIMENTS),
+    )

@@ -1,0 +1,264 @@
+"""The experiments on version 16's main loop: which there are, and how they are compiled.
+
+The loops are in overlap.cuh, the log of what was expected and what came out in docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from flash_helpers.benchmark import Contender
+from flash_helpers.build import COMPILE_FLAGS
+from flash_helpers.codegen import write_if_different
+from flash_helpers.cubins import sources
+from flash_helpers.kernel_configs import (
+    TWO_STAGES,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
+from flash_helpers.ptxas import PtxasReport, parse_ptxas_log
+from flash_helpers.results import ResourceRecord
+from flash_helpers.sass.occupancy import occupancy
+from flash_helpers.sweep_process import KernelFile
+from flash_helpers.sweep_worker import cubin_contender
+from flash_helpers.toolchain import BuildError, Toolchain
+
+HEADER = "benchmarks/experiments/overlap.cuh"
+DTYPE = DType.BF16
+_COMMENT = re.compile(r"\s*//.*")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One variant of version 16's main loop, in bf16.
+
+    parent: the experiment that it differs from in one thing; "" for the first. title: that thing.
+    options: of the config, where they differ from the large tile's with two stages.
+    loop: C++ type in namespace experiments that stands in for version 16's own loop, or "".
+    """
+
+    name: str
+    parent: str
+    title: str
+    options: Mapping[str, Any]
+    loop: str = ""
+
+    @property
+    def config(self) -> FlashForwardKernelConfig:
+        """What the kernel is launched as; experiments may share it."""
+        fixed = next(c for c in reversed(get_kernel_progression_configs()) if c.dtype == DTYPE)
+        return fixed.replace(**{**TWO_STAGES, **self.options})
+
+    def unit(self) -> str:
+        """Translation unit with the one kernel."""
+        values = ",\n        ".join(
+            f".{field.name} = {_cpp_value(getattr(self.config, field.name))}"
+            for field in fields(self.config)
+        )
+        loop = f"    using Loop = experiments::{self.loop};\n" if self.loop else ""
+        return f"""\
+#include "{HEADER}"
+
+struct {self.name} {{
+    static constexpr FlashForwardKernelConfig value = {{
+        {values}}};
+{loop}}};
+
+ForwardKernel {self.name}_kernel() {{
+    return make_forward_kernel<{self.name}>(v16::forward_kernel<{self.name}>);
+}}
+"""
+
+
+def _cpp_value(value: object) -> str:
+    if isinstance(value, DType):
+        return f"DType::{value.name}"
+    return str(value).lower()
+
+
+def _options(lazy_rescale: bool, mma_row_sum: bool, **others: Any) -> dict[str, Any]:
+    return {"lazy_rescale": lazy_rescale, "mma_row_sum": mma_row_sum, **others}
+
+
+_ONE_STAGE = _options(False, False, kv_stages=1)
+_EAGER, _LAZY, _BOTH = _options(False, False), _options(True, False), _options(True, True)
+
+
+def _ring(options: str) -> str:
+    return f"Ring<value, experiments::RingOptions{{{options}}}>"
+
+
+# In the order of the log.
+EXPERIMENTS = (
+    Experiment("one_stage", "", "version 16 at the large tile, one buffer each", _ONE_STAGE),
+    Experiment(
+        "whole_tiles",
+        "one_stage",
+        "two buffers, one barrier a block instead of four",
+        _EAGER,
+        "WholeTiles<value>",
+    ),
+    Experiment("whole_tiles_lazy", "whole_tiles", "lazy rescale", _LAZY, "WholeTiles<value>"),
+    Experiment(
+        "pipelined", "whole_tiles", "S of the next block before P @ V", _EAGER, "Pipelined<value>"
+    ),
+    Experiment("pipelined_lazy", "pipelined", "lazy rescale", _LAZY, "Pipelined<value>"),
+    Experiment(
+        "pipelined_keys_32",
+        "pipelined_lazy",
+        "B_c 32, half of Q in registers",
+        {**_LAZY, "B_c": 32},
+        "Pipelined<value, 4>",
+    ),
+    Experiment(
+        "sub_blocks_32",
+        "whole_tiles_lazy",
+        "S of the next 32 keys before the softmax of these",
+        _LAZY,
+        "SubBlocks<value, 32>",
+    ),
+    Experiment(
+        "sub_blocks_16", "sub_blocks_32", "16 keys at a time", _LAZY, "SubBlocks<value, 16>"
+    ),
+    Experiment(
+        "ring", "whole_tiles", "fragments through a ring, barrier before the softmax", _EAGER
+    ),
+    Experiment("ring_lazy", "ring", "lazy rescale", _LAZY),
+    Experiment("ring_mma_sum", "ring", "row sums by mma", _options(False, True)),
+    Experiment("two_stages", "ring_lazy", "row sums by mma: version 16 with two stages", _BOTH),
+    Experiment("ring_keys_32", "two_stages", "B_c 32", {**_BOTH, "B_c": 32}),
+    Experiment("ring_ahead_2", "two_stages", "loads 2 ahead, not 3", _BOTH, _ring(".ahead = 2")),
+    Experiment(
+        "ring_of_8", "two_stages", "ring of 8, loads 4 ahead", _BOTH, _ring(".ring = 8, .ahead = 4")
+    ),
+    Experiment(
+        "ring_barrier_first",
+        "two_stages",
+        "barrier at the top of a block",
+        _BOTH,
+        _ring(".barrier_first = true"),
+    ),
+    Experiment(
+        "ring_immediate",
+        "two_stages",
+        "distances of copies in the instructions",
+        _BOTH,
+        _ring(".copies = experiments::Copies::immediate"),
+    ),
+    Experiment(
+        "ring_interleaved",
+        "ring_immediate",
+        "copies spread over P @ V",
+        _BOTH,
+        _ring(".copies = experiments::Copies::interleaved"),
+    ),
+    Experiment("ring_again", "two_stages", "nothing: the control", _BOTH, _ring("")),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An experiment's kernel in a cubin, and what ptxas said of it."""
+
+    experiment: Experiment
+    path: Path
+    report: PtxasReport
+
+    def resources(self) -> ResourceRecord:
+        """What it takes on the architecture that it was compiled for."""
+        config, report = self.experiment.config, self.report
+        held = occupancy(
+            report.architecture,
+            report.registers,
+            config.smem_bytes,
+            config.n_threads,
+            report.barriers or 0,
+        )
+        return ResourceRecord(
+            name=self.experiment.name,
+            registers=report.registers,
+            local_bytes=report.stack_bytes,
+            smem_bytes=config.smem_bytes,
+            blocks_per_sm=held.blocks,
+        )
+
+    def contender(self) -> Contender:
+        """The kernel for the benchmark; a CUDA context must be current. Raises DriverError."""
+        file = KernelFile(self.experiment.config.short_form(), str(self.path), self.report.symbol)
+        # several experiments share a config
+        return replace(cubin_contender(file), name=self.experiment.name, config=None)
+
+
+def source_digest(root: Path) -> str:
+    """Digest of all that the experiments' machine code is made from, but the compiler: the files
+    that they include, without comments and blank lines, and the units."""
+    digest = hashlib.sha256()
+    units = [experiment.unit() for experiment in EXPERIMENTS]
+    texts = [path.read_text(encoding="utf-8") for path in sources(root, units[0])]
+    for text in (*texts, *units):
+        lines = (_COMMENT.sub("", line).rstrip() for line in text.splitlines())
+        digest.update("\n".join(line for line in lines if line).encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def nvcc_command(toolchain: Toolchain, flags: Sequence[str], output: Path, unit: Path) -> list[str]:
+    """The compiler's command line, to be run in the root of the repository."""
+    return [str(toolchain.nvcc), *COMPILE_FLAGS, *flags, "-o", str(output), str(unit)]
+
+
+def compile_one(
+    experiment: Experiment, root: Path, folder: Path, toolchain: Toolchain, architecture: int
+) -> Compiled:
+    """Compile for one architecture (90 for sm_90), unless `folder` has it already.
+
+    Raises BuildError, with the compiler's output.
+    """
+    code = f"arch=compute_{architecture},code=sm_{architecture}"
+    flags = ("-gencode", code, "-cubin")
+    key = hashlib.sha256(
+        json.dumps([toolchain.identity, *COMPILE_FLAGS, *flags, source_digest(root)]).encode()
+    ).hexdigest()
+    target = folder / f"{experiment.name}-{key[:16]}.cubin"
+    log = target.with_suffix(".log")
+    if not target.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as scratch:
+            unit, cubin = Path(scratch, f"{experiment.name}.cu"), Path(scratch, "cubin")
+            unit.write_text(experiment.unit())
+            command = nvcc_command(toolchain, flags, cubin, unit)
+            result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+            said = result.stdout + result.stderr
+            if result.returncode:
+                raise BuildError(f"{experiment.name}: nvcc failed:\n{said.strip()}")
+            # the log first: where there is a cubin there is its log
+            write_if_different(log, said)
+            cubin.replace(target)
+    (report,) = parse_ptxas_log(log.read_text())
+    return Compiled(experiment, target, report)
+
+
+def compile_all(
+    root: Path, folder: Path, toolchain: Toolchain, architecture: int, jobs: int
+) -> Iterator[Compiled]:
+    """The experiments as they are compiled, `jobs` at a time. Raises BuildError."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [
+            pool.submit(compile_one, experiment, root, folder, toolchain, architecture)
+            for experiment in EXPERIMENTS
+        ]
+        try:
+            for future in as_completed(running):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

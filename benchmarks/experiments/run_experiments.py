@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Measure the experiments on version 16's main loop, and write the tables of their log."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from experiment_tables import Table, loop_table, provenance_line, speed_table
+from machine_code import ARCHITECTURE, load_machine_code, read_machine_code
+from overlap import DTYPE, EXPERIMENTS, Compiled, compile_all, source_digest
+from tabulate import tabulate
+from tqdm import tqdm
+
+from flash_helpers.backend import KernelsNotRun, find_backend
+from flash_helpers.benchmark import (
+    default_shape,
+    library_contender,
+    make_input_sets,
+    measure_problem,
+    n_steps,
+)
+from flash_helpers.benchmark_tables import replace_between_markers
+from flash_helpers.build import requested_jobs
+from flash_helpers.codegen import write_if_different
+from flash_helpers.machine import GpuMonitor, clock_record, git_commit, provenance
+from flash_helpers.rates import measure_rates, mma_sync_work
+from flash_helpers.results import (
+    FLASH,
+    MMA_SYNC,
+    RATE_NAMES,
+    BenchmarkResults,
+    Protocol,
+    load_results,
+    refuse_another_gpu,
+)
+from flash_helpers.sass.records import SassError
+from flash_helpers.selection import require_whole_blocks
+from flash_helpers.timing import make_timer
+from flash_helpers.toolchain import BuildError, find_toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path("build/experiments")
+RESULTS = Path("benchmarks/results/experiments_h100.json")
+MACHINE_CODE = Path("benchmarks/results/experiments_sass.json")
+DOCS = Path("docs/tuning.md")
+SPEED_MARKERS = ("<!-- speed:begin -->", "<!-- speed:end -->")
+LOOP_MARKERS = ("<!-- loops:begin -->", "<!-- loops:end -->")
+NOT_MEASURED = "Not measured yet: `python benchmarks/experiments/run_experiments.py` does it."
+DEFAULT_SEQ_LENS = (1024, 4096)
+DEFAULT_ROUNDS = 15
+
+DESCRIPTION = f"""\
+Measure the variants of version 16's main loop that docs/tuning.md tells of, failures included: each
+is compiled for this GPU (into {BUILD}), compared with float64 before and after, and timed beside
+PyTorch's flash backend, in CUDA graphs, in rounds that turn round. bf16, 16 heads, d_head 128.
+"""
+
+EXAMPLES = f"""\
+examples:
+  measure, print the table and write {RESULTS}; needs a GPU and nvcc:
+    python benchmarks/experiments/run_experiments.py
+  in a copy without git, and keeping the data elsewhere:
+    python benchmarks/experiments/run_experiments.py --commit 68cfc22 --json /tmp/experiments.json
+  what ptxas makes of the loops, into {MACHINE_CODE}; needs nvcc and nvdisasm:
+    python benchmarks/experiments/run_experiments.py --sass
+  put the tables into {DOCS}; needs neither:
+    python benchmarks/experiments/run_experiments.py --write-docs
+  does it show what the data says, and was the machine code made from these sources? (1 if not)
+    python benchmarks/experiments/run_experiments.py --write-docs --check
+
+exit status: 0 every experiment was right and timed, or the files are current; 1 an experiment
+failed, or --check found something stale; 2 wrong usage, no GPU or no compiler; 130 interrupted
+"""
+
+
+def positive(text: str) -> int:
+    """A positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive: use 1 or more")
+    return value
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
+        "--sass", action="store_true", help="instead: read the machine code of the loops"
+    )
+    action.add_argument(
+        "--write-docs", action="store_true", help=f"instead: put the tables into {DOCS}"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="with --write-docs: write nothing; print a diff and exit 1 if stale",
+    )
+    parser.add_argument(
+        "--seq",
+        nargs="+",
+        type=positive,
+        default=list(DEFAULT_SEQ_LENS),
+        metavar="N",
+        help=f"sequence lengths (default: {' '.join(map(str, DEFAULT_SEQ_LENS))})",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=DEFAULT_ROUNDS,
+        help=f"samples an experiment (default: {DEFAULT_ROUNDS})",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"what was measured (default: {RESULTS})",
+    )
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.check and not arguments.write_docs:
+        parser.error("--check goes with --write-docs")
+    return arguments
+
+
+def compile_experiments(architecture: int) -> list[Compiled]:
+    """All of them, in the order of the log. Raises BuildError."""
+    toolchain = find_toolchain((architecture,))
+    jobs = requested_jobs(os.environ)
+    found: dict[str, Compiled] = {}
+    with tqdm(total=len(EXPERIMENTS), desc="compiling", unit="kernel") as bar:
+        for compiled in compile_all(ROOT, ROOT / BUILD, toolchain, architecture, jobs):
+            found[compiled.experiment.name] = compiled
+            bar.update()
+    return [found[experiment.name] for experiment in EXPERIMENTS]
+
+
+def terminal_text(table: Table) -> str:
+    """The table for a terminal."""
+    return tabulate(
+        table.rows, headers=table.header, disable_numparse=True, colalign=table.alignment
+    )
+
+
+def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
+    """Compile, verify and time all experiments, and write what was found.
+
+    Raises KernelsNotRun without a GPU, BuildError, and ValueError or OSError for a bad file.
+    """
+    backend = find_backend("cuda")
+    found = provenance(
+        backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
+    )
+    refuse_another_gpu(arguments.json, found.gpu)
+    seq_lens = sorted(set(arguments.seq))
+    for seq_len in seq_lens:
+        require_whole_blocks([e.config for e in EXPERIMENTS], default_shape(seq_len))
+    compiled = compile_experiments(int(found.compute_capability.replace(".", "")))
+
+    torch.zeros(1, device=backend.device)  # makes PyTorch's context current
+    contenders = [library_contender(FLASH), *(c.contender() for c in compiled)]
+    protocol = Protocol(rounds=arguments.rounds)
+    timer = make_timer(backend.device, protocol)
+    rates = measure_rates(
+        {MMA_SYNC: lambda dtype: mma_sync_work(dtype, backend.device)}, DTYPE, timer, protocol
+    )
+    measurements, clocks = [], []
+    total = len(seq_lens) * n_steps(len(contenders), protocol)
+    with tqdm(total=total, desc="experiments", unit="step") as bar:
+        for seq_len in seq_lens:
+            shape, monitor = default_shape(seq_len), GpuMonitor(backend.device)
+            sets = make_input_sets(shape, DTYPE, backend.device, timer, protocol)
+            measurements += measure_problem(
+                contenders, sets, shape, DTYPE, timer, protocol, monitor, advance=bar.update
+            )
+            clocks.append(clock_record(DTYPE.short, seq_len, monitor.readings))
+    results = BenchmarkResults(
+        provenance=found,
+        protocol=protocol,
+        clocks=tuple(record for record in clocks if record is not None),
+        rates=tuple(rates),
+        resources=tuple(c.resources() for c in compiled),
+        measurements=tuple(measurements),
+    )
+    results.save_json(arguments.json)
+    return results
+
+
+def documented(root: Path, results: Path) -> tuple[str, str]:
+    """The log's text as it is and as it should be.
+
+    Raises OSError, or ValueError for a file or markers that are not as expected.
+    """
+    old = (root / DOCS).read_text(encoding="utf-8")
+    speed = NOT_MEASURED
+    if results.exists():
+        measured = load_results(results)
+        speed = f"{speed_table(measured).markdown()}\n\n{provenance_line(measured)}"
+    code = load_machine_code(root / MACHINE_CODE)
+    made = f"{code.compiler}, {code.architecture}."
+    new = replace_between_markers(old, speed, *SPEED_MARKERS)
+    new = replace_between_markers(new, f"{loop_table(code).markdown()}\n\n{made}", *LOOP_MARKERS)
+    return old, new
+
+
+def write_docs(arguments: argparse.Namespace) -> int:
+    """Update or check the log; returns the exit status. Raises as `documented` does."""
+    old, new = documented(ROOT, arguments.json)
+    if not arguments.check:
+        print(f"{DOCS} {'written' if write_if_different(ROOT / DOCS, new) else 'is current'}")
+        return 0
+    diff = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), str(DOCS), f"{DOCS} (data)"
+    )
+    print("".join(diff), end="")
+    has_old_code = load_machine_code(ROOT / MACHINE_CODE).sources != source_digest(ROOT)
+    if has_old_code:
+        print(f"{MACHINE_CODE} was made from other sources: run with --sass, then --write-docs")
+    return int(old != new or has_old_code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, read or write; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        if arguments.write_docs:
+            return write_docs(arguments)
+        if arguments.sass:
+            compiled = compile_experiments(ARCHITECTURE)
+            bar = tqdm(compiled, desc="disassembling", unit="kernel")
+            code = read_machine_code(bar, ROOT)
+            write_if_different(ROOT / MACHINE_CODE, code.to_json())
+            print(terminal_text(loop_table(code)))
+            return 0
+        given = sys.argv[1:] if argv is None else argv
+        results = measure(arguments, shlex.join(["run_experiments.py", *given]))
+    except (BuildError, KernelsNotRun, OSError, SassError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except torch.cuda.OutOfMemoryError as error:
+        said = str(error).splitlines()[0]
+        print(f"does not fit in the GPU's memory, use shorter --seq: {said}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted, nothing was written", file=sys.stderr)
+        return 130
+    print(terminal_text(speed_table(results)))
+    for rate in results.rates:
+        if rate.failure:
+            print(f"{RATE_NAMES[rate.name]}: {rate.failure}")
+    for m in results.failures:
+        print(f"{m.name} at {m.seq_len}: {m.failure}")
+    return 1 if results.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
