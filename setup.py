@@ -20,6 +20,10 @@ from flash_helpers.toolchain import (  # noqa: E402
 )
 
 PACKAGE = "flash_attention"
+# The site's generator; these versions need Python 3.11.
+SITE = [
+    f"{name}; python_version >= '3.11'" for name in ("sphinx>=9", "myst-parser>=5", "furo>=2025.12")
+]
 
 
 class BuildKernels(Command):
@@ -85,7 +89,10 @@ setup(
     packages=[PACKAGE],
     python_requires=">=3.10",
     install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
-    extras_require={"test": ["pytest>=8", "ruff", "clang-format", "matplotlib", "selenium"]},
+    extras_require={
+        "docs": SITE,
+        "test": ["pytest>=8", "ruff", "clang-format", "matplotlib", "selenium", *SITE],
+    },
     distclass=PlatformDistribution,
     cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
 )

@@ -13,7 +13,13 @@ setup(
     name="flash_helpers",
     version=__version__,
     description="Registry, reference, benchmarks and analysis for the flash_attention kernels",
-    packages=["flash_helpers", "flash_helpers.ptx", "flash_helpers.sass"],
+    packages=[
+        "flash_helpers",
+        "flash_helpers.course",
+        "flash_helpers.course.pictures",
+        "flash_helpers.ptx",
+        "flash_helpers.sass",
+    ],
     package_data={"flash_helpers.sass": ["page_assets/*"]},
     python_requires=">=3.10",
     install_requires=[

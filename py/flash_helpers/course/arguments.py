@@ -1,0 +1,121 @@
+"""What is written behind the kind of a block: words, options, and the names of kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from flash_helpers.kernel_configs import (
+    LARGE_TILE,
+    LARGE_TILE_VERSIONS,
+    LAST_VERSION,
+    MAX_SMEM_BYTES,
+    TWO_STAGES,
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
+from flash_helpers.selection import UsageError
+
+DTYPE = DType.BF16  # of all kernels that the pages show, unless a short form says otherwise
+ARCHITECTURES = tuple(f"sm_{capability}" for capability in MAX_SMEM_BYTES)
+DEFAULT_ARCHITECTURE = "sm_90"  # that of the committed measurements
+KERNEL_NAMES = (
+    f"a version from 1 to {LAST_VERSION}, which means its config of the progression in "
+    f"{DTYPE.short}; {' or '.join(f'{n}:large' for n in LARGE_TILE_VERSIONS)}, the large tile; "
+    f"{LAST_VERSION}:stages, the large tile with two stages; or the short form of a config"
+)
+
+_WORD = re.compile(
+    r"""(?:(?P<name>\w+)=)?(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\s"']\S*))(?=\s|$)"""
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """words: in order. options: what was written as NAME=VALUE."""
+
+    words: tuple[str, ...]
+    options: Mapping[str, str]
+
+    def number(self, name: str, default: int) -> int:
+        """The option as a number from 1. Raises UsageError for anything else."""
+        text = self.options.get(name, str(default))
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"{name}={text} is no number from 1 on")
+        return int(text)
+
+    def choice(self, name: str, accepted: Collection[str], default: str) -> str:
+        """The option as one of the accepted values. Raises UsageError for anything else."""
+        text = self.options.get(name, default)
+        if text not in accepted:
+            raise UsageError(f"{name}={text} is not one of {', '.join(accepted)}")
+        return text
+
+    def architecture(self) -> str:
+        """The option `arch`, such as "sm_90". Raises UsageError for one that is not built."""
+        return self.choice("arch", ARCHITECTURES, DEFAULT_ARCHITECTURE)
+
+
+def parse_arguments(text: str, options: Collection[str] = ()) -> Arguments:
+    """Words apart by blanks; "..." and '...' keep blanks together, and there are no escapes.
+
+    options: names that may stand before "="; a word with any other is a word.
+
+    Raises UsageError for a quotation mark without its partner, and an option given twice.
+    """
+    words: list[str] = []
+    found: dict[str, str] = {}
+    at = 0
+    text = text.strip()
+    while at < len(text):
+        match = _WORD.match(text, at)
+        if match is None:
+            raise UsageError(f"the quotation marks of {text[at:]!r} have no partners")
+        value = next(v for v in (match["double"], match["single"], match["bare"]) if v is not None)
+        name = match["name"]
+        if name in options:
+            if name in found:
+                raise UsageError(f"{name} is given twice")
+            found[name] = value
+        elif name:
+            words.append(f"{name}={value}")
+        else:
+            words.append(value)
+        at = match.end() + len(text[match.end() :]) - len(text[match.end() :].lstrip())
+    return Arguments(tuple(words), found)
+
+
+def parse_version(word: str) -> int:
+    """The number of a version. Raises UsageError."""
+    if not word.isdecimal() or int(word) not in VERSIONS:
+        raise UsageError(f"{word!r} is not a version from 1 to {LAST_VERSION}")
+    return int(word)
+
+
+def progression_config(version: int) -> FlashForwardKernelConfig:
+    """The config of a version that the pages show."""
+    return next(
+        config
+        for config in get_kernel_progression_configs()
+        if (config.version, config.dtype) == (version, DTYPE)
+    )
+
+
+def parse_kernel(word: str) -> FlashForwardKernelConfig:
+    """The config that one of KERNEL_NAMES names. Raises UsageError."""
+    version, colon, variant = word.partition(":")
+    if version.isdecimal() and int(version) in VERSIONS:
+        config = progression_config(int(version))
+        if not colon:
+            return config
+        if variant == "large" and int(version) in LARGE_TILE_VERSIONS:
+            return config.replace(**LARGE_TILE)
+        if variant == "stages" and int(version) == LAST_VERSION:
+            return config.replace(**TWO_STAGES)
+    try:
+        return FlashForwardKernelConfig.from_short_form(word)
+    except ValueError as error:
+        raise UsageError(f"{word!r} is no kernel: write {KERNEL_NAMES}") from error

@@ -1,0 +1,265 @@
+"""The commands that a page shows, and running them.
+
+A fenced block whose language is `console` holds commands in its lines that begin with "$ "; a line
+that ends in a backslash goes on in the next one. The other lines are what a reader sees come out.
+Behind the language may stand `gpu` (never run here) or `exit=N` (the status that each command must
+have; 0 otherwise).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_helpers.course.markers import MarkerError, closes, fenced
+
+LANGUAGE = "console"
+PROMPT = "$ "
+TIME_LIMIT = 120.0  # seconds a command
+JOBS = 2
+
+_COLUMNS = "100"
+_SHOWN_LINES = 12  # of what a failed command said last
+# What a copy of the repository for commands can do without: at its root, and anywhere.
+_LEFT_OUT = (".git", ".venv", "venv", "build", "dist", "site", "*.egg-info", ".*_cache")
+_LEFT_OUT_ANYWHERE = ("__pycache__",)
+
+
+class StoppedError(RuntimeError):
+    """Nothing is run any more."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page. line: of its prompt, from 1. status: that it must end with."""
+
+    text: str
+    line: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Console:
+    """A console block. begin, end: indices of its fences in the lines that it was read from."""
+
+    begin: int
+    end: int
+    is_gpu: bool
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a command. output: what a reader sees; errors: what it said besides."""
+
+    command: Command
+    status: int
+    output: str
+    errors: str
+    timed_out: bool
+
+    @property
+    def failed(self) -> bool:
+        """It did not end as the page says."""
+        return self.timed_out or self.status != self.command.status
+
+    def failure_text(self, page: str) -> str:
+        """The command, where it stands, and the last that it said."""
+        said = (self.output + self.errors).splitlines()[-_SHOWN_LINES:]
+        ended = f"ended with status {self.status}, not {self.command.status}"
+        if self.timed_out:
+            ended = "was killed at the time limit"
+        return "\n".join(
+            [
+                f"{page}:{self.command.line}: $ {self.command.text}",
+                f"  {ended}, and said {'last:' if said else 'nothing'}",
+                *(f"  | {line}" for line in said),
+            ]
+        )
+
+
+def consoles(text: str, first_line: int) -> list[Console]:
+    """The console blocks of a text. first_line: the number of its first line in the page.
+
+    Raises MarkerError for a block whose attributes or first line are wrong.
+    """
+    lines = text.split("\n")
+    in_code = fenced(lines)
+    found = []
+    at = 0
+    while at < len(lines):
+        if not in_code[at]:
+            at += 1
+            continue
+        end = at + 1
+        while end < len(lines) and in_code[end] and not closes(lines[at], lines[end]):
+            end += 1
+        language, *attributes = lines[at].strip().lstrip("`~").split() or [""]
+        if language == LANGUAGE:
+            found.append(_console(lines, at, end, attributes, first_line))
+        at = end + 1
+    return found
+
+
+def _console(
+    lines: Sequence[str], begin: int, end: int, attributes: Sequence[str], first_line: int
+) -> Console:
+    status, is_gpu = 0, False
+    for attribute in attributes:
+        name, _, value = attribute.partition("=")
+        if attribute == "gpu":
+            is_gpu = True
+        elif name == "exit" and value.isdecimal():
+            status = int(value)
+        else:
+            raise MarkerError(
+                first_line + begin,
+                f"{attribute!r} does not go with {LANGUAGE}: it takes gpu or exit=N",
+            )
+    commands = []
+    at = begin + 1
+    while at < end:
+        if lines[at].startswith(PROMPT):
+            first = at
+            text = lines[at][len(PROMPT) :]
+            while text.endswith("\\") and at + 1 < end:
+                at += 1
+                text += "\n" + lines[at]
+            commands.append(Command(text, first_line + first, status))
+        at += 1
+    if not commands:
+        raise MarkerError(
+            first_line + begin, f"a {LANGUAGE} block needs a line that begins with {PROMPT!r}"
+        )
+    return Console(begin, end, is_gpu, tuple(commands))
+
+
+def with_output(
+    text: str, blocks: Sequence[Console], outcomes: Sequence[Outcome], lines_shown: int
+) -> str:
+    """The text with what its commands printed under each; the first lines of it.
+
+    blocks: `consoles` of the text. outcomes: of all their commands, in order.
+    """
+    lines = text.split("\n")
+    following = iter(outcomes)
+    result: list[str] = []
+    at = 0
+    for block in blocks:
+        result += lines[at : block.begin + 1]
+        for command in block.commands:
+            outcome = next(following)
+            shown = outcome.output.rstrip().splitlines()
+            result += (PROMPT + command.text).split("\n")
+            result += [line.rstrip() for line in shown[:lines_shown]]
+            if len(shown) > lines_shown:
+                result.append("...")
+        at = block.end
+    return "\n".join([*result, *lines[at:]])
+
+
+@contextmanager
+def copy_of(root: Path) -> Iterator[Path]:
+    """A copy of the repository, where commands may leave what they write. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix="course-") as folder:
+        copy = Path(folder) / root.name
+        shutil.copytree(
+            root, copy, symlinks=True, ignore=_left_out(root), copy_function=_copy_or_link
+        )
+        yield copy
+
+
+def _left_out(root: Path) -> Callable[[str, list[str]], set[str]]:
+    at_root = shutil.ignore_patterns(*_LEFT_OUT, *_LEFT_OUT_ANYWHERE)
+    below = shutil.ignore_patterns(*_LEFT_OUT_ANYWHERE)
+    return lambda folder, names: (at_root if Path(folder) == root else below)(folder, names)
+
+
+def _copy_or_link(source: str, target: str) -> None:
+    """The library is most of what there is to copy, and nobody writes it."""
+    if source.endswith(".so"):
+        Path(target).symlink_to(source)
+    else:
+        shutil.copy2(source, target)
+
+
+class Runner:
+    """Runs commands, from several threads, until it is stopped."""
+
+    def __init__(self, time_limit: float = TIME_LIMIT) -> None:
+        self._time_limit = time_limit
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def run(self, command: Command, folder: Path) -> Outcome:
+        """Run one command by bash in a folder; after the time limit it is killed, with all that it
+        started.
+
+        `python` is the one that runs this, and no GPU is seen. In a pipe any failure counts.
+        Raises StoppedError once `stop` was called.
+        """
+        with self._lock:
+            if self._stopped:
+                raise StoppedError
+            process = subprocess.Popen(
+                ["bash", "-c", f"set -o pipefail\n{command.text}"],
+                cwd=folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                # what a command that must fail says is what the page shows
+                stderr=subprocess.STDOUT if command.status else subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+        timed_out = False
+        try:
+            output, errors = process.communicate(timeout=self._time_limit)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _kill(process)
+            output, errors = process.communicate()
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        return Outcome(command, process.returncode, output, errors or "", timed_out)
+
+    def stop(self) -> None:
+        """Kill what runs, and let nothing more begin."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process and those that it started: it leads a session of its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _environment() -> dict[str, str]:
+    scripts = Path(sys.executable).parent
+    return {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # others run at the same time
+        "COLUMNS": _COLUMNS,
+        "LC_ALL": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }

@@ -1,0 +1,59 @@
+"""Blocks that lead elsewhere: pictures, and the pages before and after."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePosixPath
+
+from flash_helpers.course.arguments import Arguments, parse_version
+from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.pages import COURSE, Page, neighbours, page_named, page_of_step
+from flash_helpers.selection import UsageError
+
+PICTURES = PurePosixPath("docs/images/course")
+
+
+def relative(target: PurePosixPath, page: PurePosixPath) -> str:
+    """A path of the repository, as a link on a page has it."""
+    return PurePosixPath(os.path.relpath(target, page.parent)).as_posix()
+
+
+def image(target: PurePosixPath, alt: str, page: PurePosixPath) -> str:
+    """Markdown of a picture."""
+    return f"![{alt.replace('[', '(').replace(']', ')')}]({relative(target, page)})"
+
+
+def picture_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
+    """A picture of the course."""
+    name, alt = arguments.words
+    return image(PICTURES / f"{name}.svg", alt, page)
+
+
+def nav_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
+    """Links to the pages before and after this one."""
+    own = page_named(page.name) if page.parent == PurePosixPath("docs") else None
+    if own not in COURSE:
+        raise UsageError(
+            f"{page} is no page of the course (py/flash_helpers/course/pages.py): it has no "
+            "neighbours"
+        )
+    before, after = neighbours(own)
+    parts = []
+    if before:
+        parts.append(f"← {_link(before, page)}")
+    if after:
+        parts.append(f"{_link(after, page)} →")
+    return " · ".join(parts)
+
+
+def next_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
+    """A link to the page after that of a step."""
+    own = page_of_step(parse_version(arguments.words[0]))
+    after = neighbours(own)[1] if own else None
+    if after is None:
+        raise UsageError(f"there is no page after that of step {arguments.words[0]}")
+    return f"Next: {_link(after, page)}."
+
+
+def _link(target: Page, page: PurePosixPath) -> str:
+    return f"[{target.title}]({relative(target.path, page)})"

@@ -1,0 +1,301 @@
+"""The course as a static site that needs no server and no network: the Markdown pages, rendered by
+Sphinx as GitHub renders them, and the linked CUDA, PTX and SASS of every step."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tqdm import tqdm
+
+from flash_helpers.benchmark_tables import progression_table
+from flash_helpers.course import markers
+from flash_helpers.course.pages import COURSE, FOLDER, PAGES, Page
+from flash_helpers.course.site_links import LinkTargets, Menu, broken_links
+from flash_helpers.course.site_plots import PLOTTED, site_plots
+from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
+from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.results import BenchmarkResults, load_results
+
+RESULTS = PurePosixPath("benchmarks/results/h100.json")
+ASSETS = PurePosixPath("docs/assets")
+README = PurePosixPath("README.md")
+CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
+TITLE = "FlashAttention-2 in sixteen steps"
+
+MEASUREMENTS = "measurements"
+VIEWS_PAGE = "views"
+
+_PACKAGES = ("sphinx", "myst_parser", "furo")
+_SITE_FILE = ".buildinfo"  # Sphinx leaves it in what it built
+_NEIGHBOURS = ("nav", "next")  # kinds of blocks whose links every page of the site has anyway
+
+
+class SiteError(RuntimeError):
+    """The site cannot be built here; the message says why, and what helps."""
+
+
+class SiteWarningsError(SiteError):
+    """The site would have faults, and was to have none; the message has a line for each."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A page before Sphinx reads it. name: in the site, without `.html`. path: of its Markdown,
+    relative to the root of the repository; that of a page that is made names no file."""
+
+    name: str
+    path: PurePosixPath
+    text: str
+
+
+def require_site_packages() -> None:
+    """Raise SiteError, with the way out, where Sphinx, its Markdown or its theme is missing."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SiteError(f"the site needs {', '.join(missing)}: pip install '.[docs]'")
+
+
+def build_site(
+    root: Path, output: Path, *, strict: bool = False, repo_url: str | None = None
+) -> list[str]:
+    """Build the site of the repository `root` into the folder `output`; returns its warnings.
+
+    strict: a warning fails the build. repo_url: where the files of the repository can be seen, such
+    as https://host/owner/name/blob/main; without it those that are linked are copied into the site.
+    A build that fails leaves the site that was there.
+
+    Raises SiteError where no site can be built, SiteWarningsError for warnings if strict, and
+    SassError, PlotError, ValueError or OSError for a library or files that cannot be read.
+    """
+    require_site_packages()
+    _require_replaceable(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
+        build = _Build(root, Path(name), load_results(root / RESULTS), repo_url)
+        warnings = build.run()
+        if strict and warnings:
+            raise SiteWarningsError("\n".join(warnings))
+        _replace(output, build.built, Path(name) / "old")
+    return warnings
+
+
+def _require_replaceable(output: Path) -> None:
+    """What is not a site is not deleted for a slip of the pen."""
+    if output.is_dir() and ((output / _SITE_FILE).is_file() or not any(output.iterdir())):
+        return
+    if output.exists():
+        raise SiteError(f"{output} is there, and is not a site: name another folder")
+
+
+def _replace(output: Path, built: Path, old: Path) -> None:
+    """Put the new site in the place of the old one."""
+    if output.exists():
+        output.rename(old)
+    try:
+        built.rename(output)
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
+
+
+def _written_pages(root: Path) -> list[_Source]:
+    """The Markdown files of the repository that are pages: the README, and those of the docs."""
+    listed = [page.path for page in PAGES]
+    found = [PurePosixPath(path.relative_to(root)) for path in sorted((root / FOLDER).glob("*.md"))]
+    paths = dict.fromkeys([README, *listed, *found, CONTRIBUTING])
+    return [
+        _Source(
+            name="index" if path == README else path.stem.lower(),
+            path=path,
+            text=_without_markers(path, (root / path).read_text(encoding="utf-8")),
+        )
+        for path in paths
+        if (root / path).is_file()
+    ]
+
+
+def _without_markers(path: PurePosixPath, text: str) -> str:
+    """The page as a reader sees it, line for line where it was. A comment stands for what the menu
+    makes needless: a heading over nothing else goes with it."""
+    try:
+        parts = markers.parse(text)
+    except markers.MarkerError as error:
+        raise SiteError(f"{path}:{error.line}: {error}") from error
+    kept = []
+    for part in parts:
+        if isinstance(part, markers.Prose):
+            kept.append(part.text)
+        elif part.kind == markers.INLINE_KIND:
+            kept.append(part.body)
+        elif part.kind in _NEIGHBOURS:
+            kept.append("<!-- neighbours -->" + "\n" * (part.body.count("\n") + 2))
+        else:
+            kept.append(f"\n{part.body}\n")
+    return "".join(kept)
+
+
+def _made_pages(results: BenchmarkResults) -> list[_Source]:
+    """The pages that only the site has."""
+    pictures = [f"![]({PurePosixPath(path).relative_to(FOLDER)})" for path in PLOTTED]
+    measurements = "\n\n".join(["# Measurements", *pictures, progression_table(results)])
+    return [
+        _Source(MEASUREMENTS, FOLDER / f"{MEASUREMENTS}.md", measurements),
+        _Source(VIEWS_PAGE, FOLDER / f"{VIEWS_PAGE}.md", views_markdown()),
+    ]
+
+
+def _unlisted_pages(root: Path) -> list[str]:
+    listed = {page.path for page in PAGES}
+    found = {PurePosixPath(path.relative_to(root)) for path in (root / FOLDER).glob("*.md")}
+    return [
+        *(f"{path} is in the list of pages, and not there" for path in sorted(listed - found)),
+        *(f"{path} is not in the list of pages" for path in sorted(found - listed)),
+    ]
+
+
+@dataclass(frozen=True)
+class _Build:
+    """One build in a folder of its own."""
+
+    root: Path
+    folder: Path
+    results: BenchmarkResults
+    repo_url: str | None
+
+    @property
+    def built(self) -> Path:
+        """The site."""
+        return self.folder / "site"
+
+    @property
+    def _source(self) -> Path:
+        return self.folder / "source"
+
+    def run(self) -> list[str]:
+        """Build; returns the warnings."""
+        sources = [*_written_pages(self.root), *_made_pages(self.results)]
+        names = {page.path: page.name for page in sources}
+        steps = {p.step: names[p.path] for p in PAGES if p.step is not None and p.path in names}
+        self._source.mkdir()
+        for page in sources:
+            (self._source / f"{page.name}.md").write_text(page.text, encoding="utf-8")
+        total = 2 * len(sources) + len(VERSIONS)  # a page is read, and written
+        with tqdm(total=total, desc="site", unit="page", leave=False, disable=None) as bar:
+            warnings = self._render(names, steps, bar.update)
+            for view in step_views(self.root, self.results, steps):
+                path = self.built / view.name
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(view.text, encoding="utf-8")
+                warnings += [
+                    f"{view.name} cannot show {source}: the installed library was built from "
+                    "another one; build it again (pip install .)"
+                    for source in view.missing
+                ]
+                bar.update()
+        return [*_unlisted_pages(self.root), *warnings, *broken_links(self.built)]
+
+    def _render(
+        self,
+        names: Mapping[PurePosixPath, str],
+        steps: Mapping[int, str],
+        on_page: Callable[[], object],
+    ) -> list[str]:
+        """Let Sphinx make the pages; returns what it warned of.
+
+        names: of the pages, by the path of their Markdown. steps: those about a step.
+        """
+        from sphinx.application import Sphinx
+        from sphinx.util.console import strip_escape_sequences
+        from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+        from flash_helpers.course.site_pages import SitePages
+
+        warnings = io.StringIO()
+        # the first two undo what Sphinx teaches docutils, for whoever builds again in this process
+        with patch_docutils(), docutils_namespace(), _as_site_error():
+            app = Sphinx(
+                srcdir=self._source,
+                confdir=None,
+                outdir=self.built,
+                doctreedir=self.folder / "doctrees",
+                buildername="html",
+                confoverrides=self._settings(),
+                status=None,
+                warning=warnings,
+            )
+            SitePages(
+                source=self._source,
+                targets=LinkTargets(
+                    self.root,
+                    {path: name for path, name in names.items() if (self.root / path).is_file()},
+                    frozenset(map(view_name, VERSIONS)),
+                    self.repo_url,
+                ),
+                paths={name: path for path, name in names.items()},
+                menus=_menus(set(names.values())),
+                plots=site_plots(self.results, steps),
+                cards={name: card_html(step) for step, name in steps.items()},
+                on_page=on_page,
+            ).connect(app)
+            app.build()
+        text = strip_escape_sequences(warnings.getvalue())
+        for path, name in names.items():
+            text = text.replace(str(self._source / f"{name}.md"), str(path))
+        return text.splitlines()
+
+    def _settings(self) -> dict[str, Any]:
+        """Sphinx's configuration."""
+        return {
+            "project": TITLE,
+            "html_title": TITLE,
+            "html_short_title": TITLE,
+            "language": "en",
+            "root_doc": "index",
+            "suppress_warnings": ["toc.not_included"],  # _unlisted_pages tells that better
+            "extensions": ["myst_parser"],
+            "source_suffix": {".md": "markdown"},
+            "myst_gfm_only": True,
+            "myst_heading_anchors": 6,
+            "highlight_language": "none",
+            "pygments_style": "a11y-light",
+            "html_theme": "furo",
+            "html_static_path": [str(self.root / ASSETS)],
+            "html_css_files": ["site.css"],
+            "html_js_files": [(name, {"defer": "defer"}) for name in ("site.js", "plots.js")],
+            "html_copy_source": False,
+            "html_show_copyright": False,
+            "html_use_index": False,
+            "html_domain_indices": False,
+            "html_show_search_summary": False,  # it is fetched, which no page from a file may do
+        }
+
+
+@contextmanager
+def _as_site_error() -> Iterator[None]:
+    from sphinx.errors import SphinxError
+
+    try:
+        yield
+    except SphinxError as error:
+        raise SiteError(f"Sphinx cannot build the site: {error}") from error
+
+
+def _menus(names: set[str]) -> list[Menu]:
+    """The menu: the course in its order, and what is looked up."""
+    course = Menu("The course", _entries(COURSE, names))
+    others = [page for page in PAGES if not page.in_course]
+    made = [("Measurements", MEASUREMENTS), ("CUDA, PTX and SASS", VIEWS_PAGE)]
+    contributing = [("Contributing", "contributing")] if "contributing" in names else []
+    return [course, Menu("Reference", [*made, *_entries(others, names), *contributing])]
+
+
+def _entries(pages: Iterable[Page], names: set[str]) -> list[tuple[str, str]]:
+    return [(page.title, page.path.stem) for page in pages if page.path.stem in names]

@@ -1,0 +1,162 @@
+"""What Sphinx does not do by itself: links as GitHub has them, plots in the place of pictures, the
+way to a step's view, the menu, and the texts that search results show."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+from flash_helpers.course.site_links import LinkError, LinkTargets, Menu
+from flash_helpers.course.site_sources import SourcePages
+
+SEARCH_TEXTS = "search_texts.js"
+
+_BEFORE_SPHINX = 100  # its own handlers have 500
+_COMMENT = re.compile(r"\s*<!--.*?-->\s*", re.DOTALL)
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class SitePages:
+    """The handlers of one build.
+
+    source: the folder that Sphinx reads. targets: of the links. paths: the files of the pages by
+    name, relative to the root of the repository. plots: HTML by the path of the picture that it
+    replaces. cards: HTML to stand below the title of a page, by its name. on_page: called once for
+    each page that was read and each that is written.
+    """
+
+    source: Path
+    targets: LinkTargets
+    paths: Mapping[str, PurePosixPath]
+    menus: Sequence[Menu]
+    plots: Mapping[str, str]
+    cards: Mapping[str, str]
+    on_page: Callable[[], object]
+    _texts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def connect(self, app: Sphinx) -> None:
+        """Take part in a build."""
+        app.connect("doctree-read", self._read, priority=_BEFORE_SPHINX)
+        app.connect("html-collect-pages", self._more_pages)
+        app.connect("html-page-context", self._written)
+        app.connect("build-finished", self._finished)
+
+    def _read(self, app: Sphinx, document: nodes.document) -> None:
+        name = app.env.docname
+        self._texts[name] = dict(_section_texts(document))
+        for section in list(document.findall(nodes.section)):
+            below = section.children[1:]
+            if below and all(map(_is_comment, below)) and section.parent is not document:
+                section.parent.remove(section)
+        for comment in list(document.findall(_is_comment)):
+            comment.parent.remove(comment)
+        for reference in list(document.findall(nodes.reference)):
+            self._link(name, reference)
+        for image in list(document.findall(nodes.image)):
+            self._image(name, image)
+        if name in self.cards:
+            title = next(document.findall(nodes.title))
+            title.parent.insert(title.parent.index(title) + 1, _raw(self.cards[name]))
+        if name == app.config.root_doc:
+            document[0].extend(_toctree(menu, name) for menu in self.menus)
+        self.on_page()
+
+    def _link(self, name: str, reference: nodes.reference) -> None:
+        link = reference.get("refuri", "")
+        parts = urlsplit(link)
+        if not parts.path or parts.scheme or parts.netloc:
+            return
+        try:
+            reference["refuri"] = self.targets.address(self.paths[name], link)
+        except LinkError as error:
+            _log.warning(str(error), location=reference)
+            reference.replace_self(reference.children)
+
+    def _image(self, name: str, image: nodes.image) -> None:
+        try:
+            path = self.targets.file(self.paths[name], image["uri"])
+        except LinkError as error:
+            _log.warning(str(error), location=image)
+            image.replace_self(nodes.Text(image.get("alt", "")))
+            return
+        if str(path) in self.plots:
+            _replace_block(image, _raw(self.plots[str(path)]))
+            return
+        copy = self.source / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((self.targets.root / path).read_bytes())
+        image["uri"] = str(path)
+
+    def _more_pages(self, app: Sphinx) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        for name, title, body in SourcePages(self.targets):
+            yield name, {"title": title, "body": f'<div class="source">{body}</div>'}, "page.html"
+
+    def _written(self, app: Sphinx, name: str, *_: object) -> None:
+        if name == "search":
+            app.add_js_file(SEARCH_TEXTS)
+            app.add_js_file("search.js")
+        if name in self.paths:
+            self.on_page()
+
+    def _finished(self, app: Sphinx, error: Exception | None) -> None:
+        if error is None:
+            text = json.dumps(self._texts, separators=(",", ":"), ensure_ascii=False)
+            path = Path(app.outdir) / "_static" / SEARCH_TEXTS
+            path.write_text(f"const SEARCH_TEXTS = {text};\n", encoding="utf-8")
+
+
+def _is_comment(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.raw) and _COMMENT.fullmatch(node.astext()) is not None
+
+
+def _raw(html: str) -> nodes.raw:
+    return nodes.raw("", html, format="html")
+
+
+def _replace_block(image: nodes.image, plot: nodes.raw) -> None:
+    """Put a plot in the place of a picture, and of the paragraph that holds nothing else."""
+    parent = image.parent
+    alone = isinstance(parent, nodes.paragraph) and len(parent.children) == 1
+    (parent if alone else image).replace_self(plot)
+
+
+def _toctree(menu: Menu, name: str) -> addnodes.toctree:
+    """A part of the menu, as the directive of that name makes it."""
+    return addnodes.toctree(
+        "",
+        parent=name,
+        entries=list(menu.entries),
+        includefiles=[page for _, page in menu.entries],
+        maxdepth=1,
+        caption=menu.caption,
+        rawcaption=menu.caption,
+        glob=False,
+        hidden=True,
+        includehidden=False,
+        numbered=0,
+        titlesonly=True,
+    )
+
+
+def _section_texts(document: nodes.document) -> Iterator[tuple[str, str]]:
+    """The text of each section without those inside it, by the anchor that Sphinx's search names:
+    none for the page itself."""
+    for section in document.findall(nodes.section):
+        anchor = "" if section.parent is document else f"#{section['ids'][0]}"
+        texts = (
+            child.astext()
+            for child in section.children
+            if not isinstance(child, nodes.section | nodes.title | nodes.raw)
+        )
+        yield anchor, " ".join(" ".join(texts).split())

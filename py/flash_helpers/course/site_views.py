@@ -1,0 +1,133 @@
+"""For each step a page with the CUDA, PTX and SASS of the step and of its parent."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    get_kernel_progression_configs,
+)
+from flash_helpers.results import BenchmarkResults
+from flash_helpers.sass.comparison_page import page_facts
+from flash_helpers.sass.matrix import Matrix, build_matrix
+from flash_helpers.sass.page import PageKernel, page_html
+from flash_helpers.sass.ptx_links import ptx_sources
+from flash_helpers.sass.reader import installed_library, library_kernels
+from flash_helpers.sass.source_diff import read_sources
+
+VIEWS = PurePosixPath("views")  # folder of the site
+ARCHITECTURE = "sm_90"  # that of the committed measurements
+SEQ_LEN = 4096
+_BAR = "padding:8px 14px 0;display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13.5px"
+_LINK = "color:var(--accent)"
+
+
+@dataclass(frozen=True)
+class View:
+    """A page with the CUDA, PTX and SASS of a step.
+
+    name: of its file, relative to the site. missing: the kernels' own files that it cannot show,
+    because the library was built from other ones.
+    """
+
+    name: PurePosixPath
+    text: str
+    missing: tuple[str, ...]
+
+
+def view_name(step: int) -> PurePosixPath:
+    """The file of a step's page, relative to the site."""
+    return VIEWS / f"step_{step:02}.html"
+
+
+def view_title(step: int) -> str:
+    """What the page shows."""
+    return f"CUDA, PTX and SASS of {_beside(step)}"
+
+
+def _beside(step: int) -> str:
+    parent = VERSIONS[step].parent
+    return f"step {step}" if parent is None else f"step {step} beside step {parent}"
+
+
+def step_views(root: Path, results: BenchmarkResults, pages: Mapping[int, str]) -> Iterator[View]:
+    """The view of each step, from the kernels of the installed library. pages: names of the pages
+    about a step, which the views lead back to.
+
+    Raises SassError, UsageError or OSError if it has not all of them.
+    """
+    configs = {c.version: c for c in get_kernel_progression_configs() if c.dtype is DType.BF16}
+    kernels = library_kernels(ARCHITECTURE, configs.values())
+    for step, version in VERSIONS.items():
+        shown = [configs[n] for n in (version.parent, step) if n is not None]
+        matrix = build_matrix([(config, kernels[config]) for config in shown], results, SEQ_LEN)
+        yield _view(step, matrix, root, pages)
+
+
+def _view(step: int, matrix: Matrix, root: Path, pages: Mapping[int, str]) -> View:
+    ptx_folder = installed_library().parent / "ptx"
+    shown = []
+    for name, facts in zip(matrix.names, matrix.rows, strict=True):
+        ptx = (ptx_folder / f"{facts.config.short_form()}.ptx").read_text(encoding="utf-8")
+        shown.append(
+            PageKernel(
+                kernel=facts.kernel,
+                name=name,
+                title=f"Step {facts.config.version}: {VERSIONS[facts.config.version].idea}",
+                facts=page_facts(facts),
+                ptx_sources=ptx_sources(facts.kernel, ptx),
+            )
+        )
+    sources = read_sources([page.kernel for page in shown], root)
+    text = page_html(shown, sources, view_title(step), _links(step, pages), len(shown) - 1)
+    own = (str(VERSIONS[facts.config.version].source) for facts in matrix.rows)
+    return View(view_name(step), text, tuple(path for path in own if path not in sources))
+
+
+def _links(step: int, pages: Mapping[int, str]) -> str:
+    """The way back, and to the neighbours."""
+    links = [(f"../{pages.get(step, 'index')}.html", f"← step {step} of the course")]
+    links += [
+        (view_name(other).name, f"{word}: step {other}")
+        for word, other in (("previous", step - 1), ("next", step + 1))
+        if other in VERSIONS
+    ]
+    text = "".join(
+        f'<a style="{_LINK}" href="{address}">{html.escape(text)}</a>' for address, text in links
+    )
+    return f'<nav id="course" aria-label="The course" style="{_BAR}">{text}</nav>'
+
+
+def card_html(step: int) -> str:
+    """The way from a step's page to its view."""
+    return (
+        f'<p class="view-card"><a href="{view_name(step)}"><strong>{view_title(step)}</strong> '
+        "<span>Three panes, linked line by line, with control words and live registers.</span>"
+        "</a></p>"
+    )
+
+
+def views_markdown() -> str:
+    """The page that lists all views."""
+    rows = [
+        f"| {step} | {version.idea} | [{_beside(step)}]({view_name(step)}) |"
+        for step, version in VERSIONS.items()
+    ]
+    return "\n".join(
+        [
+            "# CUDA, PTX and SASS, side by side",
+            "",
+            "Each step with its parent, as compiled for "
+            f"{ARCHITECTURE} in bf16: three panes, and every line linked to what was made of it.",
+            "",
+            "| step | idea | view |",
+            "| --: | :-- | :-- |",
+            *rows,
+            "",
+        ]
+    )

@@ -1,0 +1,55 @@
+"""Pages of a test's own to build, and the site of the repository, built once for all its tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+from built_site import BuiltSite, require_builder
+from course_book import Book
+
+from flash_helpers.course.blocks import render
+from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.site import build_site
+from flash_helpers.sass.cache import FOLDER_VARIABLE
+
+
+@pytest.fixture(scope="session")
+def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuiltSite]:
+    """The site; its build neither reads nor fills the user's cache."""
+    require_builder()
+    folder = tmp_path_factory.mktemp("course") / "site"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, FOLDER_VARIABLE, str(tmp_path_factory.mktemp("sass_cache")))
+        yield BuiltSite(folder, build_site(root, folder))
+
+
+@pytest.fixture
+def book(root: Path, tmp_path: Path) -> Book:
+    for name in ("src", "previous_kernels", "benchmarks"):
+        (tmp_path / name).symlink_to(root / name)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/data").symlink_to(root / "docs/data")
+    return Book(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def evidence(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    """That of the real repository, but for the cache of what the simulator counted."""
+    folder = tmp_path_factory.mktemp("evidence")
+    for name in ("src", "previous_kernels", "benchmarks", "docs"):
+        (folder / name).symlink_to(root / name)
+    return Evidence(folder)
+
+
+@pytest.fixture(scope="session")
+def show(evidence: Evidence) -> Callable[..., str]:
+    """The text of a block, written as on a page, which is given as `page`."""
+
+    def rendered(block: str, page: str = "docs/page.md") -> str:
+        kind, _, arguments = block.partition(" ")
+        return render(evidence, kind, arguments, PurePosixPath(page))
+
+    return rendered

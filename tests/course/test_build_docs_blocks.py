@@ -1,0 +1,353 @@
+"""What each kind of block shows, against what is known of it elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import flash_attention
+from flash_helpers.course.arguments import parse_kernel, progression_config
+from flash_helpers.course.blocks import KINDS
+from flash_helpers.course.clock_blocks import mean_change, speedup
+from flash_helpers.course.counting import count_kernel
+from flash_helpers.course.evidence import PUBLISHED, Evidence
+from flash_helpers.course.published import load_published
+from flash_helpers.course.sources import step_diff, without_comments
+from flash_helpers.course.values import value, value_lines
+from flash_helpers.inputs import AttentionShape
+from flash_helpers.kernel_configs import (
+    LARGE_TILE,
+    TWO_STAGES,
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+)
+from flash_helpers.kernel_profile import profile_kernels
+from flash_helpers.ptxas import parse_ptxas_log
+from flash_helpers.results import BenchmarkResults, Measurement
+from flash_helpers.sass.phases import tensor_per_block
+from flash_helpers.selection import UsageError
+
+Show = Callable[..., str]
+# what `counters` counts: one head of 512 rows, in tiles of 64, by 4 warps
+BLOCKS = 512 // 64
+WARPS = 4 * BLOCKS
+
+
+def cells(table: str, label: str) -> list[str]:
+    """The cells behind the one with that text, in its row of a Markdown table."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return next(row[1:] for row in rows if row and row[0].replace("&nbsp;", "") == label)
+
+
+def numbers(table: str, label: str) -> list[int]:
+    return [int(cell.replace(",", "").replace("=", "0")) for cell in cells(table, label)]
+
+
+def test_every_kind_can_be_shown(show: Show) -> None:
+    arguments = {"picture": 'swizzle "alt text"', "listing": "2 LDSM", "value": "diff.2.added"}
+    for kind, accepted in KINDS.items():
+        words = arguments.get(kind, "2" if accepted.words[0] else "")
+        page = {"page": "docs/02_swizzle.md"} if kind == "nav" else {}
+        assert show(f"{kind} {words}".strip(), **page).strip(), kind
+
+
+def test_facts_tell_the_registers_that_ptxas_told(show: Show, package: Path) -> None:
+    table = show("facts 8")
+    logs = [
+        parse_ptxas_log((package / f"ptxas/{progression_config(n).short_form()}.log").read_text())
+        for n in (7, 8)
+    ]
+    for architecture in ("sm_80", "sm_90"):
+        told = [str(next(r.registers for r in log if r.target == architecture)) for log in logs]
+        assert cells(table, f"registers a thread, {architecture}") == told
+
+
+def test_facts_of_the_first_step_have_no_parent(show: Show) -> None:
+    assert "changed" not in show("facts 1")
+    assert "(parent)" not in show("facts 1")
+
+
+PARENT = """\
+// The parent.
+namespace v1 {
+/* a
+   block */
+int f() { return 1; } // one
+
+constexpr char kText[] = "// no comment";
+v1::g();
+}
+"""
+CHILD = """\
+// The child, with another comment.
+namespace v2 {
+
+int f() { return 2; } // two
+constexpr char kText[] = "// no comment";
+v2::g();
+}
+"""
+
+
+def test_a_diff_shows_code_alone(tmp_path: Path) -> None:
+    for number, text in ((1, PARENT), (2, CHILD)):
+        path = tmp_path / VERSIONS[number].source
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    diff = step_diff(2, tmp_path)
+    lines = diff.text.splitlines()
+    assert [line for line in lines[2:] if re.match("[+-]", line)] == [
+        "-int f() { return 1; }",
+        "+int f() { return 2; }",
+    ]
+    assert (diff.removed, diff.added, diff.changed) == (1, 1, 2)
+    assert ' constexpr char kText[] = "// no comment";' in lines
+
+
+def test_comments_are_cut_and_lines_stay() -> None:
+    text = 'a(); // x\n/* y\n z */ b("/* s */", \'"\'); // "\n'
+    assert without_comments(text) == 'a(); \n\n b("/* s */", \'"\'); \n'
+
+
+@pytest.mark.parametrize("version", [n for n in VERSIONS if n > 1])
+def test_every_step_has_a_diff_without_comments(show: Show, version: int) -> None:
+    text = show(f"diff {version}")
+    assert "//" not in text.replace("https://", "")
+    assert f"namespace v{version}" not in text
+    assert ("<details" in text) == (len(text.splitlines()) > 64)
+
+
+def test_counters_show_what_the_swizzle_is_for(show: Show, evidence: Evidence) -> None:
+    table = show("counters 2")
+    loads = numbers(table, "of ldmatrix")[0]
+    # of each of the 4 matrices of an ldmatrix.x4, 8 rows lie in the same banks: 7 wavefronts more
+    assert value(evidence, "counters.1.ldmatrix.conflicts") == f"{loads * 4 * 7:,}"
+    assert value(evidence, "counters.2.conflicts") == "0"
+    of_all = numbers(table, "shared-memory bank conflicts")
+    assert of_all[1] == 0
+    assert of_all[2] == -of_all[0]
+
+
+def test_counters_are_those_of_the_algorithm(show: Show) -> None:
+    table = show("counters 1")
+    config = progression_config(1)
+    assert numbers(table, "mma") == [WARPS * BLOCKS * tensor_per_block(config)]
+    row_bytes = config.d_head * 2
+    # every block of rows reads Q once and all of K and V; O is written once
+    read = (1 + 2 * BLOCKS) * 512 * row_bytes
+    assert numbers(table, "global-memory sectors") == [(read + 512 * row_bytes) // 32]
+
+
+def test_the_kernel_with_a_static_stride_is_counted_itself(
+    evidence: Evidence, package: Path, tmp_path: Path
+) -> None:
+    config = progression_config(16)
+    ptx = package / f"ptx/{config.short_form()}.ptx"
+    counted = count_kernel(config, ptx, tmp_path, flash_attention.simulate, seq_len=128)
+    (profile,) = profile_kernels([config], AttentionShape(1, 16, 128), flash_attention.simulate)
+    assert profile.ran == config
+    total, of_all_heads = counted.total(), profile.run.counters.total
+    for name in ("instructions", "mma", "shared_wavefronts", "global_sectors"):
+        assert 16 * getattr(total, name) == getattr(of_all_heads, name), name
+
+
+def test_what_was_counted_is_kept_until_the_ptx_changes(package: Path, tmp_path: Path) -> None:
+    config = progression_config(1)
+    ptx = tmp_path / "kernel.ptx"
+    text = (package / f"ptx/{config.short_form()}.ptx").read_text()
+    ptx.write_text(text)
+    runs = []
+
+    def simulate(*arguments: object) -> object:
+        runs.append(arguments)
+        return flash_attention.simulate(*arguments)
+
+    def count() -> object:
+        return count_kernel(config, ptx, tmp_path / "cache", simulate, seq_len=64).phases
+
+    first = count()
+    assert count() == first
+    assert len(runs) == 1
+    ptx.write_text(text + "\n// another\n")
+    assert count() == first
+    assert len(runs) == 2
+    for entry in (tmp_path / "cache").iterdir():
+        entry.write_text('{"prologue": 3')
+    assert count() == first
+    assert len(runs) == 3
+
+
+def test_sass_counts_the_tensor_instructions_of_a_block(show: Show) -> None:
+    table = show("sass 8")
+    per_block = tensor_per_block(progression_config(8))
+    assert numbers(table, "HMMA") == [per_block, per_block, 0]
+    loop, hmma = numbers(table, "instructions of the main loop"), numbers(table, "HMMA")
+    assert cells(table, "for each HMMA")[1] == f"{loop[1] / hmma[1]:.2f}"
+
+
+def test_sass_of_another_architecture_is_another_text(show: Show) -> None:
+    assert "sm_80, bf16" in show("sass 8 arch=sm_80")
+    assert show("sass 8 arch=sm_80") != show("sass 8")
+
+
+def test_bounds_grow_with_the_warps_of_an_sm(show: Show) -> None:
+    table = show("bound 7 8")
+    warps = numbers(table, "warps of an SM")
+    tensor = numbers(table, "tensor pipe")
+    assert tensor[1] / tensor[0] == pytest.approx(warps[1] / warps[0], rel=1e-3)
+
+
+def test_a_listing_shows_the_first_that_match(show: Show) -> None:
+    text = show(r"listing 2 ^LDSM\.16\.M lines=3")
+    rows = [line for line in text.splitlines() if line.startswith("0x")]
+    assert len(rows) == 3
+    assert all("LDSM.16.M" in row for row in rows)
+    assert "// previous_kernels/v2/forward_kernel.cuh:" in text
+
+
+def test_a_listing_by_source_line_and_phase(show: Show) -> None:
+    text = show('listing 12 at="reciprocal_approx\\(quad_sum" phase=epilogue')
+    assert "MUFU.RCP" in text
+    with pytest.raises(UsageError, match="of the prologue of v12"):
+        show('listing 12 MUFU.RCP at="reciprocal_approx" phase=prologue')
+
+
+def drifting(
+    evidence: Evidence, milliseconds: Sequence[float], ratio: float
+) -> tuple[BenchmarkResults, FlashForwardKernelConfig, FlashForwardKernelConfig]:
+    """Results in which v2 takes `ratio` of v1's time in every round, however long that is."""
+    results = evidence.results
+    before, after = progression_config(1), progression_config(2)
+
+    def measured(name: str, factor: float) -> Measurement:
+        found = next(m for m in results.measurements if m.name == name)
+        return replace(found, seq_len=4096, samples_ms=tuple(factor * ms for ms in milliseconds))
+
+    rows = (measured(before.short_form(), 1), measured(after.short_form(), ratio))
+    return replace(results, measurements=rows), before, after
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(0.98, "faster"), (1.02, "slower")])
+def test_a_clock_that_drifts_hides_no_change(
+    evidence: Evidence, ratio: float, verdict: str
+) -> None:
+    results, before, after = drifting(evidence, [10, 12, 9, 14, 11], ratio)
+    found = speedup(results, before, after, 4096)
+    assert found is not None
+    assert found.verdict == verdict
+    assert found.median == pytest.approx(1 / ratio - 1)
+    assert mean_change(results, before, after) == pytest.approx(1 / ratio - 1)
+
+
+def test_rounds_that_do_not_agree_show_no_change(evidence: Evidence) -> None:
+    results, before, after = drifting(evidence, [10, 10, 10, 10, 10], 1)
+    noisy = replace(results.measurements[1], samples_ms=(9.0, 11.0, 10.1, 9.9, 10.0))
+    results = replace(results, measurements=(results.measurements[0], noisy))
+    found = speedup(results, before, after, 4096)
+    assert found is not None
+    assert found.verdict == "no change"
+    assert speedup(results, before, after, 512) is None
+
+
+def test_clock_tells_the_measurement_and_what_was_published(show: Show, evidence: Evidence) -> None:
+    text = show("clock 8")
+    name = progression_config(8).short_form()
+    assert cells(text, "4096")[1] == f"{evidence.results.tflops(name, 'bf16', 4096):.0f}"
+    assert cells(text, "A100") == ["80.3% (82.3%)", "87.8% (88.9%)"]
+    assert evidence.results.provenance.gpu in text
+    assert "faster" not in show("clock 1")
+
+
+def test_published_figures_are_there_for_every_step(root: Path) -> None:
+    published = load_published(root / PUBLISHED)
+    keys = [gpu.key for gpu in published.gpus]
+    there = sorted((step.step, step.gpu) for step in published.steps)
+    assert there == sorted(itertools.product(VERSIONS, keys))
+    assert published.source
+
+
+def test_another_file_of_published_figures_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "published.json"
+    path.write_text(json.dumps({"format": 1, "source": ""}))
+    with pytest.raises(ValueError, match="holds no published figures"):
+        load_published(path)
+
+
+def test_the_staircase_is_linked_from_any_page(show: Show) -> None:
+    assert "](images/progression.svg)" in show("staircase")
+    assert "](docs/images/progression.svg)" in show("staircase", page="README.md")
+
+
+def test_kernels_are_named_by_version_variant_or_short_form() -> None:
+    plain = progression_config(16)
+    assert plain.dtype is DType.BF16
+    assert parse_kernel("16") == parse_kernel(plain.short_form()) == plain
+    assert parse_kernel("16:large") == plain.replace(**LARGE_TILE)
+    assert parse_kernel("16:stages") == plain.replace(**TWO_STAGES)
+    for wrong in ("17", "8:large", "7:stages", "16:", "v8"):
+        with pytest.raises(UsageError, match="is no kernel"):
+            parse_kernel(wrong)
+
+
+def listed_keys() -> list[str]:
+    """The keys that --values prints, one of each form spelled out for version 8."""
+    forms = [line.split()[0] for line in value_lines() if re.match(r"\w+\.\S", line)]
+    keys = []
+    for form in forms:
+        for before, after in (
+            ("KERNEL", "8"), (".N.", ".8."), ("OPCODE", "LDSM"), ("QUANTITY", "instructions")
+        ):  # fmt: skip
+            form = form.replace(before, after)
+        choices = [part[1:-1].split(",") if part[0] == "{" else [part] for part in re.split(
+            r"(\{[^}]*\})", form) if part]  # fmt: skip
+        keys += ["".join(parts) for parts in itertools.product(*choices)]
+    return keys
+
+
+@pytest.mark.parametrize("key", listed_keys())
+def test_every_listed_key_has_a_value(evidence: Evidence, key: str) -> None:
+    unmeasured = {f"clock.{name}" for name in ("flash_attn", "matmul", "mma_sync")}
+    try:
+        text = value(evidence, key)
+    except UsageError as error:
+        assert key.rpartition(".")[0] in unmeasured
+        assert "was not measured" in str(error)
+    else:
+        assert text.strip()
+        assert "\n" not in text
+
+
+def test_values_agree_with_the_tables(show: Show, evidence: Evidence) -> None:
+    assert (
+        value(evidence, "sass.8.loop") == cells(show("sass 8"), "instructions of the main loop")[1]
+    )
+    assert (
+        value(evidence, "sass.8@sm_80.registers")
+        == cells(show("facts 8"), "registers a thread, sm_80")[1]
+    )
+    assert value(evidence, "clock.8.change") == cells(show("clock 8"), "4096")[2]
+    assert value(evidence, "published.8.a100_mean") == "88.9%"
+    assert (
+        value(evidence, "counters.8.per_mma")
+        == cells(show("counters 8"), "of them for each mma")[1]
+    )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "clock", "clock.8", "clock.8.speed", "clock.1.change", "sass.8.main.NOOPCODE",
+        "sass.8@sm_70.loop", "counters.8.x.conflicts", "counters.8", "diff.1.changed",
+        "published.8.h100", "published.99.a100", "bound.8.x.y",
+    ],
+)  # fmt: skip
+def test_a_key_that_is_none_is_refused_by_name(evidence: Evidence, key: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(repr(key))):
+        value(evidence, key)

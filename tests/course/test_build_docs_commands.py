@@ -1,0 +1,179 @@
+"""The commands of pages: which are run, where, how they must end, and what is shown of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from course_book import Book
+
+from flash_helpers.course.commands import Command, Runner, StoppedError
+
+
+def console(*lines: str, attributes: str = "") -> str:
+    return "\n".join([f"```console {attributes}".rstrip(), *lines, "```", ""])
+
+
+def output(text: str, arguments: str = "") -> str:
+    return f"<!-- build:{f'output {arguments}'.strip()} -->\n\n{text}\n<!-- /build -->\n"
+
+
+def check(book: Book) -> int:
+    return book.run("--check", "docs/page.md")
+
+
+def test_a_command_that_fails_fails_the_check_and_is_told(
+    book: Book, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book.write("text\n\n" + console("$ true", "$ echo said >&2; exit 3", "whatever"))
+    assert check(book) == 1
+    out = capsys.readouterr().out
+    assert "docs/page.md:5: $ echo said >&2; exit 3\n" in out
+    assert "status 3, not 0" in out
+    assert "| said" in out
+    assert "$ true" not in out
+
+
+@pytest.mark.parametrize(
+    ("attributes", "line", "status"),
+    [
+        ("", "$ true", 0),
+        ("", "$ false", 1),
+        ("", "$ false | cat", 1),
+        ("exit=1", "$ false", 0),
+        ("exit=1", "$ true", 1),
+        ("exit=2", "$ false", 1),
+        ("gpu", "$ false", 0),
+        ("", "$ test -z $CUDA_VISIBLE_DEVICES", 0),
+        (
+            "",
+            '$ test "$(command -v python)" -ef "$(python -c "import sys; print(sys.executable)")"',
+            0,
+        ),
+        ("", "$ python -c 'import flash_helpers'", 0),
+    ],
+)
+def test_how_a_command_must_end(book: Book, attributes: str, line: str, status: int) -> None:
+    book.write(console(line, attributes=attributes))
+    assert check(book) == status
+
+
+def test_blocks_of_other_languages_and_lines_without_a_prompt_are_not_run(book: Book) -> None:
+    book.write("```sh\n$ false\n```\n" + console("$ true", "false"))
+    assert check(book) == 0
+
+
+def test_a_backslash_goes_on_in_the_next_line(book: Book) -> None:
+    text = book.built(output(console("$ echo a \\", "    b")))
+    assert "$ echo a \\\n    b\na b\n```" in text
+
+
+def test_commands_run_in_a_copy_of_the_repository_one_after_the_other(book: Book) -> None:
+    (book.root / "kept.txt").write_text("as it was\n")
+    book.write(console("$ cat kept.txt && echo new > kept.txt", "$ grep new kept.txt"))
+    assert check(book) == 0
+    assert (book.root / "kept.txt").read_text() == "as it was\n"
+
+
+def test_the_copy_lacks_what_is_built_or_cached_at_the_root_alone(book: Book) -> None:
+    for folder in (".git", "build", "tools/build", "tools/__pycache__"):
+        (book.root / folder).mkdir(parents=True)
+        (book.root / folder / "file").touch()
+    book.write(console("$ test ! -e build && test ! -e .git", "$ ls tools"))
+    assert check(book) == 0
+    assert "$ ls tools\nbuild\n```" in book.built(output(console("$ ls tools")))
+
+
+def test_a_page_does_not_see_what_another_page_left(book: Book) -> None:
+    book.write(console("$ touch left", "$ test -e left"), "a.md")
+    book.write(console("$ test ! -e left", "$ touch left"), "b.md")
+    assert book.run("--check", "docs/a.md", "docs/b.md") == 0
+
+
+def test_output_is_written_under_its_command(book: Book) -> None:
+    text = book.built(output(console("$ echo one", "old", "$ printf 'two  \\nthree\\n'")))
+    assert "```console\n$ echo one\none\n$ printf 'two  \\nthree\\n'\ntwo\nthree\n```" in text
+    assert check(book) == 0
+
+
+def test_long_output_is_cut(book: Book) -> None:
+    text = book.built(output(console("$ seq 9"), "lines=2"))
+    assert "$ seq 9\n1\n2\n...\n```" in text
+
+
+def test_stale_output_fails_the_check(book: Book, capsys: pytest.CaptureFixture[str]) -> None:
+    book.write(output(console("$ echo new", "old")))
+    assert check(book) == 1
+    assert "-old\n+new\n" in capsys.readouterr().out
+
+
+def test_what_a_command_complains_of_is_shown_where_it_must_fail(book: Book) -> None:
+    text = book.built(output(console("$ echo no >&2; false", attributes="exit=1")))
+    assert "\nno\n```" in text
+
+
+def test_output_of_a_command_that_fails_is_not_written(
+    book: Book, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(console("$ false", "old"))
+    path = book.write(text)
+    assert book.run() == 1
+    assert path.read_text() == text
+    assert "nothing was written" in capsys.readouterr().err
+
+
+def test_writing_runs_commands_up_to_the_last_output_only(book: Book) -> None:
+    text = console("$ echo 5 > five") + output(console("$ cat five")) + console("$ false")
+    assert "$ cat five\n5\n" in book.built(text)
+
+
+def test_no_commands_runs_none_and_leaves_outputs_as_they_are(book: Book) -> None:
+    text = output(console("$ false", "old"))
+    path = book.write(text)
+    assert book.run("--no-commands") == 0
+    assert book.run("--check", "--no-commands", "docs/page.md") == 0
+    assert path.read_text() == text
+
+
+def test_a_gpu_block_cannot_be_an_output(book: Book, capsys: pytest.CaptureFixture[str]) -> None:
+    book.write(output(console("$ true", attributes="gpu")))
+    assert book.run() == 2
+    assert "cannot show what runs on a GPU" in capsys.readouterr().err
+
+
+def test_a_command_is_killed_at_the_time_limit_with_what_it_started(tmp_path: Path) -> None:
+    command = Command("sleep 600 & echo $! > child; wait", 7, 0)
+    outcome = Runner(time_limit=0.5).run(command, tmp_path)
+    assert outcome.failed
+    assert "killed at the time limit" in outcome.failure_text("docs/page.md")
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    assert _is_gone(child)
+
+
+def test_stopping_kills_what_runs_and_lets_nothing_begin(tmp_path: Path) -> None:
+    runner = Runner()
+    outcomes = []
+    command = Command("touch begun; sleep 600", 1, 0)
+    thread = threading.Thread(target=lambda: outcomes.append(runner.run(command, tmp_path)))
+    thread.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    runner.stop()
+    thread.join()
+    assert outcomes[0].status < 0
+    with pytest.raises(StoppedError):
+        runner.run(command, tmp_path)
+
+
+def _is_gone(stat: Path) -> bool:
+    """Waits until a killed process is no more, or only waits to be buried."""
+    for _ in range(1000):
+        try:
+            if stat.read_text().rpartition(") ")[2].startswith("Z"):
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False

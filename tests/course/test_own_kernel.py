@@ -1,0 +1,272 @@
+"""The example of a reader's own kernel: each flaw is found by the tool that the page sends to it,
+and the committed files are what the sources compile to."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from flash_helpers.sass.occupancy import kernel_occupancy
+from flash_helpers.sass.reader import load_kernels
+from flash_helpers.sass.records import Kernel
+from flash_helpers.toolchain import BuildError, find_nvcc
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples/own_kernel"
+SIMULATE = EXAMPLE / "simulate.py"
+FLAWED, FIXED = "row_softmax", "row_softmax_fixed"
+ARCHITECTURES = ("sm_80", "sm_90")
+
+THREADS = 64
+WARPS, CHUNKS = THREADS // 32, 16
+# A request of 16 bytes a lane takes 4 wavefronts; where 8 lanes share banks, 8 times as many.
+CONFLICTS_OF_A_REQUEST = 4 * 8 - 4
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def source(name: str) -> list[str]:
+    return (EXAMPLE / f"{name}.cu").read_text(encoding="utf-8").splitlines()
+
+
+def ptx(name: str) -> str:
+    return (EXAMPLE / f"{name}.ptx").read_text(encoding="utf-8")
+
+
+def constant(name: str, of: str) -> int:
+    """A constexpr int of a kernel."""
+    found = dict(re.findall(r"^constexpr int (\w+) = ([^;]+);", "\n".join(source(of)), re.M))
+    return sum(int(w) if w.isdecimal() else constant(w, of) for w in found[name].split(" + "))
+
+
+def machine_code(name: str, architecture: str, folder: Path = EXAMPLE) -> Kernel:
+    (kernel,) = load_kernels(folder / f"{name}.{architecture}.cubin")
+    return kernel
+
+
+def cells(table: str, label: str) -> list[str]:
+    row = next(line for line in table.splitlines() if line.startswith(f"{label} "))
+    return row.removeprefix(label).split()
+
+
+# -- the simulator -----------------------------------------------------------------------------
+
+
+def test_both_are_right_and_only_the_flawed_one_has_conflicts():
+    blocks = 3
+    result = run(
+        SIMULATE, EXAMPLE / f"{FLAWED}.ptx", EXAMPLE / f"{FIXED}.ptx", "--blocks", str(blocks)
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"{FLAWED}: right" in result.stdout and f"{FIXED}: right" in result.stdout
+    # A row a thread is read and written once, in CHUNKS requests of each warp.
+    expected = blocks * WARPS * 2 * CHUNKS * CONFLICTS_OF_A_REQUEST
+    assert cells(result.stdout, "bank conflicts") == [f"{expected:,}", "0"]
+    # In and out of shared memory twice each, and every sector of x and y once.
+    requests = blocks * WARPS * CHUNKS * 4
+    assert cells(result.stdout, "shared requests") == [f"{requests:,}"] * 2
+    sectors = 2 * blocks * 64 * 64 * 4 // 32
+    assert cells(result.stdout, "global sectors") == [f"{sectors:,}"] * 2
+
+
+def test_the_lines_with_conflicts_are_those_where_a_thread_walks_along_its_row():
+    result = run(SIMULATE, EXAMPLE / f"{FLAWED}.ptx")
+    lines = [int(n) for n in re.findall(rf"{FLAWED}\.cu:(\d+) has", result.stdout)]
+    assert len(lines) == 2
+    assert all("tile[thread * kStride + c]" in source(FLAWED)[n - 1] for n in lines)
+
+
+def test_a_barrier_taken_out_of_the_ptx_is_a_race(tmp_path):
+    broken = tmp_path / "no_barrier.ptx"
+    broken.write_text(re.sub(r"^\s*bar\.sync.*\n", "", ptx(FIXED), count=1, flags=re.M))
+    result = run(SIMULATE, broken)
+    assert result.returncode == 1
+    assert "race" in result.stderr and f"{FIXED}.cu:" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_wrong_result_is_told(tmp_path):
+    log2_e, log2_10 = "0f3FB8AA3B", "0f40549A78"
+    assert log2_e in ptx(FIXED)
+    wrong = tmp_path / "wrong.ptx"
+    wrong.write_text(ptx(FIXED).replace(log2_e, log2_10))
+    result = run(SIMULATE, wrong)
+    assert result.returncode == 1
+    assert "wrong: WRONG" in result.stdout
+
+
+def test_a_file_that_is_not_there_is_wrong_usage(tmp_path):
+    result = run(SIMULATE, tmp_path / "absent.ptx")
+    assert result.returncode == 2
+    assert "absent.ptx is no file" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_python_that_the_page_shows_runs():
+    page = (ROOT / "docs/own_kernel.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    result = run("-c", script)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) == 2 * WARPS * 2 * CHUNKS * CONFLICTS_OF_A_REQUEST
+
+
+# -- the machine code --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_only_the_flawed_one_spills(architecture):
+    flawed, fixed = (machine_code(name, architecture) for name in (FLAWED, FIXED))
+    assert flawed.resources.spill_store_bytes > 0 and flawed.resources.spill_load_bytes > 0
+    # 64 registers are what 16 blocks of 64 threads leave each thread of 65,536.
+    assert flawed.resources.registers == 65536 // (constant("kBlocks", FLAWED) * THREADS)
+    assert (fixed.resources.spill_store_bytes, fixed.resources.stack_bytes) == (0, 0)
+
+
+def test_the_flawed_one_asks_for_blocks_that_shared_memory_cannot_hold():
+    reserved = 1024
+    for name, limiter in ((FLAWED, "shared memory"), (FIXED, "registers")):
+        kernel = machine_code(name, "sm_90")
+        tile = THREADS * constant("kStride", name) * 16
+        assert kernel.resources.static_smem_bytes == tile
+        occupancy = kernel_occupancy(kernel, THREADS, 0)
+        assert occupancy.blocks == 228 * 1024 // (tile + reserved)
+        assert limiter in occupancy.limiters
+    assert kernel_occupancy(machine_code(FLAWED, "sm_90"), THREADS, 0).blocks < constant(
+        "kBlocks", FLAWED
+    )
+
+
+def test_the_report_tells_spills_and_occupancy():
+    report = run(
+        "tools/analysis/sass_report.py", EXAMPLE / f"{FLAWED}.sm_90.cubin", "--threads", THREADS
+    )
+    assert report.returncode == 0, report.stderr
+    spilled = machine_code(FLAWED, "sm_90").resources.spill_store_bytes
+    assert f"{spilled} bytes of local stores" in report.stdout
+    assert "13 blocks an SM" in report.stdout
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_fix_takes_local_memory_away_and_leaves_the_work(architecture):
+    before, after = (
+        Counter(i.base for i in machine_code(name, architecture).instructions)
+        for name in (FLAWED, FIXED)
+    )
+    assert before["STL"] and before["LDL"] and not after["STL"] and not after["LDL"]
+    for opcode in ("LDG", "STG", "LDS", "STS", "MUFU", "FMNMX", "FADD", "BAR"):
+        assert before[opcode] == after[opcode] > 0, opcode
+    assert after["MUFU"] == 4 * CHUNKS + 1  # an exponential for each element, and 1 / l
+
+
+def test_the_comparison_names_local_memory():
+    result = run(
+        "tools/analysis/compare_sass_instruction_counts.py",
+        EXAMPLE / f"{FLAWED}.sm_90.cubin",
+        EXAMPLE / f"{FIXED}.sm_90.cubin",
+        "--base",
+    )
+    assert result.returncode == 0, result.stderr
+    assert cells(result.stdout, "STL")[1] == "0" and cells(result.stdout, "LDL")[1] == "0"
+
+
+def test_an_exponential_of_the_ptx_is_found_in_the_machine_code():
+    line = next(n for n, text in enumerate(ptx(FLAWED).splitlines(), 1) if "ex2.approx" in text)
+    result = run(
+        "tools/analysis/ptx_sass_filter.py", EXAMPLE / f"{FLAWED}.sm_90.cubin", line, "--depth", "0"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "-> MUFU.EX2" in result.stdout
+    assert "FSETP" in result.stdout  # the guard against subnormals that the page speaks of
+
+
+# -- the committed files -----------------------------------------------------------------------
+
+
+def test_the_fix_is_two_constants():
+    changed = [(old, new) for old, new in zip(code(FLAWED), code(FIXED), strict=True) if old != new]
+    assert [old.split(" = ")[0] for old, _ in changed] == [
+        "constexpr int kStride", "constexpr int kBlocks",
+    ]  # fmt: skip
+
+
+def code(name: str) -> list[str]:
+    """The lines without comments."""
+    stripped = (line.partition("//")[0].rstrip() for line in source(name))
+    return [line for line in stripped if line]
+
+
+@pytest.mark.parametrize("name", [FLAWED, FIXED])
+def test_the_ptx_belongs_to_the_source(name):
+    text = ptx(name)
+    assert f'.file\t1 "{name}.cu"' in text
+    assert int(re.search(r"\.minnctapersm (\d+)", text)[1]) == constant("kBlocks", name)
+    tile = THREADS * constant("kStride", name) * 16
+    assert int(re.search(r"\.shared .*tile\[(\d+)\]", text)[1]) == tile
+    # What the line table says of barriers and of exponentials.
+    place, found = 0, {"bar.sync": set(), "ex2.approx": set()}
+    for line in text.splitlines():
+        if match := re.match(r"\s*\.loc\s+1 (\d+)", line):
+            place = int(match[1])
+        for opcode, places in found.items():
+            if re.match(rf"\s*{re.escape(opcode)}", line):
+                places.add(place)
+    lines = source(name)
+    barriers = {n for n, line in enumerate(lines, 1) if "__syncthreads();" in line}
+    assert found["bar.sync"] == barriers
+    assert all("__expf" in lines[n - 1] for n in found["ex2.approx"]) and found["ex2.approx"]
+
+
+@pytest.mark.parametrize("name", [FLAWED, FIXED])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_cubin_is_made_of_the_ptx(name, architecture):
+    kernel = machine_code(name, architecture)
+    assert kernel.architecture == architecture
+    assert kernel.ptx is not None
+    assert len(instructions(ptx(name))) > 100
+    assert instructions(kernel.ptx) == instructions(ptx(name))
+
+
+def instructions(text: str) -> list[str]:
+    """Those of PTX, without blanks: a cubin keeps fewer."""
+    lines = (re.sub(r"\s", "", line) for line in text.splitlines())
+    return [line for line in lines if re.match(r"@?%?\w[\w.]*[\[{%].*;$", line)]
+
+
+def test_compiling_again_gives_the_committed_files(tmp_path):
+    try:
+        found = find_nvcc(os.environ)
+    except BuildError as error:
+        pytest.skip(str(error))
+    if found is None:
+        pytest.skip("no nvcc: the files are compared with their sources above")
+    for file in (*EXAMPLE.glob("*.cu"), EXAMPLE / "compile.sh"):
+        shutil.copy(file, tmp_path)
+    subprocess.run(
+        [tmp_path / "compile.sh", *(tmp_path / f"{name}.cu" for name in (FLAWED, FIXED))],
+        env={**os.environ, "NVCC": str(found[0])},
+        check=True,
+    )
+    release = "Cuda compilation tools, release"
+    for name in (FLAWED, FIXED):
+        again = (tmp_path / f"{name}.ptx").read_text(encoding="utf-8")
+        (by,) = (line for line in again.splitlines() if release in line)
+        if by not in ptx(name):  # another compiler: it need not agree, but the example must work
+            assert run(SIMULATE, tmp_path / f"{name}.ptx").returncode == 0
+            continue
+        assert again == ptx(name)
+        for architecture in ARCHITECTURES:
+            old, new = (
+                [i.encoding for i in machine_code(name, architecture, folder).instructions]
+                for folder in (EXAMPLE, tmp_path)
+            )
+            assert old == new

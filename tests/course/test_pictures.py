@@ -1,0 +1,887 @@
+"""The pictures of the course: all there and current, readable by everybody, and right.
+
+What a picture says is compared with the simulator, with the machine code that was counted, and with
+arithmetic that is written down here a second time.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from browser import open_browser
+from drawn_picture import SVG, DrawnPicture
+from fake_backend import load_tool
+from PIL import Image
+
+import flash_attention
+from flash_helpers.course.pictures import (
+    PICTURES,
+    picture_path,
+    picture_svg,
+    stale_pictures,
+    unknown_pictures,
+)
+from flash_helpers.course.pictures.addressing import copy_rows
+from flash_helpers.course.pictures.attention import SCORES, VALUES, online_softmax_steps
+from flash_helpers.course.pictures.svg import COLOURS, DARK, LIGHT, Drawing, typeset, wrapped
+from flash_helpers.course.pictures.text_width import BOLD_WIDTHS, WIDTHS, text_width
+from flash_helpers.course.pictures.work import large_tile, step_config, two_stages, work_of
+from flash_helpers.inputs import AttentionShape, make_inputs
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
+from flash_helpers.ptx.counters import Tally
+from flash_helpers.ptx.tensor import matrix_of_a, matrix_of_b, matrix_of_c
+from flash_helpers.sass.baseline import load_baseline
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = "tools/docs/draw_pictures.py"
+# what the pages of the course show
+EXPECTED = (
+    "attention_tiles",
+    "online_softmax",
+    "sm",
+    "mma_fragments",
+    "ldmatrix",
+    "bank_conflicts",
+    "swizzle",
+    "timeline_copies",
+    "fragments_whole_vs_interleaved",
+    "double_buffer",
+    "ffma_fold",
+    "tile_shapes",
+    "swizzle_constants",
+    "fragment_order",
+    "peeled_loop",
+    "output_swizzle",
+    "block_index",
+    "backwards",
+    "cache_policy",
+    "pieces",
+    "row_stride",
+    "two_stages",
+    "roofline",
+)
+# GitHub, light and dark; Material for MkDocs, light and "slate"
+PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
+SMALLEST_TEXT = 11.0  # pixels, where the picture is 700 wide
+
+ROW_BYTES = 256  # of a tile: 128 columns of 2 bytes
+
+
+@cache
+def drawn(name: str) -> DrawnPicture:
+    return DrawnPicture(ROOT / picture_path(name))
+
+
+every_picture = pytest.mark.parametrize("name", EXPECTED)
+
+
+# -- all there and current -----------------------------------------------------------------------
+
+
+def test_the_pictures_are_those_that_the_course_shows() -> None:
+    assert sorted(PICTURES) == sorted(EXPECTED)
+    assert unknown_pictures(ROOT) == []
+
+
+@every_picture
+def test_a_committed_picture_is_what_would_be_drawn_now(name: str) -> None:
+    assert stale_pictures(ROOT, [name]) == {}, f"run python {TOOL} {name}"
+
+
+@every_picture
+def test_a_picture_is_drawn_the_same_each_time(name: str) -> None:
+    assert picture_svg(name) == picture_svg(name)
+
+
+def test_the_tool_draws_what_is_stale_and_nothing_else(tmp_path: Path, capsys) -> None:
+    main = load_tool(TOOL).main
+    root = ["--root", str(tmp_path)]
+    assert main(["swizzle", "sm", *root]) == 0
+    swizzle, sm = (tmp_path / picture_path(name) for name in ("swizzle", "sm"))
+    before = sm.stat().st_mtime_ns
+    swizzle.write_text(swizzle.read_text().replace("784", "785"))
+    assert main(["swizzle", "sm", "--check", *root]) == 1
+    assert "swizzle.svg" in capsys.readouterr().out.splitlines()[-1]
+    assert "785" in swizzle.read_text(), "--check writes nothing"
+    assert main(["swizzle", "sm", *root]) == 0
+    assert capsys.readouterr().out == f"{picture_path('swizzle')} written\n"
+    assert sm.stat().st_mtime_ns == before
+    assert main(["swizzle", "sm", "--check", *root]) == 0
+
+
+def test_the_tool_finds_absent_pictures_and_strange_files(tmp_path: Path, capsys) -> None:
+    main = load_tool(TOOL).main
+    assert main(["--root", str(tmp_path)]) == 0
+    assert main(["--root", str(tmp_path), "--check"]) == 0
+    (tmp_path / picture_path("sm")).rename(tmp_path / picture_path("ms"))
+    capsys.readouterr()
+    assert main(["--root", str(tmp_path), "--check"]) == 1
+    out = capsys.readouterr().out
+    assert "sm.svg is absent" in out and "ms.svg is no picture" in out
+
+
+def test_a_name_that_is_no_picture_is_told_with_those_that_are(capsys) -> None:
+    assert load_tool(TOOL).main(["swizle"]) == 2
+    error = capsys.readouterr().err
+    assert "'swizle'" in error and "swizzle" in error and error.count("\n") == 1
+
+
+def test_the_list_names_every_picture(capsys) -> None:
+    assert load_tool(TOOL).main(["--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert listed == list(PICTURES)
+
+
+# -- readable ------------------------------------------------------------------------------------
+
+
+@every_picture
+def test_a_picture_says_in_words_what_it_shows(name: str) -> None:
+    root = drawn(name).root
+    title, desc = (root.find(f"{SVG}{tag}") for tag in ("title", "desc"))
+    assert title is not None and desc is not None
+    assert root.attrib["role"] == "img"
+    assert root.attrib["aria-labelledby"].split() == [title.attrib["id"], desc.attrib["id"]]
+    assert len(title.text) > 15 and len(desc.text) > 80
+    # all pictures may stand in one page
+    assert title.attrib["id"].startswith(f"{name}-")
+
+
+@every_picture
+def test_a_picture_needs_nothing_from_elsewhere(name: str) -> None:
+    picture = drawn(name)
+    tags = {element.tag.removeprefix(SVG) for element in picture.root.iter()}
+    assert tags <= {"svg", "title", "desc", "style", "text", "rect", "polyline", "polygon"}
+    assert not re.search(r"href|url\(|@import|transform", picture.source)
+    assert picture.page.right == 700
+
+
+@every_picture
+def test_all_colours_follow_the_readers_scheme(name: str) -> None:
+    """No colour stands on an element, and every class that one has is defined by variables."""
+    root = drawn(name).root
+    style = root.find(f"{SVG}style").text
+    for element in root.iter():
+        assert not {"fill", "stroke", "style", "color", "opacity"} & set(element.attrib)
+        for one in element.get("class", "").split():
+            assert f".{one}{{" in style, one
+    rules = re.sub(r"\.course-picture\{[^}]*\}", "", style)
+    assert "#" not in rules, "a fixed colour outside the two schemes"
+    assert "prefers-color-scheme:dark" in style
+
+
+@every_picture
+def test_a_picture_has_no_background(name: str) -> None:
+    picture = drawn(name)
+    page = picture.page
+    for rect in picture.rects:
+        width, height = rect.box.right - rect.box.left, rect.box.bottom - rect.box.top
+        assert width < 0.98 * page.right and height < 0.8 * page.bottom
+
+
+@every_picture
+def test_no_text_is_small(name: str) -> None:
+    assert min(text.size for text in drawn(name).texts) >= SMALLEST_TEXT
+
+
+@every_picture
+def test_every_text_lies_on_the_page(name: str) -> None:
+    picture = drawn(name)
+    assert [t.text for t in picture.texts if not picture.page.holds(t.box)] == []
+
+
+@every_picture
+def test_no_two_texts_overlap(name: str) -> None:
+    found = itertools.combinations(drawn(name).texts, 2)
+    assert [(a.text, b.text) for a, b in found if a.box.meets(b.box, 0.5)] == []
+
+
+@every_picture
+def test_no_text_is_cut_by_an_edge_or_a_line(name: str) -> None:
+    """A text lies inside a rectangle or outside of it, and no line runs through it."""
+    picture = drawn(name)
+    for text in picture.texts:
+        for rect in picture.rects:
+            if text.box.meets(rect.box, 1.5):
+                assert rect.box.holds(text.box, 1.5), (text.text, rect)
+        for line in picture.lines:
+            assert not line.crosses(text.box), (text.text, line)
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def _contrast(a: str, b: str) -> float:
+    """Of WCAG 2.1, "contrast ratio"."""
+    low, high = sorted((_luminance(a), _luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_edges_stand_out(scheme: str) -> None:
+    """Text 4.5 : 1, what carries meaning 3 : 1, as WCAG 2.1 asks for (1.4.3 and 1.4.11)."""
+    colours = {"light": LIGHT, "dark": DARK}[scheme]
+    for page in PAGES[scheme]:
+        for name in ("ink", "muted", *COLOURS):
+            assert _contrast(colours[name], page) >= 4.5, (name, page)
+        assert _contrast(colours["rule"], page) >= 3, page
+    for name in COLOURS:
+        assert _contrast(colours["ink"], colours[f"{name}-tint"]) >= 7
+        assert _contrast(colours[name], colours[f"{name}-tint"]) >= 3
+
+
+def test_the_schemes_name_the_same_colours() -> None:
+    assert set(LIGHT) == set(DARK)
+
+
+def test_widths_are_those_of_the_font() -> None:
+    from matplotlib import font_manager, ft2font
+
+    for widths, weight in ((WIDTHS, "normal"), (BOLD_WIDTHS, "bold")):
+        path = font_manager.findfont(
+            font_manager.FontProperties(family="DejaVu Sans", weight=weight)
+        )
+        font = ft2font.FT2Font(path)
+        font.set_size(1000, 72)
+        for character, width in widths.items():
+            glyph = font.load_char(ord(character), flags=ft2font.LoadFlags.NO_HINTING)
+            assert glyph.linearHoriAdvance / 65536 == pytest.approx(width, abs=1), character
+
+
+def test_a_text_that_does_not_fit_its_cell_is_told() -> None:
+    drawing = Drawing("a", "A title of a drawing", "What it shows")
+    with pytest.raises(ValueError, match="'too long' does not fit"):
+        drawing.cell(0, 0, 20, 20, "too long")
+    with pytest.raises(ValueError, match="width of 語 is not known"):
+        drawing.text(0, 0, "語")
+
+
+def test_lines_are_broken_at_spaces_but_not_in_products() -> None:
+    text = "each warp has 64 · 4 · 8 = 2048 of them"
+    lines = wrapped(text, 90, 14)
+    assert all(text_width(line, 14) <= 90 or " " not in line for line in lines)
+    assert " ".join(lines).replace("\N{NO-BREAK SPACE}", " ") == text
+    assert any("64\N{NO-BREAK SPACE}·\N{NO-BREAK SPACE}4" in line for line in lines)
+
+
+def test_hyphens_become_the_signs_that_they_stand_for() -> None:
+    assert typeset("rows 0-7 - 3 = -4, 16-byte") == "rows 0–7 − 3 = −4, 16-byte"  # noqa: RUF001
+
+
+@every_picture
+def test_british_spelling(name: str) -> None:
+    words = drawn(name).words + " " + drawn(name).root.find(f"{SVG}desc").text
+    american = r"\b\w*(?:color|behavior|optimiz|normaliz|initializ|neighbor|center)\w*"
+    assert re.findall(american, words, re.IGNORECASE) == []
+
+
+@every_picture
+def test_a_picture_works_a_number(name: str) -> None:
+    """Somewhere it says how a number comes about: operands, an equals sign, a result."""
+    assert re.search(r"\d[^=]*[·/+^−][^=]*= [\d−]", drawn(name).words), drawn(name).words  # noqa: RUF001
+
+
+_NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+_OPERATORS = {"·": "*", "/": "/", "+": "+", "−": "-", "^": "^"}  # noqa: RUF001
+_SUM = re.compile(
+    r"(?<![\d.,])(?<![·/+−^] )(?<!\()"  # noqa: RUF001
+    rf"((?:{_NUMBER} [·/+−^] )+{_NUMBER}) = (−?{_NUMBER})"  # noqa: RUF001
+)
+
+
+def _evaluated(operands: str) -> float:
+    """Of a text that _SUM has found: numbers and operators between spaces; ^ is XOR."""
+    words = [_OPERATORS.get(word, word.replace(",", "")) for word in operands.split(" ")]
+    return eval(" ".join(words), {"__builtins__": {}})
+
+
+@every_picture
+def test_the_arithmetic_is_right(name: str) -> None:
+    for operands, result in _SUM.findall(drawn(name).words):
+        shown = result.replace(",", "").replace("−", "-")  # noqa: RUF001
+        decimals = len(shown.partition(".")[2])
+        # what is rounded to be shown may be off by a unit of its last digit
+        tolerance = 2 * 10**-decimals if decimals else 1e-9
+        assert _evaluated(operands) == pytest.approx(float(shown), abs=tolerance), operands
+
+
+def test_the_test_of_arithmetic_finds_what_is_shown() -> None:
+    found = [m for name in EXPECTED for m in _SUM.findall(drawn(name).words)]
+    assert len(found) > 40 and ("64 · 4 · 8", "2048") in found and ("2 ^ 3", "1") in found
+    assert _evaluated("512 − 9 · 64") == -64  # noqa: RUF001
+    assert _evaluated("4 · 4 / 6.4") == 2.5
+    assert _evaluated("2 ^ 3") == 1
+
+
+def test_a_browser_draws_no_text_wider_and_follows_the_pages_scheme(tmp_path: Path) -> None:
+    """In a page that is dark where the system is not, and the other way round."""
+    pictures = [ROOT / picture_path(name) for name in EXPECTED]
+    page = tmp_path / "page.html"
+    page.write_text("".join(path.read_text(encoding="utf-8") for path in pictures))
+    with open_browser(tmp_path / "profile") as browser:
+        browser.get(page.as_uri())
+        measured = browser.execute_script(
+            "return [...document.querySelectorAll('svg text')]"
+            ".map(t => [t.textContent, t.getComputedTextLength()])"
+        )
+        estimated = [text for name in EXPECTED for text in drawn(name).texts]
+        assert [text for text, _ in measured] == [text.text for text in estimated]
+        for (text, width), estimate in zip(measured, estimated, strict=True):
+            assert width <= 1.03 * (estimate.box.right - estimate.box.left) + 0.5, text
+
+        inks = {}
+        for system, scheme in itertools.product(PAGES, PAGES):
+            feature = {"name": "prefers-color-scheme", "value": system}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            page.write_text(
+                f"<body style='color-scheme:{scheme};margin:0;background:#808080'>"
+                f"<img src='{pictures[0].as_uri()}'>"
+            )
+            browser.get(page.as_uri())
+            browser.execute_async_script(
+                "const done = arguments[0]; document.images[0].decode().then(() => "
+                "requestAnimationFrame(() => requestAnimationFrame(done)))"
+            )
+            shot = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("L")
+            tones = np.asarray(shot.crop((0, 0, 700, 30)))  # the title
+            inks[system, scheme] = "dark" if tones.max() > 200 and tones.min() > 60 else "light"
+        assert inks == {(system, scheme): scheme for system, scheme in inks}
+
+
+# -- right: shared memory ------------------------------------------------------------------------
+
+
+def counted_wavefronts(addresses: list[int]) -> int:
+    """What the simulator counts for one 16-byte access of the lanes that give these addresses."""
+    tally = Tally(SimpleNamespace(instructions=[None]))
+    lanes = np.arange(len(addresses))
+    tally.shared_access(0, np.array(addresses), 16, lanes)
+    return tally.wavefronts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "expected"),
+    [
+        ("bank_conflicts", lambda row, chunk: chunk, 8),
+        ("swizzle", lambda row, chunk: chunk ^ row % 8, 1),
+    ],
+)
+def test_banks_are_those_of_the_addresses(name: str, place, expected: int) -> None:
+    picture = drawn(name)
+    cells = picture.with_data("row", "chunk", "place", "bank")
+    assert Counter((c.data["row"], c.data["chunk"]) for c in cells) == Counter(
+        (str(row), str(chunk)) for row in range(8) for chunk in range(16)
+    )
+    columns = sorted({c.box.left for c in cells})
+    for cell in cells:
+        row, chunk, at = (int(cell.data[k]) for k in ("row", "chunk", "place"))
+        assert at == place(row, chunk) == columns.index(cell.box.left)
+        assert picture.label(cell) == str(chunk)
+        address = row * ROW_BYTES + at * 16
+        assert int(cell.data["bank"]) == address // 4 % 32
+        # the head of the column says so too
+        heads = [t for t in picture.texts if t.text == cell.data["bank"]]
+        middle = (cell.box.left + cell.box.right) / 2
+        assert any(abs((t.box.left + t.box.right) / 2 - middle) < 1 for t in heads)
+
+    accesses = picture.with_data("access-row", "bank", "wavefront")
+    assert sorted(a.data["access-row"] for a in accesses) == [str(row) for row in range(8)]
+    followed = {c.data["chunk"] for c in cells if "orange" in c.classes}
+    assert len(followed) == 1
+    chunk = int(followed.pop())
+    bank_of = {c.data["row"]: c.data["bank"] for c in cells if c.data["chunk"] == str(chunk)}
+    assert {a.data["access-row"]: a.data["bank"] for a in accesses} == bank_of
+    shown = max(int(a.data["wavefront"]) for a in accesses)
+    addresses = [row * ROW_BYTES + place(row, chunk) * 16 for row in range(8)]
+    assert shown == counted_wavefronts(addresses) == expected
+
+
+@pytest.mark.parametrize(("name", "version"), [("bank_conflicts", 1), ("swizzle", 2)])
+def test_wavefronts_are_those_of_the_kernel_in_the_simulator(name: str, version: int) -> None:
+    """One block of keys: the loads of K and V by 4 warps, and of Q before them."""
+    loads = by_operation(step_config(version), 64)["ldmatrix"]
+    each = loads.shared_wavefronts / (4 * loads.instructions)
+    total = 64 * 4 * each
+    assert f"64 · 4 · {each:.0f} = {total:.0f} wavefronts" in drawn(name).words
+
+
+def test_the_o_tile_is_stored_where_the_kernel_stores_it() -> None:
+    picture = drawn("output_swizzle")
+    cells = picture.with_data("g", "place", "stores")
+    stores = {int(c.data["g"]): int(c.data["place"]) for c in cells if c.data["stores"] == "1"}
+    (tile,) = {place ^ g for g, place in stores.items()}
+    assert f"tile n = {tile}," in picture.words
+    # 32 lanes, 4 bytes each: no bank twice
+    words = [(g * ROW_BYTES + place * 16) // 4 + t for g, place in stores.items() for t in range(4)]
+    assert len({word % 32 for word in words}) == 32
+    for cell in cells:
+        g = int(cell.data["g"])
+        wanted = f"{4 * g}–{4 * g + 3}" if cell.data["stores"] == "1" else ""  # noqa: RUF001
+        assert picture.label(cell) == wanted
+    g, t = 3, 1  # lane 13
+    for text in (t for t in picture.texts if "address" in t.data):
+        n, address = int(text.data["n"]), int(text.data["address"])
+        assert address == g * ROW_BYTES + (n ^ g) * 16 + t * 4
+        row = sorted(
+            (r for r in picture.rects if abs(r.box.top - text.box.top) < 12 and not r.data),
+            key=lambda r: r.box.left,
+        )
+        assert "".join(picture.label(r) for r in row) == f"{address:010b}"
+
+
+def test_constants_reach_every_chunk_that_the_swizzle_names() -> None:
+    picture = drawn("swizzle_constants")
+    cells = picture.with_data("lane", "k", "offset")
+    assert [c.data["k"] for c in cells] == [str(k) for k in range(8)]
+    lane = int(cells[0].data["lane"])
+    row, half = lane % 16, lane // 16
+    for cell in cells:
+        k = int(cell.data["k"])
+        chunk = (2 * k + half) ^ row % 8
+        assert int(cell.data["offset"]) == row * ROW_BYTES + chunk * 16
+        label = picture.label(cell)
+        assert sum(map(int, label.split(" + "))) == int(cell.data["offset"])
+
+
+# -- right: registers ----------------------------------------------------------------------------
+
+
+def test_fragments_are_those_of_the_simulators_mma() -> None:
+    """Every element is numbered by lane, register and half, and mma's matrices are looked up."""
+    lanes = np.arange(32)
+
+    def pairs(n: int) -> list[np.ndarray]:
+        """Registers of two fp16 numbers that say lane and register: 8 · lane + register."""
+        number = [(8 * lanes + i).astype(np.float16) for i in range(n)]
+        return [np.stack([x, x], axis=1).reshape(-1).view(np.uint32) for x in number]
+
+    a = matrix_of_a(pairs(4), "f16")[0]
+    b = matrix_of_b(pairs(2), "f16")[0].T  # (16, 8)
+    c = matrix_of_c([(8 * lanes + i).astype(np.float32) for i in range(4)], "f32")[0]
+    picture = drawn("mma_fragments")
+    for operand, matrix, across, down in (("A", a, 2, 1), ("B", b, 1, 2), ("C", c, 2, 1)):
+        cells = [x for x in picture.with_data("operand") if x.data["operand"] == operand]
+        assert len(cells) == matrix.size // 2
+        seen = np.zeros_like(matrix)
+        for cell in cells:
+            row, column, lane, register = (
+                int(cell.data[k]) for k in ("row", "column", "lane", "register")
+            )
+            part = matrix[row : row + down, column : column + across]
+            assert {int(x) // 8 for x in part.flat} == {lane}
+            assert int(part.flat[0]) % 8 == register
+            assert picture.label(cell) == str(lane)
+            seen[row : row + down, column : column + across] += 1
+        assert (seen == 1).all()
+        # where a cell stands is where its elements are
+        tops, lefts = ({x.box.top for x in cells}, {x.box.left for x in cells})
+        for cell in cells:
+            assert sorted(tops).index(cell.box.top) == int(cell.data["row"]) // down
+            assert sorted(lefts).index(cell.box.left) == int(cell.data["column"]) // across
+
+
+LDMATRIX = """
+.version 8.7
+.target sm_80
+.address_size 64
+.visible .entry k(.param .u64 out)
+{
+.shared .align 128 .b8 tile[512];
+.reg .b32 %r<20>;
+.reg .b64 %rd<4>;
+mov.u32 %r1, %tid.x;
+shl.b32 %r2, %r1, 4;
+mov.u32 %r3, tile;
+add.s32 %r4, %r3, %r2;
+shl.b32 %r5, %r1, 2;
+add.s32 %r6, %r5, 1;
+add.s32 %r7, %r5, 2;
+add.s32 %r8, %r5, 3;
+st.shared.v4.b32 [%r4], {%r5, %r6, %r7, %r8};
+bar.sync 0;
+and.b32 %r9, %r1, 15;
+shl.b32 %r9, %r9, 5;
+shr.u32 %r10, %r1, 4;
+shl.b32 %r10, %r10, 4;
+add.s32 %r11, %r9, %r10;
+add.s32 %r11, %r11, %r3;
+ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r12, %r13, %r14, %r15}, [%r11];
+ld.param.u64 %rd1, [out];
+mul.wide.u32 %rd2, %r1, 16;
+add.s64 %rd3, %rd1, %rd2;
+st.global.v4.b32 [%rd3], {%r12, %r13, %r14, %r15};
+ret;
+}
+"""
+
+
+def test_ldmatrix_is_that_of_the_simulator() -> None:
+    """A 16 x 16 piece whose words are numbered, loaded in A's order: (row, chunk, word) by lane and
+    register."""
+    memory = DeviceMemory()
+    out = memory.upload(np.zeros(128, np.uint32))
+    kernel = load_ptx(LDMATRIX).kernel("k")
+    kernel.launch(grid=(1, 1, 1), block=32, shared_bytes=0, args=[out], memory=memory)
+    received = memory.download(out, 128, np.uint32).reshape(32, 4)
+    picture = drawn("ldmatrix")
+    named = {
+        int(x.data["names"]): (int(x.data["row"]), int(x.data["chunk"]), int(x.data["matrix"]))
+        for x in picture.with_data("names")
+    }
+    assert sorted(named) == list(range(32))
+    cells = picture.with_data("receives", "register", "word", "named-by")
+    assert len(cells) == 128
+    for cell in cells:
+        lane, register, word, by = (
+            int(cell.data[k]) for k in ("receives", "register", "word", "named-by")
+        )
+        row, chunk, matrix = named[by]
+        assert matrix == register
+        assert received[lane, register] == row * 8 + chunk * 4 + word
+        assert picture.label(cell) == str(lane)
+
+
+def test_the_new_order_of_k_makes_pairs_of_neighbours() -> None:
+    """An mma of 8 keys reads both halves of the depth."""
+    cells = drawn("fragment_order").with_data("order", "half", "chunk", "register")
+    pairs = defaultdict(list)
+    for cell in cells:
+        pairs[int(cell.data["order"]), int(cell.data["half"])].append(int(cell.data["register"]))
+    # v1: K_rmem[n % 2], K_rmem[n % 2 + 2]; v9: K_rmem[n % 2 * 2], K_rmem[n % 2 * 2 + 1]
+    assert {key: sorted(found) for key, found in pairs.items()} == {
+        (0, 0): [0, 2],
+        (0, 1): [1, 3],
+        (1, 0): [0, 1],
+        (1, 1): [2, 3],
+    }
+
+
+def test_registers_hold_the_elements_of_the_tiles() -> None:
+    """16 rows a warp, 32 lanes; fp32 one element a register, 16-bit types two."""
+    shown: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    picture = drawn("fragments_whole_vs_interleaved")
+    for cell in picture.with_data("matrix", "registers"):
+        key = cell.data["step"], cell.data["product"]
+        shown[key][cell.data["matrix"]] = int(cell.data["registers"])
+    O, S, P = 16 * 128 // 32, 16 * 64 // 32, 16 * 64 // 2 // 32  # noqa: E741
+    tile, Q = 64 * 128 // 2 // 32, 16 * 128 // 2 // 32
+    assert shown == {
+        ("3", "S"): {"O": O, "S": S, "K": tile, "Q": Q},
+        ("3", "O"): {"O": O, "P": P, "V": tile, "Q": Q},
+        ("4", "S"): {"O": O, "S": S, "K": tile // 8, "Q": Q // 8},
+        ("4", "O"): {"O": O, "P": P, "V": tile // 4},
+    }
+    # lengths of bars tell the numbers
+    for cell in picture.with_data("matrix", "registers"):
+        width = cell.box.right - cell.box.left
+        assert width / int(cell.data["registers"]) == pytest.approx(
+            (picture.with_data("matrix")[0].box.right - picture.with_data("matrix")[0].box.left)
+            / O,
+            rel=0.02,
+        )
+
+
+# -- right: counted work -------------------------------------------------------------------------
+
+
+@cache
+def by_operation(config: FlashForwardKernelConfig, seq_len: int) -> dict[str, Counts]:
+    """What a launch for one head executes in the simulator, by opcode without modifiers."""
+    inputs = make_inputs("normal", AttentionShape(1, 1, seq_len), torch.bfloat16)
+    _, run = flash_attention.simulate(config, *inputs)
+    found: dict[str, Counts] = defaultdict(Counts)
+    for opcode, counts in run.counters.by_opcode().items():
+        parts = opcode.split(".")
+        # integers are told apart from the softmax's arithmetic
+        name = f"{parts[0]}.f32" if parts[-1] == "f32" and parts[0] != "mma" else parts[0]
+        found[name].add(counts)
+    return found
+
+
+def for_a_block_of_keys(config: FlashForwardKernelConfig, name: str) -> float:
+    """Instructions of one warp for one more block of keys: from two sequence lengths."""
+    lengths = (128, 256)
+    each = []
+    for seq_len in lengths:
+        warps = seq_len // config.B_r * config.n_warps
+        each.append(by_operation(config, seq_len)[name].instructions / warps)
+    return (each[1] - each[0]) / ((lengths[1] - lengths[0]) // config.B_c)
+
+
+@pytest.mark.parametrize(
+    "config", [step_config(3), step_config(6), step_config(16), large_tile(16)]
+)
+def test_work_is_what_the_simulator_counts(config: FlashForwardKernelConfig) -> None:
+    work = work_of(config)
+    assert for_a_block_of_keys(config, "mma") == work.mma
+    assert for_a_block_of_keys(config, "ldmatrix") == work.ldmatrix
+    assert for_a_block_of_keys(config, "ex2.f32") == work.ex2
+    copies = for_a_block_of_keys(config, "cp") - 2 - 2  # two commits, two waits
+    assert copies * 32 * 16 == work.copied_bytes
+
+
+@pytest.mark.parametrize("config", [step_config(16), large_tile(16)])
+def test_the_issue_bar_is_a_bound_and_not_far_from_the_machine_code(
+    config: FlashForwardKernelConfig,
+) -> None:
+    """benchmarks/resources.json: instructions of the main loop, as ptxas made it for sm_90."""
+    work = work_of(config)
+    figures = load_baseline(ROOT / "benchmarks/resources.json").figures.values()
+    loops = [of[config.short_form(), "sm_90"].loop_instructions for of in figures]
+    assert loops
+    for instructions in loops:
+        assert 0.75 * instructions / 4 < work.issue_cycles <= instructions / 4
+
+
+def test_the_roofline_shows_the_same_work_for_both_shapes() -> None:
+    bars = drawn("roofline").with_data("part", "rows", "cycles")
+    shown = {(b.data["rows"], b.data["part"]): float(b.data["cycles"]) for b in bars}
+    mma = 32 * 64 * 128 * 2 / (16 * 8 * 16)  # S and O, 32 rows, 64 keys
+    tile_loads = 2 * 64 * 128 * 2 / 512  # K and V, once a warp
+    assert shown["16", "tensor cores"] == shown["32", "tensor cores"] == round(mma * 1.6, 1)
+    copies = 2 * 64 * 128 * 2 / 128 / 4  # a quarter of the tiles' wavefronts
+    assert shown["16", "shared memory"] == 2 * (4 * (tile_loads + 8) + copies)
+    assert shown["32", "shared memory"] == 4 * (tile_loads + 16) + copies
+    assert shown["16", "exponentials"] == shown["32", "exponentials"] == 2 * (64 + 4)
+    widths = {b.data["cycles"]: b.box.right - b.box.left for b in bars}
+    for cycles, width in widths.items():
+        assert width / float(cycles) == pytest.approx(widths["704.0"] / 704, rel=0.01)
+    strong = {(b.data["rows"], b.data["part"]) for b in bars if "strong" in b.classes}
+    assert strong == {
+        max((key for key in shown if key[0] == rows), key=lambda key: shown[key])
+        for rows in ("16", "32")
+    }
+
+
+def test_tile_shapes_count_loads_and_mma() -> None:
+    bars = drawn("tile_shapes").with_data("rows", "ldmatrix", "mma", "cycles")
+    assert [b.data["rows"] for b in bars] == ["16", "32", "64"]
+    for bar in bars:
+        rows = int(bar.data["rows"])
+        loads = (2 * 64 + rows) * 128 * 2 / 512  # K, V and the warp's rows of Q
+        mma = 2 * rows * 64 * 128 / (16 * 8 * 16)
+        assert (int(bar.data["ldmatrix"]), int(bar.data["mma"])) == (loads, mma)
+        assert drawn("tile_shapes").label(bar) == f"{512 * loads / mma:.0f} bytes"
+        assert float(bar.data["cycles"]) == 4 * loads / mma
+    possible = ["dashed" not in b.classes for b in bars]
+    assert possible == [rows * 128 // 32 < 255 for rows in (16, 32, 64)]
+
+
+@pytest.mark.parametrize("name", ["timeline_copies", "two_stages", "double_buffer"])
+def test_times_are_drawn_to_one_scale(name: str) -> None:
+    bars = drawn(name).with_data("lane", "start", "end")
+    assert len(bars) > 8
+    first = min(b.box.left for b in bars)
+    scales = [
+        (b.box.left - first) / int(b.data["start"]) for b in bars if int(b.data["start"]) > 20
+    ]
+    assert max(scales) / min(scales) < 1.03
+    for bar in bars:
+        # a bar may be cut where the picture ends
+        width = (int(bar.data["end"]) - int(bar.data["start"])) * scales[0]
+        assert bar.box.right - bar.box.left <= width + 2
+        assert bar.box.right - bar.box.left >= width - 2 or bar.box.right == pytest.approx(684)
+
+
+def bars_of(name: str, lane: str) -> list[tuple[str, int, int]]:
+    """What a lane of a timeline shows: label, start and end, panel by panel."""
+    found = [b for b in drawn(name).with_data("lane") if b.data["lane"] == lane]
+    return [(b.data["what"], int(b.data["start"]), int(b.data["end"])) for b in found]
+
+
+def test_copies_are_awaited_in_step_2_and_hidden_in_step_3() -> None:
+    """32 ldmatrix of 4 wavefronts and 64 mma of 1.6 cycles a product, 34 ex2 of 2 a softmax, of 4
+    warps; 128 wavefronts of 128 bytes for a tile's copy."""
+    S = O = 4 * max(32 * 4, 64 * 1.6)  # noqa: E741
+    softmax, copy = 4 * 34 * 2, 64 * 256 / 128
+    warps = bars_of("timeline_copies", "warps")
+    step_3 = warps[next(i for i, w in enumerate(warps[1:], 1) if w[1] == 0) :]
+    step_2 = warps[: len(warps) - len(step_3)]
+    assert [w[0] for w in step_2[:4]] == ["wait", "S = Q @ K_0^T", "softmax", "O += P @ V_0"]
+    assert [end - start for _, start, end in step_3] == [S, softmax, O, S, softmax, O]
+    assert step_3[-1][2] == 2 * (S + softmax + O), "no wait between the blocks"
+    # step 3: a tile's copy begins when the last read of its place ends, and lands before the next
+    stores = {w: (start, end) for w, start, end in bars_of("timeline_copies", "copy of K")}
+    trip = next(e - s for w, s, e in bars_of("timeline_copies", "copy of K") if w == "trip")
+    assert stores["K_1"][0] - trip == S and stores["K_1"][1] - stores["K_1"][0] == copy
+    assert stores["K_1"][1] <= S + softmax + O
+    assert f"= {softmax + O:.0f}" in drawn("timeline_copies").words
+
+
+def test_two_stages_give_copies_the_time_of_a_block() -> None:
+    """32 rows a warp: 48 ldmatrix or 128 mma for S, 32 or 128 for O, 68 ex2; 4 warps."""
+    S, softmax = 4 * max(48 * 4, 128 * 1.6), 4 * 68 * 2
+    O = 4 * max(32 * 4, 128 * 1.6)  # noqa: E741
+    words = drawn("two_stages").words
+    assert f"= {softmax + O:.0f} cycles" in words and f"= {S + softmax + O:.0f}." in words
+    one, two = large_tile(16), two_stages()
+    assert (one.smem_bytes, two.smem_bytes) == (64 * 1024, 96 * 1024)
+    for text in ("64 KiB", "96 KiB", "= 32 KiB"):
+        assert text in words
+    warps, blocks = 8, 4
+    barriers = [by_operation(c, 256)["bar"].barriers / warps for c in (one, two)]
+    assert barriers == [4 * blocks, blocks + 1], "with two stages one stands before the loop"
+    assert "4 barriers a block of keys" in words and "1 barrier a block of keys" in words
+
+
+def test_a_fragment_is_loaded_one_k_tile_ahead() -> None:
+    """S of 16 rows and 64 keys: 8 k-tiles of 4 ldmatrix for K and one for Q, and of 8 mma."""
+    work = work_of(step_config(5))
+    assert ((work.ldmatrix_K + work.ldmatrix_Q) / 8, work.mma_S / 8) == (5, 8)
+    loads, mma = bars_of("double_buffer", "ldmatrix"), bars_of("double_buffer", "mma")
+    assert len(mma) == 8
+    for k, (_, start, end) in enumerate(mma[4:]):  # step 5
+        assert end - start == pytest.approx(8 * 6.4, abs=1)
+        own = [w for w in loads if w[0] == str(k)][1]
+        assert own[2] <= start, "loaded before it is used"
+        if k:
+            assert own[1] == mma[4 + k - 1][1], "issued before the mma of the k-tile before it"
+    assert "8 · 6.4 = 51.2 cycles" in drawn("double_buffer").words
+
+
+def test_the_first_block_alone_is_not_rescaled() -> None:
+    cells = drawn("peeled_loop").with_data("step", "block", "rescale")
+    rescaled = {(c.data["step"], int(c.data["block"])): c.data["rescale"] for c in cells}
+    assert len(rescaled) == 16
+    assert [key for key, done in rescaled.items() if done == "0"] == [("10", 0)]
+    # what it saves, in the simulator: 64 + 2 multiplications and 2 ex2 of a warp
+    saved = {
+        name: by_operation(step_config(9), 64)[name].instructions
+        - by_operation(step_config(10), 64)[name].instructions
+        for name in ("ex2.f32", "mul.f32")
+    }
+    assert saved["ex2.f32"] / 4 == 2
+    assert saved["mul.f32"] / 4 >= 64 and "64 FMUL for O and 2 ex2" in drawn("peeled_loop").words
+
+
+# -- right: the algorithm, and addresses ---------------------------------------------------------
+
+
+def test_the_tiles_are_those_of_the_config() -> None:
+    picture = drawn("attention_tiles")
+    config = step_config(1)
+    tiles = Counter(t.data["tile"] for t in picture.with_data("tile"))
+    assert set(tiles) == set("QKVO") and len(set(tiles.values())) == 1
+    assert f"{3 * 64 * 128 * 2 // 1024} KiB" == f"{config.smem_bytes // 1024} KiB"
+    assert f"{config.smem_bytes // 1024} KiB" in picture.words
+    # K and V once through, for a thread block
+    assert f"= {2 * 4096 * 256 // 2**20} MiB" in picture.words
+
+
+def test_the_online_softmax_is_the_softmax() -> None:
+    picture = drawn("online_softmax")
+    scores, values = (torch.tensor(x, dtype=torch.float64) for x in (SCORES, VALUES))
+    expected = float(torch.softmax(scores.flatten(), 0) @ values.flatten())
+    last = online_softmax_steps(SCORES, VALUES)[-1]
+    assert last.O / last.l == pytest.approx(expected, rel=1e-12)
+    assert f"= {expected:.2f}" in picture.words and f"gives {expected:.2f} too" in picture.words
+    for n in range(1, len(SCORES) + 1):  # what stands after each block
+        seen = scores[:n].flatten()
+        l = float(torch.exp(seen - seen.max()).sum())  # noqa: E741
+        O = float(torch.exp(seen - seen.max()) @ values[:n].flatten())  # noqa: E741
+        for quantity, value in (("m", float(seen.max())), ("l", l), ("O", O)):
+            (cell,) = (
+                c
+                for c in picture.with_data("block", "quantity")
+                if c.data["block"] == str(n - 1) and c.data["quantity"] == quantity
+            )
+            assert float(cell.data["value"]) == pytest.approx(value, rel=1e-12)
+            shown = picture.label(cell).rpartition("= ")[2]
+            assert float(shown) == pytest.approx(value, abs=6e-4)
+
+
+def test_both_ways_through_the_softmax_give_one_value() -> None:
+    picture = drawn("ffma_fold")
+    ends = [c.data for c in picture.with_data("instruction") if c.data["instruction"] == "MUFU.EX2"]
+    assert [end["step"] for end in ends] == ["5", "6"]
+    S, m = (float(x) for x in re.search(r"S = (\d+), and (\d+) is", picture.words).groups())
+    for end in ends:
+        assert float(end["value"]) == pytest.approx(math.exp((S - m) / math.sqrt(128)), abs=6e-4)
+    # the multiplications and additions that are saved: 96 to 32 for a warp and block of keys
+    assert for_a_block_of_keys(step_config(6), "fma.f32") == 32 + 2  # two for the rescale
+    counted = [
+        sum(for_a_block_of_keys(step_config(v), f"{op}.f32") for op in ("mul", "add", "fma", "sub"))
+        for v in (5, 6)
+    ]
+    assert 3 * 32 - 32 - 2 <= counted[0] - counted[1] <= 3 * 32 - 32
+
+
+@pytest.mark.parametrize("version", [12, 14, 15, 16])
+def test_the_threads_copy_a_tile_once(version: int) -> None:
+    copies = Counter(
+        (row, column) for thread in range(128) for row, column in copy_rows(version, thread)
+    )
+    assert copies == Counter(itertools.product(range(64), range(0, 128, 8)))
+
+
+def test_copies_are_drawn_where_the_threads_copy() -> None:
+    for name, steps in (("block_index", (11, 12)), ("pieces", (14, 15)), ("row_stride", (15, 16))):
+        for step in steps:
+            cells = [c for c in drawn(name).with_data("step", "row") if c.data["step"] == str(step)]
+            rows = sorted({int(c.data["row"]) for c in cells})
+            assert rows == list(range(0, 64, 8 if step < 15 else 16)), (name, step)
+    pieces = drawn("pieces").with_data("step", "row", "column")
+    old, new = (
+        {(int(c.data["row"]), int(c.data["column"])) for c in pieces if c.data["step"] == s}
+        for s in ("14", "15")
+    )
+    assert old == {(row, 0) for row in range(0, 64, 8)}
+    assert new == {(row, column) for row in range(0, 64, 16) for column in (0, 64)}
+
+
+def test_the_row_stride_is_in_the_kernels_ptx(package: Path) -> None:
+    offsets = {
+        int(c.data["offset"])
+        for c in drawn("row_stride").with_data("step", "offset")
+        if c.data["step"] == "16"
+    }
+    assert offsets == {row * 16 * 128 * 2 for row in (0, 16, 32, 48)}
+    found = {}
+    for version in (15, 16):
+        ptx = (package / "ptx" / f"{step_config(version).short_form()}.ptx").read_text()
+        found[version] = set(map(int, re.findall(r"add\.s64 \t?%rd\d+, %rd\d+, (\d+);", ptx)))
+    assert offsets - {0} <= found[16]
+    assert not (offsets - {0}) & found[15]
+    labels = [drawn("row_stride").label(c) for c in drawn("row_stride").with_data("offset")]
+    assert "first + 0x10000" in labels
+
+
+def test_rows_are_counted_down() -> None:
+    cells = drawn("backwards").with_data("step", "value")
+    forwards, down = (
+        [int(c.data["value"]) for c in cells if c.data["step"] == s] for s in ("12", "13")
+    )
+    assert forwards == list(range(8))
+    assert sorted(down, reverse=True) == list(range(512 - 64, -1, -64))
+
+
+def test_a_row_is_whole_lines_and_sectors() -> None:
+    levels = Counter(c.data["level"] for c in drawn("cache_policy").with_data("level"))
+    assert levels == {"L2 lines": 256 // 128, "sectors": 256 // 32, "cp.async": 256 // 16}
+    mib = {length: 2 * length * ROW_BYTES // 2**20 for length in (4096, 16384)}
+    words = drawn("cache_policy").words
+    assert f"= {mib[4096]} MiB at length 4096, {mib[16384]} MiB at 16384" in words
+    assert f"{4096 // 64} at 4096" in words
+
+
+def test_the_sm_is_that_of_the_tables() -> None:
+    words = drawn("sm").words
+    assert words.count(f"{64 * 1024 // 4:,} registers") == 4
+    assert words.count("mma: 6.4 cycles") == 4  # 4 · 1.6
+    assert words.count("ex2: 8 cycles") == 4  # 32 lanes, 16 results a clock and SM: 4 · 2
+    assert "32 banks · 4 bytes = 128 bytes a cycle" in words and "227 KiB" in words
+    assert "4 · 4 / 6.4 = 2.5 mma" in words

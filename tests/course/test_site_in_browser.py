@@ -1,0 +1,377 @@
+"""The site in a headless browser, opened from files: reading, finding things, pointing at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import open_browser, requested_urls
+from built_site import BuiltSite
+
+from flash_helpers.course.pages import COURSE, PAGES
+from flash_helpers.course.site import RESULTS
+from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.results import load_results
+
+WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+RIGHT, ENTER, TAB = "\ue014", "\ue007", "\ue004"
+STEP = 7  # the step whose page and view are looked at
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+class Reader:
+    """The site as a person uses it."""
+
+    def __init__(self, driver: Any, folder: Path) -> None:
+        self.driver = driver
+        self._folder = folder
+
+    def open(self, name: str) -> None:
+        self.driver.get((self._folder / name).as_uri())
+
+    @property
+    def at(self) -> str:
+        """The page that is shown, relative to the site."""
+        address = self.driver.current_url.split("#")[0].split("?")[0]
+        return address.removeprefix(f"{self._folder.as_uri()}/")
+
+    def js(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements("css selector", selector)
+
+    def wait(self, selector: str) -> Any:
+        """An element that a script is about to make."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.driver, 10).until(lambda _: next(iter(self.all(selector)), None))
+
+    def show(self, element: Any) -> None:
+        """Scroll to it, at once."""
+        self.js("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+
+    def click(self, element: Any) -> None:
+        self.show(element)
+        element.click()
+
+    def point(self, element: Any) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        self.show(element)
+        ActionChains(self.driver).move_to_element(element).perform()
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def screen(self, metrics: dict[str, Any]) -> None:
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def system_theme(self, theme: str) -> None:
+        self.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": theme}]},
+        )
+
+    def is_dark(self) -> bool:
+        text = self.js("return getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in text[4:-1].split(",")[:3]) < 3 * 128
+
+    def turn_theme(self) -> str:
+        """Press the button once; returns the mode that it is in now."""
+        next(button for button in self.all(".theme-toggle") if button.is_displayed()).click()
+        return self.js("return document.body.dataset.theme")
+
+    def choose_theme(self, mode: str) -> None:
+        """Press the button, which has three modes, until it is in this one."""
+        assert mode in [self.turn_theme() for _ in range(3)]
+        for _ in range(3):
+            if self.js("return document.body.dataset.theme") != mode:
+                self.turn_theme()
+
+    def faults(self) -> list[str]:
+        """What the console warned of, and what was asked of any other place than a file."""
+        entries = self.driver.get_log("browser")
+        said = [e["message"] for e in entries if e["level"] in ("WARNING", "SEVERE")]
+        asked = {url for url in requested_urls(self.driver) if not url.startswith("file:")}
+        return said + sorted(u for u in asked if not u.startswith("data:") and u != "about:blank")
+
+
+@pytest.fixture
+def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
+    """A reader at the front page with a wide, light screen; afterwards nothing must have gone
+    wrong, and nothing have been asked of a network."""
+    found = Reader(browser, built.folder)
+    found.screen(WIDE)
+    found.system_theme("light")
+    browser.get("about:blank")
+    found.faults()  # those of the browser's own first page
+    found.open("index.html")
+    found.js("localStorage.clear()")
+    found.open("index.html")
+    yield found
+    assert found.faults() == []
+
+
+def page_of(step: int) -> str:
+    return next(f"{page.path.stem}.html" for page in PAGES if page.step == step)
+
+
+class TestPages:
+    def test_can_be_read_one_after_the_other(self, reader: Reader) -> None:
+        read = []
+        reader.find('.sidebar-tree a[href="00_start.html"]').click()
+        for _ in COURSE:
+            read.append(reader.at)
+            assert reader.find(".sidebar-tree .current-page > a").text
+            reader.click(reader.find("a.next-page"))
+        assert read == [f"{page.path.stem}.html" for page in COURSE]
+
+    @pytest.mark.parametrize("metrics", [WIDE, MIDDLE, NARROW], ids=["wide", "middle", "narrow"])
+    def test_fit_the_screen(
+        self, reader: Reader, built: BuiltSite, metrics: dict[str, Any]
+    ) -> None:
+        """Wide tables, code and pictures scroll by themselves; the page never does."""
+        reader.screen(metrics)
+        too_wide = {}
+        for path in sorted(built.folder.glob("*.html")):
+            reader.open(path.name)
+            width = reader.js("return document.documentElement.scrollWidth")
+            if width > metrics["width"]:
+                too_wide[path.name] = width
+        assert too_wide == {}
+
+    def test_pictures_are_shown(self, reader: Reader, built: BuiltSite) -> None:
+        for page in PAGES:
+            reader.open(f"{page.path.stem}.html")
+            sizes = reader.js(
+                "return [...document.querySelectorAll('article img')].map(async (image) => {"
+                "image.loading = 'eager'; await image.decode(); return image.naturalWidth; })"
+                ".reduce(async (all, one) => [...await all, await one], [])"
+            )
+            assert all(sizes), page.name
+
+    def test_the_menu_opens_on_a_narrow_screen(self, reader: Reader) -> None:
+        reader.screen(NARROW)
+        link = reader.find('.sidebar-tree a[href="00_start.html"]')
+        assert reader.js("return arguments[0].getBoundingClientRect().right", link) <= 0
+        reader.find(".mobile-header .nav-overlay-icon").click()
+        reader.js("document.querySelector('.sidebar-drawer').style.transition = 'none'")
+        link.click()
+        assert reader.at == "00_start.html"
+
+
+class TestSearch:
+    def look_for(self, reader: Reader, words: str) -> dict[str, Any]:
+        """The results, by the pages that they open."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        reader.find("input.sidebar-search").send_keys(words, ENTER)
+        WebDriverWait(reader.driver, 20).until(
+            lambda _: "Search finished" in reader.find("#search-results").text
+        )
+        results = reader.all("#search-results ul.search > li")
+        links = [result.find_element("css selector", "a") for result in results]
+        names = [link.get_attribute("href").split("/")[-1].split("#")[0] for link in links]
+        return dict(zip(names, results, strict=True))
+
+    def test_finds_a_word_and_opens_it(self, reader: Reader) -> None:
+        first = next(iter(self.look_for(reader, "wavefront").values()))
+        assert reader.at == "search.html"
+        marked = first.find_element("css selector", ".search-excerpt mark")
+        assert marked.text.lower() == "wavefront"
+        first.find_element("css selector", "a").click()
+        assert reader.at != "search.html"
+        assert reader.wait("article .highlighted").text.lower().startswith("wavefront")
+
+    def test_finds_what_stands_in_text_in_code_and_in_tables(self, reader: Reader) -> None:
+        assert {"01_base.html", "02_swizzle.html"} <= set(self.look_for(reader, "ldmatrix"))
+
+    def test_says_when_there_is_nothing(self, reader: Reader) -> None:
+        reader.find("input.sidebar-search").send_keys("xyzzyplugh", ENTER)
+        assert "did not match" in reader.wait("#search-results p.search-summary").text
+
+
+class TestView:
+    def test_opens_from_the_page_of_its_step_and_leads_back(self, reader: Reader) -> None:
+        reader.open(page_of(STEP))
+        reader.find(".view-card a").click()
+        assert reader.at == f"views/step_{STEP:02}.html"
+        assert [button.text for button in reader.all("#versions button")] == [
+            f"v{STEP - 1}",
+            f"v{STEP}",
+        ]
+        reader.find("#course a").click()
+        assert reader.at == page_of(STEP)
+
+    def test_links_its_three_panes(self, reader: Reader) -> None:
+        reader.open(f"views/step_{STEP:02}.html")
+        row = reader.js(
+            "return [...document.querySelectorAll('[data-pane=sass] .row.in-loop[data-key]')]"
+            ".find((row) => row.querySelector('.opcode')?.textContent.startsWith('LDSM'))"
+        )
+        reader.point(row.find_element("css selector", ".at"))
+        lit = {
+            pane: [line.text for line in reader.all(f"[data-pane={pane}] .row.lit")]
+            for pane in ("ptx", "sass")
+        }
+        assert len(lit["sass"]) == 1 and "LDSM" in lit["sass"][0]
+        assert len(lit["ptx"]) == 1 and "ldmatrix" in lit["ptx"][0]
+        assert reader.all("[data-pane=cuda] .row.lit, [data-pane=cuda] .row.near")
+
+    def test_fits_a_narrow_screen(self, reader: Reader) -> None:
+        reader.screen(NARROW)
+        reader.open(f"views/step_{STEP:02}.html")
+        assert reader.js("return document.documentElement.scrollWidth") <= NARROW["width"]
+
+
+class TestPlots:
+    @pytest.fixture
+    def plots(self, reader: Reader) -> Reader:
+        reader.open("measurements.html")
+        reader.wait("#plot-seq_len .column")
+        return reader
+
+    def tip(self, reader: Reader, plot: str) -> str:
+        """What is shown beside the pointer; nothing if nothing is."""
+        return reader.find(f"#plot-{plot} .tip").text
+
+    def test_the_staircase_tells_the_step_pointed_at(self, plots: Reader, root: Path) -> None:
+        results = load_results(root / RESULTS)
+        config = next(
+            c for c in get_kernel_progression_configs() if c.version == 2 and c.dtype is DType.BF16
+        )
+        assert self.tip(plots, "progression") == ""
+        plots.point(plots.all("#plot-progression .column")[1])
+        share = 100 * results.of_flash(config.short_form(), "bf16")
+        assert "Step 2: XOR swizzle" in self.tip(plots, "progression")
+        assert f"{share:.1f} %" in self.tip(plots, "progression")
+        plots.point(plots.find("h1"))
+        assert self.tip(plots, "progression") == ""
+
+    def test_arrow_keys_move_from_point_to_point(self, plots: Reader) -> None:
+        plots.js("document.querySelector('#plot-seq_len .column').focus()")
+        assert "Sequence length 512" in self.tip(plots, "seq_len")
+        plots.press(RIGHT, RIGHT)
+        assert "Sequence length 2048" in self.tip(plots, "seq_len")
+        label = plots.js("return document.activeElement.getAttribute('aria-label')")
+        assert label.startswith("Sequence length 2048: ") and "TFLOP/s" in label
+        plots.press("\ue00c")  # Escape
+        assert self.tip(plots, "seq_len") == ""
+
+    def test_the_tab_key_stops_once_a_plot(self, plots: Reader) -> None:
+        stops = plots.js(
+            "return [...document.querySelectorAll('figure.plot')]"
+            ".map((figure) => figure.querySelectorAll('.column[tabindex=\"0\"]').length)"
+        )
+        assert stops == [1, 1]
+
+    def test_lines_can_be_hidden(self, plots: Reader) -> None:
+        lines = len(plots.all("#plot-seq_len .series"))
+        key = plots.find("#plot-seq_len .legend button")
+        label = key.text
+        plots.click(key)
+        assert key.get_attribute("aria-pressed") == "false"
+        assert len(plots.all("#plot-seq_len .series")) == lines - 1
+        plots.point(plots.all("#plot-seq_len .column")[0])
+        assert label not in self.tip(plots, "seq_len")
+
+    @pytest.mark.parametrize("metrics", [WIDE, NARROW], ids=["wide", "narrow"])
+    def test_the_tip_stays_inside(self, plots: Reader, metrics: dict[str, Any]) -> None:
+        plots.screen(metrics)
+        for column in plots.all("#plot-progression .column")[::15]:
+            plots.point(column)
+            left, right = plots.js(
+                "const box = document.querySelector('#plot-progression .tip')"
+                ".getBoundingClientRect(); return [box.left, box.right]"
+            )
+            assert 0 <= left < right <= metrics["width"]
+
+    def test_a_table_holds_the_numbers(self, plots: Reader) -> None:
+        details = plots.find("#plot-progression details")
+        plots.click(details.find_element("css selector", "summary"))
+        assert details.find_element("css selector", 'a[href="01_base.html"]').is_displayed()
+
+
+class TestThemes:
+    def test_the_button_is_remembered_everywhere(self, reader: Reader) -> None:
+        reader.choose_theme("dark")
+        assert reader.is_dark()
+        reader.open(page_of(STEP))
+        assert reader.is_dark()
+        reader.find(".view-card a").click()
+        assert reader.is_dark()
+        reader.driver.back()
+        reader.choose_theme("light")
+        reader.open(f"views/step_{STEP:02}.html")
+        assert not reader.is_dark()
+
+    def test_the_button_of_a_view_is_remembered_too(self, reader: Reader) -> None:
+        reader.open(f"views/step_{STEP:02}.html")
+        assert not reader.is_dark()
+        reader.find("#theme").click()
+        reader.find("#course a").click()
+        assert reader.is_dark()
+
+    def test_the_system_is_followed_until_then_and_again(self, reader: Reader) -> None:
+        reader.system_theme("dark")
+        assert reader.is_dark()
+        reader.choose_theme("light")
+        assert not reader.is_dark()
+        reader.choose_theme("auto")
+        assert reader.is_dark()
+        reader.open(f"views/step_{STEP:02}.html")
+        assert reader.is_dark()
+
+    @pytest.mark.parametrize(("theme", "other"), [("light", "dark"), ("dark", "light")])
+    def test_pictures_follow_the_button(self, reader: Reader, theme: str, other: str) -> None:
+        """The media query in a picture asks for the scheme of the element that shows it (CSS Color
+        Adjustment Module Level 1, section 2.3)."""
+        reader.system_theme(other)
+        reader.choose_theme(theme)
+        assert reader.js("return getComputedStyle(document.body).colorScheme") == theme
+
+    @pytest.mark.parametrize("theme", ["light", "dark"])
+    def test_text_has_contrast(self, reader: Reader, theme: str) -> None:
+        """WCAG 2.1, success criterion 1.4.3: at least 4.5 to 1."""
+        reader.system_theme(theme)
+        ratios = reader.js(
+            """
+            const probe = document.body.appendChild(document.createElement("p"));
+            const colour = (name) => {
+              probe.style.color = `var(${name})`;
+              return getComputedStyle(probe).color.match(/[0-9.]+/g).slice(0, 3).map(Number);
+            };
+            const light = (name) => {
+              const [r, g, b] = colour(name).map((c) => c / 255)
+                .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+              return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const against = (a, b) => {
+              const [low, high] = [light(a), light(b)].sort((x, y) => x - y);
+              return (high + 0.05) / (low + 0.05);
+            };
+            const texts = ["--color-foreground-primary", "--color-foreground-secondary",
+              "--color-foreground-muted", "--color-brand-content", "--color-brand-visited",
+              "--plot-soft", "--plot-main", "--plot-best", "--hunk"];
+            const found = Object.fromEntries(
+              texts.map((text) => [text, against(text, "--color-background-primary")]));
+            probe.remove();
+            return found;
+            """
+        )
+        assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Build the course as a static site that can be opened from a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
+from flash_helpers.plots import PlotError
+from flash_helpers.sass.records import SassError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DESCRIPTION = """\
+Build the pages of docs/ as a static site: menu, search, plots that tell their values, and for each
+step the CUDA, PTX and SASS of the installed library, linked line by line. The site needs neither a
+server nor a network.
+"""
+
+EXAMPLES = """\
+examples:
+  build it, and read it:
+    python tools/docs/build_site.py && xdg-open site/index.html
+  what continuous integration runs: a link that leads nowhere is an error
+    python tools/docs/build_site.py --strict
+  source files are linked where they are hosted, rather than copied into the site:
+    python tools/docs/build_site.py --repo-url https://github.com/OWNER/NAME/blob/main
+
+exit status: 0 built, 1 --strict found faults, 2 wrong usage, or something needed is missing, 130
+interrupted; a site that was there stays unless the new one is whole
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "site",
+        metavar="DIR",
+        help="folder of the site, replaced as a whole (default: site/ in the repository)",
+    )
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    parser.add_argument(
+        "--repo-url",
+        metavar="URL",
+        help="where the repository's files can be seen (default: copy those that are linked)",
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        warnings = build_site(
+            arguments.root.resolve(),
+            arguments.output.resolve(),
+            strict=arguments.strict,
+            repo_url=arguments.repo_url,
+        )
+    except SiteWarningsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (SiteError, SassError, PlotError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"{arguments.output / 'index.html'} written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
