@@ -214,11 +214,12 @@ def test_sources_are_followed_through_includes(repository: Path) -> None:
     ],
 )
 def test_code_is_what_a_launch_executes(tmp_path: Path, change: dict, is_same: bool) -> None:
-    def code(config=V7, symbol="_Zkernel", **parts) -> str:
+    def code(config=V7, symbol="_Zkernel", registers=128, **parts) -> str:
         path = tmp_path / "kernel.cubin"
-        path.write_bytes(cubin(symbol, **{"code": b"code", "registers": 128, **parts}))
-        assert read_code(path, config)[0] == symbol
-        return read_code(path, config)[1]
+        path.write_bytes(cubin(symbol, **{"code": b"code", **parts}))
+        found, digest = read_code(path, config, registers)
+        assert found == symbol
+        return digest
 
     assert (code(**change) == code()) is is_same
 
@@ -227,7 +228,7 @@ def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "kernel.cubin"
     path.write_text("no ELF file")
     with pytest.raises(ValueError, match="is not a cubin"):
-        read_code(path, V7)
+        read_code(path, V7, 128)
 
 
 # The process that measures

@@ -76,12 +76,15 @@ def sources(root: Path, unit: str) -> list[Path]:
     return sorted(found)
 
 
-def read_code(path: Path, config: FlashForwardKernelConfig) -> tuple[str, str]:
+def read_code(path: Path, config: FlashForwardKernelConfig, registers: int) -> tuple[str, str]:
     """The kernel's symbol in a cubin, and its code (see `Cubin`).
+
+    registers: a thread, which not every cubin has in its section headers.
 
     Raises ValueError unless the file is a cubin of one kernel.
     """
-    digest = hashlib.sha256(f"{config.B_r} {config.n_threads} {config.smem_bytes}".encode())
+    launch = f"{config.B_r} {config.n_threads} {config.smem_bytes} {registers}"
+    digest = hashlib.sha256(launch.encode())
     symbols = []
     data = path.read_bytes()
     if elf_machine(data) != EM_CUDA:
@@ -91,8 +94,6 @@ def read_code(path: Path, config: FlashForwardKernelConfig) -> tuple[str, str]:
         # the parameters' bank, which is zeros, and what nothing executes are left out
         if section.name.startswith(_TEXT):
             symbols.append(section.name.removeprefix(_TEXT))
-            # register count: the top byte
-            digest.update(str(section.info >> 24).encode())
             digest.update(section.data)
         elif re.match(r"\.nv\.constant[1-9]", section.name):
             digest.update(section.data)
@@ -212,8 +213,8 @@ class CubinCompiler:
 
     def _compiled(self, config: FlashForwardKernelConfig, path: Path) -> Compiled:
         try:
-            symbol, code = read_code(path, config)
             (report,) = parse_ptxas_log(path.with_suffix(".log").read_text())
+            symbol, code = read_code(path, config, report.registers)
         except (OSError, ValueError) as error:
             path.unlink(missing_ok=True)  # so that the next run compiles it again
             return Compiled(config, None, f"what nvcc wrote cannot be read: {error}")

@@ -35,6 +35,7 @@ from flash_helpers.sass.execution_check import (
     predict_launch,
     profile_launches,
 )
+from flash_helpers.sass.phases import NotDeterminedError
 from flash_helpers.sass.reader import library_kernels, progress_bar
 from flash_helpers.selection import (
     UsageError,
@@ -109,7 +110,8 @@ def update_docs(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[ExecutionRecord]:
-    """What each chosen kernel executes, from its text. Raises SassError and ValueError."""
+    """What each chosen kernel executes, from its text; those that decide by their data are left
+    out with a line on stderr. Raises SassError and ValueError."""
     if arguments.seq < 1:
         raise UsageError(f"--seq {arguments.seq} is not positive")
     configs = chosen_kernels(arguments, backend.kernels)
@@ -117,7 +119,15 @@ def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[
     ran = {config: config_that_runs(config, shape) for config, shape in shapes.items()}
     with progress_bar("disassembling") as progress:
         kernels = library_kernels(arch, set(ran.values()), progress=progress)
-    return [predict_launch(kernels[ran[c]], ran[c], shapes[c]) for c in configs]
+    records = []
+    for config in configs:
+        try:
+            records.append(predict_launch(kernels[ran[config]], ran[config], shapes[config]))
+        except NotDeterminedError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    if not records:
+        raise UsageError("what the chosen kernels execute cannot be told: choose others")
+    return records
 
 
 def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> ExecutionCheck:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -202,4 +203,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # commands run in sessions of their own: a kill must end them as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -129,9 +129,10 @@ def count_phases(kernel: Kernel) -> PhaseCounts:
 
 def tensor_per_block(config: FlashForwardKernelConfig) -> int:
     """Tensor instructions of a warp for one block of K and V: Q @ K^T and P @ V, which take as many
-    mma.m16n8k16 each."""
-    rows = config.B_r // config.n_warps
-    return 2 * (rows // MMA_M) * (config.B_c // MMA_N) * (config.d_head // MMA_K)
+    mma.m16n8k16 each, and the row sums as one column tile more of P @ V."""
+    row_tiles = config.B_r // config.n_warps // MMA_M
+    products = 2 * row_tiles * (config.B_c // MMA_N) * (config.d_head // MMA_K)
+    return products + config.mma_row_sum * row_tiles * (config.B_c // MMA_K)
 
 
 def trip_counts(kernel: Kernel, config: FlashForwardKernelConfig, seq_len: int) -> dict[int, int]:

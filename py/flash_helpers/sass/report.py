@@ -220,6 +220,8 @@ def _spill_verdict(report: KernelReport) -> str:
     stores = sum(site.store_bytes for site in report.spills)
     loads = sum(site.load_bytes for site in report.spills)
     total = f"{stores} bytes of local stores and {loads} of local loads a thread"
+    if not report.kernel.loops:
+        return f"Spills: {total}; the kernel has no loop, so that each is paid once a thread."
     if not inside:
         return f"Harmless spills: {total}, none of them in a loop."
     main = main_loop(report.kernel)
