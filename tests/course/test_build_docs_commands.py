@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -165,6 +169,28 @@ def test_stopping_kills_what_runs_and_lets_nothing_begin(tmp_path: Path) -> None
     assert outcomes[0].status < 0
     with pytest.raises(StoppedError):
         runner.run(command, tmp_path)
+
+
+def test_a_tool_that_is_killed_leaves_neither_commands_nor_copies(
+    book: Book, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    book.write(console("$ echo $$ > $BEGUN.new; mv $BEGUN.new $BEGUN; sleep 600"))
+    copies = tmp_path_factory.mktemp("copies")
+    begun = tmp_path_factory.mktemp("signs") / "begun"
+    process = subprocess.Popen(
+        [sys.executable, root / "tools/docs/build_docs.py", "--check", "--root", book.root],
+        env={**os.environ, "TMPDIR": str(copies), "BEGUN": str(begun)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not begun.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert _is_gone(Path("/proc", begun.read_text().strip(), "stat"))
+    assert list(copies.iterdir()) == []
 
 
 def _is_gone(stat: Path) -> bool:
