@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +23,17 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_autotuning_kernel_configs,
     get_kernels_to_build,
+    read_configs,
+    with_general_siblings,
 )
 
-TO_BUILD = get_kernels_to_build()
+ROOT = Path(__file__).resolve().parents[1]
+WINNERS = [
+    config
+    for path in sorted((ROOT / "configs").glob("best_*.json"))
+    for config in read_configs(json.loads(path.read_text()))
+]
+TO_BUILD = with_general_siblings([*get_kernels_to_build(), *WINNERS])
 HEADER = kernel_map_header(TO_BUILD)
 SMALLER_HEADER = kernel_map_header(TO_BUILD[:-1])
 EXTRA = next(
@@ -128,7 +137,7 @@ class TestWriteIfDifferent:
 
 
 class TestCommand:
-    def test_committed_header_is_the_registrys(self, root, generate):
+    def test_committed_header_is_the_registrys_and_the_winners(self, root, generate):
         assert (root / MAP_HEADER).read_text() == HEADER
         assert generate("--check").returncode == 0
 
