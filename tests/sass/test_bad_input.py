@@ -39,7 +39,12 @@ from flash_helpers.sass.disassembler import (
 from flash_helpers.sass.disassembly import Batch, Disassembly, Request, disassemble
 from flash_helpers.sass.elf import read_cubin
 from flash_helpers.sass.lines import CUDA_LINES, PTX_LINES, read_line_tables
-from flash_helpers.sass.reader import list_kernels, load_kernels, read_member
+from flash_helpers.sass.reader import (
+    installed_library,
+    list_kernels,
+    load_kernels,
+    read_member,
+)
 from flash_helpers.sass.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
 from flash_helpers.sass.records import SourceLine as Line
 
@@ -302,6 +307,14 @@ class TestFiles:
     def test_that_are_folders(self, tmp_path: Path) -> None:
         with pytest.raises(SassError, match="cannot be read: Is a directory"):
             load_kernels(tmp_path)
+
+    def test_a_library_that_is_cut_off_is_told_from_one_without_device_code(
+        self, tmp_path: Path
+    ) -> None:
+        cut = tmp_path / "cut.so"
+        cut.write_bytes(installed_library().read_bytes()[:3000])
+        with pytest.raises(SassError, match=r"cut\.so is truncated"):
+            list_kernels(cut)
 
     def test_without_device_code(self) -> None:
         with pytest.raises(SassError, match="holds no device code"):

@@ -115,6 +115,9 @@ def _extract_into(cuobjdump: Disassembler, path: Path, kind: str, folder: Path) 
         said = run_program(cuobjdump.path, f"-x{kind}", "all", path, folder=folder)
     except SassError as error:
         if _NO_DEVICE_CODE in str(error):
+            data = path.read_bytes()
+            if data.startswith(ELF_MAGIC):
+                read_elf(data, str(path))  # cuobjdump says the same of a file that is cut off
             raise SassError(f"{path} holds no device code") from error
         raise
     return _MEMBER.findall(said)
