@@ -7,7 +7,7 @@
 //      K_{j-1} and V_j have landed and two buffers are free: copies have a whole block's time.
 //   2. Fragments come through a ring, one ldmatrix at a time and kAhead of them before their mma's
 //      turn, also from one product into the next: none begins by waiting for its first operands.
-//      Double-buffered k-tiles hold 48 registers for that (32 rows a warp); the ring and Q, 32.
+//      Double-buffered k-tiles hold 48 registers for that (32 rows a warp); the ring and Q, 28.
 //   3. lazy_rescale: l and O are rescaled only when a row's maximum has grown by more than
 //      kMaxGrowth powers of two. Until then P may exceed 1, but P, l and O are relative to the same
 //      m, and O / l is what it would have been. Saves 128 FMUL a block of keys.
@@ -23,8 +23,8 @@
 
 namespace v16 {
 
-constexpr int kRing = 4; // fragments of K or V in registers: one in use, the others on their way
-constexpr int kAhead = kRing - 1;
+constexpr int kAhead = 2; // ldmatrix of K or V before their mma's turn
+constexpr int kRing = kAhead + 1; // fragments in registers: one in use, the others on their way
 constexpr float kMaxGrowth = 8; // P stays below 2^8: fp16 has room to 2^16
 
 // scaled_m, the rows' maximum · scale of one row tile, takes in S, unless lazy and not worth it;
@@ -109,8 +109,6 @@ struct TwoStageLoop {
         static_assert(cfg.Q_mma_load_K_tiles == 1 && cfg.K_mma_load_K_tiles == 1 &&
                           cfg.V_mma_load_K_tiles == 1 && cfg.mma_double_buffer_loads,
                       "fragments come one ldmatrix at a time, ahead of their use");
-        static_assert(kQKSteps % kRing == 0 && kPVSteps % kRing == 0,
-                      "the ring goes on from block to block");
 
         uint32_t Q_rmem[2][kRowTiles][4], K_rmem[kRing][4], V_rmem[kRing][4];
         auto load_Q = [&](int k) {
@@ -130,10 +128,15 @@ struct TwoStageLoop {
                               fragment_address<B_c>(V_smem + stage, lane_offset,
                                                     step / kDTiles * kMmaK, step % kDTiles));
         };
-        auto copy = [&](uint32_t tile_smem, const Element *X_gmem, int stride, int key) {
-            copy_tile_async<B_c, kThreads>(tile_smem, X_gmem, key, stride, key >= 0 ? 16 : 0);
+        // The block at `key`, where X_gmem points; then X_gmem points at the one before. Faster
+        // than an address from `key`: see `ring_by_key` in docs/tuning.md.
+        auto copy = [&](uint32_t tile_smem, const Element *&X_gmem, int stride, int key) {
+            copy_tile_async<B_c, kThreads>(tile_smem, X_gmem, 0, stride, key >= 0 ? 16 : 0);
+            X_gmem -= int64_t(B_c) * stride;
         };
 
+        K_gmem += int64_t(first_key - B_c) * K_stride;
+        V_gmem += int64_t(first_key - B_c) * V_stride;
         copy(K_smem + kStage, K_gmem, K_stride, first_key - B_c);
         cp_async_commit();
         cp_async_wait<2>(); // Q and K_j have landed, V_j and K_{j-1} may be on their way
@@ -174,13 +177,13 @@ struct TwoStageLoop {
             // 3. V_{j-1} and K_{j-2}: global → shared, in flight until the next block's barrier
             cp_async_wait<0>(); // V_j and K_{j-1} have landed
             __syncthreads(); // no warp reads K_j or V_{j+1} any more
+#pragma unroll
+            for (int step = 0; step < kAhead; ++step) {
+                load_V(stage, step); // before 16 copies that go the same way
+            }
             copy(V_smem + (stage ^ kStage), V_gmem, V_stride, key - B_c);
             copy(K_smem + stage, K_gmem, K_stride, key - 2 * B_c);
             cp_async_commit();
-#pragma unroll
-            for (int step = 0; step < kAhead; ++step) {
-                load_V(stage, step);
-            }
 
             // 4. m, l = l · rescale, O = O · rescale
             float rescale[kRowTiles][2];
