@@ -99,6 +99,26 @@ struct Softmax {
             grown = true;
         }
     }
+    // Has an element of S grown by more than kMaxGrowth powers of two over its row's m? Asked of
+    // the lanes' own columns, without the shuffles of a row's maximum. The same in all lanes.
+    template <int kKeyTiles>
+    __device__ __forceinline__ bool outgrows(const float (&S_rmem)[kRowTiles][kKeyTiles][4]) const {
+        bool grows = false;
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float m = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < kKeyTiles; ++n) {
+                    m = fmaxf(m, fmaxf(S_rmem[i][n][2 * half], S_rmem[i][n][2 * half + 1]));
+                }
+                // written so that the first block, where m is -infinity, counts as growth
+                grows |= !(m * v16::kSoftmaxScale <= scaled_m[i][half] + v16::kMaxGrowth);
+            }
+        }
+        return __any_sync(0xffffffff, grows);
+    }
     __device__ __forceinline__ void rescale_l() {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
@@ -400,8 +420,10 @@ enum class Copies {
 };
 
 struct RingOptions {
-    int ring = v16::kRing;
     int ahead = v16::kAhead;
+    bool vote = false; // whether a maximum has grown, before it is known
+    bool copies_first = false; // ahead of V's first fragments
+    bool copies_by_key = false; // addresses computed in each block, not moved on
     bool barrier_first = false; // at the top of a block, not between its Q @ K^T and its softmax
     Copies copies = Copies::together;
 };
@@ -419,12 +441,12 @@ __device__ __forceinline__ void cp_async_16_at(uint32_t dst_smem, const void *sr
 template <FlashForwardKernelConfig cfg, RingOptions options>
 struct Ring {
     static constexpr int B_c = cfg.B_c, kRowTiles = Operands<cfg>::kRowTiles;
-    static constexpr int kRing = options.ring, kAhead = options.ahead;
+    static constexpr int kAhead = options.ahead, kRing = kAhead + 1;
     static constexpr int kRowsPerPass = cfg.n_threads() / v16::kThreadsPerRow;
     static constexpr int kPasses = B_c / kRowsPerPass; // of a tile
     static constexpr int kKeyPairs = B_c / kMmaK;
     static constexpr int kQKSteps = v16::kDTiles * kKeyPairs, kPVSteps = kKeyPairs * v16::kDTiles;
-    static_assert(kQKSteps % kRing == 0 && kPVSteps % kRing == 0, "as in two_stage.cuh");
+    static_assert(!options.copies_by_key || options.copies == Copies::together);
 
     // Where a copy of the tile at `key` begins for this thread.
     struct Source {
@@ -435,7 +457,7 @@ struct Ring {
         __device__ __forceinline__ Source(uint32_t tile_smem, const Element *X_gmem, int key)
             : smem(tile_smem + v16::smem_offset(threadIdx.x / v16::kThreadsPerRow,
                                                 threadIdx.x % v16::kThreadsPerRow * v16::kChunk)),
-              gmem(X_gmem + int64_t(key) * cfg.static_row_stride), bytes(key >= 0 ? 16 : 0) {}
+              gmem(X_gmem), bytes(key >= 0 ? 16 : 0) {}
     };
     // Its kRowsPerPass rows from there on: a multiple of 8, after which the swizzle is the same
     template <int kPass>
@@ -475,24 +497,36 @@ struct Ring {
                 load_K(stage, step);
             }
         };
+        // The block at `key`, where X_gmem points; then X_gmem points at the one before. If by key,
+        // X_gmem points at key 0 and stays there.
+        const int ahead_key = options.copies_by_key ? 0 : key - B_c;
+        const Element *K_gmem = operands.K_gmem + int64_t(ahead_key) * operands.K_stride;
+        const Element *V_gmem = operands.V_gmem + int64_t(ahead_key) * operands.V_stride;
+        auto move_on = [](const Element *&X_gmem, int stride) {
+            if constexpr (!options.copies_by_key) {
+                X_gmem -= int64_t(B_c) * stride;
+            }
+        };
+        auto copy = [&](uint32_t tile_smem, const Element *&X_gmem, int stride, int key) {
+            if constexpr (options.copies == Copies::together) {
+                v16::copy_tile_async<B_c, cfg.n_threads()>(
+                    tile_smem, X_gmem, options.copies_by_key ? key : 0, stride, key >= 0 ? 16 : 0);
+            } else {
+                copy_passes(kAllPasses, {tile_smem, X_gmem, key}, -1);
+            }
+            move_on(X_gmem, stride);
+        };
         // V_{j-1}, and K's next block for which there is a buffer
         const int K_distance = options.barrier_first ? B_c : 2 * B_c;
         auto start_copies = [&](uint32_t stage) {
-            const uint32_t V_tile_smem = operands.V_smem + (stage ^ kStage);
-            const uint32_t K_tile_smem =
-                operands.K_smem + (options.barrier_first ? stage ^ kStage : stage);
-            if constexpr (options.copies == Copies::together) {
-                operands.copy_V(stage ^ kStage, key - B_c);
-                operands.copy_K(K_tile_smem, key - K_distance);
-            } else {
-                copy_passes(kAllPasses, {V_tile_smem, operands.V_gmem, key - B_c}, -1);
-                copy_passes(kAllPasses, {K_tile_smem, operands.K_gmem, key - K_distance}, -1);
-            }
+            copy(operands.V_smem + (stage ^ kStage), V_gmem, operands.V_stride, key - B_c);
+            copy(operands.K_smem + (options.barrier_first ? stage ^ kStage : stage), K_gmem,
+                 operands.K_stride, key - K_distance);
             cp_async_commit();
         };
 
         if constexpr (!options.barrier_first) {
-            operands.copy_K(operands.K_smem + kStage, key - B_c);
+            copy(operands.K_smem + kStage, K_gmem, operands.K_stride, key - B_c);
             cp_async_commit();
             cp_async_wait<2>(); // Q and K_j have landed
             __syncthreads(); // a warp reads rows that other warps have copied
@@ -518,24 +552,31 @@ struct Ring {
                 }
                 v16::add_tile_product<cfg.dtype>(S_rmem, Q_rmem[k % 2], K_rmem[step % kRing], n);
             }
+            constexpr bool kCopies =
+                !options.barrier_first && options.copies != Copies::interleaved;
             if constexpr (!options.barrier_first) {
                 cp_async_wait<0>(); // V_j and K_{j-1} have landed
                 __syncthreads(); // no warp reads K_j or V_{j+1} any more
-                if constexpr (options.copies != Copies::interleaved) {
-                    start_copies(stage);
-                }
+            }
+            if constexpr (kCopies && options.copies_first) {
+                start_copies(stage);
             }
 #pragma unroll
             for (int step = 0; step < kAhead; ++step) {
                 load_V(stage, step);
             }
-            softmax.take(S_rmem);
-            if (softmax.must_rescale()) {
-                softmax.rescale_l();
-                softmax.rescale_O(O_rmem);
+            if constexpr (kCopies && !options.copies_first) {
+                start_copies(stage);
             }
-            const Source V_next(operands.V_smem + (stage ^ kStage), operands.V_gmem, key - B_c);
-            const Source K_next(operands.K_smem + stage, operands.K_gmem, key - 2 * B_c);
+            if (!options.vote || softmax.outgrows(S_rmem)) {
+                softmax.take(S_rmem);
+                if (options.vote || softmax.must_rescale()) {
+                    softmax.rescale_l();
+                    softmax.rescale_O(O_rmem);
+                }
+            }
+            const Source V_next(operands.V_smem + (stage ^ kStage), V_gmem, key - B_c);
+            const Source K_next(operands.K_smem + stage, K_gmem, key - 2 * B_c);
             uint32_t P_rmem[kKeyPairs][kRowTiles][4];
 #pragma unroll
             for (int step = 0; step < kPVSteps; ++step) {
@@ -560,6 +601,8 @@ struct Ring {
             if constexpr (options.copies == Copies::interleaved) {
                 static_assert(kPVSteps == 4 * 2 * kPasses, "all of both tiles has been copied");
                 cp_async_commit();
+                move_on(V_gmem, operands.V_stride);
+                move_on(K_gmem, operands.K_stride);
             }
             stage ^= kStage;
             key -= B_c;

@@ -137,10 +137,30 @@ EXPERIMENTS = (
     Experiment("ring_mma_sum", "ring", "row sums by mma", _options(False, True)),
     Experiment("two_stages", "ring_lazy", "row sums by mma: version 16 with two stages", _BOTH),
     Experiment("ring_keys_32", "two_stages", "B_c 32", {**_BOTH, "B_c": 32}),
-    Experiment("ring_ahead_2", "two_stages", "loads 2 ahead, not 3", _BOTH, _ring(".ahead = 2")),
+    Experiment("ring_ahead_1", "two_stages", "loads 1 ahead, not 2", _BOTH, _ring(".ahead = 1")),
+    Experiment("ring_ahead_3", "two_stages", "loads 3 ahead", _BOTH, _ring(".ahead = 3")),
     Experiment(
-        "ring_of_8", "two_stages", "ring of 8, loads 4 ahead", _BOTH, _ring(".ring = 8, .ahead = 4")
+        "ring_copies_first",
+        "two_stages",
+        "copies before V's first fragments",
+        _BOTH,
+        _ring(".copies_first = true"),
     ),
+    Experiment(
+        "ring_by_key",
+        "two_stages",
+        "addresses of copies from the key",
+        _BOTH,
+        _ring(".copies_by_key = true"),
+    ),
+    Experiment(
+        "ring_first_version",
+        "two_stages",
+        "3 ahead, copies first, by key",
+        _BOTH,
+        _ring(".ahead = 3, .copies_first = true, .copies_by_key = true"),
+    ),
+    Experiment("ring_vote", "two_stages", "a vote before the maxima", _BOTH, _ring(".vote = true")),
     Experiment(
         "ring_barrier_first",
         "two_stages",

@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""How many cycles of an SM a tensor core instruction takes, by Nsight Compute."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from flash_attention._mma_loop import MmaLoop
+from flash_helpers.backend import KernelsNotRun, find_backend
+from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
+from flash_helpers.kernel_configs import DType
+from flash_helpers.machine import git_commit, provenance
+from flash_helpers.nsight import NsightCompute, ProfilerError
+from flash_helpers.results import measured_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "benchmarks/results/mma_cycles_h100.json"
+FORMAT = 1
+LAUNCHES = 3
+INSTRUCTIONS = "sm__inst_executed_pipe_tensor.sum"
+CYCLES = "sm__cycles_active.sum"  # of all SMs: clocks do not matter
+
+DESCRIPTION = f"""\
+Count, with Nsight Compute, the tensor core instructions of the loop of mma.sync whose speed
+pt_bench.py compares with (src/include/mma_rate.cuh: eight independent m16n8k16 a warp, 16 warps an
+SM, operands in registers), and the cycles that the SMs were busy with it. Unlike TFLOP/s, cycles
+do not depend on the clock. The tools' bounds (flash_helpers.sass.opcodes) use the quotient.
+{LAUNCHES} launches a dtype.
+"""
+
+EXAMPLES = f"""\
+examples:
+  count, print and write {RESULTS}; needs a GPU and ncu:
+    python benchmarks/mma_cycles.py
+  in a copy without git, and keeping the data elsewhere:
+    python benchmarks/mma_cycles.py --commit 68cfc22 --json mma.json
+
+exit status: 0 it was counted, 2 wrong usage, no GPU or no profiler; 130 interrupted
+"""
+
+
+@dataclass(frozen=True)
+class MmaCycles:
+    """One launch of the loop. instructions, cycles: sums over all SMs."""
+
+    dtype: str
+    instructions: int
+    cycles: int
+
+    @property
+    def per_instruction(self) -> float:
+        """Cycles of an SM for each instruction."""
+        return self.cycles / self.instructions
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = make_parser(DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"what was counted (default: {RESULTS})",
+    )
+    parser.add_argument("--launch", choices=[d.short for d in DType], help="what ncu is to look at")
+    add_commit_argument(parser)
+    return parser.parse_args(argv)
+
+
+def launch(dtype: str) -> int:
+    """Launch the loop and wait; the exit status."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    loop = MmaLoop(next(d for d in DType if d.short == dtype), device)
+    for _ in range(LAUNCHES):
+        loop.launch()
+    torch.cuda.synchronize(device)
+    return 0
+
+
+def count(profiler: NsightCompute, dtype: str) -> list[MmaCycles]:
+    """The launches of one dtype. Raises ProfilerError."""
+    command = [sys.executable, __file__, "--launch", dtype]
+    found = profiler.profile(command, "^loop", (INSTRUCTIONS, CYCLES), dtype)
+    counted = [(run.values.get(INSTRUCTIONS), run.values.get(CYCLES)) for run in found]
+    if not all(instructions and cycles for instructions, cycles in counted):
+        raise ProfilerError(f"this GPU does not count {INSTRUCTIONS} or {CYCLES}")
+    return [MmaCycles(dtype, int(i), int(c)) for i, c in counted if i and c]
+
+
+def run(arguments: argparse.Namespace, command: str) -> int:
+    """Count, print and write; the exit status. Raises KernelsNotRun and ProfilerError."""
+    backend = find_backend("cuda")
+    if arguments.launch:
+        return launch(arguments.launch)
+    profiler = NsightCompute.find()
+    launches = [each for dtype in DType for each in count(profiler, dtype.short)]
+    origin = provenance(
+        backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
+    )
+    head = {
+        "format": FORMAT,
+        "provenance": asdict(origin),
+        "profiler": f"Nsight Compute {profiler.version()}",
+    }
+    rows = [(m.dtype, m.instructions, m.cycles, f"{m.per_instruction:.4f}") for m in launches]
+    print(tabulate(rows, headers=["dtype", "instructions", "cycles of SMs", "cycles each"]))
+    print(f"\n{origin.gpu}, driver {origin.driver}, {head['profiler']}")
+    write_if_different(arguments.json, measured_json(head, {"launches": map(asdict, launches)}))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("mma_cycles.py", argv)
+    return run_tool(
+        lambda: run(arguments, command),
+        *(KernelsNotRun, ProfilerError, ValueError, RuntimeError),
+        interrupted="interrupted, nothing was written",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
