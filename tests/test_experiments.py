@@ -421,7 +421,7 @@ class FakeMonitor:
 
 @pytest.fixture
 def gpu(tool, monkeypatch) -> ModuleType:
-    """The tool on a made-up GPU, on which `ring_of_8` is wrong."""
+    """The tool on a made-up GPU, on which `ring_ahead_3` is wrong."""
 
     def contender(compiled: Compiled) -> Contender:
         def run(inputs: InputSet) -> torch.Tensor:
@@ -472,11 +472,11 @@ def test_a_run_measures_every_experiment_beside_flash(gpu, tmp_path, capsys) -> 
 
 
 def test_an_experiment_that_is_wrong_fails_the_run(gpu, tmp_path, capsys) -> None:
-    gpu.broken[0] = "ring_of_8"
+    gpu.broken[0] = "ring_ahead_3"
     path = tmp_path / "experiments.json"
     assert run(gpu, "--seq", "128", "--rounds", "1", "--json", str(path)) == 1
-    assert "ring_of_8 at 128: wrong output" in capsys.readouterr().out
-    assert [m.name for m in load_results(path).failures] == ["ring_of_8"]
+    assert "ring_ahead_3 at 128: wrong output" in capsys.readouterr().out
+    assert [m.name for m in load_results(path).failures] == ["ring_ahead_3"]
 
 
 @pytest.mark.parametrize(
