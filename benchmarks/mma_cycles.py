@@ -111,8 +111,9 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         "provenance": asdict(origin),
         "profiler": f"Nsight Compute {profiler.version()}",
     }
-    rows = [(m.dtype, m.instructions, m.cycles, f"{m.per_instruction:.4f}") for m in launches]
-    print(tabulate(rows, headers=["dtype", "instructions", "cycles of SMs", "cycles each"]))
+    rows = [(m.dtype, m.instructions, m.cycles, m.per_instruction) for m in launches]
+    headers = ["dtype", "instructions", "cycles of SMs", "cycles each"]
+    print(tabulate(rows, headers=headers, floatfmt=".4f"))
     print(f"\n{origin.gpu}, driver {origin.driver}, {head['profiler']}")
     write_if_different(arguments.json, measured_json(head, {"launches": map(asdict, launches)}))
     return 0

@@ -44,7 +44,7 @@ def test_cycles_add_up_by_pipe():
     # FFMA and FMUL at 128 a clock, IMAD at 64 on the heavy half, which is half of both halves
     assert dict(found.pipes) == {
         "lsu": 4.0,
-        "tensor": 2 * 1.6,
+        "tensor": 2 * 1.5,
         "fma": 3 * 0.25 + 0.5 / 2,
         "fmaheavy": 0.5,
     }
@@ -105,7 +105,7 @@ def test_a_loop_that_branches_is_told_apart():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
-    cycles = {"sm_80": 2, "sm_86": 8, "sm_89": 8, "sm_90": 1.6}[architecture]
+    cycles = {"sm_80": 2, "sm_86": 8, "sm_89": 8, "sm_90": 1.5}[architecture]
     for config in PROGRESSION:
         found = progression_kernels(architecture)[config]
         loop = main_loop(found)
@@ -129,7 +129,7 @@ def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
     per_head = seq_len // config.B_r
     launch = Launch(batch=1, n_heads=33, seq_len=seq_len, sms=132, mhz=1000.0)
     prediction = predict(found, config, launch)
-    tensor = tensor_per_block(config) * (seq_len // config.B_c) * 1.6
+    tensor = tensor_per_block(config) * (seq_len // config.B_c) * 1.5
     blocks = math.ceil(33 * per_head / 132)
     assert prediction.milliseconds["tensor"] == pytest.approx(
         blocks * config.n_warps * tensor / (1000.0 * 1e3)

@@ -154,7 +154,7 @@ def test_the_listing_shows_every_instruction_of_the_loop_decoded():
     listing = text.partition("\nMain loop\n")[2]
     (line,) = [line for line in listing.splitlines() if line.startswith("0x0010")]
     assert line.split()[1:9] == ["7", "s09", "-", "w2", "r-", "b:0--3--", "u:---", "tensor"]
-    assert line.endswith(f"1.6  {HMMA}")
+    assert line.endswith(f"1.5  {HMMA}")
     assert "0x0000" not in listing
 
 

@@ -13,7 +13,8 @@ Sources, as the rows below name them:
   logic, and data movement; on 8.0 the FMA pipe executes IMAD and FP32; from 8.6 on it has two
   halves, of which FMA heavy executes IMAD and FP32, FMA lite FP32 only, and FP16 takes both.
 - XLA: its device description of the A100.
-- measured: mma.sync on an H100.
+- measured: mma.sync on an H100, instructions and cycles as Nsight Compute counts them
+  (benchmarks/mma_cycles.py).
 
 A source that ends in a question mark is from memory or deduced; nothing else may rest on it.
 """
@@ -264,7 +265,7 @@ def _tensor_throughput(opcode: str, capability: int) -> Throughput | None:
     if capability == 80:
         return Throughput(2.0, "XLA's device description of the A100")
     if capability == 90:
-        return Throughput(1.6, "measured with mma.sync on an H100")
+        return Throughput(1.5, "measured with mma.sync on an H100")
     return Throughput(8.0, "half of the professional cards' rate, 4 cycles?", certain=False)
 
 

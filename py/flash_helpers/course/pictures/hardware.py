@@ -100,8 +100,8 @@ def sm() -> Drawing:
         y + 44,
         f"ldmatrix.x4 brings {LDMATRIX_BYTES} bytes: {LDMATRIX_CYCLES:g} cycles of shared memory, "
         f"in which the four tensor cores can do {SUB_PARTITIONS} · {LDMATRIX_CYCLES:g} / "
-        f"{per_warp * MMA_CYCLES:g} = {loads:g} mma. With 16 rows a warp it feeds 2 mma: too few. "
-        "With 32 rows 4: enough.",
+        f"{per_warp * MMA_CYCLES:g} = {loads:.2f} mma. With 16 rows a warp it feeds 2 mma: too "
+        "few. With 32 rows 4: enough.",
     )
     return d
 
@@ -197,7 +197,8 @@ def roofline() -> Drawing:
         "What bounds an SM: 32 rows of Q against 64 keys",
         "Bars of the cycles for which four parts of an SM are busy with 32 rows of Q and a block "
         "of 64 keys: tensor cores, shared memory, exponentials, issue. With two warps of 16 rows "
-        "shared memory is busiest by far; with one warp of 32 rows the tensor cores are.",
+        "shared memory is busiest by far; with one warp of 32 rows it and the tensor cores are "
+        "busy for equally long.",
     )
     y = d.paragraph(
         MARGIN,
