@@ -16,7 +16,7 @@
 // Why it is slow: a row of a tile has 256 bytes, twice around the 32 banks of 4 bytes. The 8 rows
 // that ldmatrix reads for one matrix lie 256 bytes apart, all in the same 4 banks: 8 wavefronts
 // instead of 1. A warp does 64 ldmatrix.x4 a block: 64 · 4 · 8 = 2048 wavefronts for what 256
-// could carry, while its 128 mma need some 128 · 6 cycles of its scheduler's tensor core.
+// could carry, while its 128 mma need 128 · 6 cycles of its scheduler's tensor core.
 // Expected: bound by shared memory, a sixth to an eighth of what the mma could do.
 //
 // benchmark:begin
