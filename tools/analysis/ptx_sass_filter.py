@@ -32,7 +32,7 @@ examples:
     python tools/analysis/ptx_sass_filter.py kernel.cubin 838 -ptx --depth 6
   what became of the PTX of version 9:
     python tools/analysis/ptx_sass_filter.py flash_attention/libflash_attention.so --arch sm_90 \\
-        --kernel v9_bf16 --fan-out
+        --kernel v9_bf16_d128_Br64 --fan-out
 
 exit status: 0 shown, 2 wrong usage or a file that will not do, 130 interrupted
 """
