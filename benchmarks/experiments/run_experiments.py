@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +27,15 @@ from flash_helpers.benchmark import (
 from flash_helpers.benchmark_tables import replace_between_markers
 from flash_helpers.build import requested_jobs
 from flash_helpers.codegen import write_if_different
+from flash_helpers.command_line import (
+    add_commit_argument,
+    add_lengths_argument,
+    make_parser,
+    positive,
+    run_tool,
+    typed_command,
+    write_or_check,
+)
 from flash_helpers.machine import GpuMonitor, clock_record, git_commit, provenance
 from flash_helpers.rates import measure_rates, mma_sync_work
 from flash_helpers.results import (
@@ -80,21 +87,9 @@ failed, or --check found something stale; 2 wrong usage, no GPU or no compiler; 
 """
 
 
-def positive(text: str) -> int:
-    """A positive whole number."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive: use 1 or more")
-    return value
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
         "--sass", action="store_true", help="instead: read the machine code of the loops"
@@ -107,14 +102,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="with --write-docs: write nothing; print a diff and exit 1 if stale",
     )
-    parser.add_argument(
-        "--seq",
-        nargs="+",
-        type=positive,
-        default=list(DEFAULT_SEQ_LENS),
-        metavar="N",
-        help=f"sequence lengths (default: {' '.join(map(str, DEFAULT_SEQ_LENS))})",
-    )
+    add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "sequence lengths")
     parser.add_argument(
         "--rounds",
         type=positive,
@@ -128,9 +116,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=f"what was measured (default: {RESULTS})",
     )
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit of the sources (default: asked from git)"
-    )
+    add_commit_argument(parser)
     arguments = parser.parse_args(argv)
     if arguments.check and not arguments.write_docs:
         parser.error("--check goes with --write-docs")
@@ -220,44 +206,34 @@ def documented(root: Path, results: Path) -> tuple[str, str]:
 def write_docs(arguments: argparse.Namespace) -> int:
     """Update or check the log; returns the exit status. Raises as `documented` does."""
     old, new = documented(ROOT, arguments.json)
-    if not arguments.check:
-        print(f"{DOCS} {'written' if write_if_different(ROOT / DOCS, new) else 'is current'}")
-        return 0
-    diff = difflib.unified_diff(
-        old.splitlines(keepends=True), new.splitlines(keepends=True), str(DOCS), f"{DOCS} (data)"
-    )
-    print("".join(diff), end="")
-    has_old_code = load_machine_code(ROOT / MACHINE_CODE).sources != source_digest(ROOT)
-    if has_old_code:
+    status = write_or_check(ROOT / DOCS, old, new, arguments.check)
+    if arguments.check and load_machine_code(ROOT / MACHINE_CODE).sources != source_digest(ROOT):
         print(f"{MACHINE_CODE} was made from other sources: run with --sass, then --write-docs")
-    return int(old != new or has_old_code)
+        return 1
+    return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, read or write; returns the exit status."""
-    arguments = parse_arguments(argv)
+def write_machine_code() -> int:
+    """Compile, read and write what ptxas made of the loops. Raises BuildError and SassError."""
+    compiled = compile_experiments(ARCHITECTURE)
+    code = read_machine_code(tqdm(compiled, desc="disassembling", unit="kernel"), ROOT)
+    write_if_different(ROOT / MACHINE_CODE, code.to_json())
+    print(terminal_text(loop_table(code)))
+    return 0
+
+
+def run(arguments: argparse.Namespace, command: str) -> int:
+    """Measure, read or write; returns the exit status. Raises as those do."""
+    if arguments.write_docs:
+        return write_docs(arguments)
+    if arguments.sass:
+        return write_machine_code()
     try:
-        if arguments.write_docs:
-            return write_docs(arguments)
-        if arguments.sass:
-            compiled = compile_experiments(ARCHITECTURE)
-            bar = tqdm(compiled, desc="disassembling", unit="kernel")
-            code = read_machine_code(bar, ROOT)
-            write_if_different(ROOT / MACHINE_CODE, code.to_json())
-            print(terminal_text(loop_table(code)))
-            return 0
-        given = sys.argv[1:] if argv is None else argv
-        results = measure(arguments, shlex.join(["run_experiments.py", *given]))
-    except (BuildError, KernelsNotRun, OSError, SassError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        results = measure(arguments, command)
     except torch.cuda.OutOfMemoryError as error:
         said = str(error).splitlines()[0]
         print(f"does not fit in the GPU's memory, use shorter --seq: {said}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted, nothing was written", file=sys.stderr)
-        return 130
     print(terminal_text(speed_table(results)))
     for rate in results.rates:
         if rate.failure:
@@ -265,6 +241,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for m in results.failures:
         print(f"{m.name} at {m.seq_len}: {m.failure}")
     return 1 if results.failures else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, read or write; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("run_experiments.py", argv)
+    return run_tool(
+        lambda: run(arguments, command),
+        *(BuildError, KernelsNotRun, OSError, SassError, ValueError),
+        interrupted="interrupted, nothing was written",
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,20 @@ def add_commit_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_lengths_argument(
+    parser: argparse.ArgumentParser, option: str, default: Sequence[int], meaning: str
+) -> None:
+    """Add an option for sequence lengths, positive whole numbers."""
+    parser.add_argument(
+        option,
+        nargs="+",
+        type=positive,
+        default=list(default),
+        metavar="N",
+        help=f"{meaning} (default: {' '.join(map(str, default))})",
+    )
+
+
 # -- types of arguments ----------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from flash_helpers.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.command_line import (
     add_commit_argument,
+    add_lengths_argument,
     make_parser,
     not_negative,
     positive,
@@ -97,22 +98,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="versions or ranges of versions, such as 16 or 7..16 (default: all that can be tuned)",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
-    parser.add_argument(
-        "--seq",
-        nargs="+",
-        type=positive,
-        default=list(DEFAULT_SEQ_LENS),
-        metavar="N",
-        help=f"lengths of the last round (default: {' '.join(map(str, DEFAULT_SEQ_LENS))})",
-    )
-    parser.add_argument(
-        "--screen-seq",
-        nargs="+",
-        type=positive,
-        default=list(SCREEN_SEQ_LENS),
-        metavar="N",
-        help=f"lengths of the first (default: {' '.join(map(str, SCREEN_SEQ_LENS))})",
-    )
+    add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "lengths of the last round")
+    add_lengths_argument(parser, "--screen-seq", SCREEN_SEQ_LENS, "lengths of the first")
     parser.add_argument(
         "--configs", type=Path, metavar="FILE", help="try the configs of a JSON file only"
     )

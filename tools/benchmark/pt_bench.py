@@ -24,6 +24,7 @@ from flash_helpers.benchmark_tables import report_text
 from flash_helpers.codegen import write_if_different
 from flash_helpers.command_line import (
     add_commit_argument,
+    add_lengths_argument,
     make_parser,
     positive,
     positive_seconds,
@@ -75,14 +76,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser, default="all", dtype="bf16")
-    parser.add_argument(
-        "--seq",
-        nargs="+",
-        type=positive,
-        default=list(DEFAULT_SEQ_LENS),
-        metavar="N",
-        help=f"sequence lengths (default: {' '.join(map(str, DEFAULT_SEQ_LENS))})",
-    )
+    add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "sequence lengths")
     parser.add_argument(
         "--rounds",
         type=positive,
