@@ -11,14 +11,8 @@ from pathlib import Path
 import torch
 
 from flash_helpers.backend import Backend, KernelsNotRun, find_backend
-from flash_helpers.benchmark_tables import replace_between_markers
-from flash_helpers.command_line import (
-    add_commit_argument,
-    make_parser,
-    run_tool,
-    typed_command,
-    write_or_check,
-)
+from flash_helpers.command_line import make_parser, run_tool, typed_command
+from flash_helpers.counter_check import add_check_arguments, print_check, update_page
 from flash_helpers.machine import git_commit, provenance
 from flash_helpers.nsight import NsightCompute, ProfilerError
 from flash_helpers.sass.execution_check import (
@@ -39,7 +33,6 @@ from flash_helpers.sass.phases import NotDeterminedError
 from flash_helpers.sass.reader import library_kernels, progress_bar
 from flash_helpers.selection import (
     UsageError,
-    add_kernel_arguments,
     chosen_kernels,
     config_that_runs,
 )
@@ -77,36 +70,12 @@ exit status: 0 all agree or are up to date, 1 something disagrees, some counters
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    add_kernel_arguments(parser)
-    parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=ROOT / RESULTS,
-        metavar="FILE",
-        help=f"where the numbers go or come from (default: {RESULTS})",
-    )
-    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
-    add_commit_argument(parser)
-    parser.add_argument("--docs", type=Path, default=ROOT / PAGE, help=f"(default: {PAGE})")
+    action = add_check_arguments(parser, ROOT, RESULTS, PAGE)
     parser.add_argument(
         "--arch", default="sm_90", help="of --predict; a GPU has its own (default: sm_90)"
     )
-    action = parser.add_mutually_exclusive_group()
     action.add_argument("--predict", action="store_true", help="print the predictions, run nothing")
-    action.add_argument("--write-docs", action="store_true", help="write the table from the file")
-    action.add_argument(
-        "--check", action="store_true", help="write nothing; print a diff and exit 1 if stale"
-    )
     return parser.parse_args(argv)
-
-
-def update_docs(arguments: argparse.Namespace) -> int:
-    """Write or check the page; returns the exit status."""
-    old = arguments.docs.read_text(encoding="utf-8")
-    tables = check_tables(load_check(arguments.json))
-    new = replace_between_markers(old, tables, BEGIN_MARKER, END_MARKER)
-    return write_or_check(arguments.docs, old, new, arguments.check)
 
 
 def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[ExecutionRecord]:
@@ -158,7 +127,9 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     Raises KernelsNotRun without a GPU, ProfilerError, OSError and ValueError.
     """
     if arguments.write_docs or arguments.check:
-        return update_docs(arguments)
+        return update_page(
+            arguments, lambda path: check_tables(load_check(path)), (BEGIN_MARKER, END_MARKER)
+        )
     if arguments.predict:
         for record in predict(arguments, find_backend(), arguments.arch):
             print(f"{record.name} {record.batch}x{record.n_heads}x{record.seq_len}")
@@ -166,12 +137,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         return 0
     check = measure(arguments, find_backend("cuda"), command)
     check.save(arguments.json)
-    print(check_tables(check))
-    found = disagreements(check)
-    print("\n".join(["", *found] if found else ["", "all counts agree"]))
-    if check.profiler_failure:
-        print(check.profiler_failure, file=sys.stderr)
-    return 1 if found or check.profiler_failure else 0
+    return print_check(check_tables(check), disagreements(check), check.profiler_failure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
