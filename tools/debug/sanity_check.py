@@ -37,7 +37,7 @@ EXAMPLES = """\
 examples:
   every version at its fixed config, in both dtypes, on a small problem:
     python tools/debug/sanity_check.py --small
-  versions 7 to 9 in bf16 at the full size:
+  versions 7 to 9 in bf16 at the full size, on a GPU (the simulator takes minutes for each):
     python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
   where is version 2 wrong? Errors by row and the first wrong element:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
