@@ -101,6 +101,20 @@ def test_the_command_can_be_pasted_into_a_shell(monkeypatch) -> None:
     assert typed_command("tool.py", None) == "tool.py --all"
 
 
+@pytest.mark.parametrize(
+    ("argument", "kept"),
+    [
+        ("/home/someone/out.json", "out.json"),
+        ("--json=/home/someone/out.json", "--json=out.json"),
+        ("benchmarks/results/h100.json", "benchmarks/results/h100.json"),
+        ("--arch=sm_90", "--arch=sm_90"),
+        ("7..9", "7..9"),
+    ],
+)
+def test_the_command_names_no_folder_of_the_machine(argument, kept) -> None:
+    assert typed_command("tool.py", [argument]) == f"tool.py {kept}"
+
+
 class TestPrintText:
     def test_writes_to_stdout(self, capsys) -> None:
         print_text("some text\n")

@@ -99,8 +99,17 @@ def run_tool(
 
 
 def typed_command(tool: str, argv: Sequence[str] | None) -> str:
-    """The command as a shell takes it, for the provenance. argv: None stands for the process's."""
-    return shlex.join([tool, *(sys.argv[1:] if argv is None else argv)])
+    """The command as a shell takes it, for the provenance. argv: None stands for the process's.
+
+    Of an absolute path only the file's name is kept: the folders of the machine that measured mean
+    nothing to who reads the file.
+    """
+    return shlex.join([tool, *map(_without_folders, sys.argv[1:] if argv is None else argv)])
+
+
+def _without_folders(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 
 
 def print_text(text: str) -> None:
