@@ -939,7 +939,7 @@ def test_the_tool_writes_the_files_and_prints_the_tables(pt_bench, tmp_path: Pat
     assert results.protocol.rounds == 2
     assert results.provenance.commit == "abc"
     assert results.provenance.command == (
-        f"pt_bench.py {' '.join(arguments)} --json {json_path} --csv {csv_path}"
+        f"pt_bench.py {' '.join(arguments)} --json {json_path.name} --csv {csv_path.name}"
     )
     assert len(csv_path.read_text().splitlines()) == 1 + len(results.measurements)
     captured = capsys.readouterr()
