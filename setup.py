@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "py"))
 
 from flash_helpers import __version__  # noqa: E402
-from flash_helpers.build import LibraryBuild, copy_built_files, requested_jobs  # noqa: E402
-from flash_helpers.toolchain import (  # noqa: E402
+from flash_helpers.compile.build import LibraryBuild, copy_built_files, requested_jobs  # noqa: E402
+from flash_helpers.compile.toolchain import (  # noqa: E402
     BuildError,
     find_toolchain,
     requested_architectures,

@@ -13,13 +13,13 @@ import torch
 from tabulate import tabulate
 
 from flash_attention._mma_loop import MmaLoop
-from flash_helpers.backend import KernelsNotRun, find_backend
-from flash_helpers.codegen import write_if_different
 from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
+from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import DType
-from flash_helpers.machine import git_commit, provenance
-from flash_helpers.nsight import NsightCompute, ProfilerError
-from flash_helpers.results import measured_json
+from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.measure.results import measured_json
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/mma_cycles_h100.json"
@@ -32,7 +32,7 @@ DESCRIPTION = f"""\
 Count, with Nsight Compute, the tensor core instructions of the loop of mma.sync whose speed
 pt_bench.py compares with (src/include/mma_rate.cuh: eight independent m16n8k16 a warp, 16 warps an
 SM, operands in registers), and the cycles that the SMs were busy with it. Unlike TFLOP/s, cycles
-do not depend on the clock. The tools' bounds (flash_helpers.sass.opcodes) use the quotient.
+do not depend on the clock. The tools' bounds (flash_helpers.sass.read.opcodes) use the quotient.
 {LAUNCHES} launches a dtype.
 """
 

@@ -22,13 +22,13 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import flash_attention
-from flash_helpers.backend import find_backend
-from flash_helpers.codegen import write_if_different
-from flash_helpers.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.sanity import SMALL_SHAPE
+from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import FlashForwardKernelConfig, get_kernel_progression_configs
-from flash_helpers.machine import git_commit, provenance
-from flash_helpers.sanity import SMALL_SHAPE
-from flash_helpers.selection import config_that_runs
+from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.registry.selection import config_that_runs
+from flash_helpers.runtime.backend import find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "simulator.json"

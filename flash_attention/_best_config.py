@@ -20,7 +20,7 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.tuned import BestConfigs, load_best
+from flash_helpers.tune.winners import BestConfigs, load_best
 
 CONFIG_FOLDER = _library.LIBRARY_PATH.parent / "configs"
 

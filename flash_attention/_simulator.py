@@ -13,7 +13,7 @@ from tqdm import tqdm
 from flash_attention import _checks, _library
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.ptx import Kernel, PtxError, Run
-from flash_helpers.simulate import (
+from flash_helpers.runtime.simulator import (
     ANNOUNCE_FROM_SECONDS,
     duration_text,
     estimate_seconds,

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -13,14 +13,8 @@ setup(
     name="flash_helpers",
     version=__version__,
     description="Registry, reference, benchmarks and analysis for the flash_attention kernels",
-    packages=[
-        "flash_helpers",
-        "flash_helpers.course",
-        "flash_helpers.course.pictures",
-        "flash_helpers.ptx",
-        "flash_helpers.sass",
-    ],
-    package_data={"flash_helpers.sass": ["page_assets/*"]},
+    packages=find_packages(),
+    package_data={"flash_helpers.sass.show": ["page_assets/*"]},
     python_requires=">=3.10",
     install_requires=[
         "numpy>=2",

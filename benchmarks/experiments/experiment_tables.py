@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from machine_code import MachineCode
 from overlap import DTYPE, EXPERIMENTS
 
-from flash_helpers.benchmark_tables import format_cell
-from flash_helpers.results import FLASH, LIBRARY_NAMES, MMA_SYNC, RATE_NAMES, BenchmarkResults
+from flash_helpers.measure.benchmark_tables import format_cell
+from flash_helpers.measure.results import (
+    FLASH,
+    LIBRARY_NAMES,
+    MMA_SYNC,
+    RATE_NAMES,
+    BenchmarkResults,
+)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from overlap import EXPERIMENTS, Compiled, source_digest
 
-from flash_helpers.results import load_measured, read_records
-from flash_helpers.sass.counts import WORK, buckets
-from flash_helpers.sass.phases import main_loop
-from flash_helpers.sass.reader import load_kernels
-from flash_helpers.sass.records import Kernel, Loop, Operation, SassError
+from flash_helpers.measure.results import load_measured, read_records
+from flash_helpers.sass.analyse.counts import WORK, buckets
+from flash_helpers.sass.analyse.phases import main_loop
+from flash_helpers.sass.read.reader import load_kernels
+from flash_helpers.sass.read.records import Kernel, Loop, Operation, SassError
 
 FORMAT = 1
 ARCHITECTURE = 90

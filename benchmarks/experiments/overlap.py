@@ -16,22 +16,22 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.benchmark import Contender
-from flash_helpers.build import COMPILE_FLAGS
-from flash_helpers.codegen import write_if_different
-from flash_helpers.cubins import sources
+from flash_helpers.compile.build import COMPILE_FLAGS
+from flash_helpers.compile.cubins import sources
+from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
+from flash_helpers.compile.toolchain import BuildError, Toolchain
+from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
     TWO_STAGES,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.ptxas import PtxasReport, parse_ptxas_log
-from flash_helpers.results import ResourceRecord
-from flash_helpers.sass.occupancy import occupancy
-from flash_helpers.sweep_process import KernelFile
-from flash_helpers.sweep_worker import cubin_contender
-from flash_helpers.toolchain import BuildError, Toolchain
+from flash_helpers.measure.benchmark import Contender
+from flash_helpers.measure.results import ResourceRecord
+from flash_helpers.sass.analyse.occupancy import occupancy
+from flash_helpers.tune.process import KernelFile
+from flash_helpers.tune.worker import cubin_contender
 
 HEADER = "benchmarks/experiments/overlap.cuh"
 DTYPE = DType.BF16

@@ -16,17 +16,6 @@ from overlap import DTYPE, EXPERIMENTS, Compiled, compile_all, source_digest
 from tabulate import tabulate
 from tqdm import tqdm
 
-from flash_helpers.backend import KernelsNotRun, find_backend
-from flash_helpers.benchmark import (
-    default_shape,
-    library_contender,
-    make_input_sets,
-    measure_problem,
-    n_steps,
-)
-from flash_helpers.benchmark_tables import replace_between_markers
-from flash_helpers.build import requested_jobs
-from flash_helpers.codegen import write_if_different
 from flash_helpers.command_line import (
     add_commit_argument,
     add_lengths_argument,
@@ -36,9 +25,20 @@ from flash_helpers.command_line import (
     typed_command,
     write_or_check,
 )
-from flash_helpers.machine import GpuMonitor, clock_record, git_commit, provenance
-from flash_helpers.rates import measure_rates, mma_sync_work
-from flash_helpers.results import (
+from flash_helpers.compile.build import requested_jobs
+from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.files import write_if_different
+from flash_helpers.measure.benchmark import (
+    default_shape,
+    library_contender,
+    make_input_sets,
+    measure_problem,
+    n_steps,
+)
+from flash_helpers.measure.benchmark_tables import replace_between_markers
+from flash_helpers.measure.machine import GpuMonitor, clock_record, git_commit, provenance
+from flash_helpers.measure.rates import measure_rates, mma_sync_work
+from flash_helpers.measure.results import (
     FLASH,
     MMA_SYNC,
     RATE_NAMES,
@@ -47,10 +47,10 @@ from flash_helpers.results import (
     load_results,
     refuse_another_gpu,
 )
-from flash_helpers.sass.records import SassError
-from flash_helpers.selection import require_whole_blocks
-from flash_helpers.timing import make_timer
-from flash_helpers.toolchain import BuildError, find_toolchain
+from flash_helpers.measure.timing import make_timer
+from flash_helpers.registry.selection import require_whole_blocks
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.sass.read.records import SassError
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build/experiments")

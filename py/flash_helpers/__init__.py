@@ -1,7 +1,7 @@
-"""Tools around the sixteen forward kernels: their registry, their build, reference and analysis.
+"""Tools around the kernels: their registry, their build, and all that looks at them.
 
-Importing this package imports nothing else: `kernel_configs`, `codegen` and `build` need only the
-standard library, so that setup.py can use them before anything is installed.
+Importing this package imports nothing else. `registry`, `compile` and `kernel_configs` need only
+the standard library, so that setup.py can use them before anything is installed.
 """
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from course_book import Book
 from flash_helpers.course.blocks import render
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.site import build_site
-from flash_helpers.sass.cache import FOLDER_VARIABLE
+from flash_helpers.sass.read.cache import FOLDER_VARIABLE
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import flash_attention
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.course.arguments import parse_kernel, progression_config
 from flash_helpers.course.blocks import KINDS
 from flash_helpers.course.clock_blocks import mean_change, speedup
@@ -20,7 +22,6 @@ from flash_helpers.course.evidence import PUBLISHED, Evidence
 from flash_helpers.course.published import load_published
 from flash_helpers.course.sources import step_diff, without_comments
 from flash_helpers.course.values import value, value_lines
-from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
     TWO_STAGES,
@@ -28,11 +29,10 @@ from flash_helpers.kernel_configs import (
     DType,
     FlashForwardKernelConfig,
 )
-from flash_helpers.kernel_profile import profile_kernels
-from flash_helpers.ptxas import parse_ptxas_log
-from flash_helpers.results import BenchmarkResults, Measurement
-from flash_helpers.sass.phases import tensor_per_block
-from flash_helpers.selection import UsageError
+from flash_helpers.measure.kernel_profile import profile_kernels
+from flash_helpers.measure.results import BenchmarkResults, Measurement
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.sass.analyse.phases import tensor_per_block
 
 Show = Callable[..., str]
 # what `counters` counts: one head of 512 rows, in tiles of 64, by 4 warps

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.sass.occupancy import kernel_occupancy
-from flash_helpers.sass.reader import load_kernels
-from flash_helpers.sass.records import Kernel
-from flash_helpers.toolchain import BuildError, find_nvcc
+from flash_helpers.compile.toolchain import BuildError, find_nvcc
+from flash_helpers.sass.analyse.occupancy import kernel_occupancy
+from flash_helpers.sass.read.reader import load_kernels
+from flash_helpers.sass.read.records import Kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_kernel"

@@ -24,6 +24,7 @@ from fake_backend import load_tool
 from PIL import Image
 
 import flash_attention
+from flash_helpers.check.inputs import AttentionShape, make_inputs
 from flash_helpers.course.pictures import (
     PICTURES,
     picture_path,
@@ -36,12 +37,11 @@ from flash_helpers.course.pictures.attention import SCORES, VALUES, online_softm
 from flash_helpers.course.pictures.svg import COLOURS, DARK, LIGHT, Drawing, typeset, wrapped
 from flash_helpers.course.pictures.text_width import BOLD_WIDTHS, WIDTHS, text_width
 from flash_helpers.course.pictures.work import large_tile, step_config, two_stages, work_of
-from flash_helpers.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.measure.baseline import load_baseline
 from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
-from flash_helpers.ptx.counters import Tally
-from flash_helpers.ptx.tensor import matrix_of_a, matrix_of_b, matrix_of_c
-from flash_helpers.sass.baseline import load_baseline
+from flash_helpers.ptx.run.counters import Tally
+from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = "tools/docs/draw_pictures.py"

@@ -25,7 +25,7 @@ from flash_helpers.kernel_configs import (
     DType,
     get_kernel_progression_configs,
 )
-from flash_helpers.results import load_results
+from flash_helpers.measure.results import load_results
 
 TOOL = "tools/docs/build_site.py"
 

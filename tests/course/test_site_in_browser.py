@@ -13,7 +13,7 @@ from built_site import BuiltSite
 from flash_helpers.course.pages import COURSE, PAGES
 from flash_helpers.course.site import RESULTS
 from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
-from flash_helpers.results import load_results
+from flash_helpers.measure.results import load_results
 
 WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from flash_helpers.debugging import shipped_ptx
-from flash_helpers.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.debugging import shipped_ptx
+from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
 from flash_helpers.kernel_configs import (
     DType,
     FlashForwardKernelConfig,
@@ -29,7 +29,7 @@ from flash_helpers.ptx import (
     SimulatorError,
     UninitialisedReadError,
 )
-from flash_helpers.simulate import load_kernel
+from flash_helpers.runtime.simulator import load_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=192)

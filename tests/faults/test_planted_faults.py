@@ -17,13 +17,13 @@ from planting import (
     source_lines,
 )
 
-from flash_helpers.blockwise import blockwise_forward, finish
-from flash_helpers.debugging import first_disagreement
+from flash_helpers.check.blockwise import blockwise_forward, finish
+from flash_helpers.check.debugging import first_disagreement
+from flash_helpers.check.reference import attention_reference, measure_error
+from flash_helpers.check.trace import trace_forward
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.ptx import Kernel, SimulatorError
-from flash_helpers.reference import attention_reference, measure_error
-from flash_helpers.simulate import run_forward
-from flash_helpers.trace import trace_forward
+from flash_helpers.runtime.simulator import run_forward
 
 WATCHED = [name for name, fault in FAULTS.items() if fault.error is not None]
 WRONG = [name for name, fault in FAULTS.items() if fault.error is None]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_problems import Problem, make_problem
 
-from flash_helpers.inputs import AttentionShape
+from flash_helpers.check.inputs import AttentionShape
 
 LOWEST_CAPABILITY = (8, 0)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flash_helpers.difference import output_difference
-from flash_helpers.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.difference import output_difference
+from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
 from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
-from flash_helpers.reference import AttentionReference, attention_reference, measure_error
 
 CONFIGS = get_kernels_to_build()
 BF16_CONFIGS = [config for config in CONFIGS if config.dtype.short == "bf16"]

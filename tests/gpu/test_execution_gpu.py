@@ -18,7 +18,7 @@ from gpu_problems import (
 )
 
 from flash_attention import forward, forward_timed, resources
-from flash_helpers.inputs import AttentionShape
+from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu

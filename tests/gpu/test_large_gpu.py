@@ -9,9 +9,9 @@ import torch
 from gpu_problems import Problem, each_bf16_config, require_memory
 
 from flash_attention import forward
-from flash_helpers.inputs import AttentionShape
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.check.reference import attention_reference
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.reference import attention_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import pytest
 from gpu_problems import CONFIGS
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
-from flash_helpers.results import FLASH, load_results
+from flash_helpers.measure.results import FLASH, load_results
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.sass import disassembler
-from flash_helpers.sass.cache import (
+from flash_helpers.sass.read import disassembler
+from flash_helpers.sass.read.cache import (
     DisassemblyCache,
     cache_folder,
     cubin_digest,
@@ -26,9 +26,9 @@ from flash_helpers.sass.cache import (
     encode,
     entry_key,
 )
-from flash_helpers.sass.containers import Member, cubins_of
-from flash_helpers.sass.control import guard_text
-from flash_helpers.sass.disassembler import (
+from flash_helpers.sass.read.containers import Member, cubins_of
+from flash_helpers.sass.read.control import guard_text
+from flash_helpers.sass.read.disassembler import (
     Disassembler,
     candidates,
     find_disassembler,
@@ -36,17 +36,17 @@ from flash_helpers.sass.disassembler import (
     require_new_enough,
     run_program,
 )
-from flash_helpers.sass.disassembly import Batch, Disassembly, Request, disassemble
-from flash_helpers.sass.elf import read_cubin
-from flash_helpers.sass.lines import CUDA_LINES, PTX_LINES, read_line_tables
-from flash_helpers.sass.reader import (
+from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, disassemble
+from flash_helpers.sass.read.elf import read_cubin
+from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, read_line_tables
+from flash_helpers.sass.read.reader import (
     installed_library,
     list_kernels,
     load_kernels,
     read_member,
 )
-from flash_helpers.sass.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
-from flash_helpers.sass.records import SourceLine as Line
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
+from flash_helpers.sass.read.records import SourceLine as Line
 
 
 def program(folder: Path, name: str, script: str) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from sass_text import ARCHITECTURES, PROGRESSION, kernel, of_version, progression_kernels
 
-from flash_helpers.results import BenchmarkResults, load_results
-from flash_helpers.sass.bound import (
+from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.sass.analyse.bound import (
     SM_COUNTS,
     Launch,
     kernel_bound,
@@ -18,9 +18,9 @@ from flash_helpers.sass.bound import (
     measured_launch,
     predict,
 )
-from flash_helpers.sass.occupancy import config_occupancy
-from flash_helpers.sass.phases import main_loop, tensor_per_block, trip_counts
-from flash_helpers.sass.stalls import body_of, group_stalls, group_waits, scoreboard_waits
+from flash_helpers.sass.analyse.occupancy import config_occupancy
+from flash_helpers.sass.analyse.phases import main_loop, tensor_per_block, trip_counts
+from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
 
 LOOP = """
     loop: LDSM.16.M88.4 R8, [R1] ; stall=2 write=0

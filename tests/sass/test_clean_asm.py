@@ -18,10 +18,10 @@ from listing_files import (
     run_nvidia,
 )
 
-from flash_helpers.sass import reader
-from flash_helpers.sass.extract import listing_text
-from flash_helpers.sass.listing import parse_listing
-from flash_helpers.sass.listing_counts import load_counts
+from flash_helpers.sass.read import reader
+from flash_helpers.sass.read.listing import parse_listing
+from flash_helpers.sass.show.extract import listing_text
+from flash_helpers.sass.show.listing_counts import load_counts
 
 TOOL = Path(__file__).parents[2] / "tools/build/clean_asm.sh"
 # what is left of code: instructions, and the labels that they name

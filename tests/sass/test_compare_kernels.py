@@ -10,7 +10,7 @@ import pytest
 from fake_backend import load_tool
 
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.sass.source_diff import read_sources, source_diff
+from flash_helpers.sass.show.source_diff import read_sources, source_diff
 
 TOOL = "tools/analysis/compare_kernels.py"
 

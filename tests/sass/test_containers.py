@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
-from flash_helpers.sass.containers import cubins_of, ptx_of
-from flash_helpers.sass.elf import read_cubin
-from flash_helpers.sass.reader import installed_library, list_kernels, load_kernels
-from flash_helpers.sass.records import SassError
+from flash_helpers.sass.read.containers import cubins_of, ptx_of
+from flash_helpers.sass.read.elf import read_cubin
+from flash_helpers.sass.read.reader import installed_library, list_kernels, load_kernels
+from flash_helpers.sass.read.records import SassError
 
 BOTH = [("sm_80", "one"), ("sm_90", "one")]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flash_helpers.sass.control import control_text, decode_control, guard, guard_text
-from flash_helpers.sass.reader import library_kernels
-from flash_helpers.sass.records import Control, Instruction
+from flash_helpers.sass.read.control import control_text, decode_control, guard, guard_text
+from flash_helpers.sass.read.reader import library_kernels
+from flash_helpers.sass.read.records import Control, Instruction
 
 FILES = (
     "spills.sm_80.cubin",

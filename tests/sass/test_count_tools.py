@@ -16,23 +16,23 @@ import pytest
 from fake_backend import load_tool
 from listing_files import FILES, SEVERAL, code_sizes, extract, run_nvidia
 
-from flash_helpers.sass.count_comparison import (
+from flash_helpers.sass.analyse.counts import Bucket
+from flash_helpers.sass.read.listing import COUNT_COLUMNS
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.count_comparison import (
     Change,
     compare_counts,
     comparison_as_csv,
     comparison_as_json,
     comparison_as_text,
 )
-from flash_helpers.sass.counts import Bucket
-from flash_helpers.sass.listing import COUNT_COLUMNS
-from flash_helpers.sass.listing_counts import (
+from flash_helpers.sass.show.listing_counts import (
     OpcodeCounts,
     counts_as_csv,
     counts_as_json,
     counts_as_text,
     load_counts,
 )
-from flash_helpers.sass.records import SassError
 
 COUNT = "tools/analysis/count_sass_instructions.sh"
 COMPARE = "tools/analysis/compare_sass_instruction_counts.py"

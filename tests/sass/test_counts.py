@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sass_text import ARCHITECTURES, PROGRESSION, kernel, operations, progression_kernels
 
-from flash_helpers.sass.counts import Bucket, buckets, count_all, count_blocks, count_loop
-from flash_helpers.sass.records import INSTRUCTION_BYTES
+from flash_helpers.sass.analyse.counts import Bucket, buckets, count_all, count_blocks, count_loop
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES
 
 TEXT = """
     MOV R1, R2

@@ -9,11 +9,12 @@ import pytest
 import torch
 from sass_text import ARCHITECTURES, PROGRESSION, progression_kernels
 
-from flash_helpers.debugging import shipped_ptx
-from flash_helpers.inputs import AttentionShape, make_inputs
+from flash_helpers.check.debugging import shipped_ptx
+from flash_helpers.check.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
-from flash_helpers.sass.execution_check import predict_launch
-from flash_helpers.sass.opcodes import (
+from flash_helpers.measure.execution_check import predict_launch
+from flash_helpers.runtime.simulator import load_kernel, run_forward
+from flash_helpers.sass.read.opcodes import (
     ASYNC_COPY,
     GLOBAL_STORE,
     LDMATRIX,
@@ -22,7 +23,6 @@ from flash_helpers.sass.opcodes import (
     SHUFFLE,
     TENSOR,
 )
-from flash_helpers.simulate import load_kernel, run_forward
 
 PTX_OF = {
     TENSOR: ("mma.",),

@@ -19,20 +19,20 @@ from edited_kernels import (
 )
 
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.ptx.flow import Phase
-from flash_helpers.sass import opcodes
-from flash_helpers.sass.alignment import common_subsequence, gaps
-from flash_helpers.sass.counts import Bucket, buckets
-from flash_helpers.sass.diff import (
+from flash_helpers.ptx.read.flow import Phase
+from flash_helpers.sass.analyse.alignment import common_subsequence, gaps
+from flash_helpers.sass.analyse.counts import Bucket, buckets
+from flash_helpers.sass.analyse.diff import (
     KernelDiff,
     Likeness,
     diff_kernels,
     normalised,
     normalised_ptx,
 )
-from flash_helpers.sass.diff_text import diff_as_json, diff_text, listing_text
-from flash_helpers.sass.flow import NEVER
-from flash_helpers.sass.records import Instruction, Kernel
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.flow import NEVER
+from flash_helpers.sass.read.records import Instruction, Kernel
+from flash_helpers.sass.show.diff_text import diff_as_json, diff_text, listing_text
 
 NAMES = ("before", "after")
 

@@ -12,15 +12,15 @@ import pytest
 from fake_backend import ROOT, load_tool
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
-from flash_helpers.sass.extract import (
+from flash_helpers.sass.read.listing import parse_listing
+from flash_helpers.sass.read.reader import installed_library
+from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.show.extract import (
     file_names,
     graph_text,
     kernel_filter,
     listing_text,
 )
-from flash_helpers.sass.listing import parse_listing
-from flash_helpers.sass.reader import installed_library
-from flash_helpers.sass.records import Kernel
 
 SASS_TOOL = "tools/build/extract_sass.py"
 PTX_TOOL = "tools/build/get_embedded_ptx_from_cubin.py"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from sass_text import loops_as_addresses, operations
 
-from flash_helpers.sass.flow import control_flow, padding_start
-from flash_helpers.sass.reader import load_kernels
-from flash_helpers.sass.records import INSTRUCTION_BYTES, Block, Operation
+from flash_helpers.sass.read.flow import control_flow, padding_start
+from flash_helpers.sass.read.reader import load_kernels
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Operation
 
 PLANTED = Path(__file__).parent / "kernels"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_backend import ROOT, load_tool
 
-from flash_helpers.sass.reader import installed_library
+from flash_helpers.sass.read.reader import installed_library
 
 LIBRARY = "flash_attention/libflash_attention.so"
 TOOLS = (

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.sass.containers import cubins_of
-from flash_helpers.sass.elf import Cubin, Section, read_cubin
-from flash_helpers.sass.lines import (
+from flash_helpers.sass.read.containers import cubins_of
+from flash_helpers.sass.read.elf import Cubin, Section, read_cubin
+from flash_helpers.sass.read.lines import (
     CUDA_LINES,
     PTX_LINES,
     LineTable,
     read_line_tables,
     relative_to_repository,
 )
-from flash_helpers.sass.reader import installed_library, library_kernels, read_member
-from flash_helpers.sass.records import SassError, SourceLine
+from flash_helpers.sass.read.reader import installed_library, library_kernels, read_member
+from flash_helpers.sass.read.records import SassError, SourceLine
 
 WITH_LINES = (
     "spills.sm_80.cubin",

@@ -21,16 +21,16 @@ from listing_files import (
     run_nvidia,
 )
 
-from flash_helpers.sass import reader
-from flash_helpers.sass.extract import listing_text
-from flash_helpers.sass.listing import (
+from flash_helpers.sass.read import reader
+from flash_helpers.sass.read.listing import (
     COUNT_COLUMNS,
     counts_in_text,
     decode,
     is_counts,
     parse_listing,
 )
-from flash_helpers.sass.records import SassError
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.extract import listing_text
 
 JUMPS = ("BRA", "CALL")
 

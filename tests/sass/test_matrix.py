@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from edited_kernels import block_of_phase, instructions_of, library_kernel
 
-from flash_helpers.codegen import MAP_HEADER, configs_in_header
+from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
 from flash_helpers.kernel_configs import (
     VERSIONS,
     DType,
@@ -18,11 +18,10 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
-from flash_helpers.ptx.flow import Phase
-from flash_helpers.results import BenchmarkResults, load_results
-from flash_helpers.sass import opcodes
-from flash_helpers.sass.flow import NEVER
-from flash_helpers.sass.matrix import (
+from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.ptx.read.flow import Phase
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.sass.analyse.matrix import (
     GROUP_NAMES,
     GROUPS,
     Matrix,
@@ -35,15 +34,16 @@ from flash_helpers.sass.matrix import (
     opcode_changes,
     parse_config_option,
 )
-from flash_helpers.sass.matrix_tables import (
+from flash_helpers.sass.analyse.phases import tensor_per_block
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.flow import NEVER
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.matrix_tables import (
     matrix_csv,
     matrix_json,
     matrix_markdown,
     matrix_text,
 )
-from flash_helpers.sass.phases import tensor_per_block
-from flash_helpers.sass.records import SassError
-from flash_helpers.selection import UsageError
 
 BUILT = get_kernels_to_build()
 LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, DType.BF16))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from sass_text import PROGRESSION, of_version, progression_kernels
 
-from flash_helpers.results import load_results
-from flash_helpers.sass.occupancy import config_occupancy, kernel_occupancy, occupancy
-from flash_helpers.sass.records import SassError
+from flash_helpers.measure.results import load_results
+from flash_helpers.sass.analyse.occupancy import config_occupancy, kernel_occupancy, occupancy
+from flash_helpers.sass.read.records import SassError
 
 # capability, registers, shared memory, threads, barriers: blocks, as cuda_occupancy.h of CUDA 13.0
 # computes them

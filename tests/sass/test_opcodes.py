@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sass_text import ARCHITECTURES, progression_kernels
 
-from flash_helpers.sass.counts import Bucket, buckets
-from flash_helpers.sass.opcodes import (
+from flash_helpers.sass.analyse.counts import Bucket, buckets
+from flash_helpers.sass.read.opcodes import (
     CLASSES,
     OTHER,
     UNKNOWN_PIPE,

@@ -13,12 +13,12 @@ import pytest
 from edited_kernels import library_kernel
 
 from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
-from flash_helpers.sass.comparison_page import comparison_page
-from flash_helpers.sass.matrix import GROUP_NAMES, Matrix, build_matrix
-from flash_helpers.sass.page import PageKernel, packed_control, page_html
-from flash_helpers.sass.picture import picture_svg
-from flash_helpers.sass.reader import installed_library
-from flash_helpers.sass.records import Kernel
+from flash_helpers.sass.analyse.matrix import GROUP_NAMES, Matrix, build_matrix
+from flash_helpers.sass.read.reader import installed_library
+from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.show.comparison_page import comparison_page
+from flash_helpers.sass.show.page import PageKernel, packed_control, page_html
+from flash_helpers.sass.show.picture import picture_svg
 
 FEW = (8, 9)
 

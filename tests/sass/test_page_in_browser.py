@@ -15,10 +15,10 @@ from flash_helpers.kernel_configs import (
     DType,
     get_kernel_progression_configs,
 )
-from flash_helpers.sass.comparison_page import comparison_page
-from flash_helpers.sass.matrix import build_matrix
-from flash_helpers.sass.reader import installed_library
-from flash_helpers.sass.records import Instruction, Kernel
+from flash_helpers.sass.analyse.matrix import build_matrix
+from flash_helpers.sass.read.reader import installed_library
+from flash_helpers.sass.read.records import Instruction, Kernel
+from flash_helpers.sass.show.comparison_page import comparison_page
 
 SHOWN = (8, 9, 16)
 PANES = ("cuda", "ptx", "sass")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from sass_text import ARCHITECTURES, PROGRESSION, kernel, of_version, progression_kernels
 
-from flash_helpers.sass.counts import Bucket, count_loop
-from flash_helpers.sass.phases import (
+from flash_helpers.sass.analyse.counts import Bucket, count_loop
+from flash_helpers.sass.analyse.phases import (
     NotDeterminedError,
     block_executions,
     count_phases,
@@ -19,8 +19,8 @@ from flash_helpers.sass.phases import (
     trip_counts,
     unrolling,
 )
-from flash_helpers.sass.reader import load_kernels
-from flash_helpers.sass.records import INSTRUCTION_BYTES, Kernel
+from flash_helpers.sass.read.reader import load_kernels
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Kernel
 
 HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 PLANTED = Path(__file__).parent / "kernels"

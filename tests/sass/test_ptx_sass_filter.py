@@ -12,9 +12,9 @@ from fake_backend import load_tool
 
 from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
 from flash_helpers.ptx import read_ptx
-from flash_helpers.ptx.flow import Phase, build_program
-from flash_helpers.sass.counts import WORK, buckets
-from flash_helpers.sass.ptx_links import (
+from flash_helpers.ptx.read.flow import Phase, build_program
+from flash_helpers.sass.analyse.counts import WORK, buckets
+from flash_helpers.sass.analyse.ptx_links import (
     KernelPtx,
     depends_on,
     fan_out,
@@ -24,8 +24,8 @@ from flash_helpers.sass.ptx_links import (
     sass_by_ptx_line,
     written_registers,
 )
-from flash_helpers.sass.reader import installed_library
-from flash_helpers.sass.records import Kernel, SassError
+from flash_helpers.sass.read.reader import installed_library
+from flash_helpers.sass.read.records import Kernel, SassError
 
 TOOL = "tools/analysis/ptx_sass_filter.py"
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-import flash_helpers.sass.reader as reader
+import flash_helpers.sass.read.reader as reader
+from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
-from flash_helpers.ptxas import parse_ptxas_log
-from flash_helpers.sass import flow, opcodes
-from flash_helpers.sass.cache import DisassemblyCache
-from flash_helpers.sass.containers import Member, cubins_of
-from flash_helpers.sass.disassembler import find_disassembler
-from flash_helpers.sass.disassembly import Batch, Request, batches, disassemble
-from flash_helpers.sass.elf import read_cubin
-from flash_helpers.sass.records import Kernel, Resources, SassError
+from flash_helpers.sass.read import flow, opcodes
+from flash_helpers.sass.read.cache import DisassemblyCache
+from flash_helpers.sass.read.containers import Member, cubins_of
+from flash_helpers.sass.read.disassembler import find_disassembler
+from flash_helpers.sass.read.disassembly import Batch, Request, batches, disassemble
+from flash_helpers.sass.read.elf import read_cubin
+from flash_helpers.sass.read.records import Kernel, Resources, SassError
 
 WITH_LOGS = [
     f"{name}.sm_{architecture}"

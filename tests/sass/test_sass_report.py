@@ -10,17 +10,17 @@ from fake_backend import load_tool
 from sass_text import kernel, of_version, progression_kernels
 
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
-from flash_helpers.results import load_results
-from flash_helpers.sass.bound import Launch, predict
-from flash_helpers.sass.reader import (
+from flash_helpers.measure.results import load_results
+from flash_helpers.sass.analyse.bound import Launch, predict
+from flash_helpers.sass.analyse.report import LaunchShape, build_report, verdicts
+from flash_helpers.sass.read.reader import (
     installed_library,
     library_kernels,
     list_kernels,
     load_kernels,
 )
-from flash_helpers.sass.records import SassError, SourceLine
-from flash_helpers.sass.report import LaunchShape, build_report, verdicts
-from flash_helpers.sass.report_text import (
+from flash_helpers.sass.read.records import SassError, SourceLine
+from flash_helpers.sass.show.report_text import (
     SourceText,
     report_json,
     report_markdown,

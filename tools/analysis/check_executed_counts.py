@@ -10,12 +10,9 @@ from pathlib import Path
 
 import torch
 
-from flash_helpers.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.command_line import make_parser, run_tool, typed_command
-from flash_helpers.counter_check import add_check_arguments, print_check, update_page
-from flash_helpers.machine import git_commit, provenance
-from flash_helpers.nsight import NsightCompute, ProfilerError
-from flash_helpers.sass.execution_check import (
+from flash_helpers.measure.counter_check import add_check_arguments, print_check, update_page
+from flash_helpers.measure.execution_check import (
     BEGIN_MARKER,
     END_MARKER,
     METRICS,
@@ -29,14 +26,17 @@ from flash_helpers.sass.execution_check import (
     predict_launch,
     profile_launches,
 )
-from flash_helpers.sass.phases import NotDeterminedError
-from flash_helpers.sass.reader import library_kernels, progress_bar
-from flash_helpers.selection import (
+from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.measure.simulator_check import shape_for
+from flash_helpers.registry.selection import (
     UsageError,
     chosen_kernels,
     config_that_runs,
 )
-from flash_helpers.simulator_check import shape_for
+from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
+from flash_helpers.sass.analyse.phases import NotDeterminedError
+from flash_helpers.sass.read.reader import library_kernels, progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/sass_h100.json")

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, run_tool
-from flash_helpers.sass.baseline import (
+from flash_helpers.measure.baseline import (
     Baseline,
     compare,
     comparison_text,
     load_baseline,
     read_library,
 )
-from flash_helpers.sass.reader import installed_library, progress_bar
-from flash_helpers.sass.records import Compiler, SassError
+from flash_helpers.sass.read.reader import installed_library, progress_bar
+from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = ROOT / "benchmarks" / "resources.json"

@@ -10,16 +10,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flash_helpers.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.command_line import make_parser, run_tool, typed_command
-from flash_helpers.counter_check import add_check_arguments, print_check, update_page
-from flash_helpers.machine import git_commit, provenance
-from flash_helpers.nsight import NsightCompute, ProfilerError
-from flash_helpers.selection import (
-    UsageError,
-    chosen_kernels,
-)
-from flash_helpers.simulator_check import (
+from flash_helpers.measure.counter_check import add_check_arguments, print_check, update_page
+from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.measure.simulator_check import (
     BEGIN_MARKER,
     END_MARKER,
     SimulatorCheck,
@@ -30,6 +25,11 @@ from flash_helpers.simulator_check import (
     profile_kernels,
     shape_for,
 )
+from flash_helpers.registry.selection import (
+    UsageError,
+    chosen_kernels,
+)
+from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/simulator_h100.json")

@@ -11,30 +11,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.codegen import write_if_different
 from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import MAX_SMEM_BYTES, FlashForwardKernelConfig
-from flash_helpers.results import BenchmarkResults, load_results
-from flash_helpers.sass.comparison_page import comparison_page
-from flash_helpers.sass.diff import diff_kernels
-from flash_helpers.sass.diff_text import diff_as_json, diff_text
-from flash_helpers.sass.matrix import (
+from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.registry.selection import DTYPE_CHOICES, parse_dtypes
+from flash_helpers.sass.analyse.diff import diff_kernels
+from flash_helpers.sass.analyse.matrix import (
     Matrix,
     build_matrix,
     choose_kernels,
     library_configs,
     parse_config_option,
 )
-from flash_helpers.sass.matrix_tables import (
+from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
+from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.show.comparison_page import comparison_page
+from flash_helpers.sass.show.diff_text import diff_as_json, diff_text
+from flash_helpers.sass.show.matrix_tables import (
     matrix_csv,
     matrix_json,
     matrix_markdown,
     matrix_text,
 )
-from flash_helpers.sass.reader import installed_library, library_kernels, progress_bar
-from flash_helpers.sass.records import Kernel
-from flash_helpers.sass.source_diff import source_diff
-from flash_helpers.selection import DTYPE_CHOICES, parse_dtypes
+from flash_helpers.sass.show.source_diff import source_diff
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ARCHITECTURE = "sm_90"

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.sass.count_comparison import (
+from flash_helpers.sass.read.reader import progress_bar
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.count_comparison import (
     compare_counts,
     comparison_as_csv,
     comparison_as_json,
     comparison_as_text,
 )
-from flash_helpers.sass.listing_counts import add_choice_arguments, load_counts
-from flash_helpers.sass.reader import progress_bar
-from flash_helpers.sass.records import SassError
+from flash_helpers.sass.show.listing_counts import add_choice_arguments, load_counts
 
 DESCRIPTION = """\
 Compare how often each opcode stands in two pieces of SASS, the largest change first. Each is a file

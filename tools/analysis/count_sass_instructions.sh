@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Count the instructions of SASS by opcode: flash_helpers.sass.listing_counts, which tells its usage.
+# Count the instructions of SASS by opcode: flash_helpers.sass.show.listing_counts, which tells its usage.
 set -euo pipefail
 
 python=${PYTHON:-python3}
@@ -8,4 +8,4 @@ if ! "$python" -c 'import flash_helpers' 2> /dev/null; then
         "in PYTHON" >&2
     exit 2
 fi
-exec "$python" -m flash_helpers.sass.listing_counts "$@"
+exec "$python" -m flash_helpers.sass.show.listing_counts "$@"

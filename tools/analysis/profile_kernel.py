@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import flash_attention
+from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.inputs import AttentionShape
 from flash_helpers.kernel_configs import DType
-from flash_helpers.kernel_profile import (
+from flash_helpers.measure.kernel_profile import (
     KernelProfile,
     annotated_source_text,
     choose_configs,
@@ -26,7 +26,7 @@ from flash_helpers.kernel_profile import (
     source_as_json,
     source_lines,
 )
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.sass.ptx_links import read_kernel_ptx
-from flash_helpers.sass.ptx_links_text import LinkFormat, fan_out_text, one_kernel, slice_text
-from flash_helpers.sass.records import SassError
+from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.ptx_links_text import LinkFormat, fan_out_text, one_kernel, slice_text
 
 DESCRIPTION = """\
 Show a PTX instruction, the PTX that it depends on, and the SASS that each became; or, with

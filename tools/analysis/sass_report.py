@@ -11,20 +11,25 @@ from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig, find_config
-from flash_helpers.kernel_profile import choose_configs
-from flash_helpers.results import BenchmarkResults, load_results
-from flash_helpers.sass.bound import Launch
-from flash_helpers.sass.matrix import library_configs
-from flash_helpers.sass.reader import (
+from flash_helpers.measure.kernel_profile import choose_configs
+from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.sass.analyse.bound import Launch
+from flash_helpers.sass.analyse.matrix import library_configs
+from flash_helpers.sass.analyse.report import SEQ_LEN, LaunchShape, build_report
+from flash_helpers.sass.read.reader import (
     library_kernels,
     list_kernels,
     load_kernels,
     progress_bar,
 )
-from flash_helpers.sass.records import Kernel
-from flash_helpers.sass.report import SEQ_LEN, LaunchShape, build_report
-from flash_helpers.sass.report_text import SourceText, report_json, report_markdown, report_text
-from flash_helpers.selection import UsageError
+from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.show.report_text import (
+    SourceText,
+    report_json,
+    report_markdown,
+    report_text,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flash_helpers.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.command_line import (
     add_commit_argument,
     add_lengths_argument,
@@ -26,22 +25,25 @@ from flash_helpers.command_line import (
     positive_seconds,
     run_tool,
 )
-from flash_helpers.cubins import CubinCompiler
+from flash_helpers.compile.cubins import CubinCompiler
+from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import (
     DType,
     FlashForwardKernelConfig,
     get_autotuning_kernel_configs,
     read_configs,
 )
-from flash_helpers.machine import git_commit
-from flash_helpers.selection import (
+from flash_helpers.measure.benchmark import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.measure.machine import git_commit
+from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     UsageError,
     parse_dtypes,
     parse_versions,
     require_whole_blocks,
 )
-from flash_helpers.sweep import (
+from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProcess
+from flash_helpers.tune.sweep import (
     SCREEN_SEQ_LENS,
     Journal,
     Limits,
@@ -50,9 +52,14 @@ from flash_helpers.sweep import (
     load_sweep,
     outcomes_text,
 )
-from flash_helpers.sweep_process import WORKER_COMMAND, WorkerError, WorkerProcess
-from flash_helpers.toolchain import BuildError, find_toolchain
-from flash_helpers.tuned import BestConfig, BestConfigs, best_file, gpu_slug, load_own, sweep_file
+from flash_helpers.tune.winners import (
+    BestConfig,
+    BestConfigs,
+    best_file,
+    gpu_slug,
+    load_own,
+    sweep_file,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE_TIMEOUT_S = 300.0

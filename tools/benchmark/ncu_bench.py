@@ -8,20 +8,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.backend import KernelsNotRun, find_backend
-from flash_helpers.benchmark import default_shape
-from flash_helpers.codegen import write_if_different
+from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
-from flash_helpers.inputs import AttentionShape
-from flash_helpers.machine import git_commit, provenance
-from flash_helpers.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
-from flash_helpers.nsight import NsightCompute, ProfilerError
-from flash_helpers.selection import (
+from flash_helpers.files import write_if_different
+from flash_helpers.measure.benchmark import default_shape
+from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
+from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.registry.selection import (
     UsageError,
     add_kernel_arguments,
     chosen_kernels,
     require_whole_blocks,
 )
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"

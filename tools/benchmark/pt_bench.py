@@ -11,17 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flash_helpers.backend import KernelsNotRun, find_backend
-from flash_helpers.benchmark import (
-    DEFAULT_SEQ_LENS,
-    default_shape,
-    library_contenders,
-    library_records,
-    n_steps,
-    run_benchmark,
-)
-from flash_helpers.benchmark_tables import report_text
-from flash_helpers.codegen import write_if_different
 from flash_helpers.command_line import (
     add_commit_argument,
     add_lengths_argument,
@@ -30,18 +19,33 @@ from flash_helpers.command_line import (
     positive_seconds,
     typed_command,
 )
-from flash_helpers.machine import GpuMonitor, git_commit, provenance, resource_record
-from flash_helpers.plots import PlotError, drawable_panels, plot_svg, require_plotting
-from flash_helpers.rates import default_rate_works
-from flash_helpers.results import (
+from flash_helpers.files import write_if_different
+from flash_helpers.measure.benchmark import (
+    DEFAULT_SEQ_LENS,
+    default_shape,
+    library_contenders,
+    library_records,
+    n_steps,
+    run_benchmark,
+)
+from flash_helpers.measure.benchmark_tables import report_text
+from flash_helpers.measure.machine import GpuMonitor, git_commit, provenance, resource_record
+from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
+from flash_helpers.measure.rates import default_rate_works
+from flash_helpers.measure.results import (
     CACHE_CHOICES,
     TIMING_CHOICES,
     BenchmarkResults,
     Protocol,
     refuse_another_gpu,
 )
-from flash_helpers.selection import add_kernel_arguments, chosen_kernels, require_whole_blocks
-from flash_helpers.timing import make_timer
+from flash_helpers.measure.timing import make_timer
+from flash_helpers.registry.selection import (
+    add_kernel_arguments,
+    chosen_kernels,
+    require_whole_blocks,
+)
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 

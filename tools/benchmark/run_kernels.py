@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flash_helpers.backend import DEVICE_CHOICES, Backend, KernelsNotRun, find_backend
-from flash_helpers.benchmark import run_library
+from flash_helpers.check.inputs import AttentionShape, make_inputs
 from flash_helpers.command_line import make_parser, run_tool
-from flash_helpers.inputs import AttentionShape, make_inputs
 from flash_helpers.kernel_configs import DType
-from flash_helpers.ncu_bench import LIBRARY_KERNELS
-from flash_helpers.selection import (
+from flash_helpers.measure.benchmark import run_library
+from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
+from flash_helpers.registry.selection import (
     add_kernel_arguments,
     chosen_kernels,
     parse_dtypes,
     require_whole_blocks,
 )
+from flash_helpers.runtime.backend import DEVICE_CHOICES, Backend, KernelsNotRun, find_backend
 
 EXAMPLES = """\
 examples:

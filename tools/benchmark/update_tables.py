@@ -8,17 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.benchmark_tables import (
+from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.files import text_diff, write_if_different
+from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.measure.benchmark_tables import (
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
     header_lines,
     progression_table,
     replace_between_markers,
 )
-from flash_helpers.codegen import text_diff, write_if_different
-from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.plots import (
+from flash_helpers.measure.plots import (
     PROGRESSION,
     SEQ_LEN,
     PlotError,
@@ -26,7 +26,7 @@ from flash_helpers.plots import (
     plot_svg,
     plotted_numbers,
 )
-from flash_helpers.results import BenchmarkResults, load_results
+from flash_helpers.measure.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")

@@ -10,7 +10,7 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_wheel,
 )
 
-from flash_helpers.toolchain import BuildError, toolchain_requirements
+from flash_helpers.compile.toolchain import BuildError, toolchain_requirements
 
 __all__ = [
     "build_editable",

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.sass.extract import (
+from flash_helpers.sass.read.reader import list_kernels, load_kernels, progress_bar
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.extract import (
     file_names,
     graph_text,
     kernel_filter,
@@ -17,8 +19,6 @@ from flash_helpers.sass.extract import (
     listing_text,
     write_files,
 )
-from flash_helpers.sass.reader import list_kernels, load_kernels, progress_bar
-from flash_helpers.sass.records import SassError
 
 DESCRIPTION = """\
 Disassemble the kernels in a cubin, fatbin, object file, library or program. Each instruction comes

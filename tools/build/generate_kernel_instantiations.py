@@ -11,14 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "py"))
 
-from flash_helpers.codegen import (  # noqa: E402
-    GENERATOR,
-    MAP_HEADER,
-    kernel_map_header,
-    text_diff,
-    write_if_different,
-)
 from flash_helpers.command_line import make_parser, print_text  # noqa: E402
+from flash_helpers.compile.codegen import GENERATOR, MAP_HEADER, kernel_map_header  # noqa: E402
+from flash_helpers.files import text_diff, write_if_different  # noqa: E402
 from flash_helpers.kernel_configs import (  # noqa: E402
     get_kernels_to_build,
     read_configs,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.sass.extract import file_names, kernel_filter, ptx_texts, write_files
-from flash_helpers.sass.records import SassError
+from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.show.extract import file_names, kernel_filter, ptx_texts, write_files
 
 DESCRIPTION = """\
 Print the PTX in a cubin, fatbin, object file, library or program: that which was compiled to its

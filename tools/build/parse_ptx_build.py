@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.codegen import write_if_different
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.ptxas_tables import (
+from flash_helpers.compile.ptxas_tables import (
     LogError,
     entries_as_csv,
     entries_as_json,
     entries_as_text,
     read_logs,
 )
+from flash_helpers.files import write_if_different
 
 DESCRIPTION = """\
 Tabulate what `ptxas -v` said of kernels: registers, spills and stack in bytes a thread, static

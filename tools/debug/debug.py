@@ -10,21 +10,21 @@ from pathlib import Path
 
 import torch
 
-from flash_helpers.backend import KernelsNotRun, find_backend
-from flash_helpers.blockwise import blockwise_forward, finish
-from flash_helpers.codegen import write_if_different
+from flash_helpers.check.blockwise import blockwise_forward, finish
+from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
+from flash_helpers.check.inputs import DISTRIBUTIONS, AttentionShape, make_inputs
+from flash_helpers.check.trace import trace_forward
 from flash_helpers.command_line import make_parser, run_tool
-from flash_helpers.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
-from flash_helpers.inputs import DISTRIBUTIONS, AttentionShape, make_inputs
+from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
 from flash_helpers.ptx import PtxError, SimulatorError
-from flash_helpers.selection import UsageError, config_that_runs, require_whole_blocks
-from flash_helpers.simulate import load_kernel
-from flash_helpers.trace import trace_forward
+from flash_helpers.registry.selection import UsageError, config_that_runs, require_whole_blocks
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.simulator import load_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE_FILE, KERNEL_FILE = "debug_pt.txt", "debug_cuda.txt"

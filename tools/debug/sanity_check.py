@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from flash_helpers.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
-from flash_helpers.command_line import make_parser, run_tool
-from flash_helpers.inputs import DISTRIBUTIONS, AttentionShape
-from flash_helpers.sanity import (
+from flash_helpers.check.inputs import DISTRIBUTIONS, AttentionShape
+from flash_helpers.check.sanity import (
     DEFAULT_SHAPE,
     SMALL_SHAPE,
     SanityReport,
@@ -23,8 +21,10 @@ from flash_helpers.sanity import (
     estimated_seconds,
     make_request,
 )
-from flash_helpers.selection import UsageError, add_kernel_arguments, parse_dtypes
-from flash_helpers.simulate import ANNOUNCE_FROM_SECONDS, duration_text
+from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
+from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
+from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
 
 DESCRIPTION = """\
 Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with

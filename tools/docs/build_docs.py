@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from flash_helpers.codegen import text_diff, write_if_different
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.course.blocks import kinds_text
 from flash_helpers.course.build import (
@@ -25,7 +24,8 @@ from flash_helpers.course.build import (
 from flash_helpers.course.commands import TIME_LIMIT
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.values import value_lines
-from flash_helpers.selection import UsageError
+from flash_helpers.files import text_diff, write_if_different
+from flash_helpers.registry.selection import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 

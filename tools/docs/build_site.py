@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
-from flash_helpers.plots import PlotError
-from flash_helpers.sass.records import SassError
+from flash_helpers.measure.plots import PlotError
+from flash_helpers.sass.read.records import SassError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from flash_helpers.codegen import write_if_different
 from flash_helpers.course.pictures import (
     FOLDER,
     PICTURES,
@@ -18,6 +17,7 @@ from flash_helpers.course.pictures import (
     stale_pictures,
     unknown_pictures,
 )
+from flash_helpers.files import write_if_different
 
 ROOT = Path(__file__).resolve().parents[2]
 

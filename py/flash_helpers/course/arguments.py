@@ -17,7 +17,7 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
 
 DTYPE = DType.BF16  # of all kernels that the pages show, unless a short form says otherwise
 ARCHITECTURES = tuple(f"sm_{capability}" for capability in MAX_SMEM_BYTES)

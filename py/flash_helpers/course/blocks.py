@@ -16,7 +16,7 @@ from flash_helpers.course.markers import INLINE_KIND
 from flash_helpers.course.sass_blocks import bound_block, listing_block, sass_block
 from flash_helpers.course.step_blocks import diff_block, facts_block
 from flash_helpers.course.values import value
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
 
 OUTPUT_KIND = "output"  # its text is what commands print: see `commands`
 DEFAULT_OUTPUT_LINES = 20

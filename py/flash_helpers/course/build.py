@@ -26,7 +26,7 @@ from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
 from flash_helpers.course.pages import FOLDER, PAGES
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
 
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md")
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from flash_helpers.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.course.arguments import DTYPE, Arguments, parse_version, progression_config
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import image
 from flash_helpers.course.published import Published
 from flash_helpers.course.tables import DASH, markdown_table, number, percent
 from flash_helpers.kernel_configs import VERSIONS, FlashForwardKernelConfig
-from flash_helpers.plots import progression_numbers
-from flash_helpers.results import FLASH, LIBRARY_NAMES, BenchmarkResults
-from flash_helpers.sass.matrix import names_of
+from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
+from flash_helpers.measure.plots import progression_numbers
+from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.sass.analyse.matrix import names_of
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
 

@@ -11,7 +11,7 @@ from flash_helpers.course.evidence import Evidence, with_parent
 from flash_helpers.course.tables import change, markdown_table, number
 from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
 from flash_helpers.ptx import Counts, Phase
-from flash_helpers.sass.matrix import names_of
+from flash_helpers.sass.analyse.matrix import names_of
 
 # Opcodes of PTX by the name that pages use: those that begin with the text.
 OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 import flash_helpers.ptx
-import flash_helpers.simulate
-from flash_helpers.codegen import write_if_different
-from flash_helpers.inputs import AttentionShape, make_inputs
+import flash_helpers.runtime.simulator
+from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
-from flash_helpers.kernel_profile import Simulate
+from flash_helpers.measure.kernel_profile import Simulate
 from flash_helpers.ptx import Counts, Phase
 
 FORMAT = 1
@@ -99,7 +99,7 @@ def _simulate(
 @cache
 def _simulator_digest() -> str:
     package = Path(flash_helpers.ptx.__file__).parent
-    files = [*sorted(package.glob("*.py")), Path(flash_helpers.simulate.__file__)]
+    files = [*sorted(package.glob("*.py")), Path(flash_helpers.runtime.simulator.__file__)]
     return _digest(file.read_bytes() for file in files)
 
 

@@ -16,11 +16,11 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.results import BenchmarkResults, load_results
-from flash_helpers.sass.matrix import KernelFacts, kernel_facts
-from flash_helpers.sass.reader import installed_library, library_kernels, progress_bar
-from flash_helpers.sass.records import Kernel
-from flash_helpers.sass.report import SEQ_LEN
+from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.sass.analyse.matrix import KernelFacts, kernel_facts
+from flash_helpers.sass.analyse.report import SEQ_LEN
+from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
+from flash_helpers.sass.read.records import Kernel
 
 RESULTS = Path("benchmarks/results/h100.json")
 PUBLISHED = Path("docs/data/published.json")

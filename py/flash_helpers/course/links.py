@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from flash_helpers.course.arguments import Arguments, parse_version
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import COURSE, Page, neighbours, page_named, page_of_step
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
 
 PICTURES = PurePosixPath("docs/images/course")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.results import load_measured, read_records
+from flash_helpers.measure.results import load_measured, read_records
 
 FORMAT = 1
 

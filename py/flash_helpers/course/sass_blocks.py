@@ -11,11 +11,10 @@ from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.step_blocks import compiled_by, spills_text
 from flash_helpers.course.tables import DASH, change, markdown_table, number, percent
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.sass.bound import ISSUE, LATENCY
-from flash_helpers.sass.control import control_text
-from flash_helpers.sass.counts import Bucket, Counts
-from flash_helpers.sass.flow import may_execute
-from flash_helpers.sass.matrix import (
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
+from flash_helpers.sass.analyse.counts import Bucket, Counts
+from flash_helpers.sass.analyse.matrix import (
     GROUP_NAMES,
     MEANING,
     KernelFacts,
@@ -23,10 +22,11 @@ from flash_helpers.sass.matrix import (
     names_of,
     opcode_changes,
 )
-from flash_helpers.sass.phases import phases
-from flash_helpers.sass.records import Instruction, SourceLine
-from flash_helpers.sass.report_text import SourceText
-from flash_helpers.selection import UsageError
+from flash_helpers.sass.analyse.phases import phases
+from flash_helpers.sass.read.control import control_text
+from flash_helpers.sass.read.flow import may_execute
+from flash_helpers.sass.read.records import Instruction, SourceLine
+from flash_helpers.sass.show.report_text import SourceText
 
 PHASES = ("main", "prologue", "epilogue")
 _LISTED = 12

@@ -14,14 +14,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from flash_helpers.benchmark_tables import progression_table
 from flash_helpers.course import markers
 from flash_helpers.course.pages import COURSE, FOLDER, PAGES, Page
 from flash_helpers.course.site_links import LinkTargets, Menu, broken_links
 from flash_helpers.course.site_plots import PLOTTED, site_plots
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.results import BenchmarkResults, load_results
+from flash_helpers.measure.benchmark_tables import progression_table
+from flash_helpers.measure.results import BenchmarkResults, load_results
 
 RESULTS = PurePosixPath("benchmarks/results/h100.json")
 ASSETS = PurePosixPath("docs/assets")

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flash_helpers.benchmark_tables import main_dtype
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.plots import PROGRESSION, SEQ_LEN, progression_numbers, seq_len_numbers
-from flash_helpers.results import FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.measure.benchmark_tables import main_dtype
+from flash_helpers.measure.plots import PROGRESSION, SEQ_LEN, progression_numbers, seq_len_numbers
+from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
 
 # The picture that stands in the page on GitHub, and the plot that takes its place in the site.
 PLOTTED: Mapping[str, str] = MappingProxyType(

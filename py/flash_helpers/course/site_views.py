@@ -12,13 +12,13 @@ from flash_helpers.kernel_configs import (
     DType,
     get_kernel_progression_configs,
 )
-from flash_helpers.results import BenchmarkResults
-from flash_helpers.sass.comparison_page import page_facts
-from flash_helpers.sass.matrix import Matrix, build_matrix
-from flash_helpers.sass.page import PageKernel, page_html
-from flash_helpers.sass.ptx_links import ptx_sources
-from flash_helpers.sass.reader import installed_library, library_kernels
-from flash_helpers.sass.source_diff import read_sources
+from flash_helpers.measure.results import BenchmarkResults
+from flash_helpers.sass.analyse.matrix import Matrix, build_matrix
+from flash_helpers.sass.analyse.ptx_links import ptx_sources
+from flash_helpers.sass.read.reader import installed_library, library_kernels
+from flash_helpers.sass.show.comparison_page import page_facts
+from flash_helpers.sass.show.page import PageKernel, page_html
+from flash_helpers.sass.show.source_diff import read_sources
 
 VIEWS = PurePosixPath("views")  # folder of the site
 ARCHITECTURE = "sm_90"  # that of the committed measurements

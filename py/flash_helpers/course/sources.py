@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
 
 _FOLDED = "vN"
 _CONTEXT = 3  # lines around a change

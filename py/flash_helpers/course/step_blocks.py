@@ -11,7 +11,7 @@ from flash_helpers.course.evidence import Evidence, with_parent
 from flash_helpers.course.sources import StepDiff, code_lines
 from flash_helpers.course.tables import markdown_table, number
 from flash_helpers.kernel_configs import VERSIONS
-from flash_helpers.sass.matrix import KernelFacts
+from flash_helpers.sass.analyse.matrix import KernelFacts
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
 _LONGEST_OPEN_DIFF = 60  # lines; longer ones are folded

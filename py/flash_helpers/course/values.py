@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from flash_helpers.benchmark_tables import TABLE_SEQ_LEN
 from flash_helpers.course.arguments import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURE,
@@ -22,12 +21,13 @@ from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sass_blocks import PHASES, phase_counts
 from flash_helpers.course.tables import number, percent
 from flash_helpers.kernel_configs import VERSIONS, FlashForwardKernelConfig
+from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
+from flash_helpers.measure.results import LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
 from flash_helpers.ptx import Phase
-from flash_helpers.results import LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
-from flash_helpers.sass import opcodes
-from flash_helpers.sass.counts import Bucket
-from flash_helpers.sass.matrix import GROUP_NAMES, KernelFacts
-from flash_helpers.selection import UsageError
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.sass.analyse.counts import Bucket
+from flash_helpers.sass.analyse.matrix import GROUP_NAMES, KernelFacts
+from flash_helpers.sass.read import opcodes
 
 _SASS: Mapping[str, tuple[str, Callable[[KernelFacts], str]]] = MappingProxyType(
     {

@@ -7,7 +7,6 @@ memory.download(x, array.shape, array.dtype)
 run.counters.total.bank_conflicts
 """
 
-from flash_helpers.ptx.counters import Counters, Counts, LineCounts
 from flash_helpers.ptx.errors import (
     BarrierError,
     InstructionLimitError,
@@ -24,11 +23,12 @@ from flash_helpers.ptx.errors import (
     UninitialisedReadError,
     UnsupportedInstruction,
 )
-from flash_helpers.ptx.flow import Phase
-from flash_helpers.ptx.kernel import Kernel, PtxModule, Run, load_ptx
-from flash_helpers.ptx.memory import DeviceMemory
-from flash_helpers.ptx.observe import Observation, Observer
-from flash_helpers.ptx.reader import read_ptx
+from flash_helpers.ptx.read.flow import Phase
+from flash_helpers.ptx.read.reader import read_ptx
+from flash_helpers.ptx.run.counters import Counters, Counts, LineCounts
+from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
+from flash_helpers.ptx.run.memory import DeviceMemory
+from flash_helpers.ptx.run.observe import Observation, Observer
 
 __all__ = [
     "BarrierError",

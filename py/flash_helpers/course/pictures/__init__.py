@@ -2,7 +2,7 @@
 
 Whatever a picture states is computed when it is drawn: from the kernels' formulas (`banks`,
 `fragments`), from the configs of the registry, and from instructions counted with the costs of
-flash_helpers.sass.opcodes (`work`). Standard library only.
+flash_helpers.sass.read.opcodes (`work`). Standard library only.
 """
 
 from __future__ import annotations

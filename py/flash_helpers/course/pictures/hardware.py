@@ -35,7 +35,7 @@ from flash_helpers.kernel_configs import (
     MMA_M,
     WARP_SIZE,
 )
-from flash_helpers.sass.occupancy import REGISTERS_PER_SM, SUB_PARTITIONS
+from flash_helpers.sass.analyse.occupancy import REGISTERS_PER_SM, SUB_PARTITIONS
 
 _BAR = 26
 

@@ -34,7 +34,7 @@ from flash_helpers.kernel_configs import (
     WARP_SIZE,
     FlashForwardKernelConfig,
 )
-from flash_helpers.sass.occupancy import SUB_PARTITIONS
+from flash_helpers.sass.analyse.occupancy import SUB_PARTITIONS
 
 _LEFT = 92
 _LANE_HEIGHT, _LANE_GAP = 26, 6

@@ -1,7 +1,8 @@
 """What a warp executes for one block of keys, counted from the config, and what it costs.
 
-Costs are those of flash_helpers.sass.opcodes, which names their sources, for compute capability 9.0
-with mma.sync. They say how long a pipe of the SM is busy at least: counted, not measured.
+Costs are those of flash_helpers.sass.read.opcodes, which names their sources, for compute
+capability 9.0 with mma.sync. They say how long a pipe of the SM is busy at least: counted, not
+measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.sass import opcodes
+from flash_helpers.sass.read import opcodes
 
 CAPABILITY = 90
 MMA_N = 8

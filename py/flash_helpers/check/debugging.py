@@ -1,0 +1,210 @@
+"""A kernel beside blockwise FlashAttention-2: both as text, and the first thing that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flash_helpers.check.blockwise import QUANTITIES, BlockStep
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
+
+# What the quantity is off by, relative to the largest value of its row, when only roundings differ:
+# fp32 sums taken in another order, and one unit in the last place of ex2.
+_FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
+# P and O carry the 16-bit rounding of P: a value on the edge may go either way.
+_ROUNDED_TOLERANCE = {"P": 1.0, "O": 0.5, "output": 1.5}
+_OF_KEYS = ("K", "V")
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first element that is wrong, in the order in which the kernel computes.
+
+    quantity: one of QUANTITIES, or "output". key_block: None for the output.
+    row: position in the sequence, of a query, or of a key for K and V. warp: that computes the
+        row, or that holds the copy of K or V. n_wrong, n_elements: of this quantity in this block.
+    """
+
+    quantity: str
+    key_block: int | None
+    batch: int
+    head: int
+    row_block: int
+    warp: int
+    row: int
+    column: int
+    got: float
+    expected: float
+    n_wrong: int
+    n_elements: int
+
+    def __str__(self) -> str:
+        block = "" if self.key_block is None else f"key block {self.key_block}, "
+        return (
+            f"{self.quantity}, {block}row block {self.row_block} (batch {self.batch}, "
+            f"head {self.head}), warp {self.warp}, row {self.row}, column {self.column}: "
+            f"the kernel has {self.got:.9g}, blockwise FlashAttention-2 {self.expected:.9g} "
+            f"({self.n_wrong} of {self.n_elements} values differ)"
+        )
+
+
+def tolerance(name: str, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How far a value of a quantity may be off, for each row of `expected`."""
+    scale = expected.abs().amax(-1, keepdim=True)
+    if name in _FP32_TOLERANCE:
+        return scale * _FP32_TOLERANCE[name]
+    if name == "P":
+        scale = expected.abs() + torch.finfo(dtype).tiny
+    return scale * (_ROUNDED_TOLERANCE[name] * torch.finfo(dtype).eps)
+
+
+def _first_wrong(
+    name: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    config: FlashForwardKernelConfig,
+    dtype: torch.dtype,
+    key_block: int | None,
+) -> Disagreement | None:
+    """The first element of (batch, n_heads, row blocks, [warps,] rows, columns) that is off."""
+    expected = expected.expand_as(got)
+    # NaN, which is what was never computed, is off too
+    wrong = ~((got - expected).abs() <= tolerance(name, expected, dtype))
+    places = wrong.nonzero()
+    if not len(places):
+        return None
+    place = tuple(int(i) for i in places[0])
+    batch, head, row_block, *rest = place
+    if name in _OF_KEYS:
+        warp, row, column = rest
+        row += (key_block or 0) * config.B_c
+    else:
+        row, column = rest
+        warp = row // (config.B_r // config.n_warps)
+        row += row_block * config.B_r
+    return Disagreement(
+        quantity=name,
+        key_block=key_block,
+        batch=batch,
+        head=head,
+        row_block=row_block,
+        warp=warp,
+        row=row,
+        column=column,
+        got=got[place].item(),
+        expected=expected[place].item(),
+        n_wrong=len(places),
+        n_elements=got.numel(),
+    )
+
+
+def first_disagreement(
+    config: FlashForwardKernelConfig,
+    steps: Iterable[BlockStep],
+    output: torch.Tensor,
+    expected_steps: Iterable[BlockStep],
+    expected_output: torch.Tensor,
+) -> Disagreement | None:
+    """Compare step by step, and in each step in the order of QUANTITIES; then the outputs.
+
+    output, expected_output: (batch, seq_len, n_heads, d_head), of the config's dtype. Without
+    steps only they are compared.
+    """
+    dtype = output.dtype
+    for step, expected in zip(steps, expected_steps, strict=True):
+        for name in QUANTITIES:
+            got, want = getattr(step, name), getattr(expected, name)
+            found = _first_wrong(name, got, want, config, dtype, step.key_block)
+            if found is not None:
+                return found
+    got, want = (_by_row_block(o, config) for o in (output, expected_output))
+    return _first_wrong("output", got, want, config, dtype, None)
+
+
+def _by_row_block(output: torch.Tensor, config: FlashForwardKernelConfig) -> torch.Tensor:
+    batch, _, n_heads, d_head = output.shape
+    rows = output.detach().cpu().float().transpose(1, 2)
+    return rows.reshape(batch, n_heads, -1, config.B_r, d_head)
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """What of a computation is written down.
+
+    row_block: of the first batch and head. key_blocks: None for all. warp: None for all; of K and V
+    then the copy of warp 0.
+    """
+
+    row_block: int = 0
+    key_blocks: Sequence[int] | None = None
+    warp: int | None = None
+
+
+def excerpt_text(
+    config: FlashForwardKernelConfig,
+    steps: Iterable[BlockStep],
+    output: torch.Tensor,
+    excerpt: Excerpt,
+) -> str:
+    """The chosen part as text: every quantity of each block of keys, a line a row; then the output.
+
+    The kernel's text and the reference's have the same lines, so that `diff` can compare them.
+    """
+    lines: list[str] = []
+    for step in steps:
+        if excerpt.key_blocks is None or step.key_block in excerpt.key_blocks:
+            for name in QUANTITIES:
+                lines += _matrix_lines(config, name, step, excerpt)
+    rows = _by_row_block(output, config)[0, 0, excerpt.row_block]
+    first = excerpt.row_block * config.B_r
+    lines += [f"output, row block {excerpt.row_block}"]
+    lines += _row_lines(rows, first, _own_rows(config, excerpt.warp))
+    return "\n".join(lines) + "\n"
+
+
+def _own_rows(config: FlashForwardKernelConfig, warp: int | None) -> range:
+    if warp is None:
+        return range(config.B_r)
+    rows = config.B_r // config.n_warps
+    return range(warp * rows, (warp + 1) * rows)
+
+
+def _matrix_lines(
+    config: FlashForwardKernelConfig, name: str, step: BlockStep, excerpt: Excerpt
+) -> Iterator[str]:
+    values = getattr(step, name)[0, 0]
+    # what is the same for all row blocks, warps or lanes has a 1 there
+    values = values[min(excerpt.row_block, values.shape[0] - 1)]
+    title = f"{name}, key block {step.key_block}, row block {excerpt.row_block}"
+    if name in _OF_KEYS:
+        warp = excerpt.warp or 0
+        yield f"{title}, warp {warp}"
+        values = values[min(warp, values.shape[0] - 1)]
+        yield from _row_lines(values, step.key_block * config.B_c, range(config.B_c))
+    else:
+        yield title
+        # lanes that agree are written once
+        values = values[:, :1] if name == "m" and _is_uniform(values) else values
+        first = excerpt.row_block * config.B_r
+        yield from _row_lines(values, first, _own_rows(config, excerpt.warp))
+
+
+def _is_uniform(values: torch.Tensor) -> bool:
+    return bool((values == values[:, :1]).all())
+
+
+def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
+    for row in rows:
+        numbers = " ".join(f"{value:10.5g}" for value in values[row].tolist())
+        yield f"{first + row:6d}: {numbers}"
+
+
+def shipped_ptx(config: FlashForwardKernelConfig) -> Path:
+    """The PTX of a built kernel, which lies beside the library."""
+    # not at the top: flash_attention itself imports this package
+    from flash_attention import _simulator
+
+    return _simulator.PTX_FOLDER / f"{config.short_form()}.ptx"

@@ -1,0 +1,298 @@
+"""Is each kernel right? Every kernel against float64 on the same inputs, one verdict each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from flash_helpers.check.difference import OutputDifference, output_difference
+from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.reference import (
+    AttentionError,
+    AttentionReference,
+    attention_reference,
+    measure_error,
+)
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
+from flash_helpers.registry.selection import config_that_runs, require_whole_blocks, select_kernels
+from flash_helpers.runtime.backend import Backend
+from flash_helpers.runtime.simulator import estimate_seconds
+
+DEFAULT_SHAPE = AttentionShape(batch=16, n_heads=16, seq_len=2048)
+SMALL_SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=512)
+
+
+@dataclass(frozen=True)
+class SanityRequest:
+    """What is checked: the configs, on which inputs, and whether errors are told row by row."""
+
+    configs: tuple[FlashForwardKernelConfig, ...]
+    not_built: tuple[FlashForwardKernelConfig, ...]
+    shape: AttentionShape
+    distribution: str
+    seed: int
+    diff: bool
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """The verdict on one kernel.
+
+    ran: the config that was launched for `config`.
+    error: None if the kernel could not be run.
+    reason: why it failed, the faults found in it included; empty if it passed.
+    """
+
+    config: FlashForwardKernelConfig
+    ran: FlashForwardKernelConfig
+    error: AttentionError | None
+    bound: AttentionError
+    reason: str
+    difference: OutputDifference | None
+
+    @property
+    def passed(self) -> bool:
+        """True if the kernel ran and both errors are within the bound."""
+        return not self.reason
+
+
+def make_request(
+    backend: Backend,
+    selectors: Sequence[str],
+    dtypes: Sequence[DType],
+    shape: AttentionShape,
+    distribution: str,
+    seed: int = 0,
+    diff: bool = False,
+) -> SanityRequest:
+    """Choose the kernels to check: by default, those of the progression that are built.
+
+    Raises UsageError if a selector names nothing that is built, or if the sequence is not whole
+    blocks of every chosen kernel.
+    """
+    progression = get_kernel_progression_configs()
+    configs = select_kernels(backend.kernels, selectors, dtypes, default=progression)
+    require_whole_blocks(configs, shape)
+    missing = [c for c in progression if c.dtype in dtypes and c not in backend.kernels]
+    return SanityRequest(
+        configs=tuple(configs),
+        not_built=() if selectors else tuple(missing),
+        shape=shape,
+        distribution=distribution,
+        seed=seed,
+        diff=diff,
+    )
+
+
+def _reason(output: torch.Tensor, error: AttentionError, bound: AttentionError) -> str:
+    if error.within(bound):
+        return ""
+    if not math.isfinite(error.max_abs):
+        n_bad = int((~output.isfinite()).sum())
+        return f"{n_bad} of {output.numel()} elements were not written or are not finite"
+    return "; ".join(
+        f"{name} error {value:.3e} is over its bound {limit:.3e}"
+        for name, value, limit in (
+            ("max abs", error.max_abs, bound.max_abs),
+            ("relative", error.relative, bound.relative),
+        )
+        if value > limit
+    )
+
+
+def _check_kernel(
+    config: FlashForwardKernelConfig,
+    request: SanityRequest,
+    backend: Backend,
+    inputs: QKV,
+    reference: AttentionReference,
+) -> KernelCheck:
+    ran = config_that_runs(config, request.shape)
+    error = difference = None
+    try:
+        output = torch.full_like(inputs[0], torch.nan)
+        faults = backend.forward(config, *inputs, output)
+        backend.synchronize()
+        error = measure_error(output, reference.expected)
+        reason = "\n".join(filter(None, (_reason(output, error, reference.bound), *faults)))
+        if request.diff:
+            difference = output_difference(output, reference.expected, reference.bound.max_abs)
+    except Exception as problem:  # whatever stops one kernel must not stop the others
+        reason = f"{type(problem).__name__}: {problem}"
+    return KernelCheck(config, ran, error, reference.bound, reason, difference)
+
+
+def estimated_seconds(request: SanityRequest) -> float:
+    """About how long the simulator takes for a request."""
+    shape = request.shape
+    return sum(
+        estimate_seconds(config, shape.batch, shape.seq_len, shape.n_heads)
+        for config in request.configs
+    )
+
+
+def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCheck]:
+    """Run each config of the request on an output full of NaN and compare it with float64.
+
+    Yields one KernelCheck a config, in order. A kernel that raises fails, with the text as reason.
+    """
+    inputs: dict[DType, QKV] = {}
+    references: dict[DType, AttentionReference] = {}
+    # all references first: a kernel that breaks the CUDA context would take them along
+    for dtype in sorted({config.dtype for config in request.configs}):
+        inputs[dtype] = make_inputs(
+            request.distribution,
+            request.shape,
+            getattr(torch, dtype.torch_name),
+            backend.device,
+            request.seed,
+        )
+        references[dtype] = attention_reference(*inputs[dtype])
+    for config in request.configs:
+        yield _check_kernel(
+            config, request, backend, inputs[config.dtype], references[config.dtype]
+        )
+
+
+@dataclass(frozen=True)
+class SanityReport:
+    """All verdicts of one request, for people and for machines."""
+
+    request: SanityRequest
+    device: str
+    checks: tuple[KernelCheck, ...]
+
+    @property
+    def n_passed(self) -> int:
+        """Kernels that passed."""
+        return sum(check.passed for check in self.checks)
+
+    @property
+    def n_failed(self) -> int:
+        """Kernels that failed."""
+        return len(self.checks) - self.n_passed
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every kernel passed, else 1."""
+        return 1 if self.n_failed else 0
+
+    @property
+    def summary(self) -> str:
+        """The last line."""
+        return f"{self.n_passed} passed, {self.n_failed} failed"
+
+    def table(self) -> str:
+        """One line a kernel."""
+        return tabulate(
+            [
+                (
+                    f"v{check.config.version}",
+                    VERSIONS[check.config.version].idea,
+                    check.config.short_form(),
+                    check.config.dtype.short,
+                    f"{check.error.max_abs:.2e}" if check.error else "-",
+                    f"{check.error.relative:.2e}" if check.error else "-",
+                    f"{check.bound.max_abs:.2e}, {check.bound.relative:.2e}",
+                    "pass" if check.passed else "FAIL",
+                )
+                for check in self.checks
+            ],
+            headers=(
+                "version",
+                "idea",
+                "config",
+                "dtype",
+                "max abs error",
+                "relative error",
+                "bound",
+                "verdict",
+            ),
+            disable_numparse=True,
+        )
+
+    def notes(self) -> list[str]:
+        """What the table does not say: fallbacks, kernels left out, reasons of failures."""
+        request = self.request
+        notes = [
+            f"{check.config.short_form()} was run by {check.ran.short_form()}: "
+            f"the row stride is {request.shape.row_stride}"
+            for check in self.checks
+            if check.ran != check.config
+        ]
+        notes += [f"{config.short_form()} is not built" for config in request.not_built]
+        notes += [
+            f"{check.config.short_form()} failed: {check.reason}"
+            for check in self.checks
+            if not check.passed
+        ]
+        return notes
+
+    def text(self) -> str:
+        """Everything for a reader; the last line is the summary."""
+        request = self.request
+        parts = [
+            f"{request.shape}; inputs {request.distribution}, seed {request.seed}; {self.device}",
+            self.table(),
+            *self.notes(),
+        ]
+        parts += [
+            f"\n{check.config.short_form()}\n{check.difference.text()}"
+            for check in self.checks
+            if check.difference is not None
+        ]
+        return "\n".join([*parts, self.summary])
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything for a machine; numbers that are not finite become null."""
+        request = self.request
+        return _finite_or_null(
+            {
+                "device": self.device,
+                "shape": asdict(request.shape),
+                "inputs": request.distribution,
+                "seed": request.seed,
+                "passed": self.n_passed,
+                "failed": self.n_failed,
+                "not_built": [config.short_form() for config in request.not_built],
+                "checks": [_check_as_json(check) for check in self.checks],
+            }
+        )
+
+
+def _check_as_json(check: KernelCheck) -> dict[str, Any]:
+    return {
+        "version": check.config.version,
+        "idea": VERSIONS[check.config.version].idea,
+        "config": check.config.short_form(),
+        "ran": check.ran.short_form(),
+        "dtype": check.config.dtype.short,
+        "max_abs_error": check.error.max_abs if check.error else None,
+        "relative_error": check.error.relative if check.error else None,
+        "max_abs_bound": check.bound.max_abs,
+        "relative_bound": check.bound.relative,
+        "verdict": "pass" if check.passed else "fail",
+        "reason": check.reason or None,
+        "diff": asdict(check.difference) if check.difference else None,
+    }
+
+
+def _finite_or_null(value: Any) -> Any:
+    # JSON has no NaN and no infinity
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_or_null(item) for item in value]
+    return value

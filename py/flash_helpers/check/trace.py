@@ -1,0 +1,355 @@
+"""A kernel's own values of the quantities of FlashAttention-2, block by block.
+
+They are read from the registers of the simulator while it runs the kernel: Q, K, P and V are the
+operands of the `mma`s, S and O their results, m the maximum that the shuffles of a row end in, l
+the register that the last reduction of a row begins with. No line of the source is named: a block
+of keys is a fixed number of `mma`s, first those of Q @ K^T and then those of P @ V, each with the
+k-tiles outermost, then the columns, then the rows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from flash_helpers.check.blockwise import BlockStep, key_block_order
+from flash_helpers.kernel_configs import MMA_K, MMA_M, FlashForwardKernelConfig
+from flash_helpers.ptx import Kernel, Observation, Observer, Run
+from flash_helpers.ptx.read.module import Instruction, Operand, Register
+from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
+from flash_helpers.runtime.simulator import run_forward
+
+MAX_TRACE_BYTES = 2**30
+_MMA_N = 8
+_WARP = 32
+_QUAD = 4
+
+
+class UntraceableKernel(ValueError):
+    """The kernel is not built the way that the trace relies on."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Which part of which product an `mma` computes, in units of its tiles."""
+
+    is_scores: bool
+    k: int
+    column: int
+    row: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to read at which instruction (by line of the PTX text).
+
+    starts: `mma`s that are the first of a block of keys.
+    row_maxima, row_sums: rank of the half tile of 8 rows whose m or l the instruction writes.
+    """
+
+    products: Mapping[int, _Product]
+    starts: frozenset[int]
+    row_maxima: Mapping[int, int]
+    row_sums: Mapping[int, int]
+
+    def wants(self, instruction: Instruction) -> bool:
+        line = instruction.line
+        return line in self.products or line in self.row_maxima or line in self.row_sums
+
+
+@dataclass
+class _DataFlow:
+    """Who writes a register, seen through moves."""
+
+    writers: dict[str, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, instructions: tuple[Instruction, ...]) -> _DataFlow:
+        flow = cls()
+        for instruction in instructions:
+            for name in _written(instruction):
+                flow.writers[name].append(instruction)
+        return flow
+
+    def sources(self, operand: Operand) -> list[Instruction]:
+        """The instructions other than moves that an operand's value may come from."""
+        return [writer for writer, _ in self.through_moves(operand) if writer.name != "mov"]
+
+    def through_moves(self, operand: Operand) -> list[tuple[Instruction, int]]:
+        """All writers of an operand's value and, on the way to them, of its copies; with the
+        number of moves in between."""
+        found: dict[int, tuple[Instruction, int]] = {}
+        waiting = [(operand, 0)]
+        for register, distance in waiting:
+            writers = self.writers[register.name] if isinstance(register, Register) else ()
+            for writer in writers:
+                if writer.line not in found:
+                    found[writer.line] = writer, distance
+                    if writer.name == "mov":
+                        waiting.append((writer.operands[1], distance + 1))
+        return list(found.values())
+
+    def shuffle_behind(self, instruction: Instruction) -> Instruction | None:
+        """The shuffle that gives one of the instruction's sources."""
+        for operand in instruction.operands[1:]:
+            for source in self.sources(operand):
+                if source.name == "shfl":
+                    return source
+        return None
+
+
+def _written(instruction: Instruction) -> list[str]:
+    if instruction.name in ("st", "bar", "bra", "cp") or not instruction.operands:
+        return []
+    target = instruction.operands[0]
+    parts = getattr(target, "elements", None) or (getattr(target, "first", target),)
+    return [part.name for part in parts if isinstance(part, Register)]
+
+
+def _plan(config: FlashForwardKernelConfig, kernel: Kernel) -> _Plan:
+    if config.kv_stages > 1:
+        raise UntraceableKernel(
+            f"{config.short_form()} has no m, l and P of each block (lazy_rescale, mma_row_sum) to "
+            "compare: trace the same config with kv_stages 1"
+        )
+    instructions = kernel.program.instructions
+    n_rows = config.B_r // config.n_warps // MMA_M
+    mmas = [i for i in instructions if i.name == "mma"]
+    products = [
+        _Product(is_scores, k, column, row, is_last=k == depth - 1)
+        for is_scores, depth, columns in (
+            (True, config.d_head // MMA_K, config.B_c // _MMA_N),
+            (False, config.B_c // MMA_K, config.d_head // _MMA_N),
+        )
+        for k in range(depth)
+        for column in range(columns)
+        for row in range(n_rows)
+    ]
+    if not mmas or len(mmas) % len(products):
+        raise UntraceableKernel(
+            f"{config.short_form()} has {len(mmas)} mma instructions, and a block of keys takes "
+            f"{len(products)}: only a main loop that is wholly unrolled can be traced"
+        )
+    flow = _DataFlow.of(instructions)
+    maxima = _row_maxima(flow, instructions)
+    sums = _row_sums(flow, instructions)
+    n_halves = 2 * n_rows
+    n_copies = len(mmas) // len(products)
+    for name, found, wanted in (
+        ("maxima", len(maxima), n_halves * n_copies),
+        ("sums", len(sums), n_halves),
+    ):
+        if found != wanted:
+            raise UntraceableKernel(
+                f"{config.short_form()} reduces {found} row {name} by shuffles where {wanted} were "
+                "expected"
+            )
+    return _Plan(
+        products={m.line: products[n % len(products)] for n, m in enumerate(mmas)},
+        starts=frozenset(m.line for m in mmas[:: len(products)]),
+        row_maxima={m.line: n % n_halves for n, m in enumerate(maxima)},
+        row_sums=_writers_of_sums(flow, sums),
+    )
+
+
+def _writers_of_sums(flow: _DataFlow, sums: list[Instruction]) -> dict[int, int]:
+    """Line of each instruction that writes what is summed, and which sum it is."""
+    nearest: dict[int, tuple[int, int]] = {}
+    for n, shuffle in enumerate(sums):
+        for writer, distance in flow.through_moves(shuffle.operands[1]):
+            # all begin with one zero, which is copied from sum to sum: the nearest is its own
+            nearest[writer.line] = min((distance, n), nearest.get(writer.line, (distance, n)))
+    return {line: n for line, (_, n) in nearest.items()}
+
+
+def _row_maxima(flow: _DataFlow, instructions: tuple[Instruction, ...]) -> list[Instruction]:
+    """Each `max` that takes a shuffled value and whose result is not shuffled again."""
+    maxima = [i for i in instructions if i.name == "max" and flow.shuffle_behind(i)]
+    shuffled = {
+        source.line
+        for maximum in maxima
+        for shuffle in [flow.shuffle_behind(maximum)]
+        if shuffle is not None
+        for source in flow.sources(shuffle.operands[1])
+    }
+    return [i for i in maxima if i.line not in shuffled]
+
+
+def _row_sums(flow: _DataFlow, instructions: tuple[Instruction, ...]) -> list[Instruction]:
+    """Each shuffle that begins the sum of a row: added up, and of a value not shuffled before."""
+    sums = [
+        shuffle
+        for i in instructions
+        if i.name == "add" and "f32" in i.types
+        for shuffle in [flow.shuffle_behind(i)]
+        if shuffle is not None
+    ]
+    return [
+        shuffle
+        for shuffle in sums
+        if not any(flow.shuffle_behind(w) for w in flow.sources(shuffle.operands[1]))
+    ]
+
+
+@dataclass
+class _Recorder:
+    """Collects a launch's values; arrays begin with the dimensions (thread blocks, key blocks)."""
+
+    config: FlashForwardKernelConfig
+    plan: _Plan
+    n_row_blocks: int
+    n_heads: int
+    values: dict[str, np.ndarray]
+    begun: np.ndarray
+    """Blocks of keys that each warp has begun, (thread blocks, warps)."""
+
+    @classmethod
+    def make(
+        cls, config: FlashForwardKernelConfig, plan: _Plan, batch: int, seq_len: int, n_heads: int
+    ) -> _Recorder:
+        B_r, B_c, d_head, warps = config.B_r, config.B_c, config.d_head, config.n_warps
+        n_row_blocks = seq_len // B_r
+        lead = (batch * n_heads * n_row_blocks, seq_len // B_c)
+        shapes = {
+            "Q": (B_r, d_head),
+            "K": (warps, B_c, d_head),
+            "S": (B_r, B_c),
+            "m": (B_r, _QUAD),
+            "l": (B_r, _QUAD),
+            "P": (B_r, B_c),
+            "V": (warps, B_c, d_head),
+            "O": (B_r, d_head),
+        }
+        size = 4 * lead[0] * lead[1] * sum(int(np.prod(shape)) for shape in shapes.values())
+        if size > MAX_TRACE_BYTES:
+            raise ValueError(
+                f"tracing {lead[0]} thread blocks over {lead[1]} blocks of keys takes "
+                f"{size >> 20} MiB, over {MAX_TRACE_BYTES >> 20}: use a shorter sequence or fewer "
+                "heads"
+            )
+        # NaN is what was never computed
+        values = {n: np.full((*lead, *shape), np.nan, np.float32) for n, shape in shapes.items()}
+        return cls(
+            config, plan, n_row_blocks, n_heads, values, np.zeros((lead[0], warps), np.int64)
+        )
+
+    def see(self, observation: Observation) -> None:
+        line = observation.instruction.line
+        product = self.plan.products.get(line)
+        if product is not None:
+            if line in self.plan.starts:
+                np.add.at(self.begun, self._warps(observation), 1)
+            self._see_product(observation, product)
+        elif line in self.plan.row_maxima:
+            self._see_row(observation, "m", self.plan.row_maxima[line])
+        else:
+            self._see_row(observation, "l", self.plan.row_sums[line])
+
+    def _blocks(self, ids: np.ndarray) -> np.ndarray:
+        """Thread blocks numbered as (batch, head, block of rows)."""
+        return (ids[:, 2] * self.n_heads + ids[:, 1]) * self.n_row_blocks + ids[:, 0]
+
+    def _warps(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
+        """Thread block and warp of each warp that takes part."""
+        return self._blocks(observation.blocks[::_WARP]), observation.warps[::_WARP]
+
+    def _see_product(self, observation: Observation, product: _Product) -> None:
+        a_type = observation.instruction.types[1]
+        d, a, b = (
+            [observation.value(e, "b32") for e in operand.elements]
+            for operand in observation.instruction.operands[:3]
+        )
+        block, warp = self._warps(observation)
+        key_block = self.begun[block, warp] - 1
+        rows_of_warp = self.config.B_r // self.config.n_warps
+        rows = (warp * rows_of_warp + product.row * MMA_M)[:, None, None]
+        rows = rows + np.arange(MMA_M)[:, None]
+        columns = product.column * _MMA_N + np.arange(_MMA_N)
+        depth = product.k * MMA_K + np.arange(MMA_K)
+        place = (block[:, None, None], key_block[:, None, None])
+        whose = warp[:, None, None]
+        if product.is_scores:
+            self.values["Q"][(*place, rows, depth)] = matrix_of_a(a, a_type)
+            self.values["K"][(*place, whose, columns[:, None], depth)] = matrix_of_b(b, a_type)
+        else:
+            self.values["P"][(*place, rows, depth)] = matrix_of_a(a, a_type)
+            matrix = matrix_of_b(b, a_type).transpose(0, 2, 1)
+            self.values["V"][(*place, whose, depth[:, None], columns)] = matrix
+        if product.is_last:
+            name = "S" if product.is_scores else "O"
+            result = [register.view(np.float32) for register in d]
+            self.values[name][(*place, rows, columns)] = matrix_of_c(result, "f32")
+
+    def _see_row(self, observation: Observation, name: str, half: int) -> None:
+        block, warp = self._blocks(observation.blocks), observation.warps
+        key_block = self.begun[block, warp] - 1
+        lane = observation.lanes % _WARP
+        rows_of_warp = self.config.B_r // self.config.n_warps
+        row = warp * rows_of_warp + half * 8 + lane // _QUAD
+        value = observation.value(observation.instruction.operands[0], "f32")
+        # before the first block l is only set to zero
+        some = key_block >= 0
+        self.values[name][block[some], key_block[some], row[some], lane[some] % _QUAD] = value[some]
+
+    def steps(self, batch: int, seq_len: int) -> tuple[BlockStep, ...]:
+        arrays = dict(self.values)
+        # l stays in four parts, one a lane, until the end: added as the kernel will add them
+        parts = arrays["l"]
+        pairs = parts[..., 0::2] + parts[..., 1::2]
+        arrays["l"] = pairs[..., :1] + pairs[..., 1:]
+        lead = (batch, self.n_heads, self.n_row_blocks)
+        return tuple(
+            BlockStep(
+                key_block,
+                **{
+                    name: torch.from_numpy(array[:, n].reshape(*lead, *array.shape[2:]))
+                    for name, array in arrays.items()
+                },
+            )
+            for n, key_block in enumerate(key_block_order(self.config, seq_len))
+        )
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """A simulated launch, looked into.
+
+    steps: one for each block of keys, in the kernel's order; what was not computed is NaN.
+    output: (batch, seq_len, n_heads, d_head). run: its counters, and the faults that the watcher
+        found.
+    """
+
+    steps: tuple[BlockStep, ...]
+    output: torch.Tensor
+    run: Run
+
+
+def trace_forward(
+    config: FlashForwardKernelConfig,
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> KernelTrace:
+    """Run the kernel in the simulator, keep going after faults, and read its values.
+
+    q, k, v: (batch, seq_len, n_heads, d_head), of the config's dtype, on the CPU; seq_len a
+        multiple of B_r and B_c.
+
+    Raises:
+        UntraceableKernel: the kernel is not built the way that the trace relies on.
+        ValueError: the values would take more than MAX_TRACE_BYTES.
+        flash_helpers.ptx.PtxError: the kernel cannot run, or does not end.
+    """
+    batch, seq_len, n_heads, _ = q.shape
+    plan = _plan(config, kernel)
+    recorder = _Recorder.make(config, plan, batch, seq_len, n_heads)
+    observer = Observer(plan.wants, recorder.see)
+    output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    _, run = run_forward(config, kernel, q, k, v, output, keep_going=True, observer=observer)
+    return KernelTrace(recorder.steps(batch, seq_len), output, run)

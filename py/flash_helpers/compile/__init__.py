@@ -1,0 +1,1 @@
+"""From a config to machine code: source text, toolchain, build, and what ptxas said."""

@@ -1,0 +1,140 @@
+"""What ptxas said about many kernels, as a table, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tabulate import tabulate
+
+from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
+from flash_helpers.kernel_configs import FlashForwardKernelConfig, find_config
+
+STDIN = "-"
+
+_COLUMNS = {
+    "kernel": "kernel",
+    "architecture": "arch",
+    "registers": "registers",
+    "spill_store_bytes": "spill stores",
+    "spill_load_bytes": "spill loads",
+    "stack_bytes": "stack",
+    "smem_bytes": "static smem",
+    "cmem_bytes": "cmem",
+    "barriers": "barriers",
+}
+
+
+class LogError(ValueError):
+    """A log that tells nothing of a kernel, or not all: the reason, and a way out."""
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One kernel compiled for one architecture, and the log that told of it."""
+
+    log: str
+    report: PtxasReport
+
+    @property
+    def config(self) -> FlashForwardKernelConfig | None:
+        """The kernel's config; None if it is none of this library's."""
+        return find_config(self.report.symbol)
+
+    @property
+    def kernel(self) -> str:
+        """Short form of the kernel's config; its symbol if it is none of this library's."""
+        config = self.config
+        return config.short_form() if config else self.report.symbol
+
+    def row(self) -> dict[str, Any]:
+        """The columns of the table; constant memory is the sum over the banks told of."""
+        cmem = self.report.cmem_bytes
+        return {
+            "kernel": self.kernel,
+            "architecture": self.report.target,
+            "registers": self.report.registers,
+            "spill_store_bytes": self.report.spill_store_bytes,
+            "spill_load_bytes": self.report.spill_load_bytes,
+            "stack_bytes": self.report.stack_bytes,
+            "smem_bytes": self.report.smem_bytes,
+            "cmem_bytes": sum(cmem.values()) if cmem else None,
+            "barriers": self.report.barriers,
+        }
+
+
+def _logs(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    logs = sorted(path.rglob("*.log"))
+    if not logs:
+        raise LogError(f"{path} holds no .log file: name a folder of logs, or the log itself")
+    return logs
+
+
+def _entries(name: str, log: bytes) -> list[LogEntry]:
+    try:
+        reports = parse_ptxas_log(log.decode(errors="replace"))
+        return [LogEntry(name, report) for report in reports]
+    except ValueError as error:
+        raise LogError(
+            f"{name}: {error}; the log is cut off or mixed up: compile again with -Xptxas -v, one "
+            "file at a time (nvcc --threads 1)"
+        ) from error
+
+
+def read_logs(names: Iterable[str], stdin: BinaryIO) -> list[LogEntry]:
+    """What the logs tell: kernels of this library in the order of their configs, then the others.
+
+    name: a file, a folder of .log files, or "-" for `stdin`.
+
+    Raises OSError for a file that cannot be read, and LogError if one is cut off, or if a file or
+    all of a folder tells of no kernel.
+    """
+    found = []
+    for name in names:
+        if name == STDIN:
+            entries = _entries("standard input", stdin.read())
+        else:
+            entries = [
+                entry for log in _logs(Path(name)) for entry in _entries(str(log), log.read_bytes())
+            ]
+        if not entries:
+            raise LogError(
+                f"{name} has nothing that ptxas -v says of a kernel: compile with -Xptxas -v and "
+                "keep what nvcc writes to stderr"
+            )
+        found += entries
+    return sorted(found, key=_order)
+
+
+def _order(entry: LogEntry) -> tuple[Any, ...]:
+    config = entry.config
+    return (0, config, entry.report.architecture) if config else (1,)
+
+
+def entries_as_text(entries: Sequence[LogEntry]) -> str:
+    """A table: a row for each kernel and architecture; bytes, "" where ptxas did not tell."""
+    rows = [[entry.row()[key] for key in _COLUMNS] for entry in entries]
+    return tabulate(rows, headers=list(_COLUMNS.values()), missingval="", disable_numparse=[0, 1])
+
+
+def entries_as_csv(entries: Sequence[LogEntry]) -> str:
+    """A row for each kernel and architecture, with its symbol and its log."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_COLUMNS, "symbol", "log"])
+    for entry in entries:
+        writer.writerow([*entry.row().values(), entry.report.symbol, entry.log])
+    return text.getvalue()
+
+
+def entries_as_json(entries: Sequence[LogEntry]) -> str:
+    """The reports, with constant memory by bank."""
+    reports = [{"kernel": e.kernel, "log": e.log, **asdict(e.report)} for e in entries]
+    return json.dumps(reports, indent=2) + "\n"

@@ -1,0 +1,35 @@
+"""Files that are written whole or not at all. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from pathlib import Path
+
+
+def text_diff(name: str, old: str, new: str) -> str:
+    """Unified diff from a generated file's text to what it should be; "" if it is that."""
+    lines = (text.splitlines(keepends=True) for text in (old, new))
+    return "".join(difflib.unified_diff(*lines, name, f"{name} (generated)"))
+
+
+def write_if_different(path: Path, text: str) -> bool:
+    """Write `text` to `path` unless it holds it already; a reader never sees half a file.
+
+    Returns whether the file was written. Creates the folder. Raises OSError.
+    """
+    data = text.encode()
+    if path.is_file() and path.read_bytes() == data:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return True

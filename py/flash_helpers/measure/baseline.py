@@ -1,0 +1,367 @@
+"""What each kernel takes, kept in a file, so that a change that makes one worse is seen."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from flash_helpers.files import write_if_different
+from flash_helpers.kernel_configs import FlashForwardKernelConfig, find_config
+from flash_helpers.measure.results import read_record
+from flash_helpers.sass.analyse.occupancy import LIMITS, config_occupancy
+from flash_helpers.sass.analyse.phases import count_phases
+from flash_helpers.sass.read import reader
+from flash_helpers.sass.read.records import Compiler, Kernel, SassError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class KernelFigures:
+    """One kernel compiled for one architecture.
+
+    kernel: its config's short form. architecture: such as "sm_90". registers, stack_bytes and
+    spill bytes: a thread. smem_bytes: a block, static and dynamic. blocks_per_sm: resident at a
+    time; None for an architecture of which the limits are not known. loop_instructions: those
+    in the text of the main loop that are executed or predicated; loop_hmma: the tensor instructions
+    among them. Both are 0 in a kernel without a loop.
+    """
+
+    kernel: str
+    architecture: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    smem_bytes: int
+    blocks_per_sm: int | None
+    loop_instructions: int
+    loop_hmma: int
+
+    @property
+    def instructions_per_hmma(self) -> Fraction | None:
+        """Instructions of the main loop for each tensor instruction; exact."""
+        return Fraction(self.loop_instructions, self.loop_hmma) if self.loop_hmma else None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is compared. is_worse: whether a change from the first value to the second is for the
+    worse; asked only of values that differ, of which neither is None."""
+
+    label: str
+    value: Callable[[KernelFigures], Any]
+    is_worse: Callable[[Any, Any], bool]
+
+
+def _always(before: Any, after: Any) -> bool:
+    return True
+
+
+QUANTITIES = (
+    Quantity("registers", lambda f: f.registers, operator.lt),
+    Quantity("spill stores, bytes", lambda f: f.spill_store_bytes, operator.lt),
+    Quantity("spill loads, bytes", lambda f: f.spill_load_bytes, operator.lt),
+    Quantity("stack, bytes", lambda f: f.stack_bytes, operator.lt),
+    Quantity("shared memory, bytes", lambda f: f.smem_bytes, operator.lt),
+    Quantity("blocks an SM", lambda f: f.blocks_per_sm, operator.gt),
+    # The tile shape gives their number: with another one the loop is another, unrolled or cut up.
+    Quantity("HMMA in the loop", lambda f: f.loop_hmma, _always),
+    Quantity("instructions per HMMA", lambda f: f.instructions_per_hmma, operator.lt),
+)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the kernels took, by compiler and by (kernel, architecture)."""
+
+    figures: dict[Compiler, dict[tuple[str, str], KernelFigures]] = field(default_factory=dict)
+
+    def of(self, compiler: Compiler) -> dict[tuple[str, str], KernelFigures]:
+        """What one compiler made; empty if the baseline does not tell, or if it is not known."""
+        return self.figures.get(compiler, {}) if compiler.name else {}
+
+    def nearest(self, compiler: Compiler) -> Compiler:
+        """The compiler of the baseline that comes next before this one, or the first after it.
+
+        Raises SassError if the baseline is empty.
+        """
+        if not self.figures:
+            raise SassError("the baseline is empty: --update fills it")
+        known = sorted(self.figures, key=lambda other: other.version)
+        before = [other for other in known if other.version <= compiler.version]
+        return before[-1] if before else known[0]
+
+    def updated(self, compiler: Compiler, found: Sequence[KernelFigures]) -> Baseline:
+        """The same with all that it tells of one compiler and of the architectures in `found`
+        replaced.
+
+        Raises SassError for a compiler that is not known, as two such need not be the same.
+        """
+        if not compiler.name:
+            raise SassError(
+                "the library does not tell which compiler made it, as those of CUDA 12.4 do not: "
+                "build it with CUDA 13 or later"
+            )
+        architectures = {figures.architecture for figures in found}
+        kept = {
+            key: figures
+            for key, figures in self.of(compiler).items()
+            if figures.architecture not in architectures
+        }
+        return Baseline({**self.figures, compiler: {**kept, **by_kernel(found)}})
+
+    def to_json(self) -> str:
+        """Text for a file, in a fixed order; one line a kernel, so that differences can be read."""
+        compilers = []
+        for compiler in sorted(self.figures, key=lambda other: (other.name, other.version)):
+            head = json.dumps({"name": compiler.name, "version": compiler.version})
+            ordered = sorted(
+                self.figures[compiler].values(), key=lambda f: (natural(f.kernel), f.architecture)
+            )
+            rows = ",\n".join(f"      {json.dumps(asdict(figures))}" for figures in ordered)
+            compilers.append(f'    {{"compiler": {head}, "kernels": [\n{rows}\n    ]}}')
+        body = ",\n".join(compilers)
+        return f'{{\n  "format": {FORMAT},\n  "compilers": [\n{body}\n  ]\n}}\n'
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all. Raises OSError."""
+        write_if_different(path, self.to_json())
+
+
+def load_baseline(path: Path) -> Baseline:
+    """Read what `Baseline.save` wrote.
+
+    Raises SassError if it is not there, cannot be read, or holds something else.
+    """
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']} is not {FORMAT}")
+        figures = {}
+        for section in document["compilers"]:
+            name, version = section["compiler"]["name"], section["compiler"]["version"]
+            figures[Compiler(name, tuple(version), "")] = by_kernel(
+                map(_figures, section["kernels"])
+            )
+        return Baseline(figures)
+    except FileNotFoundError as error:
+        raise SassError(f"{path} is not there: --update makes a baseline") from error
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SassError(
+            f"{path} holds no baseline ({type(error).__name__}: {error}): restore it, or remove it "
+            "and make it anew with --update"
+        ) from error
+
+
+def _figures(row: dict[str, Any]) -> KernelFigures:
+    figures = read_record(KernelFigures, row)
+    for name, value in row.items():
+        wanted = str if name in ("kernel", "architecture") else int
+        unknown = name == "blocks_per_sm" and value is None
+        if not unknown and type(value) is not wanted:
+            raise ValueError(f"{name} {value!r} of {row['kernel']!r} is no {wanted.__name__}")
+    return figures
+
+
+def by_kernel(found: Iterable[KernelFigures]) -> dict[tuple[str, str], KernelFigures]:
+    """Records by kernel and architecture."""
+    return {(figures.kernel, figures.architecture): figures for figures in found}
+
+
+def natural(name: str) -> list[str | int]:
+    """A key that sorts v2 before v10."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if part.isdecimal() else part for part in parts]
+
+
+def figures_of(kernel: Kernel, config: FlashForwardKernelConfig) -> KernelFigures:
+    """What a kernel takes, launched as its config says."""
+    loop = count_phases(kernel).main_loop
+    known = kernel.capability in LIMITS
+    resources = kernel.resources
+    return KernelFigures(
+        kernel=config.short_form(),
+        architecture=kernel.architecture,
+        registers=resources.registers,
+        stack_bytes=resources.stack_bytes,
+        spill_store_bytes=resources.spill_store_bytes,
+        spill_load_bytes=resources.spill_load_bytes,
+        smem_bytes=resources.static_smem_bytes + config.smem_bytes,
+        blocks_per_sm=config_occupancy(kernel, config).blocks if known else None,
+        loop_instructions=loop.work if loop else 0,
+        loop_hmma=loop.tensor if loop else 0,
+    )
+
+
+def read_library(
+    path: Path,
+    architectures: Sequence[str] | None = None,
+    *,
+    progress: reader.Progress | None = None,
+) -> tuple[Compiler, list[KernelFigures]]:
+    """The compiler of a kernel library, and what it made.
+
+    architectures: such as ["sm_90"]; None takes all that are in it. progress: as for
+    `reader.load_kernels`, for each architecture.
+
+    Other kernels in it are left out. Raises SassError as `reader.load_kernels` does, if there is no
+    forward kernel of this repository, and if several compilers made them.
+    """
+    listed = reader.list_kernels(path)
+    configs = {symbol: config for _, symbol in listed if (config := find_config(symbol))}
+    if not configs:
+        raise SassError(f"{path} holds no forward kernel of this repository")
+    there = sorted({architecture for architecture, symbol in listed if symbol in configs})
+    compilers = set()
+    found = []
+    for architecture in architectures or there:
+        for kernel in reader.load_kernels(
+            path, architecture, configs.__contains__, progress=progress
+        ):
+            compilers.add(replace(kernel.compiler, options=""))
+            found.append(figures_of(kernel, configs[kernel.symbol]))
+    if len(compilers) != 1:
+        names = ", ".join(sorted(map(str, compilers)))
+        raise SassError(f"{path} was made by several compilers ({names}): build it anew")
+    return compilers.pop(), found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A quantity of one kernel that is not what it was."""
+
+    kernel: str
+    architecture: str
+    quantity: str
+    before: Any
+    after: Any
+    is_worse: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A library beside a baseline.
+
+    compared: kernels on both sides, each architecture counted. differences: the worse ones first.
+    missing: kernels and architectures that the baseline has and the library not, although it has
+    the architecture. new: those that the baseline does not have. left_out: architectures of the
+    baseline that were not read.
+    """
+
+    compared: int
+    differences: tuple[Difference, ...]
+    missing: tuple[tuple[str, str], ...]
+    new: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def worse(self) -> list[Difference]:
+        """What got worse."""
+        return [difference for difference in self.differences if difference.is_worse]
+
+    @property
+    def better(self) -> list[Difference]:
+        """What got better."""
+        return [difference for difference in self.differences if not difference.is_worse]
+
+    @property
+    def passes(self) -> bool:
+        """True if something was compared, nothing got worse and no kernel is missing."""
+        return self.compared > 0 and not self.worse and not self.missing
+
+
+def compare(
+    before: Mapping[tuple[str, str], KernelFigures], after: Sequence[KernelFigures]
+) -> Comparison:
+    """What changed in the architectures of `after`."""
+    found = by_kernel(after)
+    architectures = {figures.architecture for figures in after}
+    differences = []
+    for key in found.keys() & before.keys():
+        for quantity in QUANTITIES:
+            old, new = quantity.value(before[key]), quantity.value(found[key])
+            if old != new and None not in (old, new):
+                differences.append(
+                    Difference(*key, quantity.label, old, new, quantity.is_worse(old, new))
+                )
+    return Comparison(
+        compared=len(found.keys() & before.keys()),
+        differences=tuple(sorted(differences, key=lambda d: (not d.is_worse, natural(d.kernel)))),
+        missing=tuple(key for key in before if key[1] in architectures and key not in found),
+        new=tuple(key for key in found if key not in before),
+        left_out=tuple(sorted({architecture for _, architecture in before} - architectures)),
+    )
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Tables of what got worse and what got better, what cannot be compared, and a summary."""
+    parts = [
+        f"{title}:\n{_table(differences)}"
+        for title, differences in (("worse", comparison.worse), ("better", comparison.better))
+        if differences
+    ]
+    parts += [
+        f"{title}:\n{_list(keys)}"
+        for title, keys in (
+            ("missing from the library", comparison.missing),
+            ("not in the baseline", comparison.new),
+        )
+        if keys
+    ]
+    changed = {(d.kernel, d.architecture) for d in comparison.differences}
+    worse = {(d.kernel, d.architecture) for d in comparison.worse}
+    n_same = comparison.compared - len(changed)
+    parts.append(
+        f"{comparison.compared} kernels compared: {len(worse)} worse, {len(changed - worse)} "
+        f"better, {n_same} the same; {len(comparison.missing)} missing, {len(comparison.new)} new"
+    )
+    if comparison.left_out:
+        parts[-1] += f"; of the baseline, {', '.join(comparison.left_out)} was not compared"
+    return "\n\n".join(parts)
+
+
+def _list(keys: Iterable[tuple[str, str]]) -> str:
+    """A line for each kernel, with its architectures."""
+    architectures: dict[str, list[str]] = {}
+    for kernel, architecture in keys:
+        architectures.setdefault(kernel, []).append(architecture)
+    return "\n".join(
+        f"  {kernel} {' '.join(sorted(architectures[kernel]))}"
+        for kernel in sorted(architectures, key=natural)
+    )
+
+
+def _table(differences: Iterable[Difference]) -> str:
+    rows = [
+        [d.kernel, d.architecture, d.quantity, _shown(d.before), _shown(d.after), _delta(d)]
+        for d in differences
+    ]
+    return tabulate(
+        rows,
+        headers=["kernel", "arch", "quantity", "baseline", "now", "change"],
+        disable_numparse=True,
+        colalign=("left", "left", "left", "right", "right", "right"),
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{float(value):.3f}" if isinstance(value, Fraction) else f"{value:,}"
+
+
+def _delta(difference: Difference) -> str:
+    before, after = difference.before, difference.after
+    if before is None or after is None:
+        return ""
+    change = after - before
+    return f"{float(change):+.3f}" if isinstance(change, Fraction) else f"{change:+,}"

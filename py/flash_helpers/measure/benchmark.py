@@ -1,0 +1,401 @@
+"""How fast is each kernel, beside PyTorch's own, in one process.
+
+Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
+one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
+is overwritten before each, so that no inputs are found there. Every contender is timed once a
+round, in an order that changes, so that a drifting clock harms all alike. What is timed is also
+what is compared with float64, before and after.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol as Interface
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.reference import (
+    AttentionError,
+    AttentionReference,
+    attention_reference,
+    measure_error,
+)
+from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.measure.machine import clock_record
+from flash_helpers.measure.rates import MakeRateWork, measure_rates
+from flash_helpers.measure.results import (
+    CUDNN,
+    FLASH,
+    FLASH_ATTN,
+    LIBRARY_NAMES,
+    ClockRecord,
+    LibraryRecord,
+    Measurement,
+    Protocol,
+    RateRecord,
+    SkippedRecord,
+)
+from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
+from flash_helpers.registry.selection import config_that_runs
+from flash_helpers.runtime.backend import Backend, Forward
+
+DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
+N_HEADS = 16
+MAX_BATCH = 16
+MAX_TOKENS = 65536  # batch * seq_len
+_SDPA_BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """Inputs, a buffer for the output, and the right result."""
+
+    inputs: QKV
+    output: torch.Tensor
+    reference: AttentionReference
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that computes attention.
+
+    run: computes it for a set and returns the output, the set's own buffer or a new tensor.
+    config: None for a library.
+    """
+
+    name: str
+    config: FlashForwardKernelConfig | None
+    run: Callable[[InputSet], torch.Tensor]
+
+
+def kernel_contender(config: FlashForwardKernelConfig, forward: Forward) -> Contender:
+    """One of the kernels, run by `forward`."""
+
+    def run(inputs: InputSet) -> torch.Tensor:
+        forward(config, *inputs.inputs, inputs.output)
+        return inputs.output
+
+    return Contender(config.short_form(), config, run)
+
+
+def run_library(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention by one of LIBRARY_NAMES; q, k, v and the result are (batch, seq, heads, d_head).
+
+    PyTorch's backends get the same memory as the kernels do, as (batch, heads, seq, d_head) views.
+
+    Raises RuntimeError if the library does not run here, ImportError if it cannot be imported.
+    """
+    if name == FLASH_ATTN:
+        return importlib.import_module(FLASH_ATTN).flash_attn_func(q, k, v)
+    with sdpa_kernel(_SDPA_BACKENDS[name]):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v))
+        )
+    return output.transpose(1, 2)
+
+
+def library_contender(name: str) -> Contender:
+    """One of LIBRARY_NAMES."""
+    return Contender(name, None, lambda inputs: run_library(name, *inputs.inputs))
+
+
+def library_contenders() -> list[Contender]:
+    """PyTorch's backends, and the flash_attn package where it is installed.
+
+    One that is there but does not run fails when it is called, with the reason.
+    """
+    is_installed = importlib.util.find_spec(FLASH_ATTN) is not None
+    return [library_contender(n) for n in LIBRARY_NAMES if n != FLASH_ATTN or is_installed]
+
+
+def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...]:
+    """Versions of the contenders that are packages of their own."""
+    return tuple(
+        LibraryRecord(contender.name, importlib.metadata.version(contender.name))
+        for contender in contenders
+        if contender.name == FLASH_ATTN
+    )
+
+
+def default_shape(seq_len: int) -> AttentionShape:
+    """The problem of one length: 16 heads, a batch of 16 or what MAX_TOKENS leaves."""
+    return AttentionShape(max(1, min(MAX_BATCH, MAX_TOKENS // seq_len)), N_HEADS, seq_len)
+
+
+def n_input_sets(shape: AttentionShape, element_bytes: int, cache_bytes: int) -> int:
+    """Sets of inputs to go round: between two uses of one, twice the cache is touched."""
+    set_bytes = 4 * math.prod(shape.size) * element_bytes
+    return 1 + math.ceil(2 * cache_bytes / set_bytes)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A contender ready to be timed.
+
+    outputs: where a sample leaves the result of each input set.
+    """
+
+    sample: Sample
+    outputs: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Verification:
+    error: AttentionError
+    bound: AttentionError
+
+    @property
+    def severity(self) -> float:
+        """The larger share of its bound; infinite for an output that is not finite."""
+        share = max(
+            self.error.max_abs / self.bound.max_abs, self.error.relative / self.bound.relative
+        )
+        return share if math.isfinite(share) else math.inf
+
+    @property
+    def failure(self) -> str:
+        if self.error.within(self.bound):
+            return ""
+        return f"wrong output: {self.error} is over {self.bound}"
+
+
+def _record(
+    contender: Contender, sets: Sequence[InputSet], timer: Timer, sample_ms: float
+) -> _Recorded:
+    outputs: list[torch.Tensor] = []
+
+    def rotate() -> None:
+        outputs[:] = [contender.run(inputs) for inputs in sets]
+
+    return _Recorded(record_sample(rotate, len(sets), timer, sample_ms), outputs)
+
+
+def _verify(recorded: _Recorded, sets: Sequence[InputSet], timer: Timer) -> _Verification:
+    """Poison the outputs, take one sample, and return the worst set's errors."""
+    for output in recorded.outputs:
+        output.fill_(torch.nan)
+    recorded.sample.run()
+    timer.synchronize()
+    checks = [
+        _Verification(measure_error(output, inputs.reference.expected), inputs.reference.bound)
+        for output, inputs in zip(recorded.outputs, sets, strict=True)
+    ]
+    return max(checks, key=lambda check: check.severity)
+
+
+class _Entry:
+    """What is known of one contender on one problem so far."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self.recorded: _Recorded | None = None
+        self.worst: _Verification | None = None
+        self.samples_ms: list[float] = []
+        self.failure = ""
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a step; whatever goes wrong is this contender's failure and no other's.
+
+        Raises torch.cuda.OutOfMemoryError: the problem is too large, whoever comes across it.
+        """
+        try:
+            step()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+
+    def verify(self, sets: Sequence[InputSet], timer: Timer) -> None:
+        assert self.recorded is not None
+        found = _verify(self.recorded, sets, timer)
+        if self.worst is None or found.severity > self.worst.severity:
+            self.worst = found
+        self.failure = self.failure or found.failure
+
+    def measurement(self, shape: AttentionShape, dtype: DType, n_sets: int) -> Measurement:
+        config, worst, recorded = self.contender.config, self.worst, self.recorded
+        return Measurement(
+            name=self.contender.name,
+            ran=config_that_runs(config, shape).short_form() if config else "",
+            dtype=dtype.short,
+            batch=shape.batch,
+            n_heads=shape.n_heads,
+            seq_len=shape.seq_len,
+            d_head=shape.d_head,
+            input_sets=n_sets,
+            launches_per_sample=recorded.sample.n_launches if recorded else 0,
+            samples_ms=tuple(ms / recorded.sample.n_launches for ms in self.samples_ms)
+            if recorded
+            else (),
+            max_abs_error=_finite(worst.error.max_abs) if worst else None,
+            relative_error=_finite(worst.error.relative) if worst else None,
+            max_abs_bound=worst.bound.max_abs if worst else None,
+            relative_bound=worst.bound.relative if worst else None,
+            failure=self.failure,
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def make_input_sets(
+    shape: AttentionShape,
+    dtype: DType,
+    device: torch.device,
+    timer: Timer,
+    protocol: Protocol,
+) -> list[InputSet]:
+    """The inputs that launches go round: one set if the timer flushes the cache."""
+    element = getattr(torch, dtype.torch_name)
+    n_sets = 1 if timer.flushes else n_input_sets(shape, element.itemsize, timer.cache_bytes)
+    sets = []
+    for index in range(n_sets):
+        inputs = make_inputs(protocol.inputs, shape, element, device, protocol.seed + index)
+        sets.append(InputSet(inputs, torch.empty_like(inputs[0]), attention_reference(*inputs)))
+    return sets
+
+
+def measure_problem(
+    contenders: Sequence[Contender],
+    sets: Sequence[InputSet],
+    shape: AttentionShape,
+    dtype: DType,
+    timer: Timer,
+    protocol: Protocol,
+    monitor: AbstractContextManager[object],
+    deadline: float = math.inf,
+    advance: Work = lambda: None,
+) -> list[Measurement]:
+    """Verify, time and verify again every contender on one problem.
+
+    sets: made by `make_input_sets` of the same shape, dtype, timer and protocol. monitor: entered
+    while the rounds are timed. deadline: of `time.monotonic`, after which no round is begun once
+    protocol.min_rounds are done. advance: called after each step, of which there are two a
+    contender and one a round.
+
+    A contender that raises, or whose output is wrong, gets a Measurement with the failure. Raises
+    torch.cuda.OutOfMemoryError if the problem does not fit in the device's memory.
+    """
+    entries = [_Entry(contender) for contender in contenders]
+
+    def prepare(entry: _Entry) -> None:
+        entry.recorded = _record(entry.contender, sets, timer, protocol.sample_ms)
+        entry.verify(sets, timer)
+
+    for entry in entries:
+        entry.attempt(lambda entry=entry: prepare(entry))
+        advance()
+
+    timed = [entry for entry in entries if entry.recorded is not None and not entry.failure]
+    samples = [entry.recorded.sample for entry in timed if entry.recorded is not None]
+
+    def may_continue(done: int) -> bool:
+        advance()
+        return done < protocol.min_rounds or time.monotonic() < deadline
+
+    interleaved_rounds(samples, timer, protocol.warmup_rounds)
+    with monitor:
+        taken = interleaved_rounds(samples, timer, protocol.rounds, may_continue)
+    for entry, milliseconds in zip(timed, taken, strict=True):
+        entry.samples_ms = milliseconds
+    for entry in entries:
+        if entry in timed:
+            entry.attempt(lambda entry=entry: entry.verify(sets, timer))
+        advance()
+    return [entry.measurement(shape, dtype, len(sets)) for entry in entries]
+
+
+class Monitor(AbstractContextManager["Monitor"], Interface):
+    """Reads (SM clock in MHz, power in W, temperature in degrees C) while its block runs."""
+
+    readings: list[tuple[float, ...]]
+
+
+def n_steps(n_contenders: int, protocol: Protocol) -> int:
+    """How often `measure_problem` calls `advance`, unless a deadline ends it early."""
+    return 2 * n_contenders + protocol.rounds
+
+
+def contenders_for(
+    configs: Sequence[FlashForwardKernelConfig], dtype: DType, backend: Backend
+) -> list[Contender]:
+    """The libraries, then the configs of one dtype."""
+    return [
+        *library_contenders(),
+        *(kernel_contender(c, backend.forward) for c in configs if c.dtype == dtype),
+    ]
+
+
+@dataclass
+class BenchmarkRun:
+    """What one run found, in the order in which it was measured."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    clocks: list[ClockRecord] = field(default_factory=list)
+    rates: list[RateRecord] = field(default_factory=list)
+    skipped: list[SkippedRecord] = field(default_factory=list)
+
+
+def run_benchmark(
+    configs: Sequence[FlashForwardKernelConfig],
+    seq_lens: Sequence[int],
+    backend: Backend,
+    timer: Timer,
+    protocol: Protocol,
+    make_monitor: Callable[[], Monitor],
+    rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
+    time_budget_s: float = math.inf,
+    advance: Callable[[int], object] = lambda steps: None,
+    shape_for: Callable[[int], AttentionShape] = default_shape,
+) -> BenchmarkRun:
+    """Measure the configs, beside the libraries, at every length in every dtype they have.
+
+    rate_works: what the chip's rates are measured with, once for each dtype, by name.
+    time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
+    share is spent stops at protocol.min_rounds rounds.
+    advance: called with the number of steps done; a problem has `n_steps` of them.
+
+    A problem that does not fit in the device's memory is skipped.
+    """
+    begin = time.monotonic()
+    run = BenchmarkRun()
+    dtypes = sorted({config.dtype for config in configs})
+    problems = [(dtype, shape_for(seq_len)) for dtype in dtypes for seq_len in seq_lens]
+    for dtype in dtypes:
+        run.rates += measure_rates(rate_works, dtype, timer, protocol)
+    for index, (dtype, shape) in enumerate(problems):
+        now = time.monotonic()
+        share = (begin + time_budget_s - now) / (len(problems) - index)
+        contenders = contenders_for(configs, dtype, backend)
+        monitor = make_monitor()
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            advance(1)
+
+        try:
+            sets = make_input_sets(shape, dtype, backend.device, timer, protocol)
+            run.measurements += measure_problem(
+                contenders, sets, shape, dtype, timer, protocol, monitor, now + share, step
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
+            run.skipped.append(SkippedRecord(dtype.short, shape.seq_len, reason))
+            advance(n_steps(len(contenders), protocol) - done)
+        record = clock_record(dtype.short, shape.seq_len, monitor.readings)
+        if record is not None:
+            run.clocks.append(record)
+    return run

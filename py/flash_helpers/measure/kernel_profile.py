@@ -1,0 +1,404 @@
+"""What kernels execute, counted in the simulator: side by side, by opcode and by source line."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
+from flash_helpers.ptx import Counts, Phase, Run
+from flash_helpers.registry.selection import (
+    UsageError,
+    config_that_runs,
+    require_whole_blocks,
+    select_kernels,
+)
+
+# (config, q, k, v): the output and what the simulator counted
+Simulate = Callable[
+    [FlashForwardKernelConfig, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]
+]
+
+# The counts do not depend on the values.
+_INPUTS = "normal"
+
+_LABELS = {
+    "instructions": "warp instructions",
+    "mma": "mma",
+    "shared_requests": "shared requests",
+    "shared_wavefronts": "shared wavefronts",
+    "bank_conflicts": "bank conflicts",
+    "shared_bytes": "shared bytes",
+    "global_requests": "global requests",
+    "global_sectors": "global sectors",
+    "global_bytes": "global bytes",
+    "barriers": "barriers",
+    "waits": "cp.async waits",
+}
+_LINE_COLUMNS = {
+    "instructions": "instr",
+    "mma": "mma",
+    "shared_wavefronts": "wavefr",
+    "bank_conflicts": "confl",
+    "global_sectors": "sectors",
+}
+_OVERVIEW = (
+    "instructions",
+    "mma",
+    "shared_wavefronts",
+    "bank_conflicts",
+    "global_sectors",
+    "barriers",
+    "waits",
+)
+_MOST_SIDE_BY_SIDE = 4
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """The counts of one launch.
+
+    config: what was asked for. ran: what was launched for it.
+    """
+
+    config: FlashForwardKernelConfig
+    ran: FlashForwardKernelConfig
+    shape: AttentionShape
+    run: Run
+
+    @property
+    def phases(self) -> dict[str, Counts]:
+        """Counts of the whole kernel and of each of its phases, by name."""
+        parts = {phase.value: counts for phase, counts in self.run.counters.by_phase().items()}
+        return {"whole kernel": self.run.counters.total, **parts}
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """One line of a kernel's file; counts is None where nothing was executed."""
+
+    number: int
+    text: str
+    counts: Counts | None
+
+
+def choose_configs(
+    built: Sequence[FlashForwardKernelConfig], selectors: Iterable[str], dtype: DType
+) -> list[FlashForwardKernelConfig]:
+    """The kernels to profile, in the order asked for.
+
+    selectors: a version or a range of versions means the config of the progression in `dtype`; a
+        short form means itself.
+
+    Raises UsageError if a selector names nothing that is built.
+    """
+    progression = [c for c in get_kernel_progression_configs() if c in set(built)]
+    chosen: dict[FlashForwardKernelConfig, None] = {}
+    for selector in selectors:
+        is_short_form = any(selector == config.short_form() for config in built)
+        candidates, dtypes = (built, tuple(DType)) if is_short_form else (progression, (dtype,))
+        chosen.update(dict.fromkeys(select_kernels(candidates, [selector], dtypes, candidates)))
+    return list(chosen)
+
+
+def profile_kernels(
+    configs: Sequence[FlashForwardKernelConfig], shape: AttentionShape, simulate: Simulate
+) -> list[KernelProfile]:
+    """Run each config once on a shape.
+
+    simulate: `flash_attention.simulate`.
+
+    Raises UsageError if the sequence is not whole blocks, and what `simulate` raises.
+    """
+    require_whole_blocks(configs, shape)
+    profiles = []
+    for config in configs:
+        inputs = make_inputs(_INPUTS, shape, getattr(torch, config.dtype.torch_name))
+        _, run = simulate(config, *inputs)
+        profiles.append(KernelProfile(config, config_that_runs(config, shape), shape, run))
+    return profiles
+
+
+def names_of(profiles: Sequence[KernelProfile]) -> list[str]:
+    """A heading for each kernel: its version where that is enough, else its short form."""
+    versions = [f"v{profile.config.version}" for profile in profiles]
+    if len(set(versions)) == len(versions):
+        return versions
+    return [profile.config.short_form() for profile in profiles]
+
+
+def as_dict(counts: Counts) -> dict[str, int]:
+    """The counts by name, bank conflicts included."""
+    return {**asdict(counts), "bank_conflicts": counts.bank_conflicts}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return ""
+    difference = after - before
+    if not difference:
+        return "="
+    return f"{difference:+,.0f}" if isinstance(difference, int) else f"{difference:+,.2f}"
+
+
+def _side_by_side(
+    profiles: Sequence[KernelProfile], rows: Iterable[tuple[str, Sequence[float | None]]]
+) -> str:
+    names = names_of(profiles)
+    headers = [""]
+    for i, name in enumerate(names):
+        headers += [name] if i == 0 else [name, "change"]
+    body = []
+    for label, values in rows:
+        cells = [label]
+        for i, value in enumerate(values):
+            cells += [_number(value)] if i == 0 else [_number(value), _change(values[i - 1], value)]
+        body.append(cells)
+    return tabulate(
+        body, headers, disable_numparse=True, colalign=("left", *("right",) * (len(headers) - 1))
+    )
+
+
+def _per_mma(counts: Counts, name: str) -> float | None:
+    return getattr(counts, name) / counts.mma if counts.mma else None
+
+
+def _phase_rows(
+    profiles: Sequence[KernelProfile], phase: str
+) -> Iterable[tuple[str, list[float | None]]]:
+    each = [profile.phases[phase] for profile in profiles]
+    for name, label in _LABELS.items():
+        values: list[float | None] = [getattr(counts, name) for counts in each]
+        if any(values):
+            yield label, values
+    for name in ("instructions", "shared_wavefronts"):
+        shares = [_per_mma(counts, name) for counts in each]
+        if any(shares):
+            yield f"{_LABELS[name]} per mma", shares
+
+
+def comparison_text(profiles: Sequence[KernelProfile]) -> str:
+    """Every count of every phase, a column a kernel, with the change from its left neighbour."""
+    rows: list[tuple[str, Sequence[float | None]]] = []
+    for phase in profiles[0].phases:
+        rows += [(f"[{phase}]", [None] * len(profiles)), *_phase_rows(profiles, phase)]
+    return _side_by_side(profiles, rows)
+
+
+def opcode_text(profiles: Sequence[KernelProfile], phase: Phase | None = None) -> str:
+    """Warp instructions by opcode, a column a kernel, the most frequent first.
+
+    phase: only what is executed in this phase.
+    """
+    each = [profile.run.counters.by_opcode(phase) for profile in profiles]
+    found = {opcode for counts in each for opcode in counts}
+    counts_of = {
+        opcode: [c[opcode].instructions if opcode in c else 0 for c in each] for opcode in found
+    }
+    rows = sorted(counts_of.items(), key=lambda row: (-max(row[1]), row[0]))
+    title = "whole kernel" if phase is None else phase.value
+    return f"warp instructions by opcode, {title}\n{_side_by_side(profiles, rows)}"
+
+
+def overview_text(profiles: Sequence[KernelProfile]) -> str:
+    """A line a kernel: totals, and how instructions and wavefronts per mma change."""
+    body = []
+    before: float | None = None
+    for name, profile in zip(names_of(profiles), profiles, strict=True):
+        total = profile.run.counters.total
+        share = _per_mma(profile.phases[Phase.MAIN_LOOP.value], "instructions")
+        body.append(
+            [
+                name,
+                VERSIONS[profile.config.version].idea,
+                *(_number(getattr(total, column)) for column in _OVERVIEW),
+                _number(share),
+                _change(before, share),
+            ]
+        )
+        before = share
+    headers = [
+        "",
+        "idea",
+        *(_LABELS[column] for column in _OVERVIEW),
+        "main-loop instructions per mma",
+        "change",
+    ]
+    return tabulate(
+        body,
+        headers,
+        disable_numparse=True,
+        maxheadercolwidths=14,
+        colalign=("left", "left", *("right",) * (len(headers) - 2)),
+    )
+
+
+def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> str:
+    """The profiles for a reader: side by side, or a line each if they are many."""
+    shape = profiles[0].shape
+    parts = [f"{shape}; counted in the simulator; PTX instructions of one warp"]
+    parts += [
+        f"{profile.config.short_form()} was run by {profile.ran.short_form()}: the row stride is "
+        f"{shape.row_stride} (--heads {profile.config.static_row_stride // shape.d_head} is its)"
+        for profile in profiles
+        if profile.ran != profile.config
+    ]
+    if len(profiles) > _MOST_SIDE_BY_SIDE:
+        parts.append(overview_text(profiles))
+    else:
+        parts.append(comparison_text(profiles))
+    if by_opcode:
+        parts += ["", opcode_text(profiles), "", opcode_text(profiles, Phase.MAIN_LOOP)]
+    return "\n".join(parts)
+
+
+def source_lines(profile: KernelProfile, root: Path) -> list[SourceLine]:
+    """Each line of the kernel's own file with what it executed, inlined helpers included.
+
+    root: of the repository. Raises UsageError if the file is not there.
+    """
+    path = root / VERSIONS[profile.ran.version].source
+    if not path.is_file():
+        raise UsageError(f"{path} is not there: run the tool from a checkout of the repository")
+    counts = profile.run.counters.lines_of(str(VERSIONS[profile.ran.version].source))
+    return [
+        SourceLine(number, text, counts.get(number))
+        for number, text in enumerate(path.read_text().splitlines(), start=1)
+    ]
+
+
+def is_out_of_date(lines: Sequence[SourceLine]) -> bool:
+    """True if the kernel was built from another text: it executes empty lines or comments."""
+    return any(
+        line.counts is not None and (not line.text.strip() or line.text.lstrip().startswith("//"))
+        for line in lines
+    )
+
+
+def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -> str:
+    """The source of a kernel with a margin of counts."""
+    total = profile.run.counters.total
+    widths = {
+        name: max(len(title), len(f"{getattr(total, name):,}"))
+        for name, title in _LINE_COLUMNS.items()
+    }
+    margin = " ".join(f"{title:>{widths[name]}}" for name, title in _LINE_COLUMNS.items())
+    header = f"{margin}      % | line | {VERSIONS[profile.ran.version].source}"
+    rows = [header, "-" * len(header)]
+    for line in lines:
+        cells, share = [], ""
+        for name, width in widths.items():
+            value = getattr(line.counts, name) if line.counts else 0
+            cells.append(f"{value or '':>{width},}" if value else " " * width)
+        if line.counts:
+            share = f"{100 * line.counts.instructions / total.instructions:.1f}"
+        rows.append(f"{' '.join(cells)} {share:>6} | {line.number:4} | {line.text}".rstrip())
+    inside = sum(line.counts.instructions for line in lines if line.counts)
+    rows.append(
+        f"{inside:,} of {total.instructions:,} warp instructions are on lines of this file; code "
+        "inlined from headers counts where it is called"
+    )
+    return "\n".join(rows)
+
+
+def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
+    """Everything but the source lines, for a machine."""
+    return {
+        "shape": asdict(profiles[0].shape),
+        "kernels": [
+            {
+                "version": profile.config.version,
+                "config": profile.config.short_form(),
+                "ran": profile.ran.short_form(),
+                "phases": {name: as_dict(counts) for name, counts in profile.phases.items()},
+                "opcodes": {
+                    phase.value: {
+                        opcode: as_dict(counts)
+                        for opcode, counts in profile.run.counters.by_opcode(phase).items()
+                    }
+                    for phase in Phase
+                },
+            }
+            for profile in profiles
+        ],
+    }
+
+
+def source_as_json(profile: KernelProfile, lines: Sequence[SourceLine]) -> dict[str, Any]:
+    """The lines that execute something, for a machine."""
+    return {
+        "config": profile.config.short_form(),
+        "ran": profile.ran.short_form(),
+        "file": str(VERSIONS[profile.ran.version].source),
+        "lines": [
+            {"line": line.number, "text": line.text, **as_dict(line.counts)}
+            for line in lines
+            if line.counts
+        ],
+    }
+
+
+def _csv(head: Sequence[str], rows: Iterable[tuple[Sequence[Any], Counts]]) -> str:
+    names = list(as_dict(Counts()))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*head, *names])
+    writer.writerows([*keys, *as_dict(counts).values()] for keys, counts in rows)
+    return text.getvalue()
+
+
+def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
+    """One row for each opcode of each phase of each kernel."""
+    return _csv(
+        ("config", "version", "dtype", "batch", "heads", "seq", "phase", "opcode"),
+        (
+            (
+                (
+                    p.ran.short_form(),
+                    p.ran.version,
+                    p.ran.dtype.short,
+                    p.shape.batch,
+                    p.shape.n_heads,
+                    p.shape.seq_len,
+                    phase.value,
+                    opcode,
+                ),
+                counts,
+            )
+            for p in profiles
+            for phase in Phase
+            for opcode, counts in p.run.counters.by_opcode(phase).items()
+        ),
+    )
+
+
+def source_as_csv(profile: KernelProfile, lines: Sequence[SourceLine]) -> str:
+    """One row for each line that executes something."""
+    file = str(VERSIONS[profile.ran.version].source)
+    return _csv(
+        ("config", "file", "line", "text"),
+        (
+            ((profile.ran.short_form(), file, line.number, line.text.strip()), line.counts)
+            for line in lines
+            if line.counts
+        ),
+    )

@@ -1,0 +1,336 @@
+"""Kernels through Nsight Compute: time, cycles, and what the hardware counters say of the rest."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from tabulate import tabulate
+
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.measure.benchmark_tables import format_cell
+from flash_helpers.measure.nsight import (
+    FORWARD_KERNEL,
+    NsightCompute,
+    ProfiledLaunch,
+    ProfilerDenied,
+    ProfilerError,
+    launched_config,
+)
+from flash_helpers.measure.results import (
+    CUDNN,
+    FLASH,
+    FLASH_ATTN,
+    Provenance,
+    attention_flops,
+    measured_json,
+)
+from flash_helpers.registry.selection import config_that_runs
+
+FORMAT = 1
+SHOWN_STALLS = 3
+
+# What `--library` calls a library, its name among the contenders of the benchmark, and the pattern
+# of its kernels' names.
+LIBRARY_KERNELS: Mapping[str, tuple[str, str]] = {
+    "flash": (FLASH, "flash_fwd"),
+    "cudnn": (CUDNN, "cudnn|sdpa|fprop"),
+    "flash_attn": (FLASH_ATTN, "flash_fwd"),
+}
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number of one launch.
+
+    key: in CSV and JSON, with its unit. title: in tables.
+    metrics: of Nsight Compute; the first that the GPU has is taken. factor: from its unit.
+    """
+
+    key: str
+    title: str
+    metrics: tuple[str, ...]
+    factor: float = 1.0
+    digits: int = 0
+
+
+# Nsight Compute's documentation, "Metrics Reference". The pipe of mma.sync is counted apart from
+# that of Hopper's own instructions where a GPU has both.
+COUNTERS = (
+    Counter("duration_us", "us", ("gpu__time_duration.sum",), 1e-3, 1),
+    Counter("cycles", "cycles", ("gpc__cycles_elapsed.max", "sm__cycles_elapsed.max")),
+    Counter("registers_per_thread", "registers", ("launch__registers_per_thread",)),
+    Counter(
+        "occupancy_percent",
+        "occupancy %",
+        ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+        digits=1,
+    ),
+    Counter("l2_hit_percent", "L2 hit %", ("lts__t_sector_hit_rate.pct",), digits=1),
+    Counter(
+        "tensor_pipe_percent",
+        "tensor pipe %",
+        (
+            "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+            "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+            "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+        ),
+        digits=1,
+    ),
+    Counter(
+        "bank_conflicts",
+        "bank conflicts",
+        ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
+    ),
+    Counter("instructions", "instructions", ("smsp__inst_executed.sum", "sm__inst_executed.sum")),
+)
+# Why a warp did not issue: the same document, "Warp Stall Reasons".
+STALL_REASONS = (
+    "barrier",
+    "branch_resolving",
+    "dispatch_stall",
+    "drain",
+    "gmma",
+    "imc_miss",
+    "lg_throttle",
+    "long_scoreboard",
+    "math_pipe_throttle",
+    "membar",
+    "mio_throttle",
+    "misc",
+    "no_instruction",
+    "not_selected",
+    "short_scoreboard",
+    "sleeping",
+    "tex_throttle",
+    "wait",
+)
+
+
+def _stall_metric(reason: str) -> str:
+    return f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
+
+
+METRICS = (
+    *dict.fromkeys(metric for counter in COUNTERS for metric in counter.metrics),
+    *map(_stall_metric, STALL_REASONS),
+)
+
+
+@dataclass(frozen=True)
+class KernelCounters:
+    """One kernel on one problem: means over its launches.
+
+    name: what was asked for, a short form or a library's name. kernel: what was launched for it.
+    values: by key of COUNTERS; None where the GPU has no such number.
+    spread: largest over smallest duration, less 1; None without a duration.
+    stalls: cycles that a warp waited for each reason, per instruction issued; largest first.
+    """
+
+    name: str
+    kernel: str
+    batch: int
+    n_heads: int
+    seq_len: int
+    d_head: int
+    runs: int
+    values: Mapping[str, float | None]
+    spread: float | None
+    stalls: Mapping[str, float]
+
+    @property
+    def tflops(self) -> float | None:
+        """10^12 floating-point operations a second, at the mean duration."""
+        duration_us = self.values["duration_us"]
+        if not duration_us:
+            return None
+        flops = attention_flops(self.batch, self.n_heads, self.seq_len, self.d_head)
+        return flops / (duration_us * 1e-6) / 1e12
+
+    def stall_text(self) -> str:
+        """The SHOWN_STALLS largest stalls, in words."""
+        return ", ".join(f"{name} {value:.2f}" for name, value in self._top())
+
+    def _top(self) -> list[tuple[str, float]]:
+        return [(k, v) for k, v in self.stalls.items() if v >= 0.005][:SHOWN_STALLS]
+
+
+@dataclass(frozen=True)
+class NcuResults:
+    """Everything that one run found. profiler: its version."""
+
+    provenance: Provenance
+    profiler: str
+    kernels: tuple[KernelCounters, ...]
+
+    def to_json(self) -> str:
+        """Text for a file; one line a kernel."""
+        head = {
+            "format": FORMAT,
+            "provenance": asdict(self.provenance),
+            "profiler": self.profiler,
+        }
+        return measured_json(head, {"kernels": map(asdict, self.kernels)})
+
+    def to_csv(self) -> str:
+        """One row a kernel; a column for each counter and each stall reason."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        counters = [counter.key for counter in COUNTERS]
+        stalls = [f"stall_{reason}" for reason in STALL_REASONS]
+        shape = ["batch", "n_heads", "seq_len", "d_head", "runs"]
+        writer.writerow(["name", "kernel", *shape, *counters, "tflops", *stalls])
+        for kernel in self.kernels:
+            values = [
+                *(kernel.values[key] for key in counters),
+                kernel.tflops,
+                *(kernel.stalls.get(reason) for reason in STALL_REASONS),
+            ]
+            writer.writerow(
+                [
+                    kernel.name,
+                    kernel.kernel,
+                    *(getattr(kernel, name) for name in shape),
+                    *("" if value is None else f"{value:.6g}" for value in values),
+                ]
+            )
+        return text.getvalue()
+
+
+def ncu_table(results: NcuResults) -> str:
+    """A row a kernel, and what it was counted on."""
+    headers = [
+        "kernel",
+        "TFLOP/s",
+        *(counter.title for counter in COUNTERS),
+        "stalled cycles an instruction",
+    ]
+    rows = [
+        [
+            kernel.name,
+            format_cell(kernel.tflops),
+            *(format_cell(kernel.values[c.key], digits=c.digits) for c in COUNTERS),
+            kernel.stall_text() or "-",
+        ]
+        for kernel in results.kernels
+    ]
+    alignment = ("left", *["right"] * (len(headers) - 2), "left")
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=alignment)
+    found = results.provenance
+    shapes = dict.fromkeys((k.batch, k.n_heads, k.seq_len, k.runs) for k in results.kernels)
+    lines = [
+        f"batch {batch}, heads {heads}, seq {seq_len}: mean of {runs} launches"
+        for batch, heads, seq_len, runs in shapes
+    ]
+    spreads = [k.spread for k in results.kernels if k.spread is not None]
+    if spreads:
+        lines.append(f"largest difference between the launches of a kernel: {max(spreads):.1%}")
+    lines.append(f"{found.gpu}, driver {found.driver or 'unknown'}, {results.profiler}")
+    return "\n".join([table, "", *lines])
+
+
+def _averages(launches: Sequence[ProfiledLaunch], metric: str) -> float | None:
+    values = [launch.values.get(metric) for launch in launches]
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
+
+
+def average_launches(
+    name: str, shape: AttentionShape, launches: Sequence[ProfiledLaunch]
+) -> KernelCounters:
+    """The means of one kernel's launches, of which there is at least one."""
+    values: dict[str, float | None] = {}
+    for counter in COUNTERS:
+        means = (_averages(launches, metric) for metric in counter.metrics)
+        mean = next((value for value in means if value is not None), None)
+        values[counter.key] = None if mean is None else mean * counter.factor
+    stalls = {reason: _averages(launches, _stall_metric(reason)) for reason in STALL_REASONS}
+    found = {reason: value for reason, value in stalls.items() if value is not None}
+    durations = [launch.values.get(COUNTERS[0].metrics[0]) for launch in launches]
+    measured = [duration for duration in durations if duration]
+    return KernelCounters(
+        name=name,
+        kernel=_short_name(launches[0].kernel),
+        batch=shape.batch,
+        n_heads=shape.n_heads,
+        seq_len=shape.seq_len,
+        d_head=shape.d_head,
+        runs=len(launches),
+        values=values,
+        spread=max(measured) / min(measured) - 1 if measured else None,
+        stalls=dict(sorted(found.items(), key=lambda item: -item[1])),
+    )
+
+
+def _short_name(kernel: str) -> str:
+    """The function's name, without its result, its arguments and, for a library, its template."""
+    if found := launched_config(kernel):
+        return found
+    name = re.sub(r"^void\s+", "", kernel)
+    return re.split(r"[<(]", name, maxsplit=1)[0]
+
+
+def available_metrics(profiler: NsightCompute) -> list[str]:
+    """METRICS that this GPU has; all of them if Nsight Compute does not tell.
+
+    Of a launch's own numbers (launch__...) it has them all, and lists none.
+    """
+    known = profiler.metric_names()
+    return [
+        metric
+        for metric in METRICS
+        if not known or metric.startswith("launch__") or metric.partition(".")[0] in known
+    ]
+
+
+def profile_kernels(
+    configs: Sequence[FlashForwardKernelConfig],
+    libraries: Sequence[str],
+    shape: AttentionShape,
+    runs: int,
+    profiler: NsightCompute,
+    launcher: Sequence[str],
+) -> tuple[list[KernelCounters], list[str]]:
+    """Count `runs` launches of each library and config; then a line for each that was not counted.
+
+    libraries: keys of LIBRARY_KERNELS; each is run in the dtypes of the configs.
+    launcher: command of a program that takes --kernel, --library, --dtype, --repeat and the shape.
+
+    Raises ProfilerDenied if counters may not be read.
+    """
+    metrics = available_metrics(profiler)
+    sizes = ["--batch", str(shape.batch), "--heads", str(shape.n_heads)]
+    sizes += ["--seq", str(shape.seq_len), "--repeat", str(runs)]
+    counted: list[KernelCounters] = []
+    failures: list[str] = []
+
+    def launches_of(what: str, options: Sequence[str], kernel: str) -> list[ProfiledLaunch]:
+        try:
+            return profiler.profile([*launcher, *sizes, *options], kernel, metrics, what)
+        except ProfilerDenied:
+            raise
+        except ProfilerError as error:
+            failures.append(f"{what}: {error}")
+            return []
+
+    for dtype in sorted({config.dtype.short for config in configs}):
+        for library in libraries:
+            name, pattern = LIBRARY_KERNELS[library]
+            options = ["--dtype", dtype, "--library", library]
+            if launches := launches_of(f"{name}_{dtype}", options, pattern):
+                counted.append(average_launches(f"{name} {dtype}", shape, launches))
+    names = [config.short_form() for config in configs]
+    launches = launches_of("kernels", ["--kernel", *names], FORWARD_KERNEL)
+    for config in configs:
+        ran = config_that_runs(config, shape).short_form()
+        own = [launch for launch in launches if launched_config(launch.kernel) == ran]
+        if own:
+            counted.append(average_launches(config.short_form(), shape, own))
+        elif launches:
+            failures.append(f"{config.short_form()}: ncu saw no launch of {ran}")
+    return counted, failures

@@ -1,0 +1,337 @@
+"""Benchmark results as SVG: percent of FlashAttention-2 by step, and TFLOP/s by sequence length.
+
+The picture has no background and its lines and letters are of middle brightness, so that it reads
+on a light page and on a dark one. The numbers that were plotted ride in its description: whether a
+picture shows what the data says can be told without drawing it again, and whatever the release of
+matplotlib (`plotted_numbers`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
+from flash_helpers.measure.benchmark_tables import main_dtype
+from flash_helpers.measure.results import (
+    CUDNN,
+    FLASH,
+    FLASH_ATTN,
+    LIBRARY_NAMES,
+    RATE_NAMES,
+    BenchmarkResults,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PROGRESSION = "progression"
+SEQ_LEN = "seq_len"
+MILESTONE_GAIN = 1.05  # a step is drawn by length if its mean is so much over all before it
+
+_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+_WIDTH, _PANEL_HEIGHT = 9.0, 4.2  # inches
+_TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark background
+_GRID = "#7a828b40"
+_BLUE, _ORANGE = "#2f81f7", "#db6d28"
+_LIBRARY_COLORS = MappingProxyType({FLASH: _TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a"})
+_STEP_COLORS = ("#8b949e", "#2ea043", "#1a9ba8", "#2f81f7", "#a371f7", "#b08800")
+_STYLE = MappingProxyType(
+    {
+        "svg.hashsalt": "flash_helpers",
+        "svg.fonttype": "none",
+        "font.size": 10.5,
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"),
+            _TEXT,
+        ),
+        "axes.edgecolor": _GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+)
+
+Numbers = Mapping[str, Any]
+
+
+class PlotError(RuntimeError):
+    """No picture can be drawn; the message says why."""
+
+
+def require_plotting() -> None:
+    """Raise PlotError, with the way out, where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotError("plots are drawn by matplotlib, which is not here: pip install matplotlib")
+
+
+def _rounded(value: float | None, factor: float = 1) -> float | None:
+    return None if value is None else round(factor * value, 1)
+
+
+def _best_configs(
+    results: BenchmarkResults, dtype: str
+) -> Mapping[int, FlashForwardKernelConfig | None]:
+    """The fastest config of each version by its mean, among two or more that were measured."""
+    found: dict[int, list[tuple[float, FlashForwardKernelConfig]]] = {n: [] for n in VERSIONS}
+    for name in results.names(dtype):
+        mean = results.mean_tflops(name, dtype)
+        if name not in LIBRARY_NAMES and mean is not None:
+            config = FlashForwardKernelConfig.from_short_form(name)
+            found[config.version].append((mean, config))
+    return {n: max(configs)[1] if len(configs) > 1 else None for n, configs in found.items()}
+
+
+def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
+    """By step: percent of PyTorch's flash backend in the harmonic mean over all lengths, at the
+    fixed config and at the best one.
+
+    Raises PlotError if no step or not the flash backend was measured at every length.
+    """
+    fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
+    best = _best_configs(results, dtype)
+
+    def percent(config: FlashForwardKernelConfig | None) -> float | None:
+        return _rounded(results.of_flash(config.short_form(), dtype) if config else None, 100)
+
+    numbers = {
+        "steps": [config.version for config in fixed],
+        "fixed": [percent(config) for config in fixed],
+        "best": [percent(best[config.version]) for config in fixed],
+    }
+    if not any(value is not None for value in numbers["fixed"]):
+        raise PlotError(f"no step of {dtype} was measured beside {LIBRARY_NAMES[FLASH]}")
+    return numbers
+
+
+def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
+    """Names of the steps to draw, with their labels: the first, those that gained, the last, and
+    the best config of the last."""
+    labels = {}
+    highest = 0.0
+    fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
+    for config in fixed:
+        mean = results.mean_tflops(config.short_form(), dtype) or 0.0
+        if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
+            labels[config.short_form()] = f"step {config.version}"
+        highest = max(highest, mean)
+    best = _best_configs(results, dtype)[fixed[-1].version]
+    if best is not None:
+        labels[best.short_form()] = f"step {best.version}, best config"
+    return labels
+
+
+def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
+    """TFLOP/s by sequence length of the libraries and of the steps that gained, by label.
+
+    Raises PlotError if nothing was measured.
+    """
+    libraries = {name: title for name, title in LIBRARY_NAMES.items()}
+    shown = {**libraries, **_milestones(results, dtype)}
+    lines = {}
+    for name, label in shown.items():
+        speeds = [_rounded(results.tflops(name, dtype, n)) for n in results.seq_lens]
+        if any(speed is not None for speed in speeds):
+            lines[label] = speeds
+    if not lines:
+        raise PlotError(f"nothing was measured in {dtype}")
+    rates = {f"{RATE_NAMES[r]} of the chip": results.rate(r, dtype) for r in RATE_NAMES}
+    return {
+        "seq_lens": results.seq_lens,
+        "lines": lines,
+        "rates": {label: _rounded(rate) for label, rate in rates.items() if rate},
+    }
+
+
+_NUMBERS: Mapping[str, Callable[[BenchmarkResults, str], Numbers]] = MappingProxyType(
+    {PROGRESSION: progression_numbers, SEQ_LEN: seq_len_numbers}
+)
+
+
+def description(results: BenchmarkResults, panels: Sequence[str]) -> str:
+    """What a picture of the panels says of itself: the GPU and the numbers that it shows, as JSON.
+
+    Raises PlotError if there are none, ValueError if nothing was measured at all.
+    """
+    dtype = main_dtype(results)
+    numbers = {panel: _NUMBERS[panel](results, dtype) for panel in panels}
+    return json.dumps({"gpu": results.provenance.gpu, "dtype": dtype, **numbers})
+
+
+def plotted_numbers(svg: str) -> str:
+    """The `description` that a picture was drawn with; empty if it has none."""
+    try:
+        found = ElementTree.fromstring(svg).find(f".//{_DESCRIPTION}")
+    except ElementTree.ParseError:
+        return ""
+    return (found.text or "") if found is not None else ""
+
+
+def drawable_panels(results: BenchmarkResults) -> list[str]:
+    """The panels that the results have numbers for."""
+    panels = []
+    for panel in _NUMBERS:
+        try:
+            description(results, [panel])
+        except PlotError:
+            continue
+        panels.append(panel)
+    return panels
+
+
+def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
+    """Text of an SVG file with the panels, PROGRESSION and SEQ_LEN, one below the other.
+
+    The same results give the same text with one release of matplotlib.
+
+    Raises PlotError without matplotlib, or if there is no panel or no number for one.
+    """
+    if not panels:
+        raise PlotError("there is nothing to draw: no kernel was measured at every length")
+    require_plotting()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    said = description(results, panels)
+    numbers = json.loads(said)
+    with matplotlib.rc_context(dict(_STYLE)):
+        figure = Figure(figsize=(_WIDTH, _PANEL_HEIGHT * len(panels)), layout="constrained")
+        figure.patch.set_alpha(0)
+        for axes, panel in zip(
+            figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
+        ):
+            axes.patch.set_alpha(0)
+            axes.grid(axis="y", color=_GRID, linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.tick_params(length=0)
+            _DRAW[panel](axes, numbers[panel])
+            title = f"{_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}"
+            axes.set_title(title, loc="left", fontsize=11.5)
+        text = io.StringIO()
+        figure.savefig(
+            text,
+            format="svg",
+            metadata={"Date": None, "Creator": "flash_helpers.measure.plots", "Description": said},
+        )
+    return text.getvalue()
+
+
+_TITLES = MappingProxyType(
+    {
+        PROGRESSION: "Percent of FlashAttention-2, harmonic mean over lengths",
+        SEQ_LEN: "TFLOP/s by sequence length",
+    }
+)
+
+
+def _draw_progression(axes: Axes, numbers: Numbers) -> None:
+    steps, fixed, best = numbers["steps"], numbers["fixed"], numbers["best"]
+    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    heights = [float("nan") if value is None else value for value in fixed]
+    axes.stairs(heights, edges, color=_BLUE, linewidth=2.2, baseline=None)
+    axes.stairs(heights, edges, color=_BLUE, alpha=0.12, fill=True)
+    axes.axhline(100, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.annotate(
+        LIBRARY_NAMES[FLASH],
+        (steps[0] - 0.4, 100),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color=_TEXT,
+    )
+    for step, value, tuned in zip(steps, fixed, best, strict=True):
+        if value is not None:
+            _number(axes, step, value, _BLUE, -13)
+        if tuned is not None:
+            axes.hlines(tuned, step - 0.5, step + 0.5, color=_ORANGE, linewidth=3)
+            _number(axes, step, tuned, _ORANGE, 4)
+    if any(value is not None for value in best):
+        axes.plot([], [], color=_BLUE, linewidth=2.2, label="fixed config")
+        axes.plot([], [], color=_ORANGE, linewidth=3, label="best config measured")
+        axes.legend(loc="lower right", frameon=False)
+    top = max(value for value in (*fixed, *best, 100.0) if value is not None)
+    axes.set_ylim(0, 1.12 * top)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_xticks(steps)
+    axes.set_xlabel("step")
+    axes.set_ylabel("% of flash")
+
+
+def _number(axes: Axes, step: int, value: float, color: str, points_above: int) -> None:
+    axes.annotate(
+        f"{value:.0f}",
+        (step, value),
+        xytext=(0, points_above),
+        textcoords="offset points",
+        ha="center",
+        color=color,
+        fontsize=9.5,
+    )
+
+
+def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
+    lengths, lines = numbers["seq_lens"], numbers["lines"]
+    positions = range(len(lengths))
+    titles = {title: name for name, title in LIBRARY_NAMES.items()}
+    n_steps = 0
+    ends: list[tuple[float, str, str]] = []
+    for label, speeds in lines.items():
+        if label in titles:
+            color, style = _LIBRARY_COLORS[titles[label]], (0, (5, 3))
+        elif "best" in label:
+            color, style = _ORANGE, "solid"
+        else:
+            color, style = _STEP_COLORS[n_steps % len(_STEP_COLORS)], "solid"
+            n_steps += 1
+        heights = [float("nan") if value is None else value for value in speeds]
+        axes.plot(
+            positions, heights, color=color, linestyle=style, linewidth=2, marker="o", markersize=4
+        )
+        ends.append(([value for value in speeds if value is not None][-1], label, color))
+    for label, rate in numbers["rates"].items():
+        axes.axhline(rate, color=_TEXT, linewidth=1, linestyle=(0, (1, 2)))
+        ends.append((rate, label, _TEXT))
+    top = 1.08 * max(height for height, _, _ in ends) or 1.0
+    for (_, label, color), height in zip(ends, _apart([e[0] for e in ends], top / 17), strict=True):
+        axes.text(len(lengths) - 0.85, height, label, color=color, va="center", fontsize=10)
+    axes.set_ylim(0, top)
+    axes.set_xlim(-0.3, len(lengths) - 0.9)
+    axes.set_xticks(positions, [str(n) for n in lengths])
+    axes.set_xlabel("sequence length")
+    axes.set_ylabel("TFLOP/s")
+
+
+def _apart(heights: Sequence[float], distance: float) -> list[float]:
+    """The heights with neighbours `distance` apart at least; those that were closer become a group
+    around their own mean."""
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    groups: list[list[int]] = []
+
+    def bottom(group: list[int]) -> float:
+        mean = sum(heights[index] for index in group) / len(group)
+        return mean - distance * (len(group) - 1) / 2
+
+    for index in order:
+        groups.append([index])
+        while len(groups) > 1 and bottom(groups[-1]) < bottom(groups[-2]) + distance * len(
+            groups[-2]
+        ):
+            last = groups.pop()
+            groups[-1] += last
+    placed = list(heights)
+    for group in groups:
+        for place, index in enumerate(group):
+            placed[index] = bottom(group) + distance * place
+    return placed
+
+
+_DRAW: Mapping[str, Callable[[Any, Numbers], None]] = MappingProxyType(
+    {PROGRESSION: _draw_progression, SEQ_LEN: _draw_seq_len}
+)

@@ -1,0 +1,74 @@
+"""How fast a chip multiplies matrices: the ceilings that a kernel's speed is set against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from flash_helpers.kernel_configs import DType
+from flash_helpers.measure.results import MATMUL, MMA_SYNC, Protocol, RateRecord
+from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
+
+MATMUL_SIZE = 8192  # rows, columns and depth of the matrix product
+
+
+@dataclass(frozen=True)
+class RateWork:
+    """Something whose speed is a property of the chip. operations: floating-point, a launch."""
+
+    operations: int
+    launch: Work
+
+
+MakeRateWork = Callable[[DType], RateWork]
+
+
+def matmul_work(dtype: DType, device: torch.device, size: int = MATMUL_SIZE) -> RateWork:
+    """The product of two square matrices, as PyTorch's library does it."""
+    a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype.torch_name), device=device)
+    product = torch.empty_like(a)
+    return RateWork(2 * size**3, lambda: torch.matmul(a, b, out=product))
+
+
+def mma_sync_work(dtype: DType, device: torch.device) -> RateWork:
+    """mma.sync m16n8k16 back to back on registers. Raises RuntimeError if the library lacks it."""
+    # not at the top: flash_attention itself imports this package
+    from flash_attention._mma_loop import MmaLoop
+
+    loop = MmaLoop(dtype, device)
+    return RateWork(loop.operations, loop.launch)
+
+
+def default_rate_works(device: torch.device) -> dict[str, MakeRateWork]:
+    """What the rates of RATE_NAMES are measured with on a CUDA device."""
+    return {
+        MATMUL: lambda dtype: matmul_work(dtype, device),
+        MMA_SYNC: lambda dtype: mma_sync_work(dtype, device),
+    }
+
+
+def measure_rates(
+    works: Mapping[str, MakeRateWork], dtype: DType, timer: Timer, protocol: Protocol
+) -> list[RateRecord]:
+    """How fast the chip does each of the works, interleaved like the contenders of a problem.
+
+    A work that raises gets a record with the failure.
+    """
+    records: dict[str, RateRecord] = {}
+    samples: dict[str, Sample] = {}
+    for name, make in works.items():
+        records[name] = RateRecord(name, dtype.short, 0, (), "")
+        try:
+            work = make(dtype)
+            samples[name] = record_sample(work.launch, 1, timer, protocol.sample_ms)
+            records[name] = replace(records[name], operations=work.operations)
+        except Exception as error:
+            records[name] = replace(records[name], failure=f"{type(error).__name__}: {error}")
+    interleaved_rounds(list(samples.values()), timer, protocol.warmup_rounds)
+    taken = interleaved_rounds(list(samples.values()), timer, protocol.rounds)
+    for (name, sample), milliseconds in zip(samples.items(), taken, strict=True):
+        per_launch = tuple(ms / sample.n_launches for ms in milliseconds)
+        records[name] = replace(records[name], samples_ms=per_launch)
+    return list(records.values())

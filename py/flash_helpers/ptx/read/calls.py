@@ -1,0 +1,177 @@
+"""Device functions, put in place of the calls to them.
+
+A simulated thread has no call stack: every call becomes a copy of the function's instructions, with
+its registers, labels and variables renamed. Parameters and results, which PTX keeps in ``.param``
+space, become variables in local memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flash_helpers.ptx.errors import UnsupportedInstruction
+from flash_helpers.ptx.read.module import (
+    Address,
+    Arguments,
+    Function,
+    Instruction,
+    Module,
+    Operand,
+    Pair,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
+
+_DEPTH = 64
+"""Calls nested deeper than this are taken for recursion."""
+
+
+def without_calls(module: Module, function: Function) -> Function:
+    """The function with every call replaced by what it calls.
+
+    Raises:
+        UnsupportedInstruction: a call through a pointer, to a function that the module does not
+            define (``vprintf``, ``malloc``), or recursive.
+    """
+    if not any(i.name == "call" for i in function.instructions):
+        return function
+    return _Inliner(module).expand(function, 0)
+
+
+class _Inliner:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.copies = 0
+
+    def expand(self, function: Function, depth: int) -> Function:
+        passed = {v.name for v in function.variables if v.space == "param"}
+        if depth:
+            passed |= {v.name for v in (*function.parameters, *function.results)}
+        registers = dict(function.registers)
+        variables = [_as_local(v) for v in function.variables]
+        targets = dict(function.branch_targets)
+        instructions: list[Instruction] = []
+        starts: list[int] = []
+        labels: dict[str, int] = {}
+        for instruction in function.instructions:
+            starts.append(len(instructions))
+            if instruction.name != "call":
+                instructions.append(_to_local(instruction, passed, everything=depth > 0))
+                continue
+            body, after = self.copy(instruction, depth)
+            registers.update(body.registers)
+            variables.extend(body.variables)
+            targets.update(body.branch_targets)
+            labels.update((n, i + len(instructions)) for n, i in body.labels.items())
+            instructions.extend(body.instructions)
+            labels[after] = len(instructions)
+        starts.append(len(instructions))
+        labels.update((name, starts[i]) for name, i in function.labels.items())
+        return replace(
+            function,
+            registers=registers,
+            variables=tuple(variables),
+            instructions=tuple(instructions),
+            labels=labels,
+            branch_targets=targets,
+        )
+
+    def copy(self, call: Instruction, depth: int) -> tuple[Function, str]:
+        """A renamed copy of what is called, and the label that its returns branch to."""
+        lists = [o for o in call.operands if isinstance(o, Arguments)]
+        names = [o for o in call.operands if isinstance(o, Symbol)]
+        name = names[0].name if names else "a pointer"
+        callee = self.module.functions.get(name)
+        if callee is None:
+            raise UnsupportedInstruction(
+                call.opcode, call.line, f"{name} is not defined in this module"
+            )
+        if depth >= _DEPTH:
+            raise UnsupportedInstruction(call.opcode, call.line, f"{name} is recursive")
+        callee = self.expand(callee, depth + 1)
+        self.copies += 1
+        suffix = f"#{self.copies}"
+        results = lists.pop(0).elements if callee.results else ()
+        arguments = lists.pop(0).elements if lists else ()
+        actual: dict[str, str] = {}
+        for formal, given in zip(
+            (*callee.results, *callee.parameters), (*results, *arguments), strict=True
+        ):
+            if not isinstance(given, Symbol):
+                raise UnsupportedInstruction(call.opcode, call.line, "arguments in registers")
+            actual[formal.name] = given.name
+        symbols = {v.name: v.name + suffix for v in callee.variables}
+        symbols.update({label: label + suffix for label in callee.labels})
+        symbols.update({table: table + suffix for table in callee.branch_targets})
+        symbols.update(actual)
+        after = f"{name}{suffix}.return"
+        instructions = tuple(_renamed(i, symbols, suffix, after) for i in callee.instructions)
+        body = replace(
+            callee,
+            registers={n + suffix: t for n, t in callee.registers.items()},
+            variables=tuple(replace(v, name=v.name + suffix) for v in callee.variables),
+            instructions=instructions,
+            labels={n + suffix: i for n, i in callee.labels.items()},
+            branch_targets={
+                n + suffix: tuple(t + suffix for t in labels)
+                for n, labels in callee.branch_targets.items()
+            },
+        )
+        return body, after
+
+
+def _as_local(variable: Variable) -> Variable:
+    return replace(variable, space="local") if variable.space == "param" else variable
+
+
+def _to_local(instruction: Instruction, passed: set[str], *, everything: bool) -> Instruction:
+    """Turns an access to a parameter of a device function into one to local memory."""
+    if instruction.name not in ("ld", "st") or not instruction.has("param"):
+        return instruction
+    symbol = next(
+        (
+            o.base.name
+            for o in instruction.operands
+            if isinstance(o, Address) and isinstance(o.base, Symbol)
+        ),
+        None,
+    )
+    if symbol not in passed and not (everything and symbol is None):
+        return instruction
+    modifiers = tuple("local" if m == "param" else m for m in instruction.modifiers)
+    return replace(instruction, modifiers=modifiers)
+
+
+def _renamed(
+    instruction: Instruction, symbols: Mapping[str, str], suffix: str, after: str
+) -> Instruction:
+    guard = instruction.guard
+    if guard is not None:
+        guard = Register(guard.name + suffix, guard.negated)
+    if instruction.name == "ret":
+        return replace(
+            instruction, name="bra", modifiers=(), operands=(Symbol(after),), guard=guard
+        )
+    operands = tuple(_operand(o, symbols, suffix) for o in instruction.operands)
+    return replace(instruction, operands=operands, guard=guard)
+
+
+def _operand(operand: Operand, symbols: Mapping[str, str], suffix: str) -> Operand:
+    if isinstance(operand, Register):
+        return replace(operand, name=operand.name + suffix)
+    if isinstance(operand, Symbol):
+        return replace(operand, name=symbols.get(operand.name, operand.name))
+    if isinstance(operand, Address):
+        return replace(operand, base=_operand(operand.base, symbols, suffix))
+    if isinstance(operand, Vector | Arguments):
+        return replace(
+            operand, elements=tuple(_operand(e, symbols, suffix) for e in operand.elements)
+        )
+    if isinstance(operand, Pair):
+        return Pair(
+            _operand(operand.first, symbols, suffix), _operand(operand.second, symbols, suffix)
+        )
+    return operand

@@ -1,0 +1,221 @@
+"""Control flow: basic blocks, their order, loops and phases.
+
+The simulator always runs the threads whose block comes first in the order made here. That order is
+topological, with every loop contiguous, so threads that diverged meet again at the first block that
+all of their paths reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from flash_helpers.ptx.errors import UnsupportedInstruction
+from flash_helpers.ptx.read.graph import strongly_connected_components
+from flash_helpers.ptx.read.module import Function, Instruction, Symbol
+
+BARRIERS = frozenset({"bar", "barrier"})
+EXITS = frozenset({"ret", "exit"})
+
+
+class Phase(str, Enum):
+    """Part of the kernel relative to its main loop (the loops that hold ``mma``)."""
+
+    PROLOGUE = "prologue"
+    MAIN_LOOP = "main loop"
+    EPILOGUE = "epilogue"
+
+
+class Ending(Enum):
+    """How a basic block ends."""
+
+    NEXT = "next"
+    BRANCH = "branch"
+    INDEXED = "indexed branch"
+    BARRIER = "barrier"
+    EXIT = "exit"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A basic block; instructions ``[start, end)`` of the program, the last one may end it."""
+
+    start: int
+    end: int
+    ending: Ending
+    targets: tuple[int, ...]
+    """Blocks that a taken branch leads to."""
+    next: int
+    """Block that follows when no branch is taken; -1 if there is none."""
+    phase: Phase
+    loop_depth: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function's instructions in execution order."""
+
+    function: Function
+    instructions: tuple[Instruction, ...]
+    blocks: tuple[Block, ...]
+    block_of: tuple[int, ...]
+    """Index of the block of every instruction."""
+
+
+def is_warp_barrier(instruction: Instruction) -> bool:
+    return instruction.name in BARRIERS and instruction.has("warp")
+
+
+def _ending(instruction: Instruction) -> Ending:
+    if instruction.name == "bra":
+        return Ending.BRANCH
+    if instruction.name == "brx":
+        return Ending.INDEXED
+    if instruction.name in EXITS:
+        return Ending.EXIT
+    if instruction.name in BARRIERS and not is_warp_barrier(instruction):
+        return Ending.BARRIER
+    return Ending.NEXT
+
+
+def build_program(function: Function) -> Program:
+    """Cuts a function into basic blocks and orders them.
+
+    Raises:
+        UnsupportedInstruction: the function is empty, or branches to a list it does not declare.
+    """
+    instructions = function.instructions
+    leaders = {0} | set(function.labels.values())
+    for i, instruction in enumerate(instructions):
+        if _ending(instruction) is not Ending.NEXT:
+            leaders.add(i + 1)
+    starts = sorted(i for i in leaders if i < len(instructions))
+    if not starts:
+        raise UnsupportedInstruction("(nothing)", function.line, f"{function.name} has no body")
+    index_of = {start: b for b, start in enumerate(starts)}
+    ends = [*starts[1:], len(instructions)]
+
+    def block_at(label: str) -> int:
+        # A label at the very end stands before the implicit return.
+        return index_of.get(function.labels[label], -1)
+
+    taken: list[tuple[int, ...]] = []
+    following: list[int] = []
+    endings: list[Ending] = []
+    for b, end in enumerate(ends):
+        last = instructions[end - 1]
+        ending = _ending(last)
+        targets: tuple[int, ...] = ()
+        after = b + 1 if b + 1 < len(starts) else -1
+        if ending is Ending.BRANCH:
+            targets = (block_at(_label(last)),)
+        elif ending is Ending.INDEXED:
+            table = last.operands[1]
+            if not isinstance(table, Symbol) or table.name not in function.branch_targets:
+                raise UnsupportedInstruction(last.opcode, last.line, "unknown list of targets")
+            targets = tuple(block_at(name) for name in function.branch_targets[table.name])
+        if ending in (Ending.BRANCH, Ending.INDEXED, Ending.EXIT) and last.guard is None:
+            after = -1
+        taken.append(targets)
+        following.append(after)
+        endings.append(ending)
+
+    successors = [
+        [s for s in dict.fromkeys((*t, n)) if s >= 0] for t, n in zip(taken, following, strict=True)
+    ]
+    order: list[int] = []
+    loops: list[frozenset[int]] = []
+    _order(set(_reachable(successors, [0])), 0, successors, order, loops)
+    phases = _phases(order, loops, successors, instructions, starts, ends)
+    rank = {b: i for i, b in enumerate(order)}
+    placed: list[Instruction] = []
+    blocks: list[Block] = []
+    block_of: list[int] = []
+    for b in order:
+        start = len(placed)
+        placed.extend(instructions[starts[b] : ends[b]])
+        block_of.extend([len(blocks)] * (len(placed) - start))
+        blocks.append(
+            Block(
+                start=start,
+                end=len(placed),
+                ending=endings[b],
+                targets=tuple(rank.get(t, -1) for t in taken[b]),
+                next=rank.get(following[b], -1),
+                phase=phases[b],
+                loop_depth=sum(b in loop for loop in loops),
+            )
+        )
+    return Program(function, tuple(placed), tuple(blocks), tuple(block_of))
+
+
+def _label(instruction: Instruction) -> str:
+    target = instruction.operands[0]
+    assert isinstance(target, Symbol)
+    return target.name
+
+
+def _reachable(successors: list[list[int]], start: Iterable[int]) -> set[int]:
+    seen: set[int] = set()
+    stack = list(start)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(successors[node])
+    return seen
+
+
+def _order(
+    nodes: set[int],
+    entry: int,
+    successors: list[list[int]],
+    order: list[int],
+    loops: list[frozenset[int]],
+) -> None:
+    """Appends ``nodes`` to ``order``: topological once the edges back to a loop's head are cut."""
+    for component in reversed(strongly_connected_components(successors, nodes, entry)):
+        if len(component) == 1:
+            (node,) = component
+            if node in successors[node]:
+                loops.append(frozenset(component))
+            order.append(node)
+            continue
+        loops.append(frozenset(component))
+        # The head is where the loop is entered: the entry itself, or a target from outside.
+        outside = nodes - component
+        heads = {s for n in outside for s in successors[n] if s in component}
+        head = entry if entry in component else min(heads)
+        inner = [[s for s in out if s != head] for out in successors]
+        _order(component, head, inner, order, loops)
+
+
+def _phases(
+    order: list[int],
+    loops: list[frozenset[int]],
+    successors: list[list[int]],
+    instructions: tuple[Instruction, ...],
+    starts: list[int],
+    ends: list[int],
+) -> dict[int, Phase]:
+    def holds_mma(loop: frozenset[int]) -> bool:
+        return any(
+            i.name in ("mma", "wmma") for b in loop for i in instructions[starts[b] : ends[b]]
+        )
+
+    main = frozenset().union(*(loop for loop in loops if holds_mma(loop)))
+    if not main:
+        # A kernel without a matrix loop: its loops are the main part, or everything is.
+        main = frozenset().union(*loops) if loops else frozenset(order)
+    after = _reachable(successors, [s for b in main for s in successors[b]])
+    before = {b for b in order if b not in main and _reachable(successors, [b]) & main}
+    phases = {}
+    for b in order:
+        if b in main or (b in after and b in before):
+            phases[b] = Phase.MAIN_LOOP
+        elif b in after:
+            phases[b] = Phase.EPILOGUE
+        else:
+            phases[b] = Phase.PROLOGUE
+    return phases

@@ -1,0 +1,1 @@
+"""Instructions of PTX on NumPy: computed, watched and counted."""

@@ -1,0 +1,230 @@
+"""Exact counts of what a launch did.
+
+Units follow Nsight Compute: a *wavefront* is one pass through the shared-memory banks (32 banks of
+4 bytes, so at most 128 bytes), a *sector* is 32 bytes of global memory, a *request* is one memory
+instruction of one warp. Accesses of 8 and 16 bytes a lane are served by half and quarter warps, so
+an access without conflicts takes 1, 2 or 4 wavefronts for 4, 8 or 16 bytes a lane, and ``ldmatrix``
+takes one for each 8x8 matrix. Conflicts are the wavefronts beyond that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import numpy as np
+
+from flash_helpers.ptx.read.flow import Phase, Program
+from flash_helpers.ptx.read.module import Instruction, Location
+
+Key = TypeVar("Key", bound=Hashable)
+
+_MMA_SIZES = {"m16n8k4": 512, "m16n8k8": 1024, "m16n8k16": 2048, "m16n8k32": 4096, "m8n8k4": 256}
+
+
+@dataclass
+class Counts:
+    """Counts of one instruction, line, phase or launch; the unit is one warp's execution."""
+
+    instructions: int = 0
+    shared_requests: int = 0
+    shared_wavefronts: int = 0
+    shared_ideal_wavefronts: int = 0
+    shared_bytes: int = 0
+    global_requests: int = 0
+    global_sectors: int = 0
+    global_bytes: int = 0
+    mma: int = 0
+    mma_flops: int = 0
+    barriers: int = 0
+    waits: int = 0
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Shared-memory wavefronts beyond what the accesses need."""
+        return self.shared_wavefronts - self.shared_ideal_wavefronts
+
+    def add(self, other: Counts) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass(frozen=True)
+class LineCounts:
+    """Counts of one line of CUDA source."""
+
+    file: str
+    line: int
+    counts: Counts
+
+
+class Tally:
+    """Counts by instruction of the program while it runs."""
+
+    def __init__(self, program: Program) -> None:
+        n = len(program.instructions)
+        self.program = program
+        self.issued = np.zeros(n, np.int64)
+        self.shared_requests = [0] * n
+        self.wavefronts = [0] * n
+        self.ideal = [0] * n
+        self.shared_bytes = [0] * n
+        self.global_requests = [0] * n
+        self.sectors = [0] * n
+        self.global_bytes = [0] * n
+
+    def shared_access(
+        self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
+    ) -> None:
+        """Counts a shared access of ``size`` bytes a lane; ``lanes`` None means whole warps."""
+        unit = max(size, 4)
+        width = 128 // unit
+        units = addresses >> (unit.bit_length() - 1)
+        if lanes is None:
+            segments = units.size // width
+            ideal = segments
+            phase = np.repeat(np.arange(segments) * width, width)
+            self.shared_requests[position] += units.size // 32
+        else:
+            owners = lanes // width
+            ideal = _distinct(owners)
+            segments = int(owners.max()) + 1
+            phase = owners * width
+            self.shared_requests[position] += _distinct(lanes // 32)
+        banks = phase + (units & (width - 1))
+        load = np.bincount(banks, minlength=segments * width)
+        wavefronts = ideal
+        if load.max() > 1:
+            # Lanes that name the same word share one access: count each word of a phase once.
+            word = np.unique((phase << 32) + units)
+            banks = (word >> 32) + (word & (width - 1))
+            load = np.bincount(banks, minlength=segments * width)
+            wavefronts = int(load.reshape(segments, width).max(axis=1).sum())
+        self.wavefronts[position] += wavefronts
+        self.ideal[position] += ideal
+        self.shared_bytes[position] += units.size * size
+
+    def global_access(
+        self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
+    ) -> None:
+        """Counts a global access of ``size`` bytes a lane; ``lanes`` None means whole warps."""
+        sectors = addresses >> 5
+        if lanes is None:
+            rows = np.sort(sectors.reshape(-1, 32), axis=1)
+            self.global_requests[position] += rows.shape[0]
+            self.sectors[position] += rows.shape[0] + int(np.count_nonzero(np.diff(rows, axis=1)))
+        else:
+            warps = lanes // 32
+            self.global_requests[position] += _distinct(warps)
+            self.sectors[position] += _distinct((warps << 48) + sectors)
+        self.global_bytes[position] += sectors.size * size
+
+    def counts(self, position: int) -> Counts:
+        instruction = self.program.instructions[position]
+        issued = int(self.issued[position])
+        mma = issued if instruction.name == "mma" else 0
+        return Counts(
+            instructions=issued,
+            shared_requests=self.shared_requests[position],
+            shared_wavefronts=self.wavefronts[position],
+            shared_ideal_wavefronts=self.ideal[position],
+            shared_bytes=self.shared_bytes[position],
+            global_requests=self.global_requests[position],
+            global_sectors=self.sectors[position],
+            global_bytes=self.global_bytes[position],
+            mma=mma,
+            mma_flops=2 * mma * mma_products(instruction) if mma else 0,
+            barriers=issued if _is_barrier(instruction) else 0,
+            waits=issued if instruction.opcode.startswith("cp.async.wait") else 0,
+        )
+
+
+def mma_products(instruction: Instruction) -> int:
+    """Multiplications of one ``mma``."""
+    return next(_MMA_SIZES[m] for m in instruction.modifiers if m in _MMA_SIZES)
+
+
+def _is_barrier(instruction: Instruction) -> bool:
+    return instruction.name in ("bar", "barrier") and not instruction.has("warp")
+
+
+def _distinct(values: np.ndarray) -> int:
+    ordered = np.sort(values)
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1])) if values.size else 0
+
+
+class Counters:
+    """Counts of a finished launch, by whatever one asks for."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self.total = Counts()
+        for _, counts in self._each():
+            self.total.add(counts)
+
+    def _each(self) -> Iterator[tuple[int, Counts]]:
+        for position in range(len(self._tally.program.instructions)):
+            if self._tally.issued[position]:
+                yield position, self._tally.counts(position)
+
+    def _group(self, key: Callable[[int], Key]) -> dict[Key, Counts]:
+        grouped: dict[Key, Counts] = defaultdict(Counts)
+        for position, counts in self._each():
+            grouped[key(position)].add(counts)
+        return dict(grouped)
+
+    def _instruction(self, position: int) -> Instruction:
+        return self._tally.program.instructions[position]
+
+    def by_opcode(self, phase: Phase | None = None) -> dict[str, Counts]:
+        """Counts by full opcode, most executed first; of one phase only if ``phase`` is given."""
+        grouped: dict[str, Counts] = defaultdict(Counts)
+        for position, counts in self._each():
+            if phase is None or self._phase(position) is phase:
+                grouped[self._instruction(position).opcode].add(counts)
+        return dict(sorted(grouped.items(), key=lambda item: (-item[1].instructions, item[0])))
+
+    def by_phase(self) -> dict[Phase, Counts]:
+        """Counts of prologue, main loop and epilogue (all three are present)."""
+        found = self._group(self._phase)
+        return {phase: found.get(phase, Counts()) for phase in Phase}
+
+    def _phase(self, position: int) -> Phase:
+        program = self._tally.program
+        return program.blocks[program.block_of[position]].phase
+
+    def by_line(self, *, outermost: bool = False) -> list[LineCounts]:
+        """Counts by line of CUDA source, in order of file and line.
+
+        Args:
+            outermost: attribute inlined code to the line of the kernel that called it, rather than
+                to its own line.
+        """
+
+        def key(position: int) -> tuple[str, int]:
+            location: Location | None = self._instruction(position).location
+            if location is None:
+                return "", 0
+            location = location.outermost if outermost else location
+            return location.file, location.line
+
+        return [LineCounts(f, n, c) for (f, n), c in sorted(self._group(key).items())]
+
+    def lines_of(self, file: str) -> dict[int, Counts]:
+        """Counts by line of one file: each instruction at its innermost frame in that file.
+
+        ``file`` is compared with the end of the recorded path, so a relative path will do.
+        """
+
+        def key(position: int) -> int:
+            location = self._instruction(position).location
+            for frame in location.frames() if location else ():
+                if frame.file == file or frame.file.endswith(f"/{file}"):
+                    return frame.line
+            return 0
+
+        grouped = self._group(key)
+        grouped.pop(0, None)
+        return dict(sorted(grouped.items()))

@@ -1,0 +1,62 @@
+"""A look at registers and shared memory while a kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_helpers.ptx.read.flow import Phase
+from flash_helpers.ptx.read.module import Instruction, Operand
+from flash_helpers.ptx.run.machine import Machine
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An instruction just executed by some lanes of a batch of blocks."""
+
+    machine: Machine
+    instruction: Instruction
+    phase: Phase
+    lanes: np.ndarray
+    """Lanes that executed it, numbered over the batch: whole warps for warp-wide instructions."""
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """``ctaid`` of each lane's block, (lanes, 3)."""
+        geometry = self.machine.geometry
+        return np.array(geometry.blocks)[self.lanes // geometry.lanes_per_block]
+
+    @property
+    def warps(self) -> np.ndarray:
+        """Each lane's warp, numbered within its block."""
+        geometry = self.machine.geometry
+        return self.lanes % geometry.lanes_per_block // 32
+
+    def value(self, operand: Operand, type_name: str) -> np.ndarray:
+        """An operand as a PTX type, one element a lane; registers written hold their new value.
+
+        Raises:
+            UnsupportedInstruction: the operand is no scalar.
+        """
+        array = self.machine.source(operand, type_name)
+        return np.broadcast_to(array, (self.machine.lanes,))[self.lanes].copy()
+
+    def shared(self, block: tuple[int, int, int]) -> np.ndarray:
+        """The bytes of a block's shared memory; copies that nobody waited for are not there yet."""
+        shared = self.machine.shared
+        start = self.machine.geometry.blocks.index(block) * shared.stride
+        return shared.bytes[start : start + shared.size].copy()
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What to look at, and what to do with it.
+
+    ``wants`` is asked once for every instruction of the kernel that is not control flow; ``see`` is
+    called each time that lanes have executed one of those wanted.
+    """
+
+    wants: Callable[[Instruction], bool]
+    see: Callable[[Observation], None]

@@ -1,0 +1,513 @@
+"""Runs the warps of a batch.
+
+Every thread has its own program counter, as since compute capability 7.0. While all threads stand
+at the same block, whole arrays are run without any selection. Otherwise the threads whose block
+comes first in the program's order run, each warp on its own; instructions that need other lanes of
+the warp wait for them, and barriers wait for the threads of the block.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_helpers.ptx.errors import (
+    BarrierError,
+    InstructionLimitError,
+    MissingLanesError,
+)
+from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
+from flash_helpers.ptx.read.module import Immediate, Instruction, Register, Sink
+from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
+from flash_helpers.ptx.run.observe import Observation, Observer
+from flash_helpers.ptx.run.operations import bind, check_modifiers, membership
+from flash_helpers.ptx.run.shared import Selection
+from flash_helpers.ptx.run.warps import MATRIX
+
+_RUNNING, _AT_SYNC, _AT_BARRIER, _DONE = 0, 1, 2, 3
+
+_FAIRNESS = 256
+"""Every so many steps the threads that waited longest run, so that spinning on others ends."""
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """A block-wide barrier instruction, decoded."""
+
+    position: int
+    name: np.ndarray
+    """Barrier number, one element a lane or one for all."""
+    count: np.ndarray | None
+    """Threads that take part; None for the whole block."""
+    waits: bool
+    """False for ``bar.arrive``."""
+    reduction: str | None
+    """``popc``, ``and`` or ``or`` of ``bar.red``."""
+    predicate: np.ndarray | None
+    negated: bool
+    destination: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Threads of one block that came to a barrier together."""
+
+    lanes: np.ndarray
+    waits: bool
+    knowledge: np.ndarray
+    """What their warps knew then, from ``SharedMemory.arrive``."""
+
+
+class Scheduler:
+    """Runs one batch to its end."""
+
+    def __init__(
+        self, machine: Machine, max_instructions: int, observer: Observer | None = None
+    ) -> None:
+        self.machine = machine
+        self.program = machine.program
+        self.limit = max_instructions
+        self.together = 0
+        """Instructions that every warp has run, all of them together."""
+        self.actions: list[Action] = []
+        self.members: dict[int, np.ndarray] = {}
+        self.barriers: dict[int, Barrier] = {}
+        for position, instruction in enumerate(self.program.instructions):
+            machine.position = position
+            check_modifiers(machine, instruction)
+            block = self.program.blocks[self.program.block_of[position]]
+            if position == block.end - 1 and block.ending is not Ending.NEXT:
+                self.actions.append(Action(_nothing, _nothing))
+                if block.ending is Ending.BARRIER:
+                    self.barriers[position] = self._decode_barrier(position, instruction)
+                continue
+            self.actions.append(self._observed(bind(machine, instruction), position, observer))
+            mask = membership(machine, instruction)
+            if mask is not None:
+                self.members[position] = mask
+        self.full: list[list] = [
+            [a.all for a in self.actions[b.start : self._body_end(b)]] for b in self.program.blocks
+        ]
+        n = machine.lanes
+        self.apart = np.zeros(n, np.int64)
+        """Instructions that each lane has run beyond that."""
+        self.most_apart = 0
+        self.pc = np.zeros(n, np.int64)
+        self.status = np.zeros(n, np.int8)
+        self.status[machine.thread_ids >= machine.geometry.threads] = _DONE
+        self.last_run = np.zeros(n, np.int64)
+        self.barrier_predicate = np.zeros(n, bool)
+        self.arrivals: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+        self.issued = machine.tally.issued
+
+    @staticmethod
+    def _body_end(block: Block) -> int:
+        return block.end if block.ending is Ending.NEXT else block.end - 1
+
+    def _decode_barrier(self, position: int, instruction: Instruction) -> Barrier:
+        machine = self.machine
+        if instruction.has("cluster"):
+            raise machine.unsupported("thread-block clusters are not simulated")
+        reduction = next((m for m in ("popc", "and", "or") if instruction.has(m)), None)
+        operands = list(instruction.operands)
+        destination = predicate = None
+        negated = False
+        if reduction is not None:
+            target = operands.pop(0)
+            destination = None if isinstance(target, Sink) else machine.register(target)
+            last = operands.pop()
+            negated = isinstance(last, Register) and last.negated
+            predicate = machine.source(last, "pred")
+        name = machine.source(operands[0], "u32") if operands else np.zeros(1, np.uint32)
+        count = machine.source(operands[1], "u32") if len(operands) > 1 else None
+        if (
+            count is not None
+            and isinstance(operands[1], Immediate)
+            and operands[1].value == machine.geometry.threads
+        ):
+            count = None
+        return Barrier(
+            position,
+            name,
+            count,
+            not instruction.has("arrive"),
+            reduction,
+            predicate,
+            negated,
+            destination,
+        )
+
+    def _observed(self, action: Action, position: int, observer: Observer | None) -> Action:
+        instruction = self.program.instructions[position]
+        if observer is None or not observer.wants(instruction):
+            return action
+        machine = self.machine
+        phase = self.program.blocks[self.program.block_of[position]].phase
+
+        def run_some(selection: Selection) -> None:
+            action.some(selection)
+            lanes = machine.lanes_of(selection)
+            observer.see(Observation(machine, instruction, phase, lanes))
+
+        return machine.from_some(run_some)
+
+    # -- all threads together --------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs until every thread has ended."""
+        if (self.status == _DONE).any():
+            self._run_apart()
+            return
+        block = 0
+        with np.errstate(all="ignore"):
+            while True:
+                block = self._run_together(block)
+                if block is None:
+                    return
+                block = self._run_apart()
+                if block is None:
+                    return
+
+    def _run_together(self, index: int) -> int | None:
+        """Runs from a block until threads part (returns it, with ``pc`` set) or all end (None)."""
+        machine = self.machine
+        blocks = self.program.blocks
+        warps = machine.geometry.warps
+        lanes = machine.lanes
+        issued = self.issued
+        while True:
+            block = blocks[index]
+            issued[block.start : block.end] += warps
+            self._spend(block, block.end - block.start)
+            for run in self.full[index]:
+                run()
+            ending = block.ending
+            if ending is Ending.NEXT:
+                following = block.next
+            elif ending is Ending.BRANCH or ending is Ending.EXIT:
+                target = block.targets[0] if ending is Ending.BRANCH else -1
+                guard = self.program.instructions[block.end - 1].guard
+                following = target
+                if guard is not None:
+                    taken = self._taken(guard)
+                    count = np.count_nonzero(taken)
+                    if 0 < count < lanes:
+                        self._part(taken, target, block.next)
+                        return index
+                    following = target if count else block.next
+            elif ending is Ending.INDEXED or not self._barrier_together(block):
+                self.pc[:] = block.end - 1
+                self._finish_block(block, slice(None))
+                return index
+            else:
+                following = block.next
+            if following < 0:
+                self.status[:] = _DONE
+                return None
+            index = following
+
+    def _taken(self, guard: Register) -> np.ndarray:
+        predicate = self.machine.register(Register(guard.name))
+        return ~predicate if guard.negated else predicate
+
+    def _part(self, taken: np.ndarray, target: int, following: int) -> None:
+        self._go(np.flatnonzero(taken), target)
+        self._go(np.flatnonzero(~taken), following)
+
+    def _go(self, selection: Selection, block: int) -> None:
+        if block < 0:
+            self.status[selection] = _DONE
+        else:
+            self.pc[selection] = self.program.blocks[block].start
+
+    def _barrier_together(self, block: Block) -> bool:
+        barrier = self.barriers[block.end - 1]
+        instruction = self.program.instructions[block.end - 1]
+        if (
+            barrier.count is not None
+            or not barrier.waits
+            or barrier.reduction
+            or barrier.name.size > 1
+            or instruction.guard is not None
+            or self.arrivals
+        ):
+            return False
+        self.machine.shared.barrier_all()
+        return True
+
+    def _spend(self, block: Block, instructions: int, selection: Selection | None = None) -> None:
+        """Counts instructions of all warps, or of some, towards the limit."""
+        if selection is None:
+            self.together += instructions
+        else:
+            self.apart[selection] += instructions
+            self.most_apart = max(self.most_apart, int(self.apart[selection].max()))
+        self.machine.tick(instructions)
+        if self.together + self.most_apart > self.limit:
+            # Never collected: there is no going on.
+            raise InstructionLimitError(
+                f"a warp has run more than {self.limit} instructions: the kernel may never end; "
+                "give a larger max_instructions if it does",
+                self.machine.log.site(block.start),
+            )
+
+    # -- threads apart ---------------------------------------------------------------------
+
+    def _run_apart(self) -> int | None:
+        """Runs groups of threads until all stand at one block (returns it) or all ended (None)."""
+        with np.errstate(all="ignore"):
+            step = 0
+            while True:
+                running = self.status == _RUNNING
+                if not running.any():
+                    if (self.status == _DONE).all():
+                        return None
+                    self._resolve_deadlock()
+                    continue
+                step += 1
+                if step % _FAIRNESS:
+                    position = int(self.pc[running].min())
+                else:
+                    oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
+                    position = int(self.pc[oldest])
+                here = self.pc == position
+                active = running & here
+                if position in self.members:
+                    active |= (self.status == _AT_SYNC) & here
+                block = self.program.blocks[self.program.block_of[position]]
+                if position == block.start and active.all():
+                    self.status[:] = _RUNNING
+                    return self.program.block_of[position]
+                lanes = np.flatnonzero(active)
+                self.last_run[lanes] = step
+                self.status[lanes] = _RUNNING
+                self._run_group(block, position, lanes)
+
+    def _run_group(self, block: Block, position: int, lanes: np.ndarray) -> None:
+        end = self._body_end(block)
+        selection = _as_selection(lanes)
+        whole = self._whole_warps(lanes)
+        warps = _warp_count(lanes)
+        self._spend(block, block.end - position, selection)
+        for i in range(position, end):
+            if not whole and i in self.members:
+                lanes = self._join(i, lanes)
+                if lanes.size == 0:
+                    return
+                selection = _as_selection(lanes)
+                whole = self._whole_warps(lanes)
+                warps = _warp_count(lanes)
+            self.issued[i] += warps
+            self.actions[i].some(selection)
+        if end < block.end:
+            self.issued[end] += warps
+        self.pc[lanes] = block.end - 1
+        self._finish_block(block, selection)
+
+    @staticmethod
+    def _whole_warps(lanes: np.ndarray) -> bool:
+        if lanes.size % 32:
+            return False
+        rows = lanes.reshape(-1, 32)
+        return bool((rows[:, 0] % 32 == 0).all() and (rows[:, 31] - rows[:, 0] == 31).all())
+
+    def _join(self, position: int, lanes: np.ndarray) -> np.ndarray:
+        """Lanes that may execute a warp-wide instruction now; the others wait for their warp."""
+        members = self.members[position]
+        here = np.zeros(self.machine.lanes, bool)
+        here[lanes] = True
+        instruction = self.program.instructions[position]
+        present = warp_masks(here)
+        needed = pick(members, lanes)
+        if members.size == 1:
+            needed = np.broadcast_to(needed, lanes.shape)
+        if instruction.name not in MATRIX:
+            # A block's last warp may be short: lanes that never were are not waited for.
+            present |= self.machine.absent_lanes
+        if instruction.name in BARRIERS:
+            # Threads that have ended count as arrived at bar.warp.sync.
+            present |= warp_masks(self.status == _DONE)
+        ready = (needed & ~present[lanes // 32]) == 0
+        # A warp goes on together or not at all.
+        stuck = np.unique((lanes // 32)[~ready])
+        ready &= ~np.isin(lanes // 32, stuck)
+        waiting = lanes[~ready]
+        self.pc[waiting] = position
+        self.status[waiting] = _AT_SYNC
+        return lanes[ready]
+
+    def _finish_block(self, block: Block, selection: Selection) -> None:
+        """Ends a block for some lanes: branches, exits, barriers."""
+        instruction = self.program.instructions[block.end - 1]
+        lanes = self.machine.lane_ids[selection]
+        if block.ending is Ending.NEXT:
+            self._go(lanes, block.next)
+            return
+        if instruction.guard is not None:
+            taken = self._taken(instruction.guard)[lanes]
+            self._go(lanes[~taken], block.next)
+            lanes = lanes[taken]
+            if lanes.size == 0:
+                return
+        if block.ending is Ending.BRANCH:
+            self._go(lanes, block.targets[0])
+        elif block.ending is Ending.EXIT:
+            self._go(lanes, -1)
+        elif block.ending is Ending.INDEXED:
+            choice = pick(self.machine.source(instruction.operands[0], "u32"), lanes)
+            choice = np.broadcast_to(choice, lanes.shape)
+            for i, target in enumerate(block.targets):
+                self._go(lanes[choice == i], target)
+        else:
+            self._arrive(self.barriers[block.end - 1], block, lanes)
+
+    # -- barriers --------------------------------------------------------------------------
+
+    def _arrive(self, barrier: Barrier, block: Block, lanes: np.ndarray) -> None:
+        names = np.broadcast_to(pick(barrier.name, lanes), lanes.shape)
+        if barrier.predicate is not None:
+            value = np.broadcast_to(pick(barrier.predicate, lanes), lanes.shape)
+            self.barrier_predicate[lanes] = ~value if barrier.negated else value
+        if barrier.waits:
+            self.status[lanes] = _AT_BARRIER
+            self.pc[lanes] = barrier.position
+        else:
+            self._go(lanes, block.next)
+        geometry = self.machine.geometry
+        owners = lanes // geometry.lanes_per_block
+        for owner in np.unique(owners):
+            for name in np.unique(names[owners == owner]):
+                chosen = lanes[(owners == owner) & (names == name)]
+                local = np.unique((chosen - int(owner) * geometry.lanes_per_block) // 32)
+                knowledge = self.machine.shared.arrive(int(owner), local)
+                self.arrivals[int(owner), int(name)].append(
+                    Arrival(chosen, barrier.waits, knowledge)
+                )
+                self._release_if_complete(barrier, int(owner), int(name), chosen)
+
+    def _release_if_complete(
+        self, barrier: Barrier, owner: int, name: int, newest: np.ndarray
+    ) -> None:
+        geometry = self.machine.geometry
+        arrivals = self.arrivals[owner, name]
+        if sum(a.lanes.size for a in arrivals) < self._expected(barrier, newest):
+            return
+        del self.arrivals[owner, name]
+        released = np.concatenate([a.lanes for a in arrivals if a.waits] or [newest[:0]])
+        self._check_aligned(released)
+        self.machine.shared.release(
+            owner,
+            np.max([a.knowledge for a in arrivals], axis=0),
+            np.unique((released - owner * geometry.lanes_per_block) // 32),
+        )
+        self._release(released)
+
+    def _expected(self, barrier: Barrier, lanes: np.ndarray) -> int:
+        """Threads that a barrier waits for."""
+        if barrier.count is None:
+            return self.machine.geometry.threads
+        return int(np.broadcast_to(pick(barrier.count, lanes), lanes.shape)[0])
+
+    def _check_aligned(self, released: np.ndarray) -> None:
+        warps = released // 32
+        positions = self.pc[released]
+        for position in np.unique(positions):
+            instruction = self.program.instructions[position]
+            if instruction.name == "barrier" and not instruction.has("aligned"):
+                continue
+            mine = np.unique(warps[positions == position])
+            other = np.unique(warps[positions != position])
+            both = np.intersect1d(mine, other)
+            if both.size:
+                self.machine.log.report(
+                    BarrierError,
+                    "lanes of one warp arrive at different barrier instructions",
+                    int(position),
+                    self.machine.geometry.thread(int(both[0]) * 32),
+                )
+
+    def _release(self, lanes: np.ndarray) -> None:
+        values = self.barrier_predicate[lanes]
+        self.status[lanes] = _RUNNING
+        for position in np.unique(self.pc[lanes]):
+            chosen = lanes[self.pc[lanes] == position]
+            barrier = self.barriers[int(position)]
+            if barrier.destination is not None:
+                result = {"popc": values.sum(), "and": values.all(), "or": values.any()}
+                barrier.destination[chosen] = result[barrier.reduction]
+            self._go(chosen, self.program.blocks[self.program.block_of[position]].next)
+
+    # -- when nobody can run ---------------------------------------------------------------
+
+    def _resolve_deadlock(self) -> None:
+        """Reports why nobody can run; if faults are collected, lets the waiting go on."""
+        at_sync = np.flatnonzero(self.status == _AT_SYNC)
+        if at_sync.size:
+            position = int(self.pc[at_sync].min())
+            lanes = at_sync[self.pc[at_sync] == position]
+            self._report_missing(position, lanes)
+            # Go on without the missing lanes, past the instruction.
+            instruction = self.program.instructions[position]
+            block = self.program.blocks[self.program.block_of[position]]
+            if instruction.name not in ("mma", "ldmatrix"):
+                self.actions[position].some(lanes)
+            self.issued[position] += _warp_count(lanes)
+            self.status[lanes] = _RUNNING
+            if position + 1 < self._body_end(block):
+                self.pc[lanes] = position + 1
+            else:
+                self.pc[lanes] = block.end - 1
+                self._finish_block(block, lanes)
+            return
+        waiting = np.flatnonzero(self.status == _AT_BARRIER)
+        geometry = self.machine.geometry
+        owner = int(waiting[0]) // geometry.lanes_per_block
+        mine = waiting[waiting // geometry.lanes_per_block == owner]
+        position = int(self.pc[mine].min())
+        here = mine[self.pc[mine] == position]
+        block_lanes = owner * geometry.lanes_per_block + np.arange(geometry.threads)
+        ended = int((self.status[block_lanes] == _DONE).sum())
+        elsewhere = mine[self.pc[mine] != position]
+        expected = self._expected(self.barriers[position], here)
+        detail = f"{here.size} of {expected} threads wait, {ended} have ended"
+        if elsewhere.size:
+            detail += (
+                f", {elsewhere.size} wait at {self.machine.log.site(int(self.pc[elsewhere[0]]))}"
+            )
+        self.machine.log.report(BarrierError, detail, position, geometry.thread(here[0]))
+        for key in [k for k in self.arrivals if k[0] == owner]:
+            del self.arrivals[key]
+        self._release(mine)
+
+    def _report_missing(self, position: int, lanes: np.ndarray) -> None:
+        members = self.members[position]
+        here = np.zeros(self.machine.lanes, bool)
+        here[lanes] = True
+        warp = int(lanes[0]) // 32
+        present = int(warp_masks(here)[warp])
+        needed = int(np.broadcast_to(pick(members, lanes), lanes.shape)[0])
+        missing = needed & ~present
+        ended = int(warp_masks(self.status == _DONE)[warp]) & missing
+        detail = f"the lanes {needed:#010x} must execute it together, {missing:#010x} do not come"
+        if ended:
+            detail += f" ({ended:#010x} have ended)"
+        self.machine.log.report(
+            MissingLanesError, detail, position, self.machine.geometry.thread(lanes[0])
+        )
+
+
+def _nothing(selection: Selection | None = None) -> None:
+    """Branches, exits and barriers are run by the scheduler itself."""
+
+
+def _as_selection(lanes: np.ndarray) -> Selection:
+    """A slice where the lanes are contiguous: views are cheaper than copies."""
+    first, last = int(lanes[0]), int(lanes[-1])
+    return slice(first, last + 1) if last - first + 1 == lanes.size else lanes
+
+
+def _warp_count(lanes: np.ndarray) -> int:
+    warps = lanes // 32
+    return 1 + int(np.count_nonzero(warps[1:] != warps[:-1]))

@@ -1,0 +1,1 @@
+"""What the records add up to: counts, phases, bounds, differences."""

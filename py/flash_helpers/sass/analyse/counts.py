@@ -1,0 +1,128 @@
+"""How many instructions, of what kind, and which of them do work. Standard library only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.flow import ALWAYS, NEVER, padding_start
+from flash_helpers.sass.read.records import Kernel, Loop, Operation
+
+
+class Bucket(Enum):
+    """What becomes of an instruction.
+
+    EXECUTED: it has no guard, or that of @PT. PREDICATED: a guard decides. FILLER: the guard @!PT
+    or @!UPT turns it off for good; ptxas leaves `@!PT LDS RZ, [RZ]` and `@!UPT UIADD3`. PADDING: it
+    fills the section behind the code.
+    """
+
+    EXECUTED = "executed"
+    PREDICATED = "predicated"
+    FILLER = "filler"
+    PADDING = "padding"
+
+
+WORK = (Bucket.EXECUTED, Bucket.PREDICATED)
+
+
+def bucket(operation: Operation, in_padding: bool = False) -> Bucket:
+    """The bucket of one instruction. in_padding: it is at or behind `flow.padding_start`."""
+    if in_padding:
+        return Bucket.PADDING
+    if operation.predicate in NEVER:
+        return Bucket.FILLER
+    return Bucket.EXECUTED if operation.predicate in ALWAYS else Bucket.PREDICATED
+
+
+def buckets(operations: Sequence[Operation]) -> list[Bucket]:
+    """The bucket of each instruction of a whole kernel."""
+    padding = padding_start(operations)
+    return [bucket(operation, n >= padding) for n, operation in enumerate(operations)]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of instructions: in the text of a kernel or of a part of it, or executed by a warp.
+
+    by_bucket: all of them. by_opcode, by_base and by_class: the work only, that is what is executed
+    or predicated; most first, the opcode with its modifiers, without them, and its class.
+    """
+
+    by_bucket: Mapping[Bucket, int]
+    by_opcode: Mapping[str, int]
+    by_base: Mapping[str, int]
+    by_class: Mapping[str, int]
+
+    @property
+    def work(self) -> int:
+        """Instructions that are executed, or may be."""
+        return sum(self.by_bucket[kind] for kind in WORK)
+
+    @property
+    def total(self) -> int:
+        """All instructions, filler and padding included."""
+        return sum(self.by_bucket.values())
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-core instructions."""
+        return self.by_class.get(opcodes.TENSOR, 0)
+
+    def per_tensor(self, number: float) -> float | None:
+        """A number of instructions for each tensor-core instruction; None if there is none."""
+        return number / self.tensor if self.tensor else None
+
+
+def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
+    """Count instructions of which the buckets are known, each as often as the number says."""
+    by_bucket: Counter[Bucket] = Counter()
+    by_opcode: Counter[str] = Counter()
+    by_base: Counter[str] = Counter()
+    by_class: Counter[str] = Counter()
+    for operation, kind, times in operations:
+        by_bucket[kind] += times
+        if kind in WORK and times:
+            by_opcode[operation.opcode] += times
+            by_base[operation.base] += times
+            by_class[opcodes.classify(operation.opcode, operation.operands)] += times
+    return Counts(
+        by_bucket=MappingProxyType({kind: by_bucket[kind] for kind in Bucket}),
+        by_opcode=_ordered(by_opcode),
+        by_base=_ordered(by_base),
+        by_class=_ordered(by_class),
+    )
+
+
+def count(operations: Iterable[tuple[Operation, Bucket]]) -> Counts:
+    """Count instructions of which the buckets are known."""
+    return weigh((operation, kind, 1) for operation, kind in operations)
+
+
+def count_all(operations: Sequence[Operation]) -> Counts:
+    """Count a whole kernel."""
+    return count(zip(operations, buckets(operations), strict=True))
+
+
+def count_blocks(kernel: Kernel, blocks: Iterable[int]) -> Counts:
+    """Count some of a kernel's blocks, given by their indices."""
+    wanted = set(blocks)
+    kinds = buckets(kernel.instructions)
+    return count(
+        (instruction, kind)
+        for instruction, kind in zip(kernel.instructions, kinds, strict=True)
+        if instruction.block in wanted
+    )
+
+
+def count_loop(kernel: Kernel, loop: Loop) -> Counts:
+    """Count one iteration's text of a loop, with all the loops inside it."""
+    return count_blocks(kernel, loop.blocks)
+
+
+def _ordered(counted: Mapping[str, int]) -> Mapping[str, int]:
+    return MappingProxyType(dict(sorted(counted.items(), key=lambda item: (-item[1], item[0]))))

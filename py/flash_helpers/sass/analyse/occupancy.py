@@ -1,0 +1,137 @@
+"""How many blocks of a kernel an SM holds at a time. Standard library only.
+
+The rules are those of CUDA's own calculator, `cuda_occupancy.h`, for compute capability 8.0, 8.6,
+8.9 and 9.0; the limits those of the CUDA C++ Programming Guide, "Technical Specifications per
+Compute Capability". The driver is taken to give an SM as much shared memory as it needs, up to the
+largest carve-out, which is what it does unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from flash_helpers.kernel_configs import (
+    MAX_SMEM_BYTES,
+    MAX_WARPS,
+    WARP_SIZE,
+    FlashForwardKernelConfig,
+)
+from flash_helpers.sass.read.records import Kernel, SassError
+
+REGISTERS_PER_SM = 64 * 1024
+REGISTERS_ALLOCATED_AT_ONCE = 256  # to a warp
+SUB_PARTITIONS = 4
+SMEM_ALLOCATED_AT_ONCE = 128
+RESERVED_SMEM_BYTES = 1024  # a block, by the driver
+
+
+@dataclass(frozen=True)
+class SMLimits:
+    """What an SM holds. barriers: None where they limit nothing, before 9.0."""
+
+    warps: int
+    blocks: int
+    barriers: int | None
+
+    @classmethod
+    def of(cls, capability: int) -> SMLimits:
+        """Those of a compute capability such as 90. Raises SassError for one that is not known."""
+        if capability not in LIMITS:
+            known = ", ".join(f"sm_{number}" for number in LIMITS)
+            raise SassError(f"the limits of sm_{capability} are not known: only those of {known}")
+        return LIMITS[capability]
+
+
+LIMITS: Mapping[int, SMLimits] = MappingProxyType(
+    {
+        80: SMLimits(warps=64, blocks=32, barriers=None),
+        86: SMLimits(warps=48, blocks=16, barriers=None),
+        89: SMLimits(warps=48, blocks=24, barriers=None),
+        90: SMLimits(warps=64, blocks=32, barriers=64),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Resident blocks and warps of one kernel on an SM.
+
+    by_limit: blocks that each resource would allow: "warps", "blocks", "registers", "shared memory"
+        and, from 9.0 on, "barriers". max_warps: that the SM holds of any kernel.
+    """
+
+    blocks: int
+    warps: int
+    max_warps: int
+    by_limit: Mapping[str, int]
+
+    @property
+    def limiters(self) -> tuple[str, ...]:
+        """The resources that allow no more blocks than there are."""
+        return tuple(name for name, blocks in self.by_limit.items() if blocks == self.blocks)
+
+
+def occupancy(
+    capability: int, registers: int, smem_bytes: int, threads: int, barriers: int = 0
+) -> Occupancy:
+    """How many blocks an SM holds; 0 if a block cannot be launched.
+
+    capability: such as 90. registers: a thread. smem_bytes: static and dynamic together, a block.
+    threads, barriers: a block.
+
+    Raises SassError for a compute capability that is not known, or a block without threads.
+    """
+    limits = SMLimits.of(capability)
+    if not 1 <= threads <= MAX_WARPS * WARP_SIZE:
+        raise SassError(f"a block has {threads} threads: it must have 1 to {MAX_WARPS * WARP_SIZE}")
+    warps = -(-threads // WARP_SIZE)
+    by_limit = {
+        "warps": limits.warps // warps,
+        "blocks": limits.blocks,
+        "registers": _blocks_by_registers(registers, warps),
+        "shared memory": _blocks_by_smem(capability, smem_bytes),
+    }
+    if limits.barriers is not None and barriers:
+        by_limit["barriers"] = limits.barriers // barriers
+    blocks = min(by_limit.values())
+    return Occupancy(blocks, blocks * warps, limits.warps, MappingProxyType(by_limit))
+
+
+def kernel_occupancy(kernel: Kernel, threads: int, dynamic_smem_bytes: int) -> Occupancy:
+    """The occupancy of a kernel on the architecture that it was compiled for, launched with so many
+    threads and so much dynamic shared memory a block. Raises SassError as `occupancy` does."""
+    resources = kernel.resources
+    return occupancy(
+        kernel.capability,
+        resources.registers,
+        resources.static_smem_bytes + dynamic_smem_bytes,
+        threads,
+        resources.barriers,
+    )
+
+
+def config_occupancy(kernel: Kernel, config: FlashForwardKernelConfig) -> Occupancy:
+    """The occupancy of a forward kernel, launched as its config says."""
+    return kernel_occupancy(kernel, config.n_threads, config.smem_bytes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _blocks_by_registers(registers: int, warps: int) -> int:
+    per_warp = _round_up(max(registers, 1) * WARP_SIZE, REGISTERS_ALLOCATED_AT_ONCE)
+    # the hardware checks a launch as if warps came in fours, one for each sub-partition
+    if per_warp * _round_up(warps, SUB_PARTITIONS) > REGISTERS_PER_SM:
+        return 0
+    return REGISTERS_PER_SM // SUB_PARTITIONS // per_warp * SUB_PARTITIONS // warps
+
+
+def _blocks_by_smem(capability: int, smem_bytes: int) -> int:
+    most = MAX_SMEM_BYTES[capability]
+    if smem_bytes > most:
+        return 0
+    each = _round_up(smem_bytes + RESERVED_SMEM_BYTES, SMEM_ALLOCATED_AT_ONCE)
+    return (most + RESERVED_SMEM_BYTES) // each

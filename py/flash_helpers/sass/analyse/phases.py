@@ -1,0 +1,302 @@
+"""Prologue, main loop and epilogue of a kernel, how often each part is executed, and unrolling.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from flash_helpers.kernel_configs import MMA_K, MMA_M, FlashForwardKernelConfig
+from flash_helpers.sass.analyse.counts import Counts, buckets, count_blocks, weigh
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.flow import may_execute, padding_start
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel, Loop
+
+MMA_N = 8  # columns of B and C of mma.m16n8k16
+# A walk that takes more steps than this is not that of a loop that somebody wants counted.
+_MOST_STEPS = 1_000_000
+# ptxas makes one of these of one PTX instruction, so that more of them are copies.
+_ONE_TO_ONE = (
+    opcodes.TENSOR,
+    opcodes.LDMATRIX,
+    opcodes.ASYNC_COPY,
+    opcodes.GLOBAL_LOAD,
+    opcodes.GLOBAL_STORE,
+    opcodes.SHARED_STORE,
+    opcodes.SHUFFLE,
+    opcodes.FP32,
+)
+
+
+class NotDeterminedError(ValueError):
+    """How often a part of a kernel is executed cannot be told from its text."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Indices of blocks. main_loop: None in a kernel without loops.
+
+    prologue: what the main loop can be reached from. epilogue: the rest of the code.
+    """
+
+    prologue: tuple[int, ...]
+    main_loop: Loop | None
+    epilogue: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PhaseCounts:
+    """The text of each phase, counted; main_loop is None in a kernel without loops."""
+
+    prologue: Counts
+    main_loop: Counts | None
+    epilogue: Counts
+
+
+@dataclass(frozen=True)
+class Unrolling:
+    """Signs that a loop's body was copied.
+
+    by_ptxas: how many instructions one PTX line most often became in the loop, of opcodes that are
+        made one for one; None without PTX lines.
+    by_source: PTX lines that one CUDA line, with all that it was inlined into, most often became,
+        among the loop's tensor instructions (or all that are made one for one, if there are none);
+        `#pragma unroll` shows here. None without source lines.
+    """
+
+    by_ptxas: int | None
+    by_source: int | None
+
+
+def code_of(kernel: Kernel) -> tuple[Block, ...]:
+    """The blocks before the padding."""
+    padding = padding_start(kernel.instructions) * INSTRUCTION_BYTES
+    return tuple(block for block in kernel.blocks if block.start < padding)
+
+
+def main_loop(kernel: Kernel) -> Loop | None:
+    """The loop with the most tensor instructions of its own, those of loops inside it left out.
+
+    Without tensor instructions the longest; among equals the innermost, then the first.
+    """
+    own: Counter[int] = Counter()
+    tensor: Counter[int] = Counter()
+    for instruction in kernel.instructions:
+        if instruction.loop is not None and may_execute(instruction):
+            own[instruction.loop] += 1
+            tensor[instruction.loop] += opcodes.classify(instruction.opcode) == opcodes.TENSOR
+    return max(
+        kernel.loops,
+        key=lambda loop: (tensor[loop.index], own[loop.index], loop.depth, -loop.index),
+        default=None,
+    )
+
+
+def phases(kernel: Kernel) -> Phases:
+    """The blocks of each phase. A loop around the main loop is split at the main loop's header."""
+    main = main_loop(kernel)
+    code = [block.index for block in code_of(kernel)]
+    if main is None:
+        return Phases(tuple(code), None, ())
+    before = _reaching(kernel.blocks, main.header)
+    outside = [block for block in code if block not in main.blocks]
+    around = [loop for loop in kernel.loops if loop.blocks > main.blocks]
+
+    def is_before(block: int) -> bool:
+        if any(block in loop.blocks for loop in around):
+            return kernel.blocks[block].start < kernel.blocks[main.header].start
+        return block in before
+
+    return Phases(
+        prologue=tuple(block for block in outside if is_before(block)),
+        main_loop=main,
+        epilogue=tuple(block for block in outside if not is_before(block)),
+    )
+
+
+def count_phases(kernel: Kernel) -> PhaseCounts:
+    """Count the text of each phase."""
+    parts = phases(kernel)
+    return PhaseCounts(
+        prologue=count_blocks(kernel, parts.prologue),
+        main_loop=count_blocks(kernel, parts.main_loop.blocks) if parts.main_loop else None,
+        epilogue=count_blocks(kernel, parts.epilogue),
+    )
+
+
+def tensor_per_block(config: FlashForwardKernelConfig) -> int:
+    """Tensor instructions of a warp for one block of K and V: Q @ K^T and P @ V, which take as many
+    mma.m16n8k16 each, and the row sums as one column tile more of P @ V."""
+    row_tiles = config.B_r // config.n_warps // MMA_M
+    products = 2 * row_tiles * (config.B_c // MMA_N) * (config.d_head // MMA_K)
+    return products + config.mma_row_sum * row_tiles * (config.B_c // MMA_K)
+
+
+def trip_counts(kernel: Kernel, config: FlashForwardKernelConfig, seq_len: int) -> dict[int, int]:
+    """How often each loop of a forward kernel is run, by index, for a whole sequence.
+
+    A loop handles as many blocks of K and V as its tensor instructions are enough for; those
+    outside loops handle peeled blocks. Where there are two loops, the second takes what the first,
+    unrolled one leaves.
+
+    Raises NotDeterminedError if the tensor instructions are not those of whole blocks, or if there
+    are loops without them.
+    """
+    per_block = tensor_per_block(config)
+    total: Counter[int | None] = Counter(
+        instruction.loop
+        for instruction in kernel.instructions
+        if opcodes.classify(instruction.opcode) == opcodes.TENSOR and may_execute(instruction)
+    )
+    name = config.short_form()
+    for where, number in total.items():
+        if number % per_block:
+            place = "outside loops" if where is None else f"in loop {where}"
+            raise NotDeterminedError(
+                f"{name} has {number} tensor instructions {place}, but a block of K and V takes "
+                f"{per_block}: how many blocks these are cannot be told"
+            )
+    unknown = [loop.index for loop in kernel.loops if not total[loop.index]]
+    if unknown:
+        raise NotDeterminedError(
+            f"loop {unknown[0]} of {name} has no tensor instruction of its own: how often it is "
+            "run cannot be told"
+        )
+    left = -(-seq_len // config.B_c) - total[None] // per_block
+    trips: dict[int, int] = {}
+    for loop in sorted(kernel.loops, key=lambda loop: (-total[loop.index], loop.index)):
+        trips[loop.index], left = divmod(max(left, 0), total[loop.index] // per_block)
+    if left or any(loop.parent is not None for loop in kernel.loops):
+        raise NotDeterminedError(
+            f"the loops of {name} do not add up to the {-(-seq_len // config.B_c)} blocks of K and "
+            f"V of seq_len {seq_len}: how often they are run cannot be told"
+        )
+    return trips
+
+
+def block_executions(kernel: Kernel, trips: Mapping[int, int]) -> list[int]:
+    """How often a warp executes each block, when it does what the numbers of trips say.
+
+    trips: index of a loop to the number of times that its header is executed each time that the
+        loop is entered; 0 if it is passed by.
+
+    A warp is taken not to leave through a guarded EXIT, and to stay together.
+
+    Raises NotDeterminedError if a branch is decided by something else than the number of trips.
+    """
+    loop_of = _innermost_loops(kernel)
+    executed = [0] * len(kernel.blocks)
+    iterations: Counter[int] = Counter()
+    at = 0
+    for _ in range(_MOST_STEPS):
+        block = kernel.blocks[at]
+        executed[at] += 1
+        loop = loop_of[at]
+        if loop is not None and kernel.loops[loop].header == at:
+            iterations[loop] += 1
+        if not block.successors:
+            return executed
+        following = _choose(kernel, block, loop, trips, iterations)
+        while loop is not None and following not in kernel.loops[loop].blocks:
+            iterations[loop] = 0
+            loop = kernel.loops[loop].parent
+        at = following
+    raise NotDeterminedError(f"a warp executes more than {_MOST_STEPS} blocks of {kernel.symbol}")
+
+
+def executed(kernel: Kernel, trips: Mapping[int, int]) -> Counts:
+    """The instructions that one warp executes, when loops make so many trips.
+
+    Predicated instructions count whatever their guard says, and filler is counted as such, since
+    the warp issues both. Raises as `block_executions` does.
+    """
+    times = block_executions(kernel, trips)
+    kinds = buckets(kernel.instructions)
+    return weigh(
+        (instruction, kind, times[instruction.block])
+        for instruction, kind in zip(kernel.instructions, kinds, strict=True)
+    )
+
+
+def unrolling(kernel: Kernel, loop: Loop) -> Unrolling:
+    """Signs of unrolling in one loop, the loops inside it left out."""
+    body = [i for i in kernel.instructions if i.loop == loop.index and may_execute(i)]
+    named = [(opcodes.classify(i.opcode, i.operands), i) for i in body]
+    made = [i for name, i in named if name in _ONE_TO_ONE]
+    tensor = [i for name, i in named if name == opcodes.TENSOR]
+    by_line = Counter((i.ptx_line, i.base) for i in made if i.ptx_line is not None)
+    shown = {(i.source, i.ptx_line) for i in tensor or made if i.source and i.ptx_line is not None}
+    by_source = Counter(source for source, _ in shown)
+    return Unrolling(_most_frequent(by_line.values()), _most_frequent(by_source.values()))
+
+
+def _most_frequent(numbers: Collection[int]) -> int | None:
+    """The number that occurs most often, the smallest of several; None if there are none."""
+    counted = Counter(numbers)
+    return min(counted, key=lambda number: (-counted[number], number)) if counted else None
+
+
+def _innermost_loops(kernel: Kernel) -> list[int | None]:
+    innermost: list[int | None] = [None] * len(kernel.blocks)
+    for loop in sorted(kernel.loops, key=lambda loop: loop.depth):
+        for block in loop.blocks:
+            innermost[block] = loop.index
+    return innermost
+
+
+def _choose(
+    kernel: Kernel,
+    block: Block,
+    loop: int | None,
+    trips: Mapping[int, int],
+    iterations: Mapping[int, int],
+) -> int:
+    """The block that comes next."""
+    candidates = list(block.successors)
+    if loop is not None and len(candidates) > 1:
+        around = kernel.loops[loop]
+        staying = [n for n in candidates if n in around.blocks]
+        leaving = [n for n in candidates if n not in around.blocks]
+        if staying and leaving:
+            candidates = leaving if iterations[loop] >= trips.get(loop, 0) else staying
+    for other in kernel.loops:
+        if len(candidates) > 1 and block.index not in other.blocks:
+            stop = None if loop is None else kernel.loops[loop].header
+            leading = [n for n in candidates if other.header in _reachable(kernel.blocks, n, stop)]
+            passing = [n for n in candidates if n not in leading]
+            if leading and passing:
+                candidates = leading if trips.get(other.index, 0) else passing
+    if len(candidates) > 1:
+        last: Instruction = kernel.instructions[block.end // INSTRUCTION_BYTES - 1]
+        raise NotDeterminedError(
+            f"the branch at {last.address:#06x} of {kernel.symbol} ({last.text}) does not depend "
+            "on the number of trips alone: what a warp executes cannot be told from the text"
+        )
+    return candidates[0]
+
+
+def _reachable(blocks: Sequence[Block], start: int, stop: int | None) -> set[int]:
+    """What can be reached from a block without passing through `stop`."""
+    found: set[int] = set()
+    stack = [start]
+    while stack:
+        n = stack.pop()
+        if n not in found and n != stop:
+            found.add(n)
+            stack.extend(blocks[n].successors)
+    return found
+
+
+def _reaching(blocks: Sequence[Block], target: int) -> set[int]:
+    """The blocks from which a block can be reached."""
+    found: set[int] = set()
+    stack = [target]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack.extend(blocks[n].predecessors)
+    return found

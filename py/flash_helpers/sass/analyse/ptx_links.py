@@ -1,0 +1,281 @@
+"""What became of each PTX instruction: the SASS made of it, and the PTX that it depends on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from flash_helpers.ptx.errors import PtxError
+from flash_helpers.ptx.read.flow import Phase, Program, build_program
+from flash_helpers.ptx.read.module import (
+    Address,
+    Arguments,
+    Operand,
+    Pair,
+    Register,
+    Vector,
+)
+from flash_helpers.ptx.read.module import Instruction as PtxInstruction
+from flash_helpers.ptx.read.reader import read_ptx
+from flash_helpers.sass.analyse.counts import WORK, buckets
+from flash_helpers.sass.read.records import Instruction, Kernel, SassError, SourceLine
+
+# Their first operand is read, not written (PTX ISA 9.0, "Instruction Set").
+_READS_FIRST_OPERAND = frozenset({"bar", "barrier", "brx", "nanosleep", "bra"})
+_REDUCTION = "red"  # bar.red and barrier.red do write a result
+
+
+def _registers(operand: Operand) -> Iterator[str]:
+    if isinstance(operand, Register):
+        yield operand.name
+    elif isinstance(operand, Address):
+        yield from _registers(operand.base)
+    elif isinstance(operand, Vector | Arguments):
+        for element in operand.elements:
+            yield from _registers(element)
+    elif isinstance(operand, Pair):
+        yield from _registers(operand.first)
+        yield from _registers(operand.second)
+
+
+def _writes_first(instruction: PtxInstruction) -> bool:
+    if not instruction.operands or isinstance(instruction.operands[0], Address):
+        return False
+    return instruction.name not in _READS_FIRST_OPERAND or instruction.has(_REDUCTION)
+
+
+def written_registers(instruction: PtxInstruction) -> tuple[str, ...]:
+    """The registers that an instruction writes."""
+    return tuple(_registers(instruction.operands[0])) if _writes_first(instruction) else ()
+
+
+def read_registers(instruction: PtxInstruction) -> tuple[str, ...]:
+    """The registers that an instruction reads, its guard's too, each once."""
+    sources = instruction.operands[1:] if _writes_first(instruction) else instruction.operands
+    names = [name for operand in sources for name in _registers(operand)]
+    if instruction.guard is not None:
+        names.append(instruction.guard.name)
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class KernelPtx:
+    """The PTX of one kernel. lines: the embedded text, line 1 first; program: its instructions."""
+
+    lines: tuple[str, ...]
+    program: Program
+
+    @cached_property
+    def at_line(self) -> Mapping[int, tuple[int, ...]]:
+        """The indices of the instructions that begin on each line that has some."""
+        found: dict[int, tuple[int, ...]] = {}
+        for index, instruction in enumerate(self.program.instructions):
+            found[instruction.line] = (*found.get(instruction.line, ()), index)
+        return found
+
+    @cached_property
+    def _block_predecessors(self) -> Mapping[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {b: [] for b in range(len(self.program.blocks))}
+        for b, block in enumerate(self.program.blocks):
+            for successor in {*block.targets, block.next} - {-1}:
+                found[successor].append(b)
+        return {b: tuple(before) for b, before in found.items()}
+
+    def text(self, line: int) -> str:
+        """A line of the PTX, without the white space around it."""
+        return " ".join(self.lines[line - 1].split())
+
+    def phase(self, index: int) -> Phase:
+        """The phase of an instruction."""
+        return self.program.blocks[self.program.block_of[index]].phase
+
+    def definitions(self, index: int, register: str) -> tuple[int, ...]:
+        """The instructions whose value of a register may reach an instruction, in program order."""
+        program = self.program
+        found = set()
+        block = program.block_of[index]
+        to_search = [(block, index)]
+        seen: set[int] = set()
+        while to_search:
+            block, end = to_search.pop()
+            for i in range(end - 1, program.blocks[block].start - 1, -1):
+                instruction = program.instructions[i]
+                if register in written_registers(instruction):
+                    found.add(i)
+                    # A guarded write may leave the value that was there before.
+                    if instruction.guard is None:
+                        break
+            else:
+                for before in self._block_predecessors[block]:
+                    if before not in seen:
+                        seen.add(before)
+                        to_search.append((before, program.blocks[before].end))
+        return tuple(sorted(found))
+
+
+def read_kernel_ptx(kernel: Kernel) -> KernelPtx:
+    """The PTX that the cubin holds of a kernel.
+
+    Raises SassError if it holds none, or holds PTX that cannot be read.
+    """
+    if not kernel.ptx:
+        raise SassError(
+            f"{kernel.origin} holds no PTX of {kernel.symbol}: compile it with -lineinfo"
+        )
+    try:
+        function = read_ptx(kernel.ptx).functions.get(kernel.symbol)
+        if function is None:
+            raise SassError(f"the PTX in {kernel.origin} has no kernel {kernel.symbol}")
+        return KernelPtx(tuple(kernel.ptx.split("\n")), build_program(function))
+    except PtxError as error:
+        raise SassError(f"the PTX in {kernel.origin} cannot be read: {error}") from error
+
+
+def sass_by_ptx_line(kernel: Kernel) -> dict[int, tuple[Instruction, ...]]:
+    """The SASS instructions that came from each PTX line, by address. Filler and padding, which
+    the line table gives to some line, too, are left out."""
+    found: dict[int, list[Instruction]] = {}
+    kinds = buckets(kernel.instructions)
+    for instruction, kind in zip(kernel.instructions, kinds, strict=True):
+        if instruction.ptx_line is not None and kind in WORK:
+            found.setdefault(instruction.ptx_line, []).append(instruction)
+    return {line: tuple(instructions) for line, instructions in found.items()}
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """An instruction of a backward slice.
+
+    line: of the PTX. depth: 0 for the instruction that was asked for, 1 for what it reads, ...
+    registers: those whose value it hands on to an instruction one step nearer.
+    """
+
+    line: int
+    depth: int
+    registers: tuple[str, ...]
+
+
+def instruction_at(ptx: KernelPtx, line: int) -> tuple[int, ...]:
+    """Indices of the instructions on a line. Raises SassError, naming the nearest line with some,
+    if there is none."""
+    found = ptx.at_line.get(line)
+    if found is None:
+        nearest = min(ptx.at_line, key=lambda other: (abs(other - line), other))
+        raise SassError(
+            f"line {line} of the PTX (1 to {len(ptx.lines)}) holds no instruction of the kernel: "
+            f"the nearest that does is line {nearest}, {ptx.text(nearest)!r}"
+        )
+    return found
+
+
+def depends_on(ptx: KernelPtx, line: int, depth: int) -> list[Dependence]:
+    """What the instruction on a PTX line computes with: the slice back through registers.
+
+    Round a loop too; through memory it is not followed. depth: how many steps back at most.
+    The nearest come first, then by line.
+
+    Raises SassError if the line holds no instruction.
+    """
+    reached: dict[int, int] = dict.fromkeys(instruction_at(ptx, line), 0)
+    handed_on: dict[int, dict[str, None]] = {index: {} for index in reached}
+    frontier = list(reached)
+    for step in range(1, depth + 1):
+        following = []
+        for index in frontier:
+            for register in read_registers(ptx.program.instructions[index]):
+                for definition in ptx.definitions(index, register):
+                    if definition not in reached:
+                        reached[definition] = step
+                        handed_on[definition] = {}
+                        following.append(definition)
+                    if reached[definition] == step:
+                        handed_on[definition][register] = None
+        frontier = following
+    found = [
+        Dependence(ptx.program.instructions[index].line, step, tuple(handed_on[index]))
+        for index, step in reached.items()
+    ]
+    return sorted(found, key=lambda dependence: (dependence.depth, dependence.line))
+
+
+@dataclass(frozen=True)
+class OpcodeFanOut:
+    """What became of all PTX instructions of one opcode.
+
+    sass: instructions made of them; vanished: how many became none; several: how many became more
+    than one. made: the SASS opcodes, most frequent first, with how many of each.
+    """
+
+    opcode: str
+    instructions: int
+    sass: int
+    vanished: int
+    several: int
+    made: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class FanOut:
+    """What became of the PTX instructions of a kernel.
+
+    counts: SASS instructions of each line that holds a PTX instruction. opcodes: most SASS first.
+    without_ptx: SASS instructions that name no line with an instruction. Filler and padding are
+    left out.
+    """
+
+    counts: Mapping[int, int]
+    opcodes: tuple[OpcodeFanOut, ...]
+    without_ptx: int
+
+
+def fan_out(kernel: Kernel, ptx: KernelPtx) -> FanOut:
+    """How many SASS instructions each PTX instruction became, in total and by opcode.
+
+    The line table names one PTX line for each SASS instruction, so what ptxas merged from several
+    PTX instructions counts for one of them, and the others count as vanished.
+    """
+    made = sass_by_ptx_line(kernel)
+    counts = {line: len(made.get(line, ())) for line in ptx.at_line}
+    by_opcode: dict[str, list[int]] = {}
+    for line, indices in ptx.at_line.items():
+        by_opcode.setdefault(ptx.program.instructions[indices[0]].opcode, []).append(line)
+    opcodes = []
+    for opcode, lines in by_opcode.items():
+        sass = Counter(i.opcode for line in lines for i in made.get(line, ()))
+        opcodes.append(
+            OpcodeFanOut(
+                opcode=opcode,
+                instructions=len(lines),
+                sass=sass.total(),
+                vanished=sum(not counts[line] for line in lines),
+                several=sum(counts[line] > 1 for line in lines),
+                made=tuple(sorted(sass.items(), key=lambda item: (-item[1], item[0]))),
+            )
+        )
+    opcodes.sort(key=lambda found: (-found.sass, -found.instructions, found.opcode))
+    work = sum(kind in WORK for kind in buckets(kernel.instructions))
+    return FanOut(counts, tuple(opcodes), work - sum(counts.values()))
+
+
+def ptx_sources(kernel: Kernel, text: str) -> dict[int, tuple[SourceLine, ...]]:
+    """The CUDA lines of each line of the embedded PTX that holds an instruction, innermost first.
+
+    text: the PTX as nvcc wrote it, with the .loc directives that the cubin leaves out. Empty if it
+    is not the text that the cubin was compiled from: then its instructions stand on other lines.
+    """
+    try:
+        function = read_ptx(text).functions[kernel.symbol]
+        embedded = read_kernel_ptx(kernel).program.function
+    except (KeyError, PtxError, SassError):
+        return {}
+    if [(i.line, i.opcode) for i in function.instructions] != [
+        (i.line, i.opcode) for i in embedded.instructions
+    ]:
+        return {}
+    return {
+        i.line: tuple(SourceLine(frame.file, frame.line) for frame in i.location.frames())
+        for i in function.instructions
+        if i.location is not None
+    }

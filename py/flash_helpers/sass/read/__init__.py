@@ -1,0 +1,1 @@
+"""From a file with machine code to one record an instruction."""

@@ -1,0 +1,160 @@
+"""NVIDIA's disassemblers: where they are, how new they are, and how they are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_helpers.sass.read.records import SassError
+
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+TIMEOUT_SECONDS = 120.0  # a kernel of ten thousand instructions takes a few
+
+_SHOWN_LINES = 3  # of what a program complains of
+_PREFIX = re.compile(r"^\w+ (?:fatal|error|info|warning)\s*: ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Disassembler:
+    """A program of the toolkit, "nvdisasm" or "cuobjdump", and its version, e.g. (13, 5, 37)."""
+
+    name: str
+    path: Path
+    version: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {version_text(self.version)}"
+
+
+def version_text(version: Sequence[int]) -> str:
+    """A version as NVIDIA prints it, such as 13.5.37."""
+    return ".".join(map(str, version))
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The version in a banner or a note such as "release 13.0, V13.0.88"; empty without one."""
+    match = re.search(r"\bV(\d+(?:\.\d+)+)", text)
+    return tuple(int(number) for number in match[1].split(".")) if match else ()
+
+
+def _package_folders(path: Sequence[str]) -> Iterator[Path]:
+    for entry in path:
+        nvidia = Path(entry or ".") / "nvidia"
+        if nvidia.is_dir():
+            yield from sorted(nvidia.glob("*/bin"))
+
+
+def candidates(
+    name: str,
+    environ: Mapping[str, str] | None = None,
+    path: Sequence[str] | None = None,
+    default_home: Path = DEFAULT_CUDA_HOME,
+) -> list[Path]:
+    """The programs of that name, each once, in this order: CUDA_HOME, CUDA_PATH, the packages
+    nvidia-cuda-... of PyPI among the installed ones, PATH, `default_home`.
+
+    environ, path: default to those of this process.
+    """
+    environ = os.environ if environ is None else environ
+    folders = [Path(home) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if (home := environ.get(v))]
+    folders += _package_folders(sys.path if path is None else path)
+    if on_path := shutil.which(name, path=environ.get("PATH", "")):
+        folders.append(Path(on_path).parent)
+    folders.append(default_home / "bin")
+    found = {}
+    for folder in folders:
+        program = folder / name
+        if program.is_file() and os.access(program, os.X_OK):
+            found.setdefault(program.resolve(), program.absolute())
+    return list(found.values())
+
+
+def find_disassembler(
+    name: str,
+    environ: Mapping[str, str] | None = None,
+    path: Sequence[str] | None = None,
+    default_home: Path = DEFAULT_CUDA_HOME,
+) -> Disassembler:
+    """The newest of the `candidates`, the first of them if they are equally new.
+
+    The newest, because each reads the files of its own release and of older ones. Raises SassError
+    without any, saying what to install.
+    """
+    newest: Disassembler | None = None
+    for program in candidates(name, environ, path, default_home):
+        try:
+            version = parse_version(run_program(program, "--version"))
+        except SassError:
+            continue
+        if version and (newest is None or version > newest.version):
+            newest = Disassembler(name, program, version)
+    if newest is None:
+        raise SassError(
+            f"{name} is missing (looked in CUDA_HOME, among the installed packages, on PATH and in "
+            f"{default_home}): pip install nvidia-cuda-{name}"
+        )
+    return newest
+
+
+def run_program(
+    program: Path,
+    *arguments: str | Path,
+    folder: Path | None = None,
+    timeout: float | None = None,
+) -> str:
+    """What the program prints, run in `folder`.
+
+    timeout: seconds; None is TIMEOUT_SECONDS. Raises SassError if it cannot be run, fails, or takes
+    longer.
+    """
+    timeout = TIMEOUT_SECONDS if timeout is None else timeout
+    try:
+        result = subprocess.run(
+            [program, *arguments],
+            cwd=folder,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        raise SassError(
+            f"{program.name} {arguments[-1]} was stopped after {timeout:g} seconds: the file may "
+            "be damaged"
+        ) from None
+    except OSError as error:
+        raise SassError(
+            f"{program} cannot be run ({error}): pip install nvidia-cuda-{program.name}"
+        ) from error
+    if result.returncode:
+        raise SassError(f"{program.name} {arguments[-1]}: {_reason(result)}")
+    return result.stdout.decode(errors="replace")
+
+
+def _reason(result: subprocess.CompletedProcess[bytes]) -> str:
+    """Why a program failed, on one line. It says so last, after any warnings."""
+    said = _PREFIX.sub("", result.stderr.decode(errors="replace")).split("\n")
+    lines = list(dict.fromkeys(line.strip() for line in said if line.strip()))
+    if lines:
+        return "; ".join(lines[-_SHOWN_LINES:])
+    if result.returncode < 0:
+        return f"stopped by signal {-result.returncode}"
+    return f"exit status {result.returncode}"
+
+
+def require_new_enough(tool: Disassembler, writer: str, version: Sequence[int], file: str) -> None:
+    """Raise SassError if what wrote `file` is of a newer release than the disassembler.
+
+    writer, version: such as "ptxas" and (13, 0, 88); nothing is said of an unknown version.
+    """
+    if tuple(version[:2]) > tool.version[:2]:
+        raise SassError(
+            f"{tool} is older than {writer} {version_text(version)} that wrote {file}: "
+            f"pip install --upgrade nvidia-cuda-{tool.name}"
+        )

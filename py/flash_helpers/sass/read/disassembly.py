@@ -1,0 +1,289 @@
+"""What nvdisasm and the line tables say of kernels.
+
+nvdisasm runs twice, side by side, on each file: as JSON for what the instructions are, and as text
+for the live registers, which JSON does not have. Control words come from the code's bytes.
+
+Live registers are not told of the NOPs that fill a section, which nvdisasm leaves out of the text,
+and not of calls: there it counts what any function of the file might need, 172 between two
+instructions of 115 in a kernel that does not even call anything, since ptxas for sm_80 to sm_89
+leaves some loops with a CALL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flash_helpers.kernel_configs import VERSIONS, find_config
+from flash_helpers.sass.read.containers import Member
+from flash_helpers.sass.read.disassembler import Disassembler, run_program
+from flash_helpers.sass.read.elf import Cubin, CubinKernel
+from flash_helpers.sass.read.lines import (
+    CUDA_LINES,
+    PTX_LINES,
+    LineTable,
+    read_line_tables,
+    relative_to_repository,
+)
+from flash_helpers.sass.read.merge import merged_cubin, merged_name
+from flash_helpers.sass.read.records import (
+    INSTRUCTION_BYTES,
+    LiveRegisters,
+    Operation,
+    SassError,
+    SourceLine,
+)
+
+LARGEST_BATCH = 16  # kernels: a second's work
+
+_NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
+_SECTION = re.compile(r"\s*\.section\s+\.text\.([^,]+),")
+_ADDRESS = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
+_LIVE_TABLE = "// |"
+_LIVE_FIELDS = {
+    "GPR": "general",
+    "PRED": "predicate",
+    "UGPR": "uniform",
+    "UPRED": "uniform_predicate",
+}
+_CALLS = ("CALL", "JCAL")
+_JUMPS = ("BRA", "JMP", *_CALLS)
+_JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
+_TARGET = re.compile(r"0x[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Disassembly:
+    """What nvdisasm and the line tables say of one kernel; an item of each for each instruction."""
+
+    operations: tuple[Operation, ...]
+    live: tuple[LiveRegisters | None, ...]
+    sources: tuple[tuple[SourceLine, ...], ...]
+    ptx_lines: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A kernel to disassemble: the file that holds its cubin, the cubin, the kernel. Each is
+    itself alone, so that it can be a key."""
+
+    member: Member
+    cubin: Cubin
+    kernel: CubinKernel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Kernels that one run of nvdisasm takes: of one cubin, or self-contained ones of several that
+    can be merged."""
+
+    requests: tuple[Request, ...]
+    merged: bool
+
+
+def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
+    """The requests in batches, of about one size for each worker."""
+    planned: list[Batch] = []
+    mergeable: dict[bytes, list[Request]] = {}
+    of_cubin: dict[Path, list[Request]] = {}
+    for request in requests:
+        if request.kernel.self_contained:
+            mergeable.setdefault(request.cubin.kind, []).append(request)
+        else:
+            of_cubin.setdefault(request.member.path, []).append(request)
+    for together in mergeable.values():
+        size = min(LARGEST_BATCH, -(-len(together) // workers))
+        for start in range(0, len(together), size):
+            planned.append(Batch(tuple(together[start : start + size]), merged=True))
+    planned += [Batch(tuple(together), merged=False) for together in of_cubin.values()]
+    return planned
+
+
+def disassemble(nvdisasm: Disassembler, batch: Batch, folder: Path) -> list[Disassembly]:
+    """The disassembly of each request. folder: where a merged cubin may be written.
+
+    Raises SassError.
+    """
+    if not batch.merged:
+        return _disassemble(nvdisasm, batch.requests)
+    try:
+        return _disassemble_merged(nvdisasm, batch.requests, folder)
+    except SassError:
+        # one damaged kernel must not spoil the others, and the error must name its own cubin
+        return [d for request in batch.requests for d in _disassemble(nvdisasm, [request])]
+
+
+def _disassemble(nvdisasm: Disassembler, requests: Sequence[Request]) -> list[Disassembly]:
+    """Of kernels of one cubin."""
+    cubin, path = requests[0].cubin, requests[0].member.path
+    only: list[str] = []
+    if len(requests) < len(cubin.kernels):
+        only = ["-fun", ",".join(str(request.kernel.symbol_index) for request in requests)]
+    try:
+        functions, live = _run(nvdisasm, path, only)
+    except SassError as error:
+        reason = str(error).replace(str(path), cubin.origin)
+        if cubin.relocatable:
+            reason += (
+                " (it was compiled with -rdc=true, which nvdisasm does not always cope with: link "
+                "it first, nvcc -dlink -cubin)"
+            )
+        raise SassError(reason) from error
+    return _disassemblies(requests, [r.kernel.symbol for r in requests], functions, live)
+
+
+def _disassemble_merged(
+    nvdisasm: Disassembler, requests: Sequence[Request], folder: Path
+) -> list[Disassembly]:
+    """Of self-contained kernels of cubins of one kind."""
+    names = [merged_name(index) for index in range(len(requests))]
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".cubin") as file:
+        file.write(merged_cubin(requests[0].cubin.header, [r.kernel for r in requests]))
+        file.flush()
+        functions, live = _run(nvdisasm, Path(file.name), [])
+    return _disassemblies(requests, names, functions, live)
+
+
+Functions = dict[str, dict[str, Any]]
+LiveTables = dict[str, dict[int, LiveRegisters]]
+
+
+def _run(nvdisasm: Disassembler, path: Path, only: Sequence[str]) -> tuple[Functions, LiveTables]:
+    """The functions in nvdisasm's JSON, and their live registers by address, by name."""
+    text = run_program(nvdisasm.path, "-json", *only, path)
+    try:
+        _, functions = json.loads(text)
+        by_name = {function["function-name"]: function for function in functions}
+    except (ValueError, TypeError, KeyError) as error:
+        raise SassError(f"nvdisasm's JSON of {path} cannot be read: {error!r}") from error
+    try:
+        table = run_program(nvdisasm.path, "-c", "-plr", "-lrm", "count", *only, path)
+    except SassError as error:
+        if _NO_LIVE_REGISTERS not in str(error):
+            raise
+        table = ""
+    return by_name, _live_registers(table)
+
+
+def _live_registers(text: str) -> LiveTables:
+    """The table that nvdisasm appends to each line."""
+    found: LiveTables = {}
+    rows: dict[int, LiveRegisters] = {}
+    columns: list[str] = []
+    distinct: dict[str, LiveRegisters] = {}
+    for line in text.splitlines():
+        code, _, table = line.partition(_LIVE_TABLE)
+        if match := _SECTION.match(code):
+            rows = found.setdefault(match[1], {})
+        elif "GPR" in table:
+            columns = [cell.strip() for cell in table.split("|")[:-1]]
+        elif table and (match := _ADDRESS.match(code)):
+            if table not in distinct:
+                distinct[table] = _live_row(table, columns)
+            rows[int(match[1], 16)] = distinct[table]
+    return found
+
+
+def _live_row(table: str, columns: Sequence[str]) -> LiveRegisters:
+    counts = dict(zip(columns, table.split("|"), strict=False))
+    try:
+        return LiveRegisters(
+            **{
+                field: int(counts.get(name, "").strip() or 0)
+                for name, field in _LIVE_FIELDS.items()
+            }
+        )
+    except ValueError as error:
+        raise SassError(f"nvdisasm's live registers {table!r} cannot be read") from error
+
+
+def _disassemblies(
+    requests: Sequence[Request], names: Sequence[str], functions: Functions, live: LiveTables
+) -> list[Disassembly]:
+    tables: dict[Path, tuple[dict[int, LineTable], dict[int, LineTable]]] = {}
+    found = []
+    for request, name in zip(requests, names, strict=True):
+        kernel, cubin = request.kernel, request.cubin
+        if request.member.path not in tables:
+            tables[request.member.path] = (
+                read_line_tables(cubin, CUDA_LINES),
+                read_line_tables(cubin, PTX_LINES),
+            )
+        cuda_lines, ptx_lines = (
+            table.get(kernel.section.index, LineTable()) for table in tables[request.member.path]
+        )
+        operations = _operations(kernel, functions.get(name), cubin.origin)
+        rows = live.get(name, {})
+        sources = [cuda_lines.at(operation.address) for operation in operations]
+        if source := _source_of(kernel.symbol):
+            sources = relative_to_repository(sources, source)
+        found.append(
+            Disassembly(
+                operations=operations,
+                live=tuple(
+                    None if operation.base in _CALLS else rows.get(operation.address)
+                    for operation in operations
+                ),
+                sources=tuple(sources),
+                ptx_lines=tuple(_line_of(ptx_lines.at(o.address)) for o in operations),
+            )
+        )
+    return found
+
+
+def _source_of(symbol: str) -> str | None:
+    """The file in the repository that a kernel of this library stands in; None for others."""
+    config = find_config(symbol)
+    return str(VERSIONS[config.version].source) if config else None
+
+
+def _line_of(chain: tuple[SourceLine, ...]) -> int | None:
+    return chain[0].line if chain else None
+
+
+def _operations(
+    kernel: CubinKernel, function: Mapping[str, Any] | None, origin: str
+) -> tuple[Operation, ...]:
+    """The instructions of one function in nvdisasm's JSON."""
+    try:
+        listed = function["sass-instructions"] if function else []
+        if len(listed) * INSTRUCTION_BYTES != len(kernel.code) or function["start"]:
+            raise SassError(
+                f"nvdisasm lists {len(listed)} instructions of {kernel.symbol} in {origin}, whose "
+                f"{len(kernel.code)} bytes are {len(kernel.code) // INSTRUCTION_BYTES}"
+            )
+        return tuple(
+            _operation(index * INSTRUCTION_BYTES, item, kernel) for index, item in enumerate(listed)
+        )
+    except (TypeError, KeyError) as error:
+        raise SassError(
+            f"nvdisasm's JSON of {kernel.symbol} in {origin} cannot be read: {error!r}"
+        ) from error
+
+
+def _operation(address: int, item: Mapping[str, Any], kernel: CubinKernel) -> Operation:
+    encoding = int.from_bytes(kernel.code[address : address + INSTRUCTION_BYTES], "little")
+    opcode = item["opcode"]
+    listed = _JOINED.sub(r"\1,", item.get("operands", ""))
+    predicate, operands = _guard_and_operands(item.get("predicate", ""), listed.split(","))
+    target = None
+    if opcode.partition(".")[0] in _JUMPS:
+        last = operands[-1]
+        target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(last)
+    return Operation(address, encoding, predicate, opcode, ", ".join(operands), target)
+
+
+def _guard_and_operands(predicate: str, operands: list[str]) -> tuple[str, list[str]]:
+    """Of `@P1 P2R R5, PR, R6, 0x7f` the JSON has the predicate PR and the operands R5, @P1, R6,
+    0x7f (nvdisasm 13.5), and without a guard R5, R6, 0x7f: put both where they belong."""
+    if not predicate or predicate.startswith("@"):
+        return predicate, operands
+    guards = [operand for operand in operands if operand.startswith("@")]
+    if not guards:
+        return "", [*operands[:1], predicate, *operands[1:]]
+    return guards[0], [predicate if operand == guards[0] else operand for operand in operands]

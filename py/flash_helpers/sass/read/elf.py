@@ -1,0 +1,441 @@
+"""A cubin as an ELF file: its kernels, their code, and what its headers say of them.
+
+pyelftools reads the sections and symbols. What NVIDIA put into them is described in the section
+.nv.info and was checked against `ptxas -v` and `cuobjdump -res-usage`; attributes are numbered as
+in nvdisasm's output (EIATTR_...).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
+
+from flash_helpers.sass.read.disassembler import parse_version
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Resources, SassError
+
+ELF_HEADER_BYTES = 64
+ELF_MAGIC = b"\x7fELF"
+EM_CUDA = 190
+FIRST_ARCHITECTURE = 70  # the first whose instructions are 16 bytes
+RESERVED_SMEM_BYTES = 1024  # a block's share that the driver keeps for itself from sm_90 on
+
+_ABI_OF_CUDA_13 = 8
+_SPECIFIC_BEFORE_CUDA_13 = 0x800  # in e_flags: sm_90a rather than sm_90
+_BARRIERS_BEFORE_CUDA_13 = 20  # the first of seven bits in sh_flags of the code
+_STO_CUDA_ENTRY = 0x10
+
+_UNKNOWN_STACK = 0xFFFFFFFF  # of recursion
+
+EIATTR_MAX_THREADS = 0x05
+EIATTR_PARAM_CBANK = 0x0A
+EIATTR_REQNTID = 0x10
+EIATTR_FRAME_SIZE = 0x11
+EIATTR_MIN_STACK_SIZE = 0x12
+EIATTR_INDIRECT_BRANCH_TARGETS = 0x34
+EIATTR_REGCOUNT = 0x2F
+EIATTR_NUM_BARRIERS = 0x4C
+_RELOCATIONS = (".rel", ".rela")
+_EVERY_CUBIN_HAS = (".shstrtab", ".strtab", ".symtab")
+_PARAMETERS = ".nv.constant0."
+_FORMAT_SIZED = 4  # the others hold their value in place of the size
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of an ELF file; data is empty where the file holds none of it."""
+
+    index: int
+    name: str
+    flags: int
+    info: int
+    size: int
+    data: bytes
+
+
+_NOTHING = Section(index=0, name="", flags=0, info=0, size=0, data=b"")
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A symbol. section: index of the section that it points into, 0 if there is none."""
+
+    index: int
+    name: str
+    section: int
+    value: int
+    size: int
+    is_function: bool
+    is_kernel: bool
+
+
+@dataclass(frozen=True)
+class CubinKernel:
+    """One kernel as the headers describe it.
+
+    symbol_index: in the symbol table. attributes: its section .nv.info, without what refers to the
+    cubin's symbols. functions: what its section holds, by address from its start.
+    self_contained: the code needs nothing outside of its section to be understood: it has no
+    relocations, no jump tables, and calls no other function. Spill bytes in `resources` are 0: only
+    the code tells them.
+    """
+
+    symbol: str
+    symbol_index: int
+    section: Section
+    resources: Resources
+    attributes: bytes
+    functions: Mapping[str, int]
+    self_contained: bool
+
+    @property
+    def code(self) -> bytes:
+        """The instruction words."""
+        return self.section.data
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """What an ELF file for one architecture holds.
+
+    origin: its name, for messages and records. header: of the file. relocatable: it has not been
+    linked yet.
+    """
+
+    origin: str
+    header: bytes
+    relocatable: bool
+    architecture: str
+    compiler: Compiler
+    kernels: tuple[CubinKernel, ...]
+    ptx: str | None
+    sections: Mapping[str, Section] = field(repr=False)
+    symbols: tuple[Symbol, ...] = field(repr=False)
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as a number: 90 for sm_90 and for sm_90a."""
+        return cubin_capability(self.header)
+
+    @property
+    def kind(self) -> bytes:
+        """What cubins have in common whose kernels can stand in one: layout and architecture."""
+        return self.header[:20] + self.header[48:52]  # up to e_machine; e_flags
+
+
+def elf_machine(data: bytes) -> int | None:
+    """e_machine of an ELF file's first bytes; None if they are not those of an ELF file."""
+    if len(data) < ELF_HEADER_BYTES or not data.startswith(ELF_MAGIC):
+        return None
+    return int.from_bytes(data[18:20], "little")
+
+
+def cubin_capability(data: bytes) -> int:
+    """Compute capability of a cubin, such as 90, from its first bytes."""
+    return _flags(data) >> (8 if _abi(data) >= _ABI_OF_CUDA_13 else 0) & 0xFF
+
+
+def _abi(data: bytes) -> int:
+    return data[8]  # e_ident[EI_ABIVERSION]
+
+
+def _flags(data: bytes) -> int:
+    return int.from_bytes(data[48:52], "little")  # e_flags of a 64-bit file
+
+
+def read_elf(data: bytes, origin: str) -> tuple[ELFFile, list[Section], list[Symbol]]:
+    """The header, the sections and the symbols of a 64-bit ELF file.
+
+    Raises SassError if it is none, is cut off or is damaged.
+    """
+    if not data.startswith(ELF_MAGIC):
+        raise SassError(f"{origin} is not an ELF file")
+    try:
+        file = ELFFile(io.BytesIO(data))
+        segments_end = file["e_phoff"] + file["e_phnum"] * file["e_phentsize"]
+        if segments_end > len(data):
+            raise SassError(f"truncated: its segments end at byte {segments_end} of {len(data)}")
+        sections = [_section(file, index, data) for index in range(file.num_sections())]
+        symbols = [
+            symbol
+            for section in file.iter_sections()
+            if isinstance(section, SymbolTableSection)
+            for symbol in _symbols(section)
+        ]
+    except SassError as error:
+        raise SassError(f"{origin} is {error}") from None
+    except Exception as error:  # pyelftools raises whatever it trips over in a damaged file
+        raise SassError(
+            f"{origin} is truncated or damaged: its ELF headers cannot be read "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return file, sections, symbols
+
+
+def _section(file: ELFFile, index: int, data: bytes) -> Section:
+    section = file.get_section(index)
+    header = section.header
+    in_file = header["sh_type"] not in ("SHT_NOBITS", "SHT_NULL")
+    if in_file and header["sh_offset"] + header["sh_size"] > len(data):
+        raise SassError(
+            f"truncated: its section {section.name!r} ends at byte "
+            f"{header['sh_offset'] + header['sh_size']} of {len(data)}"
+        )
+    return Section(
+        index=index,
+        name=section.name,
+        flags=header["sh_flags"],
+        info=header["sh_info"],
+        size=header["sh_size"],
+        data=data[header["sh_offset"] : header["sh_offset"] + header["sh_size"]]
+        if in_file
+        else b"",
+    )
+
+
+def _symbols(section: SymbolTableSection) -> Iterator[Symbol]:
+    data, entry_bytes = section.data(), section["sh_entsize"]
+    for index, symbol in enumerate(section.iter_symbols()):
+        entry = symbol.entry
+        where = entry["st_shndx"]
+        is_function = entry["st_info"]["type"] == "STT_FUNC"
+        other = data[index * entry_bytes + 5]  # st_other, of which pyelftools shows a part
+        yield Symbol(
+            index=index,
+            name=symbol.name,
+            section=where if isinstance(where, int) else 0,
+            value=entry["st_value"],
+            size=entry["st_size"],
+            is_function=is_function,
+            is_kernel=is_function and bool(other & _STO_CUDA_ENTRY),
+        )
+
+
+def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cubin:
+    """The kernels of a cubin, by their order in the symbol table.
+
+    architecture: what the file that held the cubin calls it, such as "sm_90a". It is believed where
+    the cubin itself does not tell, and has the same number.
+
+    Raises SassError if the file is none, is damaged, or is for an architecture before sm_70.
+    """
+    if elf_machine(data) != EM_CUDA:
+        raise SassError(f"{origin} is not a cubin (an ELF file for {_machine_text(data)})")
+    file, sections, symbols = read_elf(data, origin)
+    by_name = {section.name: section for section in sections}
+    if missing := [name for name in _EVERY_CUBIN_HAS if name not in by_name]:
+        raise SassError(f"{origin} is damaged: it has no section {', '.join(missing)}")
+    compiler = _compiler(by_name)
+    capability = cubin_capability(data)
+    if capability < FIRST_ARCHITECTURE:
+        raise SassError(
+            f"{origin} is for sm_{capability}: only code for sm_{FIRST_ARCHITECTURE} and later "
+            "can be read"
+        )
+    attributes = _common_attributes(by_name, origin)
+    relocatable = file.header["e_type"] == "ET_REL"
+    reserved = capability >= 90 and not relocatable
+    kernels = []
+    for symbol in symbols:
+        if not symbol.is_kernel:
+            continue
+        if not 0 < symbol.section < len(sections):
+            raise SassError(f"{origin} is damaged: the kernel {symbol.name} lies in no section")
+        section = sections[symbol.section]
+        if section.name != f".text.{symbol.name}" or symbol.value:
+            raise SassError(
+                f"{origin} is damaged: the kernel {symbol.name} is said to lie at byte "
+                f"{symbol.value} of {section.name!r}"
+            )
+        _check_code(section, symbol, origin)
+        own = _own_attributes(by_name, symbol.name, origin)
+        barriers = max(own.barriers, section.flags >> _BARRIERS_BEFORE_CUDA_13 & 0x7F)
+        functions = {
+            other.name: other.value
+            for other in symbols
+            if other.is_function and other.section == symbol.section
+        }
+        kernels.append(
+            CubinKernel(
+                symbol=symbol.name,
+                symbol_index=symbol.index,
+                section=section,
+                resources=Resources(
+                    registers=_registers(attributes, symbol, section, origin),
+                    static_smem_bytes=_static_smem(by_name, symbol.name, reserved, origin),
+                    stack_bytes=_stack(attributes, symbol),
+                    spill_store_bytes=0,
+                    spill_load_bytes=0,
+                    barriers=barriers,
+                    max_threads=own.max_threads,
+                ),
+                attributes=own.movable,
+                functions=functions,
+                self_contained=(
+                    not relocatable
+                    and not own.jump_tables
+                    and len(functions) == 1
+                    and not any(
+                        by_name.get(f"{p}{section.name}", _NOTHING).size for p in _RELOCATIONS
+                    )
+                ),
+            )
+        )
+    known = {kernel.symbol for kernel in kernels}
+    for name in by_name:
+        owner = name.removeprefix(_PARAMETERS)
+        if owner != name and f".text.{owner}" in by_name and owner not in known:
+            raise SassError(f"{origin} is damaged: {owner} has parameters, but is no kernel")
+    return Cubin(
+        origin=origin,
+        header=data[:ELF_HEADER_BYTES],
+        relocatable=relocatable,
+        architecture=_architecture(data, compiler, architecture),
+        compiler=compiler,
+        kernels=tuple(kernels),
+        ptx=embedded_ptx(by_name),
+        sections=by_name,
+        symbols=tuple(symbols),
+    )
+
+
+def _machine_text(data: bytes) -> str:
+    machine = elf_machine(data)
+    return "no machine at all" if machine is None else f"machine {machine}, not {EM_CUDA}"
+
+
+def _architecture(data: bytes, compiler: Compiler, told: str | None) -> str:
+    plain = f"sm_{cubin_capability(data)}"
+    named = re.search(r"-arch[ =](sm_\w+)", compiler.options)
+    for name in (named[1] if named else None, told):
+        if name is not None and re.fullmatch(rf"{plain}[a-z]?", name):
+            return name
+    specific = _abi(data) < _ABI_OF_CUDA_13 and _flags(data) & _SPECIFIC_BEFORE_CUDA_13
+    return plain + ("a" if specific else "")
+
+
+def _check_code(section: Section, symbol: Symbol, origin: str) -> None:
+    size = len(section.data)
+    if not size or size % INSTRUCTION_BYTES or size != symbol.size:
+        raise SassError(
+            f"{origin} is damaged: the code of {symbol.name} is {size} bytes by its section and "
+            f"{symbol.size} by its symbol, in instructions of {INSTRUCTION_BYTES}"
+        )
+
+
+def _compiler(sections: Mapping[str, Section]) -> Compiler:
+    note = sections.get(".note.nv.tkinfo")
+    texts = note.data.decode(errors="replace").split("\0") if note else []
+    for index, text in enumerate(texts):
+        if version := parse_version(text):
+            options = texts[index + 2].strip() if index + 2 < len(texts) else ""
+            return Compiler(texts[index - 1], version, options)
+    return Compiler("", (), "")
+
+
+def _records(section: Section, origin: str) -> Iterator[tuple[int, bytes, bytes]]:
+    """The attributes of a section .nv.info, unknown ones too: number, payload, whole record."""
+    data, at = section.data, 0
+    while at + 4 <= len(data):
+        layout, attribute = data[at], data[at + 1]
+        if layout == _FORMAT_SIZED:
+            size = int.from_bytes(data[at + 2 : at + 4], "little")
+            if at + 4 + size > len(data):
+                raise SassError(
+                    f"{origin} is damaged: attribute 0x{attribute:02x} of {section.name} ends "
+                    "behind its section"
+                )
+            yield attribute, data[at + 4 : at + 4 + size], data[at : at + 4 + size]
+            at += 4 + size
+        else:
+            yield attribute, data[at + 2 : at + 4], data[at : at + 4]
+            at += 4
+
+
+def _words(payload: bytes) -> list[int]:
+    return [int.from_bytes(payload[at : at + 4], "little") for at in range(0, len(payload), 4)]
+
+
+def _common_attributes(sections: Mapping[str, Section], origin: str) -> dict[tuple[int, int], int]:
+    """The attributes of .nv.info that hold one number for one function, by number and symbol."""
+    section = sections.get(".nv.info")
+    found = {}
+    for attribute, payload, _ in _records(section, origin) if section else ():
+        if len(payload) == 8:
+            symbol, value = _words(payload)
+            found[attribute, symbol] = value
+    return found
+
+
+@dataclass(frozen=True)
+class _OwnAttributes:
+    movable: bytes
+    jump_tables: bool
+    barriers: int
+    max_threads: int | None
+
+
+def _own_attributes(sections: Mapping[str, Section], kernel: str, origin: str) -> _OwnAttributes:
+    section = sections.get(f".nv.info.{kernel}")
+    barriers, max_threads, jump_tables, movable = 0, None, False, b""
+    for attribute, payload, record in _records(section, origin) if section else ():
+        if attribute != EIATTR_PARAM_CBANK:
+            movable += record
+        if attribute == EIATTR_NUM_BARRIERS:
+            barriers = payload[0]
+        elif attribute in (EIATTR_MAX_THREADS, EIATTR_REQNTID) and len(payload) == 12:
+            x, y, z = _words(payload)
+            max_threads = x * y * z
+        elif attribute == EIATTR_INDIRECT_BRANCH_TARGETS:
+            jump_tables = True
+    return _OwnAttributes(movable, jump_tables, barriers, max_threads)
+
+
+def _registers(
+    attributes: Mapping[tuple[int, int], int], symbol: Symbol, section: Section, origin: str
+) -> int:
+    """EIATTR_REGCOUNT, and the section header's top byte, which sm_90 leaves empty."""
+    in_header = section.info >> 24
+    told = attributes.get((EIATTR_REGCOUNT, symbol.index), in_header)
+    if in_header not in (0, told) or not 0 < told <= 256:
+        raise SassError(
+            f"{origin} is damaged: {symbol.name} takes {told} registers by its attributes and "
+            f"{in_header} by its section header"
+        )
+    return told
+
+
+def _stack(attributes: Mapping[tuple[int, int], int], symbol: Symbol) -> int:
+    """The kernel's own frame, or with those of what it calls, where the compiler could tell."""
+    frame = attributes.get((EIATTR_FRAME_SIZE, symbol.index), 0)
+    with_calls = attributes.get((EIATTR_MIN_STACK_SIZE, symbol.index), 0)
+    return frame if with_calls == _UNKNOWN_STACK else max(frame, with_calls)
+
+
+def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: bool, origin: str) -> int:
+    """Bytes of .nv.shared.<kernel>, which the linker starts with the driver's share on sm_90."""
+    section = sections.get(f".nv.shared.{kernel}")
+    if section is None:
+        return 0
+    size = section.size - (RESERVED_SMEM_BYTES if reserved else 0)
+    if size < 0:
+        raise SassError(
+            f"{origin} is damaged: {section.size} bytes of shared memory for {kernel} are less "
+            f"than the {RESERVED_SMEM_BYTES} that the driver reserves"
+        )
+    return size
+
+
+def embedded_ptx(sections: Mapping[str, Section]) -> str | None:
+    """The PTX that the cubin was compiled from, which -lineinfo puts into it; None without.
+
+    Line N of the text is line N of the PTX line table.
+    """
+    section = sections.get(".nv_debug_ptx_txt")
+    if section is None or not section.data:
+        return None
+    return section.data.decode(errors="replace").replace("\0", "\n")

@@ -1,0 +1,287 @@
+"""Basic blocks and loops of a kernel's machine code. Standard library only.
+
+What ends a block and what does not, since Volta:
+
+- BSSY names where diverged lanes meet again, and BSYNC waits for them there; BREAK takes lanes out
+  of that, WARPSYNC waits for lanes by mask. None of these jumps.
+- BRA with an operand before its target (`BRA P1, ...`, `BRA.U UP0, ...`, `BRA.DIV UR4, ...`,
+  `BRA.CONV ~URZ, ...`) may fall through, although it has no guard.
+- CALL goes to a routine in the same section, which ends with RET. But ptxas for sm_80 to sm_89 also
+  leaves loops with `@P0 CALL.REL.NOINC`, to code that never returns: that is a plain jump.
+- A computed jump (BRX, JMX, and CALL without a known target) has no known successors. The code that
+  only such jumps reach is analysed too, as if it were entered from outside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flash_helpers.ptx.read.graph import strongly_connected_components
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Loop, Operation
+
+NEVER = ("@!PT", "@!UPT")
+ALWAYS = ("", "@PT", "@UPT")
+
+_BRANCHES = frozenset({"BRA", "JMP"})
+_COMPUTED = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
+_CALLS = frozenset({"CALL", "JCAL"})
+_ENDS = frozenset({"EXIT", "RET", "KILL"})
+_JUMPS = _BRANCHES | _COMPUTED | _CALLS | _ENDS
+
+
+def may_execute(operation: Operation) -> bool:
+    """False for what a guard of @!PT or @!UPT turns off for good."""
+    return operation.predicate not in NEVER
+
+
+def is_jump(operation: Operation) -> bool:
+    """True for what may continue elsewhere than at the next instruction, or not at all."""
+    return operation.base in _JUMPS and may_execute(operation)
+
+
+def padding_start(operations: Sequence[Operation]) -> int:
+    """Index of the first instruction of the padding: the NOPs that fill the section at its end, and
+    the jump to itself before them. The number of instructions if there is none."""
+    start = len(operations)
+    while start and operations[start - 1].base == "NOP":
+        start -= 1
+    if start and _jumps_to_itself(operations[start - 1]):
+        start -= 1
+    if start == len(operations):
+        return start
+    # what is run is no padding, such as an endless loop at the end
+    inside = {operation.address for operation in operations[start:]}
+    jumps = any(is_jump(o) and o.target in inside for o in operations[:start])
+    runs_on = not start or _falls_through(operations[start - 1])
+    return len(operations) if jumps or runs_on else start
+
+
+def control_flow(operations: Sequence[Operation]) -> tuple[tuple[Block, ...], tuple[Loop, ...]]:
+    """The basic blocks of a kernel, by address, and its loops, by the address of their headers.
+
+    operations: the whole kernel, in order of address. Every instruction is in a block.
+
+    A loop is a set of blocks of which each can reach each other, all loops with one header merged.
+    Where control can enter such a set at several blocks, the first that is reached from the entry
+    counts as the header. A routine that is called from one loop only is part of the loop.
+    """
+    if not operations:
+        return (), ()
+    graph = _Graph.of(operations)
+    return graph.blocks(), _loops(graph)
+
+
+def _falls_through(operation: Operation) -> bool:
+    """Whether the next instruction may come next; of a CALL, leaving returns aside."""
+    if not is_jump(operation):
+        return True
+    conditional = operation.predicate not in ALWAYS
+    if operation.base in _BRANCHES:
+        conditional = conditional or "," in operation.operands
+    return conditional
+
+
+def _jumps_to_itself(operation: Operation) -> bool:
+    return (
+        operation.base in _BRANCHES
+        and operation.target == operation.address
+        and not _falls_through(operation)
+    )
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """starts, ends: address of each block, and of what follows it. calls: block to the first block
+    of the routine that it calls and that comes back. padding: the block that the padding begins
+    with, or the number of blocks."""
+
+    starts: list[int]
+    ends: list[int]
+    successors: list[list[int]]
+    calls: Mapping[int, int]
+    padding: int
+
+    @classmethod
+    def of(cls, operations: Sequence[Operation]) -> _Graph:
+        padding = padding_start(operations)
+        leaders = _leaders(operations, padding)
+        number = {operations[first].address: n for n, first in enumerate(leaders)}
+        lasts = [first - 1 for first in [*leaders[1:], len(operations)]]
+        jumps: list[list[int]] = []
+        falls: list[bool] = []
+        calls: dict[int, int] = {}
+        for n, last in enumerate(lasts):
+            operation = operations[last]
+            target = number.get(operation.target) if operation.target is not None else None
+            jumps.append([])
+            falls.append(_falls_through(operation) and n + 1 < len(lasts))
+            if not is_jump(operation) or operation.base in _COMPUTED | _ENDS:
+                continue
+            if target is not None:
+                jumps[n].append(target)
+            if operation.base in _CALLS:
+                if target is None:
+                    # a routine that is not known is taken to come back
+                    falls[n] = n + 1 < len(lasts)
+                else:
+                    calls[n] = target
+        returning = _returning([operations[last] for last in lasts], jumps, falls, calls)
+        calls = {n: target for n, target in calls.items() if target in returning}
+        successors = []
+        for n, targets in enumerate(jumps):
+            goes_on = falls[n] or (n in calls and n + 1 < len(lasts))
+            successors.append(list(dict.fromkeys([*targets, n + 1] if goes_on else targets)))
+        return cls(
+            starts=[operations[first].address for first in leaders],
+            ends=[operations[last].address + INSTRUCTION_BYTES for last in lasts],
+            successors=successors,
+            calls=calls,
+            padding=len(leaders) if padding == len(operations) else leaders.index(padding),
+        )
+
+    def blocks(self) -> tuple[Block, ...]:
+        predecessors: list[list[int]] = [[] for _ in self.starts]
+        for n, targets in enumerate(self.successors):
+            for target in targets:
+                predecessors[target].append(n)
+        return tuple(
+            Block(n, start, end, tuple(self.successors[n]), tuple(predecessors[n]))
+            for n, (start, end) in enumerate(zip(self.starts, self.ends, strict=True))
+        )
+
+    def reachable(self, entry: int) -> set[int]:
+        found = {entry}
+        stack = [entry]
+        while stack:
+            for target in self.successors[stack.pop()]:
+                if target not in found:
+                    found.add(target)
+                    stack.append(target)
+        return found
+
+
+def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
+    """Indices of the instructions that blocks begin with."""
+    index = {operation.address: n for n, operation in enumerate(operations)}
+    leaders = {0}
+    if padding < len(operations):
+        leaders.add(padding)
+    for n, operation in enumerate(operations):
+        if not is_jump(operation):
+            continue
+        if n + 1 < len(operations):
+            leaders.add(n + 1)
+        if operation.base in _BRANCHES | _CALLS and operation.target in index:
+            leaders.add(index[operation.target])
+    return sorted(leaders)
+
+
+def _returning(
+    lasts: Sequence[Operation],
+    jumps: Sequence[Sequence[int]],
+    falls: Sequence[bool],
+    calls: Mapping[int, int],
+) -> set[int]:
+    """The blocks from which a RET of their own routine can be reached."""
+    before: dict[int, list[int]] = defaultdict(list)
+    callers: dict[int, list[int]] = defaultdict(list)
+    for n in range(len(lasts)):
+        if n in calls:
+            callers[calls[n]].append(n)
+        else:
+            for target in jumps[n]:
+                before[target].append(n)
+        if falls[n]:
+            before[n + 1].append(n)
+    found: set[int] = set()
+    stack = [n for n, last in enumerate(lasts) if last.base == "RET" and is_jump(last)]
+    while stack:
+        n = stack.pop()
+        if n in found:
+            continue
+        found.add(n)
+        stack.extend(before[n])
+        # the routine that begins here comes back, so that its callers go on
+        for caller in callers[n]:
+            before[caller + 1].append(caller)
+            if caller + 1 in found:
+                stack.append(caller)
+    return found
+
+
+@dataclass
+class _Region:
+    header: int
+    blocks: set[int]
+
+
+def _loops(graph: _Graph) -> tuple[Loop, ...]:
+    order = _depth_first_order(graph)
+    regions = _regions(graph, order)
+    _add_routines(graph, regions)
+    regions.sort(key=lambda region: (graph.starts[region.header], -len(region.blocks)))
+    loops: list[Loop] = []
+    for n, region in enumerate(regions):
+        around = [
+            (len(other.blocks), m)
+            for m, other in enumerate(regions)
+            if m != n and region.blocks < other.blocks
+        ]
+        parent = min(around)[1] if around else None
+        loops.append(Loop(n, region.header, frozenset(region.blocks), parent, 1 + len(around)))
+    return tuple(loops)
+
+
+def _depth_first_order(graph: _Graph) -> dict[int, int]:
+    """Block to its place in the order in which a search reaches blocks.
+
+    The search begins at the entry, then at each block that nothing reached, padding apart.
+    """
+    order: dict[int, int] = {}
+    for root in range(min(graph.padding, len(graph.starts))):
+        stack = [root]
+        while stack:
+            n = stack.pop()
+            if n in order:
+                continue
+            order[n] = len(order)
+            stack.extend(reversed(graph.successors[n]))
+    return order
+
+
+def _regions(graph: _Graph, order: Mapping[int, int]) -> list[_Region]:
+    """The loops as nested strongly connected components: one with its header taken out falls into
+    the components that are the loops inside it."""
+    regions = []
+    pending: list[set[int]] = [set(order)]
+    while pending:
+        inside = pending.pop()
+        for component in strongly_connected_components(graph.successors, inside):
+            if len(component) == 1 and not _has_edge(graph, component, component):
+                continue
+            header = min(component, key=order.__getitem__)
+            regions.append(_Region(header, component))
+            pending.append(component - {header})
+    return regions
+
+
+def _has_edge(graph: _Graph, sources: Iterable[int], targets: Collection[int]) -> bool:
+    return any(target in targets for n in sources for target in graph.successors[n])
+
+
+def _add_routines(graph: _Graph, regions: Sequence[_Region]) -> None:
+    """Put each routine into the loops from which alone it is called."""
+    callers: dict[int, set[int]] = defaultdict(set)
+    for caller, routine in graph.calls.items():
+        callers[routine].add(caller)
+    bodies = {routine: graph.reachable(routine) for routine in callers}
+    changed = True
+    while changed:
+        changed = False
+        for routine, body in bodies.items():
+            for region in regions:
+                if callers[routine] <= region.blocks and not body <= region.blocks:
+                    region.blocks |= body
+                    changed = True

@@ -1,0 +1,156 @@
+"""Two countings of instructions side by side, by opcode."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from flash_helpers.sass.analyse.counts import Bucket
+from flash_helpers.sass.show.listing_counts import OpcodeCounts
+
+
+@dataclass(frozen=True)
+class Change:
+    """How often an opcode does work before and after."""
+
+    opcode: str
+    before: int
+    after: int
+
+    @property
+    def delta(self) -> int:
+        """After less before."""
+        return self.after - self.before
+
+    @property
+    def percent(self) -> float | None:
+        """The change in percent of what was before; None if that was nothing."""
+        return 100 * self.delta / self.before if self.before else None
+
+
+COMPARISON_COLUMNS = ("opcode", "before", "after", "delta", "percent")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two countings. changes: every opcode of either, the largest change first, then by name."""
+
+    before: OpcodeCounts
+    after: OpcodeCounts
+    changes: tuple[Change, ...]
+
+    @property
+    def total(self) -> Change:
+        """All opcodes together."""
+        return Change("total", self.before.work.total(), self.after.work.total())
+
+    def shown(self, unchanged: bool) -> list[Change]:
+        """The changes, with those of nothing if `unchanged`."""
+        return [change for change in self.changes if unchanged or change.delta]
+
+    def notes(self) -> list[str]:
+        """What a reader of the comparison has to know."""
+        found = []
+        known = [side.by_bucket is not None for side in (self.before, self.after)]
+        if known[0] != known[1]:
+            side = "BEFORE" if known[1] else "AFTER"
+            found.append(
+                f"{side} is a file of bare counts, which may hold filler and padding; the other "
+                "side is counted without"
+            )
+        compilers = self.before.compiler, self.after.compiler
+        if all(compilers) and compilers[0] != compilers[1]:
+            found.append(
+                f"compiled by {compilers[0]} and {compilers[1]}: what changed may be the "
+                "compiler's doing"
+            )
+        return found
+
+    def summary(self) -> str:
+        """One line."""
+        changed = len(self.shown(unchanged=False))
+        total = self.total
+        text = (
+            f"{total.before:,} -> {total.after:,} instructions ({_signed(total)}); "
+            f"{changed} of {len(self.changes)} opcodes changed"
+        )
+        if self.before.by_bucket is None or self.after.by_bucket is None:
+            return text
+        sides = zip(self.before.totals()[1:], self.after.totals()[1:], strict=True)
+        parts = (f"{k.value} {b:,} -> {a:,}" for k, (b, a) in zip(Bucket, sides, strict=True))
+        return f"{text}; {', '.join(parts)}"
+
+
+def _signed(change: Change) -> str:
+    if change.percent is None:
+        return f"{change.delta:+,}"
+    return f"{change.delta:+,}, {change.percent:+.1f}%"
+
+
+def compare_counts(before: OpcodeCounts, after: OpcodeCounts) -> Comparison:
+    """What changed, by opcode."""
+    opcodes = set(before.work) | set(after.work)
+    changes = [Change(name, before.work[name], after.work[name]) for name in opcodes]
+    ordered = sorted(changes, key=lambda change: (-abs(change.delta), change.opcode))
+    return Comparison(before, after, tuple(ordered))
+
+
+def _comparison_rows(changes: Iterable[Change]) -> list[list[Any]]:
+    return [
+        [c.opcode, c.before, c.after, f"{c.delta:+d}" if c.delta else "=", _percent(c)]
+        for c in changes
+    ]
+
+
+def _percent(change: Change) -> str:
+    if not change.delta:
+        return ""
+    return "new" if change.percent is None else f"{change.percent:+.1f}%"
+
+
+def comparison_as_text(
+    comparison: Comparison, unchanged: bool = False, markdown: bool = False
+) -> str:
+    """A table, a line that sums it up, and the notes."""
+    shown = comparison.shown(unchanged)
+    lines = [comparison.summary(), *comparison.notes()]
+    if not shown:
+        return "\n".join(lines)
+    table = tabulate(
+        _comparison_rows([*shown, comparison.total]),
+        headers=COMPARISON_COLUMNS,
+        tablefmt="pipe" if markdown else "simple",
+        disable_numparse=True,
+        colalign=("left", "right", "right", "right", "right"),
+    )
+    return "\n\n".join([table, *lines] if markdown else [table, "\n".join(lines)])
+
+
+def comparison_as_csv(comparison: Comparison, unchanged: bool = False) -> str:
+    """A row for each opcode."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COMPARISON_COLUMNS)
+    for change in comparison.shown(unchanged):
+        writer.writerow(getattr(change, name) for name in COMPARISON_COLUMNS)
+    return text.getvalue()
+
+
+def comparison_as_json(comparison: Comparison, unchanged: bool = False) -> str:
+    """The total, the notes, and an object for each opcode."""
+
+    def entry(change: Change) -> dict[str, Any]:
+        return {name: getattr(change, name) for name in COMPARISON_COLUMNS}
+
+    document = {
+        "total": entry(comparison.total),
+        "notes": comparison.notes(),
+        "opcodes": [entry(change) for change in comparison.shown(unchanged)],
+    }
+    return json.dumps(document, indent=2) + "\n"

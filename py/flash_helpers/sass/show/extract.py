@@ -1,0 +1,327 @@
+"""Listings, control-flow graphs and PTX of kernels, for reading and for other programs."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_helpers.files import write_if_different
+from flash_helpers.kernel_configs import find_config
+from flash_helpers.sass.read.containers import cubins_of, ptx_of
+from flash_helpers.sass.read.control import control_text
+from flash_helpers.sass.read.reader import read_member
+from flash_helpers.sass.read.records import (
+    INSTRUCTION_BYTES,
+    Block,
+    Instruction,
+    Kernel,
+    LiveRegisters,
+    SassError,
+)
+
+_TEXT_COLUMN = 66  # where what follows an instruction begins
+_LONGEST_NAME = 150  # of a file; file systems allow 255 bytes with all suffixes
+_SHOWN_LINES = 16  # of a block in a graph
+_CONVERGENCE = ("BSSY",)  # name an address, too, where diverged lanes meet
+_TARGET = re.compile(r"^\.target\s+(sm_\w+)", re.MULTILINE)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
+_ADDRESS_AT_END = re.compile(r"0x([0-9a-f]+)$")
+
+
+def listing_text(kernel: Kernel, offsets: bool = True) -> str:
+    """A kernel as text, an instruction a line.
+
+    The code is written as nvdisasm writes it, so that what reads its listings reads this one::
+
+        // kernel SYMBOL                                                     comments
+        // origin, compiler, resources: "name value" joined by ", "
+                .target sm_90
+                .section        .text.SYMBOL,"ax",@progbits
+        // block 3, loop 0, depth 1
+        .L_2:
+        /*0120*/  @!P0 BRA `(.L_5) ;  // 0xENCODING | CONTROL | live 8 0 17 1 | ptx 40 | a.cu:7
+
+    - Comment lines begin with //. A label line is .L_N: before the instruction that it names;
+      labels are counted in the order of their addresses, and jumps name them as `(.L_N).
+    - An instruction line is its address in hexadecimal; guard, opcode, operands, semicolon; then,
+      behind //, columns that " | " separates.
+    - 0xENCODING: its 16 bytes, little endian, as one number of 32 hexadecimal digits.
+    - CONTROL is described at `control.control_text`.
+    - live: registers, predicates, uniform registers and uniform predicates in use. Left out where
+      the disassembler does not tell.
+    - ptx: the line of the embedded PTX. Left out where unknown.
+    - The CUDA line as FILE:LINE, then " < " and each line it was inlined at. Left out without line
+      information.
+
+    offsets: False leaves out addresses, encodings, live registers and line numbers, all of which
+    shift with every inserted instruction, so that `diff` shows what changed.
+    """
+    labels = _labels(kernel)
+    lines = _header(kernel)
+    for block in kernel.blocks:
+        lines.append(_block_comment(kernel, block))
+        for instruction in _instructions(kernel, block):
+            if instruction.address in labels:
+                lines.append(f"{labels[instruction.address]}:")
+            lines.append(_instruction_line(instruction, labels, offsets))
+    return "\n".join(lines) + "\n"
+
+
+def _header(kernel: Kernel) -> list[str]:
+    resources = kernel.resources
+    threads = "any" if resources.max_threads is None else str(resources.max_threads)
+    return [
+        f"// kernel {kernel.symbol}",
+        f"// origin {kernel.origin}",
+        f"// compiler {kernel.compiler} {kernel.compiler.options}".rstrip(),
+        f"// registers {resources.registers}, static shared memory {resources.static_smem_bytes}, "
+        f"stack {resources.stack_bytes}, spill stores {resources.spill_store_bytes}, "
+        f"spill loads {resources.spill_load_bytes}, barriers {resources.barriers}, "
+        f"threads {threads}",
+        f"// instructions {len(kernel.instructions)}, blocks {len(kernel.blocks)}, "
+        f"loops {len(kernel.loops)}",
+        f"\t.target\t{kernel.architecture}",
+        f'\t.section\t.text.{kernel.symbol},"ax",@progbits',
+    ]
+
+
+def _block_comment(kernel: Kernel, block: Block) -> str:
+    loop = _loop_of(kernel, block)
+    place = "" if loop is None else f", loop {loop}, depth {kernel.loops[loop].depth}"
+    return f"// block {block.index}{place}"
+
+
+def _loop_of(kernel: Kernel, block: Block) -> int | None:
+    instructions = _instructions(kernel, block)
+    return instructions[0].loop if instructions else None
+
+
+def _instructions(kernel: Kernel, block: Block) -> Sequence[Instruction]:
+    return kernel.instructions[block.start // INSTRUCTION_BYTES : block.end // INSTRUCTION_BYTES]
+
+
+def _named_address(instruction: Instruction) -> int | None:
+    """The address at the end of the operands of a jump or of BSSY, within the kernel."""
+    if instruction.target is not None:
+        return instruction.target
+    if instruction.base in _CONVERGENCE and (match := _ADDRESS_AT_END.search(instruction.operands)):
+        return int(match[1], 16)
+    return None
+
+
+def _labels(kernel: Kernel) -> dict[int, str]:
+    named = {_named_address(instruction) for instruction in kernel.instructions}
+    there = (i.address for i in kernel.instructions if i.address in named)
+    return {address: f".L_{number}" for number, address in enumerate(there)}
+
+
+def _text(instruction: Instruction, labels: Mapping[int, str]) -> str:
+    """The instruction as nvdisasm prints it: guards in a column, labels for addresses."""
+    operands = instruction.operands
+    address = _named_address(instruction)
+    if address in labels:
+        *others, _ = operands.split(", ")
+        operands = ", ".join([*others, f"`({labels[address]})"])
+    words = f"{instruction.opcode} {operands}".rstrip()
+    return f"{instruction.predicate:>6} {words} ;"
+
+
+def _instruction_line(instruction: Instruction, labels: Mapping[int, str], offsets: bool) -> str:
+    text = _text(instruction, labels)
+    control = control_text(instruction.control)
+    if not offsets:
+        return f"{text:<{_TEXT_COLUMN}} // {control}"
+    notes = [f"0x{instruction.encoding:032x}", control]
+    if instruction.live is not None:
+        notes.append(_live_text(instruction.live))
+    if instruction.ptx_line is not None:
+        notes.append(f"ptx {instruction.ptx_line}")
+    if instruction.source:
+        notes.append(" < ".join(f"{line.file}:{line.line}" for line in instruction.source))
+    return f"/*{instruction.address:04x}*/ {text:<{_TEXT_COLUMN}} // {' | '.join(notes)}"
+
+
+def _live_text(live: LiveRegisters) -> str:
+    return f"live {live.general:3} {live.predicate} {live.uniform:2} {live.uniform_predicate}"
+
+
+def graph_text(kernel: Kernel, offsets: bool = True) -> str:
+    """The basic blocks as a graph in the language of Graphviz, each loop in a frame.
+
+    Of long blocks the first and last instructions are shown. offsets: False leaves out addresses.
+    """
+    labels = _labels(kernel)
+    lines = [
+        f"digraph {_quoted(kernel.symbol)} {{",
+        f"    label={_quoted(f'{kernel.symbol} {kernel.architecture}')};",
+        '    node [shape=box, fontname="monospace", fontsize=10];',
+    ]
+    lines += _loop_frames(kernel, labels, offsets, None, "    ")
+    for block in kernel.blocks:
+        lines += [f"    b{block.index} -> b{successor};" for successor in block.successors]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _loop_frames(
+    kernel: Kernel, labels: Mapping[int, str], offsets: bool, loop: int | None, indent: str
+) -> list[str]:
+    """The blocks of a loop, or of no loop, and the loops directly inside it."""
+    lines = [
+        f"{indent}b{block.index} [label={_node_label(kernel, block, labels, offsets)}];"
+        for block in kernel.blocks
+        if _loop_of(kernel, block) == loop
+    ]
+    for inner in kernel.loops:
+        if inner.parent == loop:
+            lines.append(f"{indent}subgraph cluster_{inner.index} {{")
+            lines.append(f'{indent}    label="loop {inner.index}";')
+            lines += _loop_frames(kernel, labels, offsets, inner.index, indent + "    ")
+            lines.append(f"{indent}}}")
+    return lines
+
+
+def _node_label(kernel: Kernel, block: Block, labels: Mapping[int, str], offsets: bool) -> str:
+    instructions = _instructions(kernel, block)
+    shown = [
+        f"{f'{i.address:04x}' if offsets else ''} {_text(i, labels)}".strip() for i in instructions
+    ]
+    if len(shown) > _SHOWN_LINES:
+        half = _SHOWN_LINES // 2
+        shown[half:-half] = [f"... {len(shown) - 2 * half} more"]
+    name = f" {labels[block.start]}" if block.start in labels else ""
+    count = len(instructions)
+    head = f"block {block.index}{name}: {count} instruction{'s' if count != 1 else ''}"
+    # \l ends a line and puts it to the left
+    return '"' + "".join(_escaped(line) + "\\l" for line in [head, *shown]) + '"'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _quoted(text: str) -> str:
+    return f'"{_escaped(text)}"'
+
+
+def kernel_filter(selectors: Iterable[str]) -> Callable[[str], bool] | None:
+    """Which symbols the selectors name; None, which stands for all, without any.
+
+    A selector is a symbol or a part of one, a pattern with * or ?, or for kernels of this library
+    a version, such as v7 or 7.
+    """
+    selectors = list(selectors)
+    if not selectors:
+        return None
+    return lambda symbol: any(_names(selector, symbol) for selector in selectors)
+
+
+def _names(selector: str, symbol: str) -> bool:
+    if match := re.fullmatch(r"v?(\d+)", selector):
+        config = find_config(symbol)
+        return config.version == int(match[1]) if config else selector == symbol
+    if "*" in selector or "?" in selector:
+        return fnmatch.fnmatchcase(symbol, selector)
+    return selector in symbol
+
+
+def kernel_list_text(kernels: Iterable[tuple[str, str]]) -> str:
+    """A line for each (architecture, symbol): the two, and the short form of a kernel of ours."""
+    rows = []
+    for architecture, symbol in kernels:
+        name = readable_name(symbol)
+        rows.append(" ".join([f"{architecture:<7}", symbol, *([name] if name != symbol else [])]))
+    return "\n".join(rows) + "\n"
+
+
+def readable_name(symbol: str) -> str:
+    """The short form of a kernel of this library; for others, the symbol."""
+    config = find_config(symbol)
+    return config.short_form() if config else symbol
+
+
+def file_names(kernels: Iterable[tuple[str, str]], suffix: str) -> list[str]:
+    """A file name for each (symbol, architecture), all different."""
+    taken: set[str] = set()
+    names = []
+    for symbol, architecture in kernels:
+        stem = re.sub(r"[^\w.$-]", "_", readable_name(symbol))
+        if len(stem) > _LONGEST_NAME:
+            stem = f"{stem[:_LONGEST_NAME]}_{hashlib.sha256(symbol.encode()).hexdigest()[:8]}"
+        name = f"{stem}.{architecture}{suffix}"
+        copies = itertools.count(2)
+        while name in taken:
+            name = f"{stem}.{architecture}.{next(copies)}{suffix}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def write_files(folder: Path, texts: Mapping[str, str]) -> str:
+    """Write each text into the file of its name; returns their paths, a line each.
+
+    Raises OSError.
+    """
+    for name, text in texts.items():
+        write_if_different(folder / name, text)
+    return "".join(f"{folder / name}\n" for name in texts)
+
+
+def _target(ptx: str) -> str:
+    match = _TARGET.search(ptx)
+    return match[1] if match else ""
+
+
+@dataclass(frozen=True)
+class PtxText:
+    """The PTX of one module. name: without suffix. architecture: what it was compiled to, or for.
+
+    Line N of `text` is line N of the line table of a cubin that it is embedded in.
+    """
+
+    name: str
+    architecture: str
+    text: str
+
+
+def ptx_texts(
+    path: Path, architecture: str | None = None, kernels: Callable[[str], bool] | None = None
+) -> list[PtxText]:
+    """The PTX in a file: that which -lineinfo put into its cubins, else its PTX members.
+
+    architecture, kernels: as for `reader.load_kernels`. Raises SassError if there is none.
+    """
+    with cubins_of(path, required=False) as members:
+        cubins = [read_member(member) for member in members]
+    embedded = [
+        PtxText(readable_name(cubin.kernels[0].symbol), cubin.architecture, cubin.ptx)
+        for cubin in cubins
+        if cubin.ptx is not None and cubin.kernels
+        if architecture in (None, cubin.architecture)
+        if kernels is None or any(kernels(kernel.symbol) for kernel in cubin.kernels)
+    ]
+    if embedded:
+        return embedded
+    modules = [
+        PtxText(name.removesuffix(f".{_target(text)}.ptx"), _target(text), text)
+        for name, text in ptx_of(path).items()
+    ]
+    chosen = [
+        module
+        for module in modules
+        if architecture in (None, module.architecture)
+        if kernels is None or any(kernels(symbol) for symbol in _ENTRY.findall(module.text))
+    ]
+    if not chosen:
+        there = sorted({module.architecture for module in modules})
+        raise SassError(
+            f"{path} holds no PTX for what was asked for, only for {', '.join(there)}"
+            if there
+            else f"{path} holds no PTX: compile with -lineinfo, which embeds it in the cubin, or "
+            "for a virtual architecture, code=compute_90"
+        )
+    return chosen

@@ -1,0 +1,289 @@
+"""Instructions counted by opcode: of a listing, a file of counts or machine code."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.kernel_configs import find_config
+from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
+from flash_helpers.sass.read import reader
+from flash_helpers.sass.read.listing import (
+    COUNT_COLUMNS,
+    counts_in_text,
+    decode,
+    is_binary,
+    is_counts,
+    parse_listing,
+)
+from flash_helpers.sass.read.records import Operation, SassError
+
+
+@dataclass(frozen=True)
+class OpcodeCounts:
+    """How often each opcode stands in some code.
+
+    work: what is executed, or predicated and so may be; of a file of bare counts, what it says.
+    by_bucket: opcodes by what becomes of them; None where a file of counts does not tell.
+    functions: how many they were counted in; None where a file of counts does not tell.
+    compiler: of machine code, such as "ptxas 13.0.88"; "" where nothing tells.
+    """
+
+    work: Counter[str]
+    by_bucket: Mapping[Bucket, Counter[str]] | None
+    functions: int | None = None
+    compiler: str = ""
+
+    def base(self) -> OpcodeCounts:
+        """The same by opcode without modifiers."""
+        return OpcodeCounts(
+            _without_modifiers(self.work),
+            self.by_bucket
+            and {kind: _without_modifiers(found) for kind, found in self.by_bucket.items()},
+            self.functions,
+            self.compiler,
+        )
+
+    def rows(self) -> list[tuple[str, list[int | None]]]:
+        """Opcode, and the numbers of COUNT_COLUMNS: most work first, None where it is not known."""
+        opcodes = set(self.work).union(*(self.by_bucket or {}).values())
+        ordered = sorted(opcodes, key=lambda name: (-self.work[name], name))
+        return [(name, self._numbers(name)) for name in ordered]
+
+    def totals(self) -> list[int | None]:
+        """The numbers of COUNT_COLUMNS, over all opcodes."""
+        by_bucket = self.by_bucket
+        return [
+            self.work.total(),
+            *(by_bucket[kind].total() if by_bucket else None for kind in Bucket),
+        ]
+
+    def _numbers(self, name: str) -> list[int | None]:
+        by_bucket = self.by_bucket
+        return [
+            self.work[name],
+            *(by_bucket[kind][name] if by_bucket else None for kind in Bucket),
+        ]
+
+
+def _without_modifiers(counted: Counter[str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for opcode, number in counted.items():
+        found[opcode.partition(".")[0]] += number
+    return found
+
+
+def count_functions(functions: Iterable[Sequence[Operation]], compiler: str = "") -> OpcodeCounts:
+    """Count whole functions, together."""
+    by_bucket: dict[Bucket, Counter[str]] = {kind: Counter() for kind in Bucket}
+    n_functions = 0
+    for operations in functions:
+        n_functions += 1
+        for operation, kind in zip(operations, buckets(operations), strict=True):
+            by_bucket[kind][operation.opcode] += 1
+    work = sum((by_bucket[kind] for kind in WORK), Counter())
+    return OpcodeCounts(work, by_bucket, n_functions, compiler)
+
+
+def load_counts(
+    path: Path,
+    function: str | None = None,
+    architecture: str | None = None,
+    *,
+    progress: reader.Progress | None = None,
+) -> OpcodeCounts:
+    """Count what a file holds: a listing, a file of counts, or machine code.
+
+    function: its symbol, a part of it that no other has, or a config's short form; None takes all,
+    together. architecture: such as "sm_90"; needed where the file holds several. progress: as for
+    `reader.load_kernels`.
+
+    Raises OSError if the file cannot be read, and SassError for what is none of these, and for a
+    function or an architecture that is not in it.
+    """
+    data = path.read_bytes()  # once: a pipe cannot be read again
+    if is_binary(data):
+        return _machine_code(path, function, architecture, progress)
+    text = decode(data, str(path))
+    if is_counts(text):
+        return _counted(path, text, function, architecture)
+    listed = parse_listing(text, str(path))
+    names = [(f.architecture, f.name) for f in listed]
+    chosen = choose_functions(str(path), names, function, architecture)
+    return count_functions(f.operations for f in listed if (f.architecture, f.name) in chosen)
+
+
+def _machine_code(
+    path: Path, function: str | None, architecture: str | None, progress: reader.Progress | None
+) -> OpcodeCounts:
+    names = reader.list_kernels(path)
+    chosen = choose_functions(str(path), names, function, architecture)
+    (architecture,) = {found for found, _ in chosen}
+    symbols = {symbol for _, symbol in chosen}
+    kernels = reader.load_kernels(path, architecture, symbols.__contains__, progress=progress)
+    compilers = sorted({str(kernel.compiler) for kernel in kernels})
+    return count_functions((k.instructions for k in kernels), " and ".join(compilers))
+
+
+def _counted(path: Path, text: str, function: str | None, architecture: str | None) -> OpcodeCounts:
+    if function or architecture:
+        raise SassError(
+            f"{path} is a file of counts, which tells no function or architecture: name the "
+            "listing it was made from"
+        )
+    found = counts_in_text(text, str(path))
+    if len(found) < len(COUNT_COLUMNS):
+        return OpcodeCounts(found[COUNT_COLUMNS[0]], None)
+    return OpcodeCounts(+found[COUNT_COLUMNS[0]], {kind: +found[kind.value] for kind in Bucket})
+
+
+def choose_functions(
+    file: str, names: Sequence[tuple[str, str]], function: str | None, architecture: str | None
+) -> set[tuple[str, str]]:
+    """Those of (architecture, symbol) that are asked for, all of one architecture.
+
+    Raises SassError, naming what there is, if there is no such one, or if it is not clear.
+    """
+    architectures = sorted({found for found, _ in names})
+    if architecture is None and len(architectures) > 1:
+        raise SassError(f"{file} holds code for {', '.join(architectures)}: choose one with --arch")
+    if architecture not in (None, *architectures):
+        there = (
+            ", ".join(filter(None, architectures)) or "code for an architecture it does not name"
+        )
+        raise SassError(f"{file} holds no code for {architecture}: it holds {there}")
+    here = [(found, name) for found, name in names if architecture in (None, found)]
+    if function is None:
+        return set(here)
+    exact = {(found, name) for found, name in here if function in (name, _short_form(name))}
+    chosen = exact or {(found, name) for found, name in here if function in name}
+    if len(chosen) == 1:
+        return chosen
+    symbols = sorted({_short_form(name) or name or "(no name)" for _, name in chosen or here})
+    several = "has several functions" if chosen else "has no function"
+    raise SassError(f"{file} {several} {function!r}: {', '.join(symbols)}")
+
+
+def _short_form(symbol: str) -> str:
+    config = find_config(symbol)
+    return config.short_form() if config else ""
+
+
+def counts_as_text(counts: OpcodeCounts) -> str:
+    """A table, most work first; `listing.counts_in_text` reads it back."""
+    columns = COUNT_COLUMNS if counts.by_bucket is not None else COUNT_COLUMNS[:1]
+    rows = [*counts.rows(), ("total", counts.totals())]
+    return tabulate(
+        [[*numbers[: len(columns)], opcode] for opcode, numbers in rows],
+        headers=[*columns, "opcode"],
+    )
+
+
+def counts_as_csv(counts: OpcodeCounts) -> str:
+    """A row for each opcode."""
+    return _csv(
+        ["opcode", *COUNT_COLUMNS], [[opcode, *numbers] for opcode, numbers in counts.rows()]
+    )
+
+
+def counts_as_json(counts: OpcodeCounts) -> str:
+    """The totals, and an object for each opcode."""
+    document = {
+        "functions": counts.functions,
+        "compiler": counts.compiler,
+        "total": dict(zip(COUNT_COLUMNS, counts.totals(), strict=True)),
+        "opcodes": [
+            {"opcode": opcode, **dict(zip(COUNT_COLUMNS, numbers, strict=True))}
+            for opcode, numbers in counts.rows()
+        ],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+DESCRIPTION = """\
+Count the instructions of SASS by opcode, most first. count: those that do work, which are executed
+(no guard) or predicated (a guard decides). Left out of it: filler (@!PT, @!UPT: never executed) and
+padding (what fills the section behind the code). FILE is a listing of nvdisasm, cuobjdump -sass or
+extract_sass.py, or machine code: a cubin, an object file, a library. A listing of nvdisasm -plr
+does not show all padding.
+"""
+
+EXAMPLES = """\
+examples:
+  one kernel of the library:
+    tools/analysis/count_sass_instructions.sh flash_attention/libflash_attention.so \\
+        --arch sm_90 --function v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0
+  a listing, by opcode without modifiers:
+    tools/analysis/count_sass_instructions.sh kernel.sass --base
+  counts to compare later:
+    tools/analysis/count_sass_instructions.sh kernel.cubin > before.txt
+  what a pipe brings:
+    cuobjdump -sass kernel.o | tools/analysis/count_sass_instructions.sh -
+
+exit status: 0 counted, 2 wrong usage, or a file that cannot be counted
+"""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = make_parser(DESCRIPTION, EXAMPLES, prog="count_sass_instructions.sh")
+    parser.add_argument("file", metavar="FILE", help="- is standard input")
+    add_choice_arguments(parser)
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--csv", action="store_true", help="CSV on stdout")
+    machine.add_argument("--json", action="store_true", help="JSON on stdout, with the totals")
+    return parser.parse_args(argv)
+
+
+def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a tool that counts files needs to know of each: --function, --arch and --base."""
+    parser.add_argument(
+        "--function",
+        metavar="NAME",
+        help="its symbol, a part of it, or a config's short form (default: all, together)",
+    )
+    parser.add_argument("--arch", metavar="sm_NN", help="needed where a file holds several")
+    parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")
+
+
+def count(arguments: argparse.Namespace) -> str:
+    """What is to be printed. Raises SassError and OSError."""
+    path = Path("/dev/stdin" if arguments.file == "-" else arguments.file)
+    with reader.progress_bar("reading") as progress:
+        counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
+    if arguments.base:
+        counts = counts.base()
+    if arguments.csv:
+        return counts_as_csv(counts)
+    if arguments.json:
+        return counts_as_json(counts)
+    return counts_as_text(counts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count and print; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: print_text(count(arguments)), SassError, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

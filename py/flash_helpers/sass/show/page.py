@@ -1,0 +1,253 @@
+"""One self-contained page: CUDA, PTX and SASS of kernels side by side, each line linked to what was
+made of it. It loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Generic, TypeVar
+
+from flash_helpers.sass.analyse.counts import WORK, buckets
+from flash_helpers.sass.analyse.diff import block_phases
+from flash_helpers.sass.read.records import (
+    INSTRUCTION_BYTES,
+    Control,
+    Instruction,
+    Kernel,
+    SourceLine,
+)
+
+_ASSETS = resources.files("flash_helpers.sass") / "page_assets"
+_NO_SCOREBOARD = 7
+
+# pipe: (class of the style sheet, what it executes)
+_PIPES: Mapping[str, tuple[str, str]] = {
+    "tensor": ("c-tensor", "mma"),
+    "lsu": ("c-memory", "shared, global and local memory, shuffles"),
+    "fma": ("c-fp32", "FP32; on 8.0 IMAD, too"),
+    "fmaheavy": ("c-heavy", "IMAD, whatever it is used for"),
+    "fp16": ("c-fp32", "packed half precision"),
+    "fp64": ("c-other", "double precision"),
+    "alu": ("c-integer", "integers, logic, minima, moves"),
+    "xu": ("c-special", "special functions, conversions"),
+    "uniform": ("c-uniform", "one value for the whole warp"),
+    "cbu": ("c-other", "branches"),
+    "adu": ("c-other", "constants"),
+    "tex": ("c-other", "textures"),
+    "unknown": ("c-other", "no source tells"),
+}
+_PIPE_NUMBER = {name: number for number, name in enumerate(_PIPES)}
+
+_INSTRUCTION = re.compile(r"(?:@!?%\w+\s+)?[a-z]")
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class PageKernel:
+    """A kernel of the page.
+
+    name: short, for the picker. facts: pairs of a term and its value. ptx_sources: the CUDA lines
+    of PTX lines, innermost first, as `ptx_links.ptx_sources` finds them; what is not in it is taken
+    from the SASS that the line became.
+    """
+
+    kernel: Kernel
+    name: str
+    title: str
+    facts: Sequence[tuple[str, str]]
+    ptx_sources: Mapping[int, tuple[SourceLine, ...]]
+
+
+class _Numbering(Generic[T]):
+    """Things in the order of their first appearance."""
+
+    def __init__(self, *first: T) -> None:
+        self.numbers: dict[T, int] = {thing: number for number, thing in enumerate(first)}
+
+    def __getitem__(self, thing: T) -> int:
+        return self.numbers.setdefault(thing, len(self.numbers))
+
+
+def page_html(
+    kernels: Sequence[PageKernel],
+    sources: Mapping[str, str],
+    title: str,
+    overview: str = "",
+    shown: int = 0,
+) -> str:
+    """The page.
+
+    sources: texts of the CUDA files, by the paths that the kernels' line tables have; those that
+        are not in it are named, but not shown.
+    overview: HTML to stand above, such as `picture.overview_html` makes.
+    shown: index of the kernel that is shown first.
+    """
+    named = {line.file for page in kernels for i in page.kernel.instructions for line in i.source}
+    index = {
+        "shown": shown,
+        "pipes": [
+            {"name": name, "colour": colour, "what": what}
+            for name, (colour, what) in _PIPES.items()
+        ],
+        "kernels": [
+            {
+                "name": page.name,
+                "title": page.title,
+                "symbol": page.kernel.symbol,
+                "facts": [list(fact) for fact in page.facts],
+            }
+            for page in kernels
+        ],
+        "sources": {path: text for path, text in sources.items() if path in named},
+    }
+    parts = {
+        "title": html.escape(title),
+        "style": _asset("page.css"),
+        "overview": overview,
+        "index": _json(index),
+        "kernels": "\n".join(
+            f'<script type="application/json" id="kernel-{number}">'
+            f"{_json(_kernel_data(page))}</script>"
+            for number, page in enumerate(kernels)
+        ),
+        "script": _asset("page.js"),
+    }
+    return re.sub(r"@(\w+)@", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _json(value: object) -> str:
+    """JSON that may stand in a script element: nothing in it can end the element."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def packed_control(control: Control) -> int:
+    """Stall in bits 0 to 3, yield in 4, write scoreboard in 5 to 7, read scoreboard in 8 to 10,
+    wait mask in 11 to 16."""
+    write, read = (
+        _NO_SCOREBOARD if number is None else number
+        for number in (control.write_scoreboard, control.read_scoreboard)
+    )
+    return control.stall | control.yields << 4 | write << 5 | read << 8 | control.wait_mask << 11
+
+
+def _kernel_data(page: PageKernel) -> dict[str, Any]:
+    kernel = page.kernel
+    files: _Numbering[str] = _Numbering()
+    chains: _Numbering[tuple[SourceLine, ...]] = _Numbering(())
+    costs: _Numbering[float | None] = _Numbering()
+    instructions = kernel.instructions
+    sass = {
+        "text": [f"{i.predicate}\t{i.opcode}\t{i.operands}" for i in instructions],
+        "control": [packed_control(i.control) for i in instructions],
+        "live": [-1 if i.live is None else i.live.general for i in instructions],
+        "ptx": [i.ptx_line or 0 for i in instructions],
+        "chain": [chains[i.source] for i in instructions],
+        "loop": [-1 if i.loop is None else i.loop for i in instructions],
+        "pipe": [_PIPE_NUMBER.get(i.pipe, _PIPE_NUMBER["unknown"]) for i in instructions],
+        "cost": [costs[i.cost] for i in instructions],
+        "target": [_target(i, len(instructions)) for i in instructions],
+        "idle": [int(kind not in WORK) for kind in buckets(instructions)],
+    }
+    ptx = _ptx_data(page, chains)
+    return {
+        "sass": sass,
+        "ptx": ptx,
+        "costs": list(costs.numbers),
+        "blocks": _block_data(kernel),
+        "loops": _loop_data(kernel),
+        "chains": [
+            [number for line in chain for number in (files[line.file], line.line)]
+            for chain in chains.numbers
+        ],
+        "files": list(files.numbers),
+        "main": _main_file(kernel, files),
+    }
+
+
+def _target(instruction: Instruction, n_instructions: int) -> int:
+    """Index of the instruction that is jumped to; -1 without one."""
+    if instruction.target is None:
+        return -1
+    index = instruction.target // INSTRUCTION_BYTES
+    return index if index < n_instructions else -1
+
+
+def _main_file(kernel: Kernel, files: _Numbering[str]) -> int:
+    """The file of the kernel itself: what most instructions are of in the end."""
+    outermost = [i.source[-1].file for i in kernel.instructions if i.source]
+    return files[max(set(outermost), key=outermost.count)] if outermost else 0
+
+
+def _block_data(kernel: Kernel) -> list[dict[str, Any]]:
+    phases = block_phases(kernel)
+    return [
+        {
+            "start": block.start // INSTRUCTION_BYTES,
+            "from": list(block.predecessors),
+            "to": list(block.successors),
+            "phase": phases[block.index].value,
+        }
+        for block in kernel.blocks
+    ]
+
+
+def _loop_data(kernel: Kernel) -> list[dict[str, int]]:
+    found = []
+    for loop in kernel.loops:
+        blocks = [kernel.blocks[index] for index in loop.blocks]
+        found.append(
+            {
+                "first": min(block.start for block in blocks) // INSTRUCTION_BYTES,
+                "last": max(block.end for block in blocks) // INSTRUCTION_BYTES - 1,
+                "length": sum(block.end - block.start for block in blocks) // INSTRUCTION_BYTES,
+            }
+        )
+    return found
+
+
+def _ptx_data(page: PageKernel, chains: _Numbering[tuple[SourceLine, ...]]) -> dict[str, Any]:
+    kernel = page.kernel
+    rows = [
+        (number, " ".join(text.replace(kernel.symbol, "kernel").split()))
+        for number, text in _entry_lines(kernel)
+    ]
+    rows = [(number, text) for number, text in rows if text]
+    made = {i.ptx_line for i in kernel.instructions}
+    instructions = {number for number, text in rows if _INSTRUCTION.match(text)}
+    vanished = len(instructions - made)
+    return {
+        "line": [number for number, _ in rows],
+        "text": [text for _, text in rows],
+        "chain": [
+            chains[page.ptx_sources[number]] if number in page.ptx_sources else -1
+            for number, _ in rows
+        ],
+        "isInstruction": [int(number in instructions) for number, _ in rows],
+        "note": (
+            f"{len(instructions)} instructions, {vanished} without SASS of their own"
+            if rows
+            else "The cubin holds no PTX: compile with -lineinfo."
+        ),
+    }
+
+
+def _entry_lines(kernel: Kernel) -> list[tuple[int, str]]:
+    """The numbered lines of the kernel's PTX; those of the other kernels of its module left out."""
+    lines = list(enumerate((kernel.ptx or "").split("\n"), start=1))
+    entries = [(number, match[1]) for number, text in lines if (match := _ENTRY.search(text))]
+    starts = [number for number, name in entries if name == kernel.symbol]
+    if not starts:
+        return lines
+    following = [number for number, _ in entries if number > starts[0]]
+    end = following[0] if following else len(lines) + 1
+    return [(number, text) for number, text in lines if starts[0] <= number < end]

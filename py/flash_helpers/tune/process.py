@@ -1,0 +1,207 @@
+"""Keeps a measuring process: asks it, waits no longer than agreed, and replaces it when it dies.
+
+Standard library only: what talks to a GPU is the process (flash_helpers.tune.worker).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from flash_helpers.compile.build import kill_group
+from flash_helpers.measure.results import (
+    Measurement,
+    Protocol,
+    SkippedRecord,
+    read_record,
+    read_records,
+)
+
+WORKER_COMMAND = (sys.executable, "-m", "flash_helpers.tune.worker")
+START_TIMEOUT_S = 300.0  # PyTorch and CUDA, from a cold disk
+
+
+class WorkerError(RuntimeError):
+    """The process did not answer, or answered with an error; the message says which."""
+
+
+class WorkerNotStarted(WorkerError):
+    """There is no process to ask, and none can be had."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker runs on. smem_bytes: shared memory that a thread block may have."""
+
+    gpu: str
+    compute_capability: str
+    smem_bytes: int
+    driver: str
+    torch: str
+
+    @property
+    def architecture(self) -> int:
+        """90 for compute capability 9.0."""
+        return int(self.compute_capability.replace(".", ""))
+
+
+@dataclass(frozen=True)
+class KernelFile:
+    """A compiled kernel: its config's short form, the file, and the kernel's symbol in it."""
+
+    config: str
+    cubin: str
+    symbol: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Kernels of one dtype, to be measured beside PyTorch's flash backend at some lengths."""
+
+    kernels: tuple[KernelFile, ...]
+    seq_lens: tuple[int, ...]
+    protocol: Protocol
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Inverse of `to_json`. Raises ValueError for anything else."""
+        data = json.loads(text)
+        return cls(
+            kernels=read_records(KernelFile, data["kernels"]),
+            seq_lens=tuple(data["seq_lens"]),
+            protocol=read_record(Protocol, data["protocol"]),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker measured, and the lengths that do not fit in the GPU's memory."""
+
+    measurements: tuple[Measurement, ...]
+    skipped: tuple[SkippedRecord, ...]
+
+
+class WorkerProcess:
+    """A context that has a worker from its first question on, whatever became of the last one."""
+
+    def __init__(
+        self, command: Sequence[str] = WORKER_COMMAND, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        self._command = list(command)
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 closed by __exit__
+        self._unread = b""
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+        self._said.close()
+
+    def start(self) -> WorkerInfo:
+        """Start a worker, in the place of one that there may be. Raises WorkerNotStarted."""
+        self.end()
+        self._said.seek(0)
+        self._said.truncate()
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,  # Ctrl-C ends the sweep, which ends the worker
+            )
+        except OSError as error:
+            raise WorkerNotStarted(f"{self._command[0]} cannot be run: {error}") from error
+        try:
+            return read_record(WorkerInfo, self._read_line(self._start_timeout_s))
+        except WorkerError as error:
+            raise WorkerNotStarted(str(error)) from error
+
+    def ask(self, request: Request, timeout_s: float) -> Answer:
+        """The answer to a request.
+
+        Raises WorkerError if there is none within timeout_s seconds, if the process dies, or if it
+        answers with an error; it is gone then, and the next question gets another. WorkerNotStarted
+        if there is none to ask.
+        """
+        if self._process is None:
+            self.start()
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died: reading says how
+            self._process.stdin.write(f"{request.to_json()}\n".encode())
+            self._process.stdin.flush()
+        answer = self._read_line(timeout_s)
+        return Answer(
+            read_records(Measurement, answer["measurements"]),
+            read_records(SkippedRecord, answer["skipped"]),
+        )
+
+    def _read_line(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select(
+                [descriptor], [], [], max(0.0, deadline - time.monotonic())
+            )
+            if not readable:
+                self.end()
+                raise WorkerError(f"no answer within {timeout_s:g} s")
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                raise WorkerError(self._last_words())
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            self.end()
+            raise WorkerError(answer["error"])
+        return answer
+
+    def _last_words(self) -> str:
+        """How the process that has closed its output ended, and the last line that it said."""
+        assert self._process is not None
+        try:
+            status = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            status = 0
+        self.end()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return f"the process died ({how}): {lines[-1] if lines else 'it said nothing'}"
+
+    def end(self) -> None:
+        """End the process, if there is one; the next question gets another."""
+        if self._process is None:
+            return
+        kill_group(self._process)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # what was written last is not delivered
+                    stream.close()
+        self._process = None
+        self._unread = b""

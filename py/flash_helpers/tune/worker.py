@@ -1,0 +1,183 @@
+"""The process that a sweep measures in, and that may be killed by what it measures.
+
+It says what it runs on, then answers requests, a line of JSON each way, on standard output and
+input. Whatever goes wrong in the GPU ends with the process: a kernel that reads beside its memory
+takes the CUDA context along, and one that never ends takes the process.
+
+    {"gpu": ..., "compute_capability": ..., ...}            the first line: WorkerInfo
+    {"kernels": [...], "seq_lens": [...], "protocol": ...}  a request: Request
+    {"measurements": [...], "skipped": [...]}               its answer
+    {"error": "..."}                                        the last line, if something went wrong
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.measure.benchmark import (
+    Contender,
+    InputSet,
+    default_shape,
+    library_contender,
+    make_input_sets,
+    measure_problem,
+)
+from flash_helpers.measure.machine import query_gpu
+from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
+from flash_helpers.measure.timing import make_timer
+from flash_helpers.runtime.driver import LoadedKernel
+from flash_helpers.tune.process import KernelFile, Request, WorkerInfo
+
+
+def launch_grid(config: FlashForwardKernelConfig, shape: AttentionShape) -> tuple[int, int, int]:
+    """Thread blocks of a launch, as src/flash_attention.cu has them."""
+    return shape.seq_len // config.B_r, shape.n_heads, shape.batch
+
+
+def cubin_contender(kernel: KernelFile) -> Contender:
+    """A kernel loaded from its cubin.
+
+    Raises DriverError if it does not load. Running it raises ValueError for inputs whose row stride
+    is not the one that the kernel was compiled for.
+    """
+    # not at the top: flash_attention itself imports this package
+    from flash_attention import _checks, _library
+
+    config = FlashForwardKernelConfig.from_short_form(kernel.config)
+    loaded = LoadedKernel(Path(kernel.cubin).read_bytes(), kernel.symbol, config.smem_bytes)
+
+    def run(inputs: InputSet) -> torch.Tensor:
+        tensors = (*inputs.inputs, inputs.output)
+        batch, seq_len, n_heads, d_head = inputs.output.shape
+        shape = AttentionShape(batch, n_heads, seq_len, d_head)
+        if config.static_row_stride not in (0, shape.row_stride):
+            raise ValueError(f"{kernel.config} is not for rows {shape.row_stride} elements apart")
+        args = _library.ForwardKernelArgs(
+            *(tensor.data_ptr() for tensor in tensors),
+            *(_library.TensorStrides(*_checks.kernel_strides(tensor)) for tensor in tensors),
+            seq_len,
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        loaded.launch(launch_grid(config, shape), config.n_threads, stream, args)
+        return inputs.output
+
+    return Contender(kernel.config, config, run)
+
+
+def worker_info(device: torch.device) -> WorkerInfo:
+    """What this process runs on."""
+    properties = torch.cuda.get_device_properties(device)
+    driver = query_gpu(device, ("driver_version",))
+    return WorkerInfo(
+        gpu=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        smem_bytes=properties.shared_memory_per_block_optin,
+        driver=driver[0] if driver else "",
+        torch=torch.__version__,
+    )
+
+
+class Worker:
+    """Measures kernels beside PyTorch's flash backend on one device.
+
+    Inputs and their float64 results are kept from one request to the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Measure every kernel of a request, all of one dtype, at every length."""
+        contenders = [library_contender(FLASH), *map(cubin_contender, request.kernels)]
+        dtype = FlashForwardKernelConfig.from_short_form(request.kernels[0].config).dtype
+        measurements: list[Measurement] = []
+        skipped: list[SkippedRecord] = []
+        for seq_len in request.seq_lens:
+            try:
+                measurements += self._measure(contenders, seq_len, dtype, request.protocol)
+            except torch.cuda.OutOfMemoryError as error:
+                reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
+                skipped.append(SkippedRecord(dtype.short, seq_len, reason))
+        return {
+            "measurements": [asdict(m) for m in measurements],
+            "skipped": [asdict(s) for s in skipped],
+        }
+
+    def _measure(
+        self, contenders: Sequence[Contender], seq_len: int, dtype: DType, protocol: Protocol
+    ) -> list[Measurement]:
+        try:
+            return self._measure_once(contenders, seq_len, dtype, protocol)
+        except torch.cuda.OutOfMemoryError:
+            # the inputs of the other lengths may be all that is in the way
+            self._sets.clear()
+        torch.cuda.empty_cache()
+        return self._measure_once(contenders, seq_len, dtype, protocol)
+
+    def _measure_once(
+        self, contenders: Sequence[Contender], seq_len: int, dtype: DType, protocol: Protocol
+    ) -> list[Measurement]:
+        shape = default_shape(seq_len)
+        timer = make_timer(self._device, protocol)
+        key = (seq_len, dtype, protocol.inputs, protocol.seed, protocol.cache)
+        if key not in self._sets:
+            self._sets[key] = make_input_sets(shape, dtype, self._device, timer, protocol)
+        found = measure_problem(
+            contenders,
+            self._sets[key],
+            shape,
+            dtype,
+            timer,
+            protocol,
+            contextlib.nullcontext(),
+        )
+        # an error of the GPU stays: better here than in the next kernel's measurement
+        torch.cuda.synchronize(self._device)
+        return found
+
+
+def serve(requests: TextIO, answers: TextIO) -> int:
+    """Answer requests until there are no more; returns the exit status."""
+
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps(line, allow_nan=False), file=answers, flush=True)
+
+    try:
+        if not torch.cuda.is_available():
+            say({"error": "no CUDA device was found"})
+            return 1
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=device)  # makes PyTorch's context current
+        worker = Worker(device)
+        say(asdict(worker_info(device)))
+        for line in requests:
+            say(worker.answer(Request.from_json(line)))
+    except Exception as error:
+        text = str(error).strip().splitlines() or ["no message"]
+        say({"error": f"{type(error).__name__}: {text[0]}"})
+        return 1
+    return 0
+
+
+def main() -> int:
+    """Serve standard input; returns the exit status."""
+    # What a library prints must not come between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

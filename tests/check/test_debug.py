@@ -1,0 +1,266 @@
+"""`debug.py`: a kernel's own values, read from the simulator, beside blockwise FlashAttention-2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_backend import fake_backend, load_tool
+
+from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish, key_block_order
+from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
+from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.reference import attention_reference, measure_error
+from flash_helpers.check.trace import UntraceableKernel, trace_forward
+from flash_helpers.kernel_configs import (
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.runtime.simulator import load_kernel
+
+SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=192)
+PROGRESSION = [config.general() for config in get_kernel_progression_configs()]
+LARGE_TILES = [
+    config
+    for config in get_kernels_to_build()
+    if config.B_r == 128 and config.kv_stages == 1 and not config.static_row_stride
+]
+
+
+def inputs(config: FlashForwardKernelConfig, distribution="normal", shape=SHAPE):
+    return make_inputs(distribution, shape, getattr(torch, config.dtype.torch_name))
+
+
+def config_of(version: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
+    return next(c for c in PROGRESSION if (c.version, c.dtype) == (version, dtype))
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("version", (1, 6, 13))
+@pytest.mark.parametrize("distribution", ("normal", "large_logits", "outliers"))
+def test_the_blockwise_reference_is_attention(version, dtype, distribution):
+    config = config_of(version, dtype)
+    shape = AttentionShape(batch=2, n_heads=3, seq_len=192)
+    q, k, v = inputs(config, distribution, shape)
+    *_, last = blockwise_forward(config, q, k, v)
+    reference = attention_reference(q, k, v)
+    assert measure_error(finish(last, q.dtype), reference.expected).within(reference.bound)
+
+
+def test_after_a_block_the_quantities_are_those_of_the_keys_so_far():
+    config = config_of(13)
+    q, k, v = inputs(config)
+    steps = list(blockwise_forward(config, q, k, v))
+    assert [step.key_block for step in steps] == [2, 1, 0]
+    second = steps[1]
+    Q, K, V = (x.transpose(1, 2).double() for x in (q, k, v))
+    S = Q[..., :64, :] @ K[..., 64:, :].mT
+    m = S.amax(-1, keepdim=True)
+    P = torch.exp((S - m) / 128**0.5)
+    expected = {
+        "Q": Q[..., :64, :],
+        "K": K[..., 64:128, :],
+        "S": S[..., :64],
+        "m": m,
+        "l": P.sum(-1, keepdim=True),
+        "P": P[..., :64],
+        "V": V[..., 64:128, :],
+        "O": P @ V[..., 64:, :],
+    }
+    for name in QUANTITIES:
+        got = getattr(second, name)[0, :, 0].reshape(expected[name].shape).double()
+        torch.testing.assert_close(got, expected[name], rtol=2**-7, atol=1e-2)
+
+
+def test_p_is_rounded_and_l_is_not():
+    config = config_of(7, DType.FP16)
+    step = next(blockwise_forward(config, *inputs(config)))
+    assert torch.equal(step.P, step.P.half().float())
+    assert not torch.equal(step.l, step.P.sum(-1, keepdim=True))
+
+
+def test_keys_are_walked_backwards_from_version_13_on():
+    assert list(key_block_order(config_of(12), 256)) == [0, 1, 2, 3]
+    assert list(key_block_order(config_of(13), 256)) == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("seq_len", "d_head"), ((100, 128), (128, 64)))
+def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
+    config = config_of(1)
+    shape = AttentionShape(1, 1, seq_len, d_head)
+    with pytest.raises(ValueError, match=r"100 is not a multiple|64 is not the 128"):
+        next(blockwise_forward(config, *inputs(config, shape=shape)))
+
+
+# -- the kernels' own values -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [*PROGRESSION, *LARGE_TILES], ids=lambda c: c.short_form())
+def test_every_quantity_of_every_kernel_agrees(config):
+    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=2 * max(config.B_r, config.B_c)))
+    trace = trace_forward(config, load_kernel(config, shipped_ptx(config)), q, k, v)
+    steps = list(blockwise_forward(config, q, k, v))
+    found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q.dtype))
+    assert found is None
+    assert not trace.run.faults
+
+
+def test_two_stages_are_refused_with_a_way_out():
+    config = next(config for config in get_kernels_to_build() if config.kv_stages == 2)
+    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=config.B_r))
+    with pytest.raises(UntraceableKernel, match="the same config with kv_stages 1"):
+        trace_forward(config, load_kernel(config, shipped_ptx(config)), q, k, v)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_one_wrong_value_is_found_where_it_is(quantity):
+    config = config_of(7)
+    q, k, v = inputs(config)
+    steps = list(blockwise_forward(config, q, k, v))
+    output = finish(steps[-1], q.dtype)
+    values = getattr(steps[1], quantity)
+    whole = values.expand(1, 1, 3, 4, 64, 128) if quantity in "KV" else values
+    wrong = whole.clone()
+    wrong[(0, 0, 2, 3, 37, 0) if quantity in "KV" else (0, 0, 2, 37, 0)] *= 1.125
+    damaged = [steps[0], replace(steps[1], **{quantity: wrong}), steps[2]]
+    found = first_disagreement(config, damaged, output, steps, output)
+    assert found is not None
+    assert (found.quantity, found.key_block, found.row_block) == (quantity, 1, 2)
+    if quantity in "KV":
+        assert (found.warp, found.row) == (3, 64 + 37)
+    else:
+        assert (found.warp, found.row) == (2, 2 * 64 + 37)
+    assert found.n_wrong == 1
+
+
+def test_what_was_never_computed_is_a_difference():
+    config = config_of(7)
+    steps = list(blockwise_forward(config, *inputs(config)))
+    output = finish(steps[-1], torch.bfloat16)
+    damaged = [replace(steps[0], m=torch.full_like(steps[0].m, torch.nan)), *steps[1:]]
+    found = first_disagreement(config, damaged, output, steps, output)
+    assert found is not None and found.quantity == "m"
+
+
+def test_a_wrong_output_alone_is_found():
+    config = config_of(7)
+    steps = list(blockwise_forward(config, *inputs(config)))
+    output = finish(steps[-1], torch.bfloat16)
+    wrong = output.clone()
+    wrong[0, 150, 0, 5] += 1
+    found = first_disagreement(config, (), wrong, (), output)
+    assert found is not None
+    assert (found.quantity, found.row, found.column, found.warp) == ("output", 150, 5, 1)
+
+
+def test_a_kernel_of_another_tile_shape_is_refused():
+    config = config_of(7)
+    kernel = load_kernel(config, shipped_ptx(config))
+    with pytest.raises(UntraceableKernel, match="mma instructions"):
+        trace_forward(config.replace(B_c=128), kernel, *inputs(config))
+
+
+def test_a_trace_that_does_not_fit_is_refused():
+    config = config_of(7)
+    kernel = load_kernel(config, shipped_ptx(config))
+    shape = AttentionShape(batch=16, n_heads=16, seq_len=1024)
+    with pytest.raises(ValueError, match="use a shorter sequence"):
+        trace_forward(config, kernel, *(torch.empty(1).expand(shape.size) for _ in "qkv"))
+
+
+# -- the text and the tool -------------------------------------------------------------------------
+
+
+def test_the_excerpt_holds_the_rows_of_one_warp_of_the_chosen_blocks():
+    config = config_of(7)
+    steps = list(blockwise_forward(config, *inputs(config, "countable")))
+    output = finish(steps[-1], torch.bfloat16)
+    text = excerpt_text(config, steps, output, Excerpt(row_block=1, key_blocks=[2], warp=3))
+    titles = [line for line in text.splitlines() if "block" in line]
+    assert titles == [
+        f"{name}, key block 2, row block 1" + (", warp 3" if name in "KV" else "")
+        for name in QUANTITIES
+    ] + ["output, row block 1"]
+    rows = text.split("m, key block 2")[1].split("l, key block 2")[0].splitlines()[1:]
+    assert [int(row.split(":")[0]) for row in rows] == list(range(64 + 48, 64 + 64))
+    assert [float(row.split(":")[1]) for row in rows] == steps[2].m[0, 0, 1, 48:, 0].tolist()
+
+
+def debug(*arguments: str) -> int:
+    return load_tool("tools/debug/debug.py").main(list(arguments))
+
+
+def test_the_tool_writes_two_files_with_the_same_lines(tmp_path, capsys):
+    status = debug("v3", "--seq", "128", "--range", "--block", "1", "--out", str(tmp_path))
+    assert status == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all quantities agree within rounding"
+    reference = (tmp_path / "debug_pt.txt").read_text().splitlines()
+    kernel = (tmp_path / "debug_cuda.txt").read_text().splitlines()
+    # the inputs are integers: up to S both are exactly the same
+    end = reference.index("m, key block 1, row block 0")
+    assert kernel[:end] == reference[:end]
+    assert len(kernel) == len(reference)
+    assert not any("key block 0" in line for line in kernel)
+
+
+def test_the_tool_names_the_first_difference_and_the_faults(tmp_path, capsys):
+    config = config_of(4)
+    lines = shipped_ptx(config).read_text().split("\n")
+    barrier = max(n for n, line in enumerate(lines) if "bar.sync" in line)
+    lines[barrier] = ""
+    text = "\n".join(lines).replace(
+        "ldmatrix.sync.aligned.m8n8.x4.trans", "ldmatrix.sync.aligned.m8n8.x4"
+    )
+    path = tmp_path / "wrong.ptx"
+    path.write_text(text)
+    status = debug("4", "--seq", "128", "--ptx", str(path), "--out", str(tmp_path))
+    out = capsys.readouterr().out
+    assert status == 1
+    assert "shared-memory race" in out
+    assert out.splitlines()[-1].startswith("first difference: V, key block 0, row block 0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ([], "give a VERSION or --kernel"),
+        (["17"], "version 17: choose one of v1, "),
+        (["1", "--seq", "100"], "100 is not a multiple"),
+        (["1", "--warp", "4"], "--warp 4: there are 0 to 3"),
+        (["1", "--block", "4"], "--block 4: there are 0 to 3"),
+        (["--kernel", "v99"], "v99"),
+        (["1", "--ptx", "nowhere.ptx"], "nowhere.ptx"),
+    ),
+)
+def test_wrong_usage_is_told_in_a_line(arguments, message, tmp_path, capsys):
+    assert debug(*arguments, "--out", str(tmp_path)) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_gpu_the_output_alone_is_compared(monkeypatch, tmp_path, capsys):
+    tool = load_tool("tools/debug/debug.py")
+    arguments = ["16", "--device", "cuda", "--seq", "128", "--out", str(tmp_path)]
+    monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
+    assert tool.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all quantities agree within rounding"
+    wrong = fake_backend(lambda config, o: o[0, 70, 0].add_(1))
+    monkeypatch.setattr(tool, "find_backend", lambda device: wrong)
+    assert tool.main(arguments) == 1
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("first difference: output, row block 1 (batch 0, head 0), warp 0, row 70")
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_output_cannot_be_had(tmp_path, capsys):
+    assert debug("1", "--device", "cuda", "--out", str(tmp_path)) == 2
+    assert "no CUDA device" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""The float64 reference, the input distributions and the rule that decides what is right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fake_backend import float32_kernel
+
+from flash_helpers.check.difference import output_difference
+from flash_helpers.check.inputs import DISTRIBUTIONS, MEAN, AttentionShape, make_inputs
+from flash_helpers.check.reference import (
+    AttentionError,
+    attention_float64,
+    attention_reference,
+    attention_same_dtype,
+    half_ulp,
+    measure_error,
+    relative_bound,
+)
+from flash_helpers.kernel_configs import get_kernel_progression_configs
+
+CONFIG = get_kernel_progression_configs()[0]
+DTYPES = (torch.float16, torch.bfloat16)
+SHAPE = AttentionShape(batch=2, n_heads=3, seq_len=128)
+
+
+def element_of_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, place: tuple[int, int, int, int]
+) -> float:
+    """One element of the output by the formula, in Python's own floats."""
+    b, row, h, column = place
+    query = q[b, row, h].tolist()
+    keys = k[b, :, h].tolist()
+    values = v[b, :, h, column].tolist()
+    logits = [math.fsum(map(float.__mul__, query, key)) / math.sqrt(len(query)) for key in keys]
+    weights = [math.exp(logit - max(logits)) for logit in logits]
+    return math.fsum(map(float.__mul__, weights, values)) / math.fsum(weights)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_float64_attention_is_the_formula(distribution: str) -> None:
+    q, k, v = make_inputs(distribution, SHAPE, torch.float16)
+    result = attention_float64(q, k, v)
+    assert result.dtype == torch.float64
+    assert result.shape == SHAPE.size
+    for place in ((0, 0, 0, 0), (1, 127, 2, 127), (1, 17, 0, 93)):
+        assert result[place].item() == pytest.approx(element_of_attention(q, k, v, place), rel=1e-9)
+
+
+@pytest.mark.parametrize("max_scores", [1, 128, 1000, 128 * 128, 3 * 128 * 128 + 5])
+def test_float64_attention_does_not_depend_on_the_chunk_size(max_scores: int) -> None:
+    q, k, v = make_inputs("normal", SHAPE, torch.float16)
+    torch.testing.assert_close(
+        attention_float64(q, k, v, max_scores), attention_float64(q, k, v), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_float64_attention_takes_strided_views() -> None:
+    packed = torch.randn(2, 64, 3, 3, 128, dtype=torch.bfloat16)
+    q, k, v = packed.unbind(2)
+    torch.testing.assert_close(
+        attention_float64(q, k, v),
+        attention_float64(q.contiguous(), k.contiguous(), v.contiguous()),
+        rtol=1e-12,
+        atol=1e-14,
+    )
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    q, k, v = make_inputs("normal", SHAPE, torch.float16)
+    with pytest.raises(ValueError, match="one shape"):
+        attention_float64(q, k[:, :64], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_attention_rounds_to_its_dtype_and_float64_does_not(dtype: torch.dtype) -> None:
+    q, k, v = make_inputs("normal", SHAPE, dtype)
+    plain = attention_same_dtype(q, k, v)
+    assert plain.dtype == dtype
+    error = measure_error(plain, attention_float64(q, k, v))
+    assert relative_bound(dtype) / 8 < error.relative < 8 * relative_bound(dtype)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (1.0, torch.float16, 2.0**-11),
+        (1.999, torch.float16, 2.0**-11),
+        (2.0, torch.float16, 2.0**-10),
+        (-0.75, torch.bfloat16, 2.0**-9),
+        (0.0, torch.float16, 2.0**-25),  # the subnormals' spacing is 2^-24
+    ],
+)
+def test_half_ulp_is_the_largest_rounding_error_at_a_value(
+    value: float, dtype: torch.dtype, expected: float
+) -> None:
+    assert half_ulp(value, dtype) == expected
+    here = torch.tensor(abs(value), dtype=dtype)
+    next_number = (here.view(torch.int16) + 1).view(dtype)
+    assert (next_number.double() - here.double()).item() == 2 * expected
+
+
+def test_errors_are_the_largest_difference_and_the_frobenius_ratio() -> None:
+    expected = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    output = torch.tensor([3.0, 4.5], dtype=torch.float16)
+    assert measure_error(output, expected) == AttentionError(max_abs=0.5, relative=0.1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_never_passes(value: float) -> None:
+    q, k, v = make_inputs("normal", SHAPE, torch.float16)
+    reference = attention_reference(q, k, v)
+    output = reference.expected.half()
+    assert measure_error(output, reference.expected).within(reference.bound)
+    output[1, 5, 2, 7] = value
+    error = measure_error(output, reference.expected)
+    assert not error.within(reference.bound)
+    assert not error.within(AttentionError(math.inf, math.inf))
+
+
+def test_inputs_that_overflow_plain_pytorch_set_no_bound() -> None:
+    q = torch.full((1, 64, 1, 128), 100.0, dtype=torch.float16)
+    with pytest.raises(ValueError, match="non-finite"):
+        attention_reference(q, q, q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("seq_len", [64, 512])
+def test_a_right_kernel_passes_with_room_to_spare(
+    distribution: str, dtype: torch.dtype, seq_len: int
+) -> None:
+    shape = AttentionShape(1, 2, seq_len)
+    q, k, v = make_inputs(distribution, shape, dtype)
+    reference = attention_reference(q, k, v)
+    error = measure_error(float32_kernel(CONFIG, q, k, v, torch.empty_like(q)), reference.expected)
+    assert error.max_abs < 0.7 * reference.bound.max_abs
+    assert error.relative < 0.7 * reference.bound.relative
+
+
+def _skip_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])
+    P = torch.softmax(scores[..., :-1], -1)
+    return (P @ v.double()[:, :-1].transpose(1, 2)).transpose(1, 2).to(q.dtype)
+
+
+def _forget_scale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention_float64(q * 2, k, v).to(q.dtype)
+
+
+def _swap_two_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    o = attention_float64(q, k, v).to(q.dtype)
+    o[:, [3, 4]] = o[:, [4, 3]]
+    return o
+
+
+def _swap_two_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    swapped = v.clone()
+    swapped[:, [0, 1]] = v[:, [1, 0]]
+    return attention_float64(q, k, swapped).to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "wrong_kernel", [_skip_last_key, _forget_scale, _swap_two_rows, _swap_two_values]
+)
+def test_a_wrong_kernel_fails(wrong_kernel, dtype: torch.dtype) -> None:
+    q, k, v = make_inputs("normal", AttentionShape(1, 1, 256), dtype)
+    reference = attention_reference(q, k, v)
+    assert not measure_error(wrong_kernel(q, k, v), reference.expected).within(reference.bound)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_inputs_are_reproducible_contiguous_and_have_the_dtype(distribution: str) -> None:
+    first = make_inputs(distribution, SHAPE, torch.bfloat16, seed=7)
+    again = make_inputs(distribution, SHAPE, torch.bfloat16, seed=7)
+    for x, same in zip(first, again, strict=True):
+        assert torch.equal(x, same)
+        assert x.shape == SHAPE.size
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert x.isfinite().all()
+
+
+def test_another_seed_gives_other_values() -> None:
+    q, _, _ = make_inputs("normal", SHAPE, torch.float16, seed=0)
+    other, _, _ = make_inputs("normal", SHAPE, torch.float16, seed=1)
+    assert not torch.equal(q, other)
+
+
+def test_normal_inputs_are_not_centred_on_zero() -> None:
+    for x in make_inputs("normal", SHAPE, torch.float16):
+        assert x.double().mean().item() == pytest.approx(MEAN, abs=0.02)
+
+
+def test_large_logits_reach_hundreds_and_saturate_softmax() -> None:
+    q, k, _ = make_inputs("large_logits", SHAPE, torch.float16)
+    S = q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) / math.sqrt(SHAPE.d_head)
+    assert S.max() > 150
+    assert S.min() < -150
+    assert torch.softmax(S, -1).amax(-1).median() > 0.99
+
+
+def test_constant_rows_average_v() -> None:
+    q, k, v = make_inputs("constant_rows", SHAPE, torch.float16)
+    assert (q == q[..., :1]).all()
+    assert (k == k[:, :1]).all()
+    mean = v.double().mean(dim=1, keepdim=True).expand(SHAPE.size)
+    torch.testing.assert_close(attention_float64(q, k, v), mean)
+
+
+def test_outliers_raise_the_running_maximum() -> None:
+    shape = AttentionShape(1, 1, 512)
+    q, k, _ = make_inputs("outliers", shape, torch.float16)
+    S = (q.double()[0, :, 0] @ k.double()[0, :, 0].T) / math.sqrt(shape.d_head)
+    block_maxima = S.unflatten(1, (8, 64)).amax(-1)
+    jumps = block_maxima.cummax(1).values.diff(dim=1)
+    assert (jumps.amax(1) > 5).float().mean() > 0.5
+
+
+def test_countable_inputs_are_small_integers_that_every_dtype_holds() -> None:
+    for x in make_inputs("countable", SHAPE, torch.bfloat16):
+        assert torch.equal(x, x.round())
+        assert x.abs().max() <= 15
+
+
+def test_an_unknown_distribution_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'gauss'.*normal, large_logits"):
+        make_inputs("gauss", SHAPE, torch.float16)
+
+
+def test_a_shape_without_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match="n_heads 0"):
+        AttentionShape(1, 0, 64)
+
+
+def test_the_difference_names_the_first_wrong_element_by_batch_head_row_column() -> None:
+    expected = torch.zeros(SHAPE.size, dtype=torch.float64)
+    output = expected.half()
+    output[1, 3, 2, 100] = 0.5  # (batch, row, head, column)
+    output[1, 90, 1, 7] = -2.0  # an earlier head comes first
+    output[1, 90, 1, 8] = 0.25
+    difference = output_difference(output, expected, max_abs_bound=0.1)
+    first = difference.first_wrong
+    assert first is not None
+    assert (first.batch, first.head, first.row, first.column) == (1, 1, 90, 7)
+    assert (first.got, first.expected) == (-2.0, 0.0)
+    assert (difference.n_wrong, difference.n_wrong_rows) == (3, 2)
+    worst, second = difference.worst_rows[:2]
+    assert (worst.batch, worst.head, worst.row, worst.max_abs, worst.n_wrong) == (1, 1, 90, 2.0, 2)
+    assert (second.batch, second.head, second.row, second.max_abs) == (1, 2, 3, 0.5)
+    assert "(batch 1, head 1, row 90, column 7): got -2, expected 0" in difference.text()
+
+
+def test_the_difference_puts_nan_first_and_counts_it_as_wrong() -> None:
+    expected = torch.zeros(1, 64, 1, 128, dtype=torch.float64)
+    output = expected.half()
+    output[0, 10, 0, 0] = 60000.0
+    output[0, 20, 0, 5] = math.nan
+    difference = output_difference(output, expected, max_abs_bound=0.1)
+    assert difference.n_wrong == 2
+    assert difference.worst_rows[0].row == 20
+    assert math.isnan(difference.worst_rows[0].max_abs)
+
+
+def test_the_difference_of_a_right_output_has_no_wrong_element() -> None:
+    expected = torch.ones(1, 64, 1, 128, dtype=torch.float64)
+    difference = output_difference(expected.half(), expected, max_abs_bound=0.0)
+    assert difference.first_wrong is None
+    assert difference.n_wrong == 0
+    assert "first wrong element: none" in difference.text()

@@ -1,0 +1,365 @@
+"""The sanity check: its verdicts, table, JSON and exit codes, with kernels faked on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_backend import ROOT, Damage, fake_backend, load_tool
+
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.registry.selection import (
+    UsageError,
+    config_that_runs,
+    parse_dtypes,
+    require_whole_blocks,
+    select_kernels,
+)
+from flash_helpers.runtime.backend import Backend, find_backend
+
+TOOL = "tools/debug/sanity_check.py"
+PROGRESSION = get_kernel_progression_configs()
+BUILT = get_kernels_to_build()
+BOTH = tuple(DType)
+SHAPE = AttentionShape(batch=1, n_heads=2, seq_len=128)
+
+
+def of_version(number: int, dtype: DType = DType.FP16) -> FlashForwardKernelConfig:
+    return next(c for c in PROGRESSION if c.version == number and c.dtype == dtype)
+
+
+def report_on(
+    backend: Backend, *selectors: str, diff: bool = False, shape: AttentionShape = SHAPE
+) -> SanityReport:
+    request = make_request(backend, selectors, BOTH, shape, "normal", diff=diff)
+    return SanityReport(request, backend.description, tuple(check_kernels(request, backend)))
+
+
+def only(version: int, damage: Damage) -> Damage:
+    def damage_one(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+        if config.version == version:
+            damage(config, o)
+
+    return damage_one
+
+
+def leave_a_row_unwritten(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+    o[:, -1] = math.nan
+
+
+def shift_by_a_tenth(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+    o[0, 70, 1, 5] += 0.1
+
+
+def scale_by_two_percent(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+    o *= 1.02
+
+
+def refuse_to_launch(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+    raise RuntimeError("too many resources requested for launch")
+
+
+def run_tool(monkeypatch, capsys, damage: Damage | None, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the tool with every kernel faked."""
+    tool = load_tool(TOOL)
+    backend = fake_backend(damage) if damage else fake_backend()
+    monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: backend)
+    status = tool.main(["--small", "--seq", "128", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+# Which kernels are meant
+
+
+def test_without_a_selector_the_progression_is_taken() -> None:
+    assert select_kernels(BUILT, [], BOTH, default=PROGRESSION) == sorted(PROGRESSION)
+
+
+@pytest.mark.parametrize("selector", ["7", "v7"])
+def test_a_version_means_every_built_config_of_it(selector: str) -> None:
+    chosen = select_kernels(BUILT, [selector], BOTH, default=PROGRESSION)
+    assert chosen == [config for config in BUILT if config.version == 7]
+    assert len(chosen) > 2
+
+
+@pytest.mark.parametrize("selector", ["2..4", "v2..v4", "2-4"])
+def test_a_range_means_every_version_in_it(selector: str) -> None:
+    chosen = select_kernels(BUILT, [selector], BOTH, default=PROGRESSION)
+    assert {config.version for config in chosen} == {2, 3, 4}
+
+
+def test_a_short_form_means_one_config_and_all_means_all() -> None:
+    config = of_version(5)
+    assert select_kernels(BUILT, [config.short_form()], BOTH, default=PROGRESSION) == [config]
+    assert select_kernels(BUILT, ["all"], BOTH, default=PROGRESSION) == BUILT
+
+
+def test_several_selectors_are_joined_and_filtered_by_dtype() -> None:
+    chosen = select_kernels(BUILT, ["1", "v2", "1"], parse_dtypes("bf16"), default=PROGRESSION)
+    assert chosen == [of_version(1, DType.BF16), of_version(2, DType.BF16)]
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("99", f"versions go from v1 to v{max(VERSIONS)}"),
+        ("5..3", "from the lower to the higher"),
+        ("fastest", "not a config's short form"),
+        (
+            of_version(7).replace(B_c=128).short_form(),
+            of_version(7).short_form(),  # the nearest that is built
+        ),
+    ],
+)
+def test_a_selector_that_means_nothing_is_refused(selector: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        select_kernels(BUILT, [selector], BOTH, default=PROGRESSION)
+
+
+def test_a_version_that_is_not_built_is_refused() -> None:
+    with pytest.raises(UsageError, match="no config of v3 is built"):
+        select_kernels([of_version(1)], ["3"], BOTH, default=PROGRESSION)
+
+
+def test_a_dtype_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="no built kernel is left"):
+        select_kernels(
+            BUILT, [of_version(1).short_form()], parse_dtypes("bf16"), default=PROGRESSION
+        )
+
+
+def test_a_sequence_that_is_not_whole_blocks_is_refused_with_the_next_that_is() -> None:
+    with pytest.raises(UsageError, match=r"seq_len 100 is not a multiple of B_r 64.*use 128"):
+        require_whole_blocks([of_version(1)], AttentionShape(1, 1, 100))
+
+
+def test_a_static_row_stride_gives_way_unless_it_is_the_tensors() -> None:
+    static = next(config for config in BUILT if config.static_row_stride)
+    n_heads = static.static_row_stride // static.d_head
+    assert config_that_runs(static, AttentionShape(1, n_heads, 64)) == static
+    assert config_that_runs(static, AttentionShape(1, n_heads + 1, 64)) == static.general()
+    assert config_that_runs(of_version(1), AttentionShape(1, 3, 64)) == of_version(1)
+
+
+# Verdicts
+
+
+def test_right_kernels_pass() -> None:
+    report = report_on(fake_backend())
+    assert len(report.checks) == 2 * len(VERSIONS)
+    assert report.summary == f"{2 * len(VERSIONS)} passed, 0 failed"
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (leave_a_row_unwritten, "256 of 32768 elements were not written or are not finite"),
+        (shift_by_a_tenth, "max abs error"),
+        (scale_by_two_percent, "relative error"),
+        (refuse_to_launch, "RuntimeError: too many resources requested for launch"),
+    ],
+)
+def test_a_wrong_kernel_fails_alone_and_says_why(damage: Damage, reason: str) -> None:
+    report = report_on(fake_backend(only(3, damage)), "2..4")
+    assert [check.passed for check in report.checks] == [True, True, False, False, True, True]
+    assert report.summary == "4 passed, 2 failed"
+    assert report.exit_code == 1
+    failed = report.checks[2]
+    assert reason in failed.reason
+    assert f"{failed.config.short_form()} failed: {failed.reason}" in report.notes()
+
+
+def test_a_kernel_that_writes_nothing_fails() -> None:
+    backend = fake_backend()
+    idle = Backend(backend.device, "idle", lambda config, q, k, v, o: (), backend.kernels)
+    assert {check.passed for check in report_on(idle).checks} == {False}
+
+
+def test_the_inputs_of_a_check_do_not_depend_on_the_other_kernels() -> None:
+    alone = report_on(fake_backend(), "5").checks
+    among_others = [c for c in report_on(fake_backend()).checks if c.config.version == 5]
+    assert [c.error for c in alone] == [c.error for c in among_others]
+
+
+def test_the_diff_names_the_first_wrong_element() -> None:
+    report = report_on(fake_backend(only(1, shift_by_a_tenth)), "1", diff=True)
+    difference = report.checks[0].difference
+    assert difference is not None and difference.first_wrong is not None
+    assert (difference.first_wrong.head, difference.first_wrong.row) == (1, 70)
+    assert "(batch 0, head 1, row 70, column 5): got" in report.text()
+
+
+def test_the_report_says_which_config_really_ran() -> None:
+    static = of_version(max(VERSIONS))
+    notes = report_on(fake_backend(), static.short_form()).notes()
+    assert notes == [
+        f"{static.short_form()} was run by {static.general().short_form()}: the row stride is 256"
+    ]
+
+
+def test_kernels_of_the_progression_that_are_not_built_are_named() -> None:
+    full = fake_backend()
+    backend = Backend(full.device, full.description, full.forward, (of_version(1), of_version(2)))
+    report = report_on(backend)
+    assert len(report.checks) == 2
+    assert f"{of_version(3).short_form()} is not built" in report.notes()
+
+
+# The command line
+
+
+def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(monkeypatch, capsys) -> None:
+    status, out, err = run_tool(monkeypatch, capsys, None, "--kernel", "1", "2", "--dtype", "fp16")
+    assert status == 0
+    lines = out.splitlines()
+    for column in (
+        "version", "idea", "config", "dtype", "max abs error", "relative error", "bound", "verdict",
+    ):  # fmt: skip
+        assert column in lines[1]
+    for config in (of_version(1), of_version(2)):
+        (line,) = [line for line in lines if config.short_form() in line]
+        assert line.endswith("pass")
+        assert VERSIONS[config.version].idea in line
+    assert lines[-1] == "2 passed, 0 failed"
+    assert "sanity check" in err  # the progress bar
+
+
+def test_a_failure_exits_with_1(monkeypatch, capsys) -> None:
+    status, out, _ = run_tool(monkeypatch, capsys, only(2, shift_by_a_tenth), "--heads", "2")
+    assert status == 1
+    assert out.splitlines()[-1] == f"{2 * len(VERSIONS) - 2} passed, 2 failed"
+
+
+def test_json_is_all_of_stdout_and_holds_no_nan(monkeypatch, capsys) -> None:
+    status, out, err = run_tool(
+        monkeypatch, capsys, only(2, leave_a_row_unwritten), "--kernel", "1..2", "--json", "--diff"
+    )
+    assert status == 1
+
+    def no_constant(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    report = json.loads(out, parse_constant=no_constant)
+    assert (report["passed"], report["failed"]) == (2, 2)
+    assert report["shape"] == {"batch": 1, "n_heads": 1, "seq_len": 128, "d_head": 128}
+    right, *_, wrong = report["checks"]
+    assert right["verdict"] == "pass" and right["max_abs_error"] <= right["max_abs_bound"]
+    assert wrong["verdict"] == "fail" and wrong["max_abs_error"] is None
+    assert wrong["diff"]["first_wrong"]["row"] == 127
+    assert err.splitlines()[-1] == "2 passed, 2 failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kernel", "99"], "versions go from"),
+        (["--seq", "100"], "seq_len 100 is not a multiple"),
+        (["--heads", "0"], "n_heads 0 is not positive"),
+    ],
+)
+def test_wrong_usage_exits_with_2(monkeypatch, capsys, arguments: list[str], message: str) -> None:
+    status, out, err = run_tool(monkeypatch, capsys, None, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_an_unknown_option_exits_with_2(capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        load_tool(TOOL).main(["--dtype", "fp64"])
+    assert exit_info.value.code == 2
+
+
+def run_without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, TOOL, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_a_gpu_the_kernels_are_simulated_and_the_output_says_so() -> None:
+    result = run_without_gpu("--small", "--seq", "64", "--kernel", "1", "--dtype", "fp16")
+    assert result.returncode == 0, result.stderr
+    first, *_, last = result.stdout.splitlines()
+    assert first.endswith("simulated sm_80 PTX on the CPU")
+    assert last == "1 passed, 0 failed"
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused_in_one_line() -> None:
+    result = run_without_gpu("--small", "--device", "cuda")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "the kernels were not run: no CUDA device was found\n"
+
+
+def test_the_cpu_can_be_asked_for() -> None:
+    backend = find_backend("cpu")
+    assert backend.is_simulator and backend.device == torch.device("cpu")
+    assert set(BUILT) <= set(backend.kernels)
+
+
+def test_a_long_simulation_is_announced_with_an_estimate(monkeypatch, capsys) -> None:
+    tool = load_tool(TOOL)
+    fake = fake_backend()
+    simulator = Backend(fake.device, "a fake", fake.forward, fake.kernels, is_simulator=True)
+    monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: simulator)
+    arguments = ["--small", "--seq", "128", "--kernel", "1", "2"]
+    assert tool.main(arguments) == 0
+    assert "the simulator takes about" not in capsys.readouterr().err
+    monkeypatch.setattr(tool, "ANNOUNCE_FROM_SECONDS", 1e-3)
+    assert tool.main(arguments) == 0
+    assert re.match(r"the simulator takes about \d+ (s|min) for batch 1", capsys.readouterr().err)
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
+    def interrupt(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    status, out, err = run_tool(monkeypatch, capsys, interrupt)
+    assert (status, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted"
+
+
+def test_faults_that_did_not_stop_a_kernel_fail_it_with_their_text(monkeypatch, capsys) -> None:
+    fake = fake_backend()
+
+    def forward(config: FlashForwardKernelConfig, *tensors: torch.Tensor) -> tuple[str, ...]:
+        fake.forward(config, *tensors)
+        return ("shared-memory race: here", "misaligned access: there")
+
+    report = report_on(Backend(fake.device, "a fake", forward, fake.kernels), "1")
+    assert report.exit_code == 1
+    assert report.checks[0].error is not None
+    assert report.checks[0].reason == "shared-memory race: here\nmisaligned access: there"
+
+
+def test_keep_going_is_for_the_simulator(monkeypatch, capsys) -> None:
+    status, out, err = run_tool(monkeypatch, capsys, None, "--keep-going")
+    assert (status, out) == (2, "")
+    assert "--keep-going is for the simulator: add --device cpu" in err
+
+
+def test_help_shows_worked_examples(capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        load_tool(TOOL).main(["--help"])
+    assert exit_info.value.code == 0
+    assert "python tools/debug/sanity_check.py --small" in capsys.readouterr().out

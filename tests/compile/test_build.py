@@ -1,0 +1,504 @@
+"""How the library is built: which compiler, for what, and what is compiled again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flash_helpers.compile import toolchain
+from flash_helpers.compile.build import (
+    LibraryBuild,
+    architecture_names,
+    copy_built_files,
+    dependencies,
+    gencode_flags,
+    requested_jobs,
+)
+from flash_helpers.compile.codegen import MAP_HEADER, kernel_map_header
+from flash_helpers.compile.toolchain import (
+    PYPI_TOOLCHAIN,
+    BuildError,
+    Toolchain,
+    check_platform,
+    find_nvcc,
+    find_toolchain,
+    parse_architectures,
+    requested_architectures,
+    toolchain_requirements,
+)
+from flash_helpers.kernel_configs import get_kernel_progression_configs
+
+V1, V2 = (next(c for c in get_kernel_progression_configs() if c.version == v) for v in (1, 2))
+NAME_1, NAME_2 = V1.short_form(), V2.short_form()
+NOWHERE = Path("/nowhere")
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def cuda_home(tmp_path) -> Path:
+    """A CUDA toolkit whose nvcc is the fake one."""
+    home = tmp_path / "cuda"
+    fake = Path(__file__).parents[1] / "support/fake_nvcc.py"
+    executable(home / "bin" / "nvcc", f'#!/bin/sh\nexec "{sys.executable}" -S "{fake}" "$@"\n')
+    return home
+
+
+@pytest.fixture
+def compilers(tmp_path) -> Path:
+    """A folder for PATH that holds a g++ and nothing else."""
+    return executable(tmp_path / "bin" / "g++", "#!/bin/sh\necho g++ 12\n").parent
+
+
+@pytest.fixture
+def no_pypi_nvcc(monkeypatch):
+    monkeypatch.setattr(toolchain, "_pypi_folder", lambda: None)
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize(
+        ("text", "architectures"),
+        [
+            ("80", (80,)),
+            ("80;86;89;90", (80, 86, 89, 90)),
+            ("sm_90, sm_80", (80, 90)),
+            (" 90 90 86 ", (86, 90)),
+            ("8.0 9.0 12.0", (80, 90, 120)),
+            ("100", (100,)),
+        ],
+    )
+    def test_are_read_in_the_usual_spellings(self, text, architectures):
+        assert parse_architectures(text) == architectures
+
+    @pytest.mark.parametrize("text", ["hopper", "80;", "9", "80;x", "sm90", "-80", "1000", "90a"])
+    def test_of_any_other_spelling_are_refused(self, text):
+        with pytest.raises(BuildError, match=r"is not an architecture; .*80;86;89;90"):
+            parse_architectures(text)
+
+    def test_too_old_are_refused(self):
+        with pytest.raises(BuildError, match=r"sm_75 is older: use 80 or higher"):
+            parse_architectures("75;80")
+
+    def test_default_to_all_that_the_project_is_about(self):
+        assert requested_architectures({}) == (80, 86, 89, 90)
+        assert requested_architectures({"FLASH_ATTENTION_CUDA_ARCHS": " "}) == (80, 86, 89, 90)
+        assert requested_architectures({"FLASH_ATTENTION_CUDA_ARCHS": "90"}) == (90,)
+
+    def test_become_machine_code_each_and_ptx_of_the_lowest(self):
+        assert gencode_flags((80, 90)) == [
+            *("-gencode", "arch=compute_80,code=[sm_80,compute_80]"),
+            *("-gencode", "arch=compute_90,code=sm_90"),
+        ]
+        assert architecture_names((80, 90)) == "sm_80 sm_90 compute_80"
+        assert architecture_names((90,)) == "sm_90 compute_90"
+
+
+class TestJobs:
+    def test_default_to_the_cores(self):
+        assert requested_jobs({}) == len(os.sched_getaffinity(0))
+
+    def test_are_max_jobs(self):
+        assert requested_jobs({"MAX_JOBS": "3"}) == 3
+
+    @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5"])
+    def test_that_are_no_positive_number_are_refused(self, text):
+        with pytest.raises(BuildError, match="MAX_JOBS"):
+            requested_jobs({"MAX_JOBS": text})
+
+
+class TestFindingNvcc:
+    def test_prefers_cuda_home_then_cuda_path_then_path_then_the_usual_folder(
+        self, tmp_path, no_pypi_nvcc
+    ):
+        homes = [tmp_path / name for name in ("home", "path", "on_path", "default")]
+        nvccs = [executable(home / "bin" / "nvcc", "") for home in homes]
+        environ = {
+            "CUDA_HOME": str(homes[0]),
+            "CUDA_PATH": str(homes[1]),
+            "PATH": str(homes[2] / "bin"),
+        }
+        assert find_nvcc(environ, homes[3]) == (nvccs[0], ())
+        del environ["CUDA_HOME"]
+        assert find_nvcc(environ, homes[3]) == (nvccs[1], ())
+        del environ["CUDA_PATH"]
+        assert find_nvcc(environ, homes[3]) == (nvccs[2], ())
+        del environ["PATH"]
+        assert find_nvcc(environ, homes[3]) == (nvccs[3], ())
+        assert find_nvcc(environ, NOWHERE) is None
+
+    def test_falls_back_to_the_packages_from_pypi_and_their_runtime(self, tmp_path, monkeypatch):
+        nvcc = executable(tmp_path / "nvidia/cu13/bin/nvcc", "")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+        assert find_nvcc({}, NOWHERE) == (nvcc, (tmp_path / "nvidia/cu13/lib",))
+
+    @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+    def test_does_not_pass_over_a_wrong_folder_in_silence(self, tmp_path, variable):
+        with pytest.raises(BuildError, match=f"{variable}={tmp_path} has no bin/nvcc"):
+            find_nvcc({variable: str(tmp_path)}, NOWHERE)
+
+
+class TestToolchain:
+    def test_knows_the_release(self, cuda_home, compilers):
+        found = find_toolchain((80,), {"CUDA_HOME": str(cuda_home), "PATH": str(compilers)})
+        assert found.version == (13, 0)
+        assert found.nvcc == cuda_home / "bin" / "nvcc"
+        assert "g++ 12" in found.identity
+
+    def test_without_nvcc_says_what_to_install(self, no_pypi_nvcc):
+        with pytest.raises(BuildError) as error:
+            find_toolchain((80,), {}, NOWHERE)
+        assert "install a CUDA toolkit, 12.4 or later, and set CUDA_HOME" in str(error.value)
+        assert all(requirement in str(error.value) for requirement in PYPI_TOOLCHAIN)
+
+    def test_without_cpp_compiler_says_what_to_install(self, cuda_home, tmp_path):
+        environ = {"CUDA_HOME": str(cuda_home), "PATH": str(tmp_path)}
+        with pytest.raises(BuildError, match=r"no C\+\+ compiler: g\+\+ .* apt-get install g\+\+"):
+            find_toolchain((80,), environ)
+
+    def test_takes_the_cpp_compiler_that_nvcc_is_told_to_use(self, cuda_home, tmp_path):
+        clang = executable(tmp_path / "clang++", "#!/bin/sh\necho clang 18\n")
+        environ = {"CUDA_HOME": str(cuda_home), "PATH": "", "NVCC_CCBIN": str(clang)}
+        assert "clang 18" in find_toolchain((80,), environ).identity
+
+    def test_too_old_is_refused(self, cuda_home, compilers, monkeypatch):
+        monkeypatch.setenv("FAKE_CUDA", "11.8")
+        with pytest.raises(BuildError, match=r"is CUDA 11\.8 and the kernels need 12\.4 or later"):
+            find_toolchain((80,), {"CUDA_HOME": str(cuda_home), "PATH": str(compilers)})
+
+    def test_that_cannot_compile_for_an_architecture_is_refused(
+        self, cuda_home, compilers, monkeypatch
+    ):
+        monkeypatch.setenv("FAKE_ARCHITECTURES", "75 80 90")
+        environ = {"CUDA_HOME": str(cuda_home), "PATH": str(compilers)}
+        with pytest.raises(BuildError, match=r'cannot compile for sm_89: .* some of "80;90"'):
+            find_toolchain((80, 89), environ)
+
+    @pytest.mark.parametrize("platform", ["win32", "darwin"])
+    def test_exists_on_linux_only(self, platform):
+        with pytest.raises(BuildError, match=f"builds on Linux and this is {platform}"):
+            check_platform(platform)
+
+
+class TestRequirements:
+    def test_are_none_where_there_is_an_nvcc(self, cuda_home, compilers):
+        environ = {"CUDA_HOME": str(cuda_home), "PATH": str(compilers)}
+        assert toolchain_requirements(environ) == []
+
+    def test_are_nvidias_packages_where_pip_can_get_them(
+        self, compilers, no_pypi_nvcc, monkeypatch
+    ):
+        monkeypatch.setattr(toolchain.subprocess, "run", Recorder(returncodes=[0, 0, 0]))
+        assert toolchain_requirements({"PATH": str(compilers)}, NOWHERE) == list(PYPI_TOOLCHAIN)
+
+    def test_that_pip_cannot_get_stop_the_build_with_what_to_install(
+        self, compilers, no_pypi_nvcc, monkeypatch
+    ):
+        monkeypatch.setattr(toolchain.subprocess, "run", Recorder(returncodes=[0, 0, 1]))
+        with pytest.raises(BuildError) as error:
+            toolchain_requirements({"PATH": str(compilers)}, NOWHERE)
+        assert "No matching distribution" in str(error.value)
+        assert "Install a CUDA toolkit, 12.4 or later, and set CUDA_HOME" in str(error.value)
+
+    def test_are_left_to_an_installer_that_is_not_pip(self, compilers, no_pypi_nvcc, monkeypatch):
+        monkeypatch.setattr(toolchain.subprocess, "run", Recorder(returncodes=[0, 1]))
+        assert toolchain_requirements({"PATH": str(compilers)}, NOWHERE) == list(PYPI_TOOLCHAIN)
+
+
+class Recorder:
+    """Stands in for subprocess.run: g++ --version, pip --version, pip install --dry-run."""
+
+    def __init__(self, returncodes: list[int]) -> None:
+        self.returncodes = returncodes
+
+    def __call__(self, command, **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(
+            command, self.returncodes.pop(0), "g++ 12", "No matching distribution"
+        )
+
+
+def test_dependencies_are_read_from_makefile_syntax():
+    text = "build/a.o : src/a.cu \\\n    /usr/include/stdio.h \\\n    dir\\ name/b.cuh\n"
+    assert dependencies(text) == ["src/a.cu", "/usr/include/stdio.h", "dir name/b.cuh"]
+
+
+def write_tree(root: Path) -> Path:
+    """A repository of two kernels that share a header."""
+    files = {
+        MAP_HEADER: kernel_map_header([V1, V2]),
+        "src/flash_attention.cu": '#include "flash_kernels.cuh"\n',
+        "src/include/flash_attention.cuh": "// structs\n",
+        "src/include/shared.cuh": "// shared\n",
+        "previous_kernels/v1/forward_kernel.cuh": '#include "shared.cuh"\n',
+        "previous_kernels/v2/forward_kernel.cuh": '#include "shared.cuh"\n',
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    return write_tree(tmp_path / "tree")
+
+
+@pytest.fixture
+def build(tree, cuda_home, tmp_path, monkeypatch) -> Callable[..., list[str]]:
+    """Builds the tree with the fake nvcc; returns what that was called for, sorted."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("FAKE_LOG", str(log))
+
+    def run(architectures=(80, 90), identity="nvcc 13.0", report=lambda line: None) -> list[str]:
+        log.write_text("")
+        chain = Toolchain(cuda_home / "bin" / "nvcc", (13, 0), identity)
+        LibraryBuild(tree, chain, architectures, 2, report).run(tree / "flash_attention")
+        return sorted(log.read_text().split())
+
+    return run
+
+
+EVERYTHING = sorted(["flash_attention", NAME_1, NAME_2, "link"])
+
+
+def change(path: Path, text: str = "// changed\n") -> None:
+    path.write_text(path.read_text() + text)
+
+
+class TestBuild:
+    def test_makes_the_library_and_the_ptx_and_log_of_each_kernel(self, tree, build):
+        assert build() == EVERYTHING
+        package = tree / "flash_attention"
+        assert {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()} == {
+            "libflash_attention.so",
+            *(f"ptx/{name}.ptx" for name in (NAME_1, NAME_2)),
+            *(f"ptxas/{name}.log" for name in (NAME_1, NAME_2)),
+        }
+        assert "for 'sm_90'" in (package / "ptxas" / f"{NAME_1}.log").read_text()
+
+    def test_ships_the_ptx_of_the_lowest_architecture_without_the_builders_paths(self, tree, build):
+        build(architectures=(80, 90))
+        ptx = tree / "flash_attention" / "ptx" / f"{NAME_1}.ptx"
+        assert ptx.read_text() == '.target sm_80\n.file 1 "previous_kernels/v1/kernel.cuh"\n'
+        build(architectures=(90,))
+        assert ".target sm_90" in ptx.read_text()
+
+    def test_reports_each_unit_and_its_place(self, build):
+        lines: list[str] = []
+        build(report=lines.append)
+        assert [line.split()[0] for line in lines[:-1]] == ["[1/3]", "[2/3]", "[3/3]"]
+        assert {line.split()[1] for line in lines[:-1]} == {"flash_attention", NAME_1, NAME_2}
+
+    def test_again_does_nothing(self, tree, build):
+        build()
+        files = {p: p.stat().st_mtime_ns for p in tree.rglob("*") if p.is_file()}
+        assert build() == []
+        assert {p: p.stat().st_mtime_ns for p in tree.rglob("*") if p.is_file()} == files
+
+    def test_after_a_changed_kernel_compiles_only_that(self, tree, build):
+        build()
+        change(tree / "previous_kernels/v2/forward_kernel.cuh")
+        assert build() == sorted([NAME_2, "link"])
+
+    def test_after_a_mere_touch_does_nothing(self, tree, build):
+        build()
+        os.utime(tree / "previous_kernels/v2/forward_kernel.cuh")
+        assert build() == []
+
+    def test_after_a_changed_shared_header_compiles_all_that_include_it(self, tree, build):
+        build()
+        change(tree / "src/include/shared.cuh")
+        assert build() == sorted([NAME_1, NAME_2, "link"])
+
+    def test_after_a_removed_header_compiles_what_included_it(self, tree, build):
+        build()
+        (tree / "previous_kernels/v2/forward_kernel.cuh").write_text("// alone\n")
+        (tree / "src/include/shared.cuh").unlink()
+        assert build() == sorted([NAME_1, NAME_2, "link"])
+
+    def test_of_a_smaller_map_compiles_no_kernel_and_drops_the_others_files(self, tree, build):
+        build()
+        (tree / MAP_HEADER).write_text(kernel_map_header([V1]))
+        assert build() == ["flash_attention", "link"]
+        package = tree / "flash_attention"
+        assert [path.stem for path in (package / "ptx").iterdir()] == [NAME_1]
+        assert [path.stem for path in (package / "ptxas").iterdir()] == [NAME_1]
+
+    @pytest.mark.parametrize("different", [{"architectures": (80,)}, {"identity": "nvcc 13.1"}])
+    def test_for_something_else_compiles_everything(self, build, different):
+        build()
+        assert build(**different) == EVERYTHING
+
+    def test_makes_a_lost_object_or_library_again(self, tree, build):
+        build()
+        (tree / "build/kernels" / f"{NAME_1}.o").unlink()
+        assert NAME_1 in build()
+        (tree / "flash_attention/libflash_attention.so").unlink()
+        assert build() == ["link"]
+
+    def test_that_fails_tells_the_units_name_and_the_compilers_words(self, tree, build):
+        change(tree / "previous_kernels/v2/forward_kernel.cuh", "FAIL\n")
+        with pytest.raises(BuildError, match=rf"(?s){NAME_2}: nvcc failed.*FAIL is not C\+\+"):
+            build()
+        left = {path.suffix for path in (tree / "build/kernels").glob(f"*{NAME_2}*")}
+        assert left == {".cu"}
+        assert not list((tree / "build/kernels").glob(".compiling-*"))
+
+    def test_keeps_the_old_object_stale_when_its_new_source_fails(self, tree, build):
+        build()
+        kernel = tree / "previous_kernels/v2/forward_kernel.cuh"
+        good = kernel.read_text()
+        change(kernel, "FAIL\n")
+        with pytest.raises(BuildError):
+            build()
+        kernel.write_text(good + "// mended\n")
+        assert build() == sorted([NAME_2, "link"])
+
+
+def test_interrupted_build_leaves_no_half_object_and_no_process(tree, cuda_home, tmp_path):
+    change(tree / "previous_kernels/v1/forward_kernel.cuh", "// SLEEP\n")
+    log = tmp_path / "log"
+    log.touch()
+    program = (
+        "import signal, sys\n"
+        "from pathlib import Path\n"
+        "from flash_helpers.compile.build import LibraryBuild\n"
+        "from flash_helpers.compile.toolchain import Toolchain\n"
+        # a shell's background jobs are started with the interrupt ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "root, nvcc = map(Path, sys.argv[1:])\n"
+        "chain = Toolchain(nvcc, (13, 0), '')\n"
+        "LibraryBuild(root, chain, (80,), 1, print).run(root / 'flash_attention')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, tree, cuda_home / "bin" / "nvcc"],
+        env={**os.environ, "FAKE_LOG": str(log)},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        sleeper = wait_for_sleeper(log)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) != 0
+    finally:
+        process.kill()
+    assert not is_running(sleeper)
+    left = {path.name for path in (tree / "build/kernels").iterdir()}
+    assert left == {
+        f"{NAME_1}.cu",
+        f"{NAME_2}.cu",
+        *(f"flash_attention.{suffix}" for suffix in ("o", "log", "json")),
+    }
+
+
+def wait_for_sleeper(log: Path) -> int:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        words = log.read_text().split()
+        if "sleeper" in words[:-1]:
+            return int(words[words.index("sleeper") + 1])
+        time.sleep(0.02)
+    raise AssertionError("the build never reached the sleeping kernel")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_copy_takes_the_built_files_and_leaves_no_older_ones(tmp_path):
+    package, destination = tmp_path / "package", tmp_path / "destination"
+    for name in ("libflash_attention.so", "ptx/a.ptx", "ptxas/a.log", "_private.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (destination / "ptx").mkdir(parents=True)
+    (destination / "ptx" / "old.ptx").touch()
+    copy_built_files(package, destination)
+    files = {str(p.relative_to(destination)) for p in destination.rglob("*") if p.is_file()}
+    assert files == {"libflash_attention.so", "ptx/a.ptx", "ptxas/a.log"}
+
+
+def test_wheel_serves_every_python_and_holds_the_built_files(
+    root, tree, cuda_home, tmp_path, monkeypatch
+):
+    pytest.importorskip("setuptools", minversion="77")
+    shutil.copy(root / "setup.py", tree)
+    shutil.copytree(root / "py" / "flash_helpers", tree / "py" / "flash_helpers")
+    (tree / "flash_attention").mkdir()
+    shutil.copy(root / "flash_attention" / "__init__.py", tree / "flash_attention")
+    environ = {**os.environ, "CUDA_HOME": str(cuda_home), "NVCC_CCBIN": shutil.which("true")}
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path / "dist"],
+        cwd=tree,
+        env=environ,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name.startswith("flash_attention-0.1.0-py3-none-linux_")
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert files == {
+        "flash_attention/__init__.py",
+        "flash_attention/libflash_attention.so",
+        *(f"flash_attention/ptx/{name}.ptx" for name in (NAME_1, NAME_2)),
+        *(f"flash_attention/ptxas/{name}.log" for name in (NAME_1, NAME_2)),
+    }
+
+
+def test_real_compiler_does_as_the_fake_one(tmp_path, root):
+    try:
+        chain = find_toolchain((80,))
+    except BuildError as error:
+        pytest.skip(str(error).splitlines()[0])
+    tree = write_tree(tmp_path / "tree")
+    shutil.copy(root / "src/include/flash_attention.cuh", tree / "src/include")
+    (tree / MAP_HEADER).write_text(kernel_map_header([V1]))
+    (tree / "src/include/shared.cuh").write_text(
+        "#pragma once\n__device__ inline void store(void *O) { *static_cast<int *>(O) = 1; }\n"
+    )
+    (tree / "previous_kernels/v1/forward_kernel.cuh").write_text(
+        '#include "flash_attention.cuh"\n'
+        '#include "shared.cuh"\n'
+        "namespace v1 {\n"
+        "template <typename Config>\n"
+        "__global__ void forward_kernel(const __grid_constant__ ForwardKernelArgs args) {\n"
+        "    store(args.O);\n"
+        "}\n"
+        "}\n"
+    )
+    lines: list[str] = []
+
+    def build() -> list[str]:
+        lines.clear()
+        LibraryBuild(tree, chain, (80,), 2, lines.append).run(tree / "flash_attention")
+        return lines
+
+    build()
+    package = tree / "flash_attention"
+    ptx = (package / "ptx" / f"{NAME_1}.ptx").read_text()
+    assert ".target sm_80" in ptx
+    assert '"src/include/shared.cuh"' in ptx
+    assert str(tree) not in ptx
+    assert "for 'sm_80'" in (package / "ptxas" / f"{NAME_1}.log").read_text()
+    change(tree / "src/include/shared.cuh")
+    assert NAME_1 in " ".join(build())
+    assert build() == ["2 of 2 units are up to date"]

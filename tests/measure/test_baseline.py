@@ -1,0 +1,355 @@
+"""The baseline of what kernels take, and what counts as worse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from listing_files import SEVERAL, extract
+
+from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
+from flash_helpers.compile.ptxas import parse_ptxas_log
+from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
+from flash_helpers.kernel_configs import (
+    LARGE_TILE,
+    LARGE_TILE_VERSIONS,
+    WARP_SIZE,
+    FlashForwardKernelConfig,
+    config_from_symbol,
+    get_kernel_progression_configs,
+    with_general_siblings,
+)
+from flash_helpers.measure.baseline import (
+    Baseline,
+    KernelFigures,
+    by_kernel,
+    compare,
+    comparison_text,
+    load_baseline,
+    natural,
+    read_library,
+)
+from flash_helpers.sass.read import reader
+from flash_helpers.sass.read.records import Compiler, SassError
+
+CUDA_13 = Compiler("ptxas", (13, 0, 88), "")
+CUDA_12 = Compiler("ptxas", (12, 4, 131), "")
+V1, V2, V10 = (
+    next(c.short_form() for c in get_kernel_progression_configs() if c.version == number)
+    for number in (1, 2, 10)
+)
+# Kernels that take one block of K and V in an iteration of their loop.
+STEPS = with_general_siblings(
+    config
+    for step in get_kernel_progression_configs()
+    for config in (
+        step,
+        step.replace(**LARGE_TILE) if step.version in LARGE_TILE_VERSIONS else step,
+    )
+)
+FIGURES = KernelFigures(
+    kernel=V1,
+    architecture="sm_90",
+    registers=200,
+    stack_bytes=16,
+    spill_store_bytes=8,
+    spill_load_bytes=12,
+    smem_bytes=49152,
+    blocks_per_sm=2,
+    loop_instructions=648,
+    loop_hmma=128,
+)
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory, package) -> Path:
+    """Version 1 of the library; for sm_90, if the library is."""
+    return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
+
+
+def committed(root: Path) -> Baseline:
+    return load_baseline(root / "benchmarks" / "resources.json")
+
+
+def hmma_of_tile(config: FlashForwardKernelConfig) -> int:
+    """mma.m16n8k16 of a warp for a block of K and V: Q @ K^T has B_r/n_warps rows, B_c columns and
+    depth d_head; P @ V has d_head columns and depth B_c."""
+    rows = config.B_r // config.n_warps
+    return (rows // 16) * (config.B_c // 8) * (config.d_head // 16) + (rows // 16) * (
+        config.d_head // 8
+    ) * (config.B_c // 16)
+
+
+class TestCommitted:
+    def test_holds_every_kernel_that_is_built_for_every_architecture(self, root) -> None:
+        wanted = {
+            (config.short_form(), f"sm_{architecture}")
+            for config in configs_in_header((root / MAP_HEADER).read_text())
+            for architecture in DEFAULT_ARCHITECTURES
+        }
+        figures = committed(root).figures
+        assert figures
+        for compiler, kernels in figures.items():
+            assert kernels.keys() == wanted, compiler
+
+    def test_has_as_many_hmma_in_a_loop_as_the_tiles_take(self, root) -> None:
+        for kernels in committed(root).figures.values():
+            for config in STEPS:
+                for architecture in DEFAULT_ARCHITECTURES:
+                    figures = kernels[config.short_form(), f"sm_{architecture}"]
+                    assert figures.loop_hmma == hmma_of_tile(config), figures
+
+    def test_has_the_shared_memory_of_the_tiles(self, root) -> None:
+        """The kernels declare none that is static."""
+        for kernels in committed(root).figures.values():
+            for figures in kernels.values():
+                config = FlashForwardKernelConfig.from_short_form(figures.kernel)
+                assert figures.smem_bytes == config.smem_bytes, figures
+
+    def test_has_blocks_that_fit_the_register_file(self, root) -> None:
+        for kernels in committed(root).figures.values():
+            for figures in kernels.values():
+                config = FlashForwardKernelConfig.from_short_form(figures.kernel)
+                registers = figures.blocks_per_sm * config.n_warps * WARP_SIZE * figures.registers
+                assert 0 < registers <= 64 * 1024, figures
+
+    def test_says_what_ptxas_said(self, root, package) -> None:
+        """In the logs that ship with the library, if the baseline knows its compiler."""
+        library = reader.installed_library()
+        architecture, symbol = reader.list_kernels(library)[0]
+        (kernel,) = reader.load_kernels(library, architecture, lambda other: other == symbol)
+        known = committed(root).of(replace(kernel.compiler, options=""))
+        if not known:
+            pytest.skip(f"the baseline does not know {kernel.compiler}")
+        said = {
+            (config_from_symbol(report.symbol).short_form(), report.target): report
+            for log in (package / "ptxas").glob("*.log")
+            for report in parse_ptxas_log(log.read_text())
+        }
+        both = known.keys() & said.keys()
+        assert len(both) >= len(STEPS)
+        for key in both:
+            figures, report = known[key], said[key]
+            for name in ("registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes"):
+                assert getattr(figures, name) == getattr(report, name), (key, name)
+
+    def test_is_written_as_the_tool_writes_it(self, root) -> None:
+        assert committed(root).to_json() == (root / "benchmarks" / "resources.json").read_text()
+
+
+class TestFile:
+    def test_is_read_as_it_was_written(self, tmp_path) -> None:
+        other = replace(FIGURES, architecture="sm_100", blocks_per_sm=None)
+        baseline = Baseline({CUDA_13: by_kernel([FIGURES, other]), CUDA_12: by_kernel([FIGURES])})
+        path = tmp_path / "new" / "baseline.json"
+        baseline.save(path)
+        assert load_baseline(path) == baseline
+
+    def test_has_a_line_for_each_kernel_in_the_order_of_versions(self) -> None:
+        figures = [replace(FIGURES, kernel=name) for name in (V10, V2, V1)]
+        lines = Baseline({CUDA_13: by_kernel(figures)}).to_json().splitlines()
+        rows = [json.loads(line.strip().rstrip(",")) for line in lines if '"kernel"' in line]
+        assert [row["kernel"] for row in rows] == [V1, V2, V10]
+        assert rows[0] == asdict(FIGURES)
+
+    def test_does_not_depend_on_the_order_it_was_made_in(self) -> None:
+        figures = [replace(FIGURES, kernel=name) for name in (V1, V2)]
+        one = Baseline({CUDA_12: by_kernel(figures), CUDA_13: by_kernel(figures)})
+        other = Baseline({CUDA_13: by_kernel(figures[::-1]), CUDA_12: by_kernel(figures[::-1])})
+        assert one.to_json() == other.to_json()
+
+    def test_that_is_missing_is_told_apart(self, tmp_path) -> None:
+        with pytest.raises(SassError, match=r"nix\.json is not there: --update makes"):
+            load_baseline(tmp_path / "nix.json")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda text: "",
+            lambda text: text[:-20],
+            lambda text: "[]",
+            lambda text: "{}",
+            lambda text: '{"format": 1, "compilers": 7}',
+            lambda text: '{"format": 1, "compilers": ["ptxas"]}',
+            lambda text: text.replace('"format": 1', '"format": 99'),
+            lambda text: text.replace('"registers": 200', '"registers": "200"'),
+            lambda text: text.replace('"registers": 200', '"registers": null'),
+            lambda text: text.replace('"registers": 200', '"registers": true'),
+            lambda text: text.replace('"registers"', '"register"'),
+            lambda text: text.replace("[13, 0, 88]", "13"),
+        ],
+    )
+    def test_that_is_damaged_is_refused(self, tmp_path, change) -> None:
+        path = tmp_path / "baseline.json"
+        whole = Baseline({CUDA_13: by_kernel([FIGURES])}).to_json()
+        path.write_text(change(whole))
+        assert path.read_text() != whole
+        with pytest.raises(SassError, match="holds no baseline"):
+            load_baseline(path)
+
+
+class TestUpdate:
+    def test_replaces_what_was_read_and_keeps_the_rest(self) -> None:
+        on_80 = replace(FIGURES, architecture="sm_80")
+        gone = replace(FIGURES, kernel=V2)
+        before = Baseline({CUDA_13: by_kernel([FIGURES, gone, on_80]), CUDA_12: by_kernel([gone])})
+        now = replace(FIGURES, registers=100)
+        assert before.updated(CUDA_13, [now]) == Baseline(
+            {CUDA_13: by_kernel([on_80, now]), CUDA_12: by_kernel([gone])}
+        )
+
+    def test_adds_a_compiler(self) -> None:
+        before = Baseline({CUDA_13: by_kernel([FIGURES])})
+        assert before.updated(CUDA_12, [FIGURES]).figures.keys() == {CUDA_13, CUDA_12}
+
+    def test_of_an_unknown_compiler_is_refused(self) -> None:
+        unknown = Compiler("", (), "")
+        with pytest.raises(SassError, match="does not tell which compiler made it"):
+            Baseline().updated(unknown, [FIGURES])
+        assert not Baseline({unknown: by_kernel([FIGURES])}).of(unknown)
+
+    @pytest.mark.parametrize(
+        ("version", "nearest"),
+        [((13, 1, 0), CUDA_13), ((13, 0, 87), CUDA_12), ((12, 0, 1), CUDA_12)],
+    )
+    def test_knows_the_nearest_compiler(self, version, nearest) -> None:
+        baseline = Baseline({CUDA_13: {}, CUDA_12: {}})
+        assert baseline.nearest(Compiler("ptxas", version, "")) == nearest
+
+    def test_of_nothing_has_no_nearest_compiler(self) -> None:
+        with pytest.raises(SassError, match="--update"):
+            Baseline().nearest(CUDA_13)
+
+
+class TestComparison:
+    @pytest.mark.parametrize(
+        ("quantity", "worse", "better"),
+        [
+            ("registers", {"registers": 201}, {"registers": 199}),
+            ("spill stores, bytes", {"spill_store_bytes": 12}, {"spill_store_bytes": 0}),
+            ("spill loads, bytes", {"spill_load_bytes": 16}, {"spill_load_bytes": 8}),
+            ("stack, bytes", {"stack_bytes": 24}, {"stack_bytes": 0}),
+            ("shared memory, bytes", {"smem_bytes": 49153}, {"smem_bytes": 49151}),
+            ("blocks an SM", {"blocks_per_sm": 1}, {"blocks_per_sm": 3}),
+            ("instructions per HMMA", {"loop_instructions": 649}, {"loop_instructions": 647}),
+        ],
+    )
+    def test_tells_worse_from_better(self, quantity, worse, better) -> None:
+        before = by_kernel([FIGURES])
+        comparison = compare(before, [replace(FIGURES, **worse)])
+        assert [d.quantity for d in comparison.worse] == [quantity]
+        assert not comparison.better
+        assert not comparison.passes
+        comparison = compare(before, [replace(FIGURES, **better)])
+        assert [d.quantity for d in comparison.better] == [quantity]
+        assert comparison.passes
+
+    @pytest.mark.parametrize("factor", [2, Fraction(1, 2)])
+    def test_takes_another_loop_for_worse_even_if_its_ratio_is_the_same(self, factor) -> None:
+        changed = replace(
+            FIGURES,
+            loop_instructions=int(FIGURES.loop_instructions * factor),
+            loop_hmma=int(FIGURES.loop_hmma * factor),
+        )
+        comparison = compare(by_kernel([FIGURES]), [changed])
+        assert [d.quantity for d in comparison.worse] == ["HMMA in the loop"]
+
+    def test_compares_ratios_exactly(self) -> None:
+        """Ratios that differ by less than a float can tell."""
+        many = 10**17
+        before = replace(FIGURES, loop_instructions=many, loop_hmma=1)
+        after = replace(FIGURES, loop_instructions=many + 1, loop_hmma=1)
+        assert float(many) == float(many + 1)
+        assert not compare(by_kernel([before]), [after]).passes
+
+    def test_of_a_kernel_that_lost_its_loop_is_worse(self) -> None:
+        comparison = compare(
+            by_kernel([FIGURES]), [replace(FIGURES, loop_instructions=0, loop_hmma=0)]
+        )
+        assert [d.quantity for d in comparison.worse] == ["HMMA in the loop"]
+
+    def test_does_not_compare_what_is_not_known(self) -> None:
+        comparison = compare(by_kernel([FIGURES]), [replace(FIGURES, blocks_per_sm=None)])
+        assert not comparison.differences
+
+    def test_of_a_kernel_in_part_worse_fails(self) -> None:
+        changed = replace(FIGURES, registers=201, spill_store_bytes=0)
+        comparison = compare(by_kernel([FIGURES]), [changed])
+        assert (len(comparison.worse), len(comparison.better)) == (1, 1)
+        assert not comparison.passes
+        assert "1 worse, 0 better" in comparison_text(comparison)
+
+    def test_fails_where_a_kernel_is_missing_and_lists_what_is_new(self) -> None:
+        before = by_kernel([FIGURES, replace(FIGURES, kernel=V2)])
+        comparison = compare(before, [FIGURES, replace(FIGURES, kernel=V10)])
+        assert comparison.missing == ((V2, "sm_90"),)
+        assert comparison.new == ((V10, "sm_90"),)
+        assert not comparison.passes
+        assert compare(by_kernel([FIGURES]), [FIGURES, replace(FIGURES, kernel=V10)]).passes
+
+    def test_leaves_out_architectures_that_were_not_read(self) -> None:
+        before = by_kernel([FIGURES, replace(FIGURES, architecture="sm_80")])
+        comparison = compare(before, [FIGURES])
+        assert comparison.passes
+        assert comparison.left_out == ("sm_80",)
+        assert "sm_80 was not compared" in comparison_text(comparison)
+
+    def test_of_nothing_does_not_pass(self) -> None:
+        assert not compare({}, [FIGURES]).passes
+
+    def test_prints_each_change_in_a_row(self) -> None:
+        after = replace(FIGURES, registers=255, smem_bytes=40960, loop_instructions=712)
+        lines = comparison_text(compare(by_kernel([FIGURES]), [after])).splitlines()
+        rows = [" ".join(line.split()) for line in lines]
+        assert f"{V1} sm_90 registers 200 255 +55" in rows
+        assert f"{V1} sm_90 instructions per HMMA 5.062 5.562 +0.500" in rows
+        assert f"{V1} sm_90 shared memory, bytes 49,152 40,960 -8,192" in rows
+        assert lines.index("worse:") < lines.index("better:")
+        assert lines[-1] == "1 kernels compared: 1 worse, 0 better, 0 the same; 0 missing, 0 new"
+
+    def test_sorts_versions_as_numbers(self) -> None:
+        assert sorted([V10, V2, V1], key=natural) == [V1, V2, V10]
+
+
+class TestReading:
+    def test_finds_what_the_headers_and_the_tiles_say(self, cubin) -> None:
+        compiler, (figures,) = read_library(cubin)
+        (kernel,) = reader.load_kernels(cubin)
+        config = FlashForwardKernelConfig.from_short_form(V1)
+        assert compiler == replace(kernel.compiler, options="")
+        assert (figures.kernel, figures.architecture) == (V1, kernel.architecture)
+        assert figures.registers == kernel.resources.registers
+        assert figures.smem_bytes == config.smem_bytes
+        assert figures.loop_hmma == hmma_of_tile(config)
+        assert figures.instructions_per_hmma == Fraction(
+            figures.loop_instructions, hmma_of_tile(config)
+        )
+
+    def test_takes_what_an_architecture_is_asked_for(self, cubin) -> None:
+        architecture = cubin.name.split(".")[-2]
+        assert read_library(cubin, [architecture]) == read_library(cubin)
+        with pytest.raises(SassError, match="sm_75"):
+            read_library(cubin, ["sm_75"])
+
+    def test_of_other_kernels_is_refused(self) -> None:
+        with pytest.raises(SassError, match="holds no forward kernel of this repository"):
+            read_library(SEVERAL)
+
+    def test_leaves_other_kernels_out(self, cubin, monkeypatch) -> None:
+        listed = reader.list_kernels(cubin)
+        (architecture, _) = listed[0]
+        monkeypatch.setattr(
+            reader, "list_kernels", lambda path: [*listed, (architecture, "_Z6sharesPfi")]
+        )
+        _, figures = read_library(cubin)
+        assert [f.kernel for f in figures] == [V1]
+
+    def test_of_what_several_compilers_made_is_refused(self, cubin, monkeypatch) -> None:
+        (kernel,) = reader.load_kernels(cubin)
+        made = [replace(kernel, compiler=compiler) for compiler in (CUDA_12, CUDA_13)]
+        monkeypatch.setattr(reader, "load_kernels", lambda *arguments, **options: made)
+        with pytest.raises(SassError, match=r"ptxas 12\.4\.131, ptxas 13\.0\.88"):
+            read_library(cubin)

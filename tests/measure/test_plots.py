@@ -1,0 +1,250 @@
+"""The plots show the numbers of the results, and say which ones they show."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from fake_backend import ROOT
+from test_benchmark import (
+    BF16,
+    LARGE_TILE_7,
+    full_results,
+    measurement,
+    synthetic_results,
+    update_tables,
+    with_rates,
+)
+from test_benchmark import pt_bench as pt_bench
+from test_benchmark import repository as repository
+
+from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.measure import plots
+from flash_helpers.measure.plots import (
+    PROGRESSION,
+    SEQ_LEN,
+    PlotError,
+    description,
+    drawable_panels,
+    plot_svg,
+    plotted_numbers,
+    progression_numbers,
+    require_plotting,
+    seq_len_numbers,
+)
+from flash_helpers.measure.results import (
+    CUDNN,
+    FLASH,
+    LIBRARY_NAMES,
+    BenchmarkResults,
+    load_results,
+)
+
+BOTH = (PROGRESSION, SEQ_LEN)
+
+
+def texts_of(svg: str) -> list[str]:
+    return [
+        "".join(element.itertext()).strip()
+        for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
+
+
+# What is plotted
+
+
+def test_the_staircase_has_a_height_for_each_step_in_percent_of_flash() -> None:
+    # flash at 300, step n at 100 + 10 n, step 7's large tile at 330, at both lengths
+    numbers = progression_numbers(full_results(), "bf16")
+    assert numbers["steps"] == list(VERSIONS)
+    assert numbers["fixed"] == [round((100 + 10 * n) / 3, 1) for n in VERSIONS]
+    assert numbers["best"] == [110.0 if n == 7 else None for n in VERSIONS]
+
+
+def test_a_step_that_failed_at_a_length_has_no_height() -> None:
+    results = full_results()
+    name = BF16[2].short_form()
+    broken = [
+        dataclasses.replace(m, samples_ms=(), failure="wrong output")
+        if (m.name, m.seq_len) == (name, 1024)
+        else m
+        for m in results.measurements
+    ]
+    heights = progression_numbers(dataclasses.replace(results, measurements=tuple(broken)), "bf16")[
+        "fixed"
+    ]
+    assert [n for n, height in enumerate(heights, 1) if height is None] == [3]
+
+
+def test_lines_are_those_of_the_libraries_and_of_the_steps_that_gained() -> None:
+    numbers = seq_len_numbers(with_rates(full_results()), "bf16")
+    assert numbers["seq_lens"] == [1024, 4096]
+    lines = numbers["lines"]
+    assert lines["PyTorch's flash backend"] == [300.0, 300.0]
+    # each of the first steps gains over 5%, from step 10 on it is less
+    assert lines["step 2"] == [120.0, 120.0]
+    assert "step 12" not in lines
+    assert "step 16" in lines  # the last one always
+    assert numbers["rates"] == {"matmul of the chip": 800.0, "mma.sync of the chip": 600.0}
+
+
+def test_the_best_config_of_the_last_step_has_a_line_of_its_own() -> None:
+    last = BF16[-1]
+    large = last.replace(B_r=128)
+    results = full_results()
+    more = [measurement(large.short_form(), n, 400.0) for n in (1024, 4096)]
+    results = dataclasses.replace(results, measurements=(*results.measurements, *more))
+    lines = seq_len_numbers(results, "bf16")["lines"]
+    assert lines["step 16, best config"] == [400.0, 400.0]
+    assert lines["step 16"] == [260.0, 260.0]
+
+
+def test_without_the_flash_backend_there_is_no_staircase() -> None:
+    results = synthetic_results(measurement(BF16[0].short_form(), 1024, 100.0))
+    assert drawable_panels(results) == [SEQ_LEN]
+    with pytest.raises(PlotError, match="no step of bf16 was measured beside"):
+        description(results, [PROGRESSION])
+
+
+def test_without_a_valid_measurement_there_is_nothing_to_draw() -> None:
+    results = synthetic_results(measurement(CUDNN, 1024, 1.0, failure="not available"))
+    assert drawable_panels(results) == []
+    with pytest.raises(PlotError, match="nothing to draw"):
+        plot_svg(results, [])
+
+
+# How it is drawn
+
+
+@pytest.fixture(scope="module")
+def svg() -> str:
+    return plot_svg(with_rates(full_results()), BOTH)
+
+
+def test_the_same_results_give_the_same_file(svg: str) -> None:
+    assert plot_svg(with_rates(full_results()), BOTH) == svg
+    assert "dc:date" not in svg
+
+
+def test_the_file_says_which_numbers_it_shows(svg: str) -> None:
+    said = json.loads(plotted_numbers(svg))
+    assert said["gpu"] == "NVIDIA H100 80GB HBM3"
+    assert said[PROGRESSION]["fixed"][0] == 36.7  # 110 of 300
+    assert plotted_numbers(svg) == description(with_rates(full_results()), BOTH)
+    assert plotted_numbers("no picture") == ""
+    assert plotted_numbers("<svg/>") == ""
+
+
+def test_lines_and_steps_are_labelled_in_the_picture(svg: str) -> None:
+    texts = texts_of(svg)
+    assert {str(n) for n in VERSIONS} <= set(texts)
+    assert {"step 2", "step 16", LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN]} <= set(texts)
+    assert "110" in texts  # the best config of step 7, in percent
+    assert "mma.sync of the chip" in texts
+    assert any("NVIDIA H100 80GB HBM3, bf16" in text for text in texts)
+
+
+def test_the_picture_reads_on_a_light_page_and_on_a_dark_one(svg: str) -> None:
+    """Every letter has a contrast of 3 : 1 on white and on GitHub's dark background."""
+    colors = {
+        part.split(":")[1].strip()
+        for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+        for part in element.get("style", "").split(";")
+        if part.strip().startswith("fill:")
+    }
+    assert colors
+    for color in colors:
+        for background in ("#ffffff", "#0d1117"):
+            assert contrast(color, background) >= 3, color
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of WCAG 2.1."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+def test_labels_are_kept_apart_and_moved_no_further_than_needed() -> None:
+    assert plots._apart([0, 100], 10) == [0, 100]
+    assert plots._apart([50, 50], 10) == [45, 55]
+    assert plots._apart([100, 0, 3], 10) == [100, -3.5, 6.5]
+    crowded = sorted(plots._apart([1, 2, 3, 4, 50, 51], 10))
+    assert all(b - a >= 10 - 1e-9 for a, b in itertools.pairwise(crowded))
+
+
+def test_without_matplotlib_the_way_out_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlotError, match="pip install matplotlib"):
+        require_plotting()
+
+
+def test_the_benchmark_draws_what_it_measured(pt_bench, tmp_path: Path) -> None:
+    path, json_path = tmp_path / "a.svg", tmp_path / "a.json"
+    options = ["--kernel", "2", "--seq", "64", "--rounds", "1"]
+    assert pt_bench.main([*options, "--plot", str(path), "--json", str(json_path)]) == 0
+    assert plotted_numbers(path.read_text()) == description(load_results(json_path), BOTH)
+
+
+def test_the_benchmark_measures_nothing_if_it_could_not_draw_it(
+    pt_bench, monkeypatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert pt_bench.main(["--plot", str(tmp_path / "a.svg")]) == 2
+    assert capsys.readouterr().err.startswith("plots are drawn by matplotlib")
+
+
+# The files in docs/images
+
+
+def test_plots_are_drawn_once_and_are_then_up_to_date(repository: Path, capsys) -> None:
+    assert update_tables(repository) == 0
+    said = capsys.readouterr().out
+    for name in ("docs/images/progression.svg", "docs/images/seq_len.svg"):
+        assert plotted_numbers((repository / name).read_text())
+        assert f"{name} written" in said
+    assert update_tables(repository, "--check") == 0
+
+
+def test_a_plot_of_other_numbers_is_found_without_matplotlib(
+    repository: Path, monkeypatch, capsys
+) -> None:
+    assert update_tables(repository) == 0
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert update_tables(repository, "--check") == 0
+    faster = [
+        dataclasses.replace(m, samples_ms=tuple(ms / 2 for ms in m.samples_ms))
+        if m.name == LARGE_TILE_7.short_form()
+        else m
+        for m in full_results().measurements
+    ]
+    results: BenchmarkResults = dataclasses.replace(full_results(), measurements=tuple(faster))
+    results.save_json(repository / "results.json")
+    capsys.readouterr()
+    assert update_tables(repository, "--check") == 1
+    assert "docs/images/progression.svg is absent or shows other" in capsys.readouterr().out
+    readme = (repository / "README.md").read_text()
+    assert update_tables(repository) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert (repository / "README.md").read_text() == readme
+
+
+@pytest.mark.skipif(
+    not (ROOT / "benchmarks/results/h100.json").exists(), reason="no results are committed"
+)
+@pytest.mark.parametrize("panel", BOTH)
+def test_the_committed_plots_show_the_committed_results(panel: str) -> None:
+    results = load_results(ROOT / "benchmarks/results/h100.json")
+    shown = plotted_numbers((ROOT / f"docs/images/{panel}.svg").read_text())
+    assert shown == description(results, [panel])

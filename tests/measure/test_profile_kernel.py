@@ -1,0 +1,270 @@
+"""Counting what kernels execute: side by side, by opcode, by line, for people and for machines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_backend import load_tool
+
+import flash_attention
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.kernel_configs import (
+    LAST_VERSION,
+    VERSIONS,
+    DType,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.measure.kernel_profile import (
+    KernelProfile,
+    SourceLine,
+    choose_configs,
+    comparison_text,
+    is_out_of_date,
+    names_of,
+    opcode_text,
+    overview_text,
+    profile_kernels,
+    profile_text,
+    profiles_as_csv,
+    profiles_as_json,
+    source_lines,
+)
+from flash_helpers.ptx import Counts, Phase
+from flash_helpers.registry.selection import UsageError
+
+TOOL = "tools/analysis/profile_kernel.py"
+BUILT = get_kernels_to_build()
+SHAPE = AttentionShape(1, 1, 128)
+
+
+@pytest.fixture(scope="module")
+def profiles() -> list[KernelProfile]:
+    """Versions 1 and 2 in bf16."""
+    configs = choose_configs(BUILT, ["1", "2"], DType.BF16)
+    return profile_kernels(configs, SHAPE, flash_attention.simulate)
+
+
+def cells(table: str, label: str) -> list[str]:
+    """The numbers in the first row of a table that begins with a label."""
+    row = next(line for line in table.splitlines() if line.startswith(label + " "))
+    return row.removeprefix(label).split()
+
+
+def run_tool(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = load_tool(TOOL).main(list(arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+class TestChoice:
+    def test_of_a_version_is_its_config_of_the_progression(self) -> None:
+        (config,) = choose_configs(BUILT, ["v7"], DType.FP16)
+        assert config in get_kernel_progression_configs()
+        assert (config.version, config.dtype) == (7, DType.FP16)
+
+    def test_keeps_the_order_and_drops_repetitions(self) -> None:
+        configs = choose_configs(BUILT, ["3", "1..2", "3"], DType.BF16)
+        assert [config.version for config in configs] == [3, 1, 2]
+
+    def test_of_a_short_form_has_its_own_dtype(self) -> None:
+        wanted = next(c for c in BUILT if c not in get_kernel_progression_configs())
+        for dtype in DType:
+            assert choose_configs(BUILT, [wanted.short_form()], dtype) == [wanted]
+
+    def test_of_nothing_that_is_built_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="versions go from"):
+            choose_configs(BUILT, ["99"], DType.BF16)
+
+    def test_of_a_sequence_that_is_not_whole_blocks_is_refused(self) -> None:
+        configs = choose_configs(BUILT, ["1"], DType.BF16)
+        with pytest.raises(UsageError, match="seq_len 100 is not a multiple of B_r 64"):
+            profile_kernels(configs, AttentionShape(1, 1, 100), flash_attention.simulate)
+
+
+class TestText:
+    def test_shows_kernels_side_by_side_with_the_change(self, profiles) -> None:
+        text = comparison_text(profiles)
+        assert text.splitlines()[0].split() == ["v1", "v2", "change"]
+        conflicts = cells(text, "bank conflicts")
+        first = profiles[0].run.counters.total.bank_conflicts
+        assert first > 0
+        assert conflicts == [f"{first:,}", "0", f"-{first:,}"]
+        assert cells(text, "mma") == ["2,048", "2,048", "="]
+
+    def test_has_a_section_for_each_phase(self, profiles) -> None:
+        text = comparison_text(profiles)
+        titles = re.findall(r"^\[([^]]+)\]", text, re.M)
+        assert titles == ["whole kernel", *(phase.value for phase in Phase)]
+        found = re.findall(r"^warp instructions +([\d,]+)", text, re.M)
+        counted = [int(number.replace(",", "")) for number in found]
+        assert counted[0] == sum(counted[1:])
+
+    def test_by_opcode_covers_every_instruction(self, profiles) -> None:
+        lines = opcode_text(profiles).splitlines()[3:]
+        totals = [0, 0]
+        for line in lines:
+            numbers = [int(n.replace(",", "")) for n in line.split()[1:3]]
+            totals = [a + b for a, b in zip(totals, numbers, strict=True)]
+        assert totals == [p.run.counters.total.instructions for p in profiles]
+        main_loop = opcode_text(profiles, Phase.MAIN_LOOP)
+        assert "mma.sync" in main_loop and "st.global" not in main_loop
+
+    def test_of_many_kernels_is_a_line_each(self, profiles) -> None:
+        many = [*profiles, *profiles, profiles[0]]
+        text = profile_text(many)
+        assert overview_text(many) in text
+        assert comparison_text(profiles) in profile_text(profiles)
+        assert VERSIONS[2].idea in overview_text(profiles)
+
+    def test_tells_configs_of_one_version_apart(self, profiles) -> None:
+        assert names_of(profiles) == ["v1", "v2"]
+        same = [profiles[0], profiles[0]]
+        assert names_of(same) == 2 * [profiles[0].config.short_form()]
+
+    def test_says_when_a_general_sibling_ran(self) -> None:
+        configs = choose_configs(BUILT, [str(LAST_VERSION)], DType.BF16)
+        found = profile_kernels(configs, AttentionShape(1, 2, 64), flash_attention.simulate)
+        text = profile_text(found)
+        assert "was run by" in text and "the row stride is 256 (--heads 16 is its)" in text
+
+
+class TestSource:
+    @pytest.mark.parametrize("number", [1, 9, LAST_VERSION])
+    def test_lines_account_for_every_instruction(self, root: Path, number: int) -> None:
+        configs = choose_configs(BUILT, [str(number)], DType.BF16)
+        (profile,) = profile_kernels(configs, AttentionShape(1, 1, 64), flash_attention.simulate)
+        lines = source_lines(profile, root)
+        total = profile.run.counters.total
+        counted = sum(line.counts.instructions for line in lines if line.counts)
+        assert counted == pytest.approx(total.instructions, rel=0.02)
+        assert sum(line.counts.mma for line in lines if line.counts) == total.mma
+        assert [line.number for line in lines] == list(range(1, len(lines) + 1))
+
+    def test_conflicts_of_the_first_version_are_where_tiles_are_read(self, root, profiles) -> None:
+        lines = source_lines(profiles[0], root)
+        worst = max(lines, key=lambda line: line.counts.bank_conflicts if line.counts else 0)
+        assert "ldmatrix" in worst.text
+
+    def test_that_moved_since_the_build_is_noticed(self) -> None:
+        code = SourceLine(1, "    x += y;", Counts(instructions=1))
+        comment = SourceLine(2, "    // why", None)
+        assert not is_out_of_date([code, comment])
+        for text in ("", "    // why"):
+            assert is_out_of_date([code, SourceLine(2, text, Counts(instructions=1))])
+
+    def test_that_is_not_there_is_refused(self, tmp_path, profiles) -> None:
+        with pytest.raises(UsageError, match="run the tool from a checkout"):
+            source_lines(profiles[0], tmp_path)
+
+
+class TestMachines:
+    def test_csv_has_a_row_for_each_phase_and_opcode(self, profiles) -> None:
+        rows = list(csv.DictReader(profiles_as_csv(profiles).splitlines()))
+        for profile in profiles:
+            mine = [row for row in rows if row["config"] == profile.config.short_form()]
+            total = profile.run.counters.total
+            for name in ("instructions", "bank_conflicts", "global_sectors", "mma", "barriers"):
+                assert sum(int(row[name]) for row in mine) == getattr(total, name)
+        assert {row["phase"] for row in rows} == {phase.value for phase in Phase}
+
+    def test_json_holds_the_same(self, profiles) -> None:
+        found = json.loads(json.dumps(profiles_as_json(profiles)))
+        assert found["shape"]["seq_len"] == SHAPE.seq_len
+        first, second = found["kernels"]
+        assert first["phases"]["whole kernel"]["bank_conflicts"] > 0
+        assert second["phases"]["whole kernel"]["bank_conflicts"] == 0
+        opcodes = second["opcodes"][Phase.EPILOGUE.value]
+        assert (
+            sum(c["instructions"] for c in opcodes.values())
+            == (second["phases"][Phase.EPILOGUE.value]["instructions"])
+        )
+
+
+class TestCommand:
+    def test_compares_versions(self, capsys) -> None:
+        status, out, err = run_tool(capsys, "1", "2", "--seq", "64")
+        assert (status, err) == (0, "")
+        assert out.startswith("batch 1, heads 1, seq 64, d_head 128; counted in the simulator")
+        assert cells(out, "bank conflicts")[1] == "0"
+
+    @pytest.mark.parametrize("options", [[], ["--csv"], ["--json"]])
+    def test_annotates_the_source(self, capsys, options) -> None:
+        status, out, _ = run_tool(capsys, "--by-line", "2", "--seq", "64", *options)
+        assert status == 0
+        assert str(VERSIONS[2].source) in out
+        assert "ldmatrix" in out
+
+    def test_prints_csv_and_json(self, capsys) -> None:
+        _, text, _ = run_tool(capsys, "1", "--seq", "64", "--csv", "--dtype", "fp16")
+        assert {row["dtype"] for row in csv.DictReader(text.splitlines())} == {"fp16"}
+        _, text, _ = run_tool(capsys, "1", "--seq", "64", "--heads", "2", "--json")
+        assert json.loads(text)["shape"]["n_heads"] == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["99"], "versions go from"),
+            (["1", "--seq", "100"], "seq_len 100 is not a multiple"),
+            (["1", "--heads", "0"], "n_heads 0 is not positive"),
+            (["--by-line", "1..2"], "names 2 kernels: name one"),
+        ],
+    )
+    def test_refuses_wrong_usage_with_2(self, capsys, arguments, message) -> None:
+        status, out, err = run_tool(capsys, *arguments)
+        assert (status, out) == (2, "")
+        assert message in err
+
+    @pytest.mark.parametrize("arguments", [[], ["1", "--by-line", "1"], ["1", "--csv", "--json"]])
+    def test_refuses_what_does_not_go_together_with_2(self, capsys, arguments) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            load_tool(TOOL).main(arguments)
+        assert exit_info.value.code == 2
+
+    def test_reports_a_faulty_kernel_with_1(self, capsys, monkeypatch) -> None:
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("shared-memory race: here")
+
+        monkeypatch.setattr(flash_attention, "simulate", fail)
+        status, out, err = run_tool(capsys, "1", "--seq", "64")
+        assert (status, out, err) == (1, "", "shared-memory race: here\n")
+
+    def test_help_shows_worked_examples(self, capsys) -> None:
+        with pytest.raises(SystemExit):
+            load_tool(TOOL).main(["--help"])
+        assert "profile_kernel.py 1 2 --seq 512" in capsys.readouterr().out
+
+
+class TestCheckRace:
+    """tools/debug/check_race.sh without a GPU."""
+
+    def run(self, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(root / "tools/debug/check_race.sh"), *arguments],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def test_watches_the_kernels_in_the_simulator(self, root: Path) -> None:
+        result = self.run(root, "1..2")
+        assert result.returncode == 0, result.stderr
+        assert "simulated sm_80 PTX" in result.stdout
+        assert result.stdout.splitlines()[-1] == "4 passed, 0 failed"
+
+    def test_refuses_wrong_usage_with_2(self, root: Path) -> None:
+        assert self.run(root, "99").returncode == 2
+        assert self.run(root, "--fast").returncode == 2
+
+    def test_explains_itself(self, root: Path) -> None:
+        result = self.run(root, "--help")
+        assert result.returncode == 0
+        assert "compute-sanitizer" in result.stdout

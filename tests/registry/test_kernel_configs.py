@@ -1,0 +1,371 @@
+"""The registry of versions and configs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from flash_helpers import kernel_configs
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    config_from_symbol,
+    differing_fields,
+    get_autotuning_kernel_configs,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+    nearest_config,
+    read_configs,
+    with_general_siblings,
+)
+
+PROGRESSION = get_kernel_progression_configs()
+TO_BUILD = get_kernels_to_build()
+SWEEP = get_autotuning_kernel_configs()
+EVERY_CONFIG = sorted({*PROGRESSION, *TO_BUILD, *SWEEP})
+
+
+def progression(version: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
+    return next(c for c in PROGRESSION if (c.version, c.dtype) == (version, dtype))
+
+
+def mangled(config: FlashForwardKernelConfig) -> str:
+    """The kernel's symbol by the rules of the Itanium C++ ABI."""
+    namespace, name = f"v{config.version}", config.short_form()
+    return f"_ZN{len(namespace)}{namespace}14forward_kernelI{len(name)}{name}EEv17ForwardKernelArgs"
+
+
+class TestVersions:
+    def test_are_numbered_from_one_and_each_stands_on_the_one_before(self):
+        assert list(VERSIONS) == list(range(1, 17))
+        assert [version.parent for version in VERSIONS.values()] == [None, *range(1, 16)]
+        assert all(number == version.number for number, version in VERSIONS.items())
+
+    def test_have_an_idea_each(self):
+        ideas = [version.idea for version in VERSIONS.values()]
+        assert len(set(ideas)) == len(ideas)
+        assert all(ideas)
+
+    def test_live_in_one_file_each(self, root):
+        for version in VERSIONS.values():
+            source = root / version.source
+            assert source.is_file(), source
+            assert f"namespace {version.namespace} {{" in source.read_text()
+
+    def test_fix_or_tune_every_option(self):
+        options = {f.name for f in dataclasses.fields(FlashForwardKernelConfig)}
+        for version in VERSIONS.values():
+            assert version.fixed.keys() | version.tunable.keys() == options - {"version", "dtype"}
+            assert not version.fixed.keys() & version.tunable.keys()
+
+    def test_can_be_tuned_from_the_seventh_on(self):
+        assert [v.number for v in VERSIONS.values() if v.tunable] == list(range(7, 17))
+
+    def test_cannot_be_changed_by_accident(self):
+        with pytest.raises(TypeError):
+            VERSIONS[17] = VERSIONS[16]
+        with pytest.raises(TypeError):
+            VERSIONS[1].fixed["B_r"] = 128
+
+
+class TestProgression:
+    def test_has_every_version_in_both_dtypes_in_order(self):
+        wanted = [(version, dtype) for version in VERSIONS for dtype in DType]
+        assert [(c.version, c.dtype) for c in PROGRESSION] == wanted
+
+    def test_keeps_the_tile_shape(self):
+        assert {(c.B_r, c.B_c, c.n_warps, c.d_head) for c in PROGRESSION} == {(64, 64, 4, 128)}
+
+    @pytest.mark.parametrize(
+        ("version", "changes"),
+        [
+            (2, {"swizzled": True}),
+            (3, {"eager_load_blocks": True}),
+            (4, {f"{name}_mma_load_K_tiles": 1 for name in "QKV"}),
+            (5, {"mma_double_buffer_loads": True}),
+            (6, {"optimized_softmax": True}),
+            *((version, {}) for version in range(7, 16)),
+            (16, {"static_row_stride": 2048}),
+        ],
+    )
+    def test_changes_one_thing_a_step(self, version, changes):
+        before, after = progression(version - 1), progression(version)
+        differing = differing_fields(before, after)
+        assert {name: getattr(after, name) for name in differing if name != "version"} == changes
+
+
+class TestSetsOfConfigs:
+    def test_to_build_holds_the_progression_and_large_tiles(self):
+        assert set(PROGRESSION) <= set(TO_BUILD)
+        large = {
+            (c.version, c.dtype) for c in TO_BUILD if (c.B_r, c.B_c, c.n_warps) == (128, 64, 4)
+        }
+        assert large == {(version, dtype) for version in (7, 16) for dtype in DType}
+
+    def test_to_build_is_sorted_and_without_doubles(self):
+        assert sorted(set(TO_BUILD)) == TO_BUILD
+
+    def test_every_static_stride_has_its_general_sibling(self):
+        static = [config for config in TO_BUILD if config.static_row_stride]
+        assert static
+        assert {config.replace(static_row_stride=0) for config in static} <= set(TO_BUILD)
+
+    def test_siblings_are_added_once(self):
+        static = progression(16)
+        general = static.replace(static_row_stride=0)
+        assert with_general_siblings([static, static]) == [general, static]
+        assert with_general_siblings([general]) == [general]
+
+    def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
+        assert {config.version for config in SWEEP} == set(range(7, 17))
+        assert {c for c in PROGRESSION if c.version >= 7} <= set(SWEEP)
+        assert {config for config in TO_BUILD if config.B_r == 128 and config.version == 7} <= set(
+            SWEEP
+        )
+
+    def test_sweep_tries_every_tile_shape_that_fits(self):
+        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEEP}
+        assert shapes == {
+            *((64, B_c, 4) for B_c in (32, 64, 128)),
+            *((128, B_c, 4) for B_c in (32, 64)),  # B_c 128 leaves no register for the rest
+            *((128, B_c, 8) for B_c in (32, 64, 128)),
+        }
+
+
+class TestShortForm:
+    def test_reads_as_documented(self):
+        assert progression(1, DType.FP16).short_form() == "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
+        assert (
+            progression(16).short_form()
+            == "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_rs2048"
+        )
+
+    def test_round_trips_for_every_config(self):
+        for config in EVERY_CONFIG:
+            assert FlashForwardKernelConfig.from_short_form(config.short_form()) == config
+
+    def test_is_unique_and_an_identifier(self):
+        names = [config.short_form() for config in EVERY_CONFIG]
+        assert len(set(names)) == len(names)
+        assert all(re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) for name in names)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "v1",
+            "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0 ",
+            "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0\n",
+            "v1_fp32_d128_Br64_Bc64_w4_async_Q0_K0_V0",
+            "v01_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0",
+            "v2_fp16_d128_Br64_Bc64_w4_swizzled_async_Q0_K0_V0",
+            "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0_rs0",
+        ],
+    )
+    def test_of_nothing_else_is_accepted(self, text):
+        with pytest.raises(ValueError, match="not a config's short form"):
+            FlashForwardKernelConfig.from_short_form(text)
+
+    def test_of_an_impossible_config_tells_the_reason(self):
+        with pytest.raises(ValueError, match="v1 fixes swizzled False"):
+            FlashForwardKernelConfig.from_short_form(
+                "v1_fp16_d128_Br64_Bc64_w4_async_swizzled_Q0_K0_V0"
+            )
+
+
+class TestSymbol:
+    def test_demangled_and_mangled_parse_back_for_every_config(self):
+        for config in EVERY_CONFIG:
+            demangled = (
+                f"void v{config.version}::forward_kernel<{config.short_form()}>(ForwardKernelArgs)"
+            )
+            assert config_from_symbol(demangled) == config
+            assert config_from_symbol(mangled(config)) == config
+            assert config_from_symbol(f".text.{mangled(config)}") == config
+
+    @pytest.mark.parametrize(
+        "symbol", ["main", "void v7::other<int>(int)", "_ZN2v714forward_kernelIiEEvi"]
+    )
+    def test_of_another_function_is_refused(self, symbol):
+        with pytest.raises(ValueError, match="is not the symbol of a forward kernel"):
+            config_from_symbol(symbol)
+
+    def test_in_the_namespace_of_another_version_is_refused(self):
+        symbol = f"void v8::forward_kernel<{progression(7).short_form()}>(ForwardKernelArgs)"
+        with pytest.raises(ValueError, match="a config of v7 in namespace v8"):
+            config_from_symbol(symbol)
+
+
+V7 = progression(7)
+
+
+class TestImpossibleConfig:
+    @pytest.mark.parametrize(
+        ("config", "changes", "reason"),
+        [
+            (V7, {"version": 0}, "version 0 does not exist: choose one of 1 to 16"),
+            (V7, {"version": 17}, "version 17 does not exist"),
+            (V7, {"d_head": 64}, "d_head 64: v7 fixes d_head 128; no version has 64"),
+            (progression(3), {"B_r": 128}, "v3 fixes B_r 64; choose v7 to v16"),
+            (progression(2), {"swizzled": False}, "v2 fixes swizzled True; choose v1$"),
+            (
+                progression(5),
+                {"mma_double_buffer_loads": False},
+                "v5 fixes mma_double_buffer_loads True; choose v1 to v4 or v7 to v16",
+            ),
+            (V7, {"async_copy": False}, "no version has False"),
+            (V7, {"n_warps": 3}, "n_warps 3 is not a power of two from 1 to 32"),
+            (V7, {"n_warps": 64}, "n_warps 64 is not a power of two from 1 to 32"),
+            (V7, {"n_warps": 0}, "n_warps 0 is not a power of two"),
+            (V7, {"B_r": 96}, "B_r 96 is not a multiple of 64 .*: choose 128"),
+            (V7, {"B_r": 0}, "B_r 0 is not a multiple of 64 .*: choose 64"),
+            (V7, {"B_c": 40}, "B_c 40 is not a multiple of 16.*: choose 48"),
+            (V7, {"B_c": -16}, "B_c -16 is not a multiple of 16.*: choose 16"),
+            (
+                V7,
+                {"B_c": 16, "B_r": 256, "n_warps": 16, "V_mma_load_K_tiles": 0},
+                "B_c 16: 64 columns of its tile are 128 chunks of 16 bytes, which 512 threads",
+            ),
+            (V7, {"B_r": 128, "B_c": 512, "n_warps": 8}, "need 294912 bytes of shared memory"),
+            (V7, {"B_r": 128, "B_c": 128}, "need 256 accumulator registers"),
+            (V7, {"K_mma_load_K_tiles": 3}, "3 does not divide 8 .*: choose 1, 2, 4, or 0"),
+            (V7, {"V_mma_load_K_tiles": -1}, "V_mma_load_K_tiles -1 does not divide 4"),
+            (V7, {"K_mma_load_K_tiles": 8}, "K_mma_load_K_tiles 8 is the whole tile .*: write 0"),
+            (V7, {"V_mma_load_K_tiles": 4}, "V_mma_load_K_tiles 4 is the whole tile .*: write 0"),
+            (V7, {"Q_mma_load_K_tiles": 2}, "2 is neither 0 .* nor K_mma_load_K_tiles 1"),
+            (V7, {"Q_mma_load_K_tiles": 0, "K_mma_load_K_tiles": 0}, "nothing is left to buffer"),
+            (V7, {"V_mma_load_K_tiles": 0}, "nothing is left to buffer"),
+            (
+                progression(15),
+                {"static_row_stride": 2048},
+                "v15 fixes static_row_stride 0; choose v16",
+            ),
+            (progression(16), {"static_row_stride": 100}, "100 is not a multiple of d_head 128"),
+            (progression(16), {"static_row_stride": -128}, "-128 is not a multiple of d_head 128"),
+            (V7, {"B_r": 64.0}, "B_r 64.0 has type float: it must be of type int"),
+            (V7, {"B_r": True}, "B_r True has type bool"),
+            (V7, {"swizzled": 1}, "swizzled 1 has type int: it must be of type bool"),
+            (V7, {"dtype": "bf16"}, "dtype 'bf16' has type str: it must be of type DType"),
+        ],
+    )
+    def test_is_refused_with_the_reason(self, config, changes, reason):
+        with pytest.raises(ValueError, match=reason):
+            config.replace(**changes)
+
+    def test_is_refused_when_made_anew(self):
+        with pytest.raises(ValueError, match="B_c 40"):
+            FlashForwardKernelConfig(**{**dataclasses.asdict(V7), "B_c": 40})
+
+
+class TestConfig:
+    def test_cannot_be_changed(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            V7.B_r = 128
+
+    def test_sorts_by_its_fields_in_order(self):
+        shuffled = random.Random(0).sample(EVERY_CONFIG, len(EVERY_CONFIG))
+        assert sorted(shuffled) == sorted(shuffled, key=dataclasses.astuple)
+
+    def test_knows_its_threads_and_shared_memory(self):
+        assert V7.n_threads == 128
+        assert V7.smem_bytes == 48 * 1024
+
+    def test_has_the_fields_of_the_struct_in_its_order(self, root):
+        text = (root / "src/include/flash_attention.cuh").read_text()
+        body = re.search(r"struct FlashForwardKernelConfig \{(.*?)\n\};", text, re.DOTALL)[1]
+        body = re.sub(r"//.*", "", body)
+        declared = re.findall(r"^\s*(int|bool|DType) ([\w, ]+);", body, re.MULTILINE)
+        in_cpp = [(n.strip(), kind) for kind, names in declared for n in names.split(",")]
+        assert in_cpp == [(f.name, f.type) for f in dataclasses.fields(FlashForwardKernelConfig)]
+
+    def test_dtype_has_the_values_of_the_enum(self, root):
+        text = (root / "src/include/flash_attention.cuh").read_text()
+        body = re.search(r"enum class DType : int \{(.*?)\}", text)[1]
+        values = dict(re.findall(r"(\w+) = (\d+)", body))
+        assert values == {dtype.name: str(dtype.value) for dtype in DType}
+
+
+class TestDictionary:
+    def test_round_trips(self):
+        for config in TO_BUILD:
+            assert FlashForwardKernelConfig.from_dict(config.to_dict()) == config
+
+    def test_of_unknown_or_missing_fields_is_refused(self):
+        with pytest.raises(ValueError, match=r"unknown fields \['tile'\]"):
+            FlashForwardKernelConfig.from_dict({**V7.to_dict(), "tile": 64})
+        without = {name: value for name, value in V7.to_dict().items() if name != "B_c"}
+        with pytest.raises(ValueError, match=r"lacks the fields \['B_c'\]"):
+            FlashForwardKernelConfig.from_dict(without)
+
+    def test_dtype_goes_by_its_names(self):
+        names = ("fp16", "bf16", "float16", "BFLOAT16")
+        assert [DType.from_name(name) for name in names] == [
+            DType.FP16,
+            DType.BF16,
+            DType.FP16,
+            DType.BF16,
+        ]
+        with pytest.raises(ValueError, match="'fp8' is not one of fp16"):
+            DType.from_name("fp8")
+
+
+class TestDocument:
+    def test_is_a_list_or_an_object_of_short_forms_and_fields(self):
+        items = [V7.short_form(), progression(16).to_dict()]
+        wanted = [V7, progression(16)]
+        assert read_configs(items) == wanted
+        assert read_configs({"configs": items}) == wanted
+
+    @pytest.mark.parametrize(
+        ("document", "reason"),
+        [
+            ({}, "expected a list of configs"),
+            ("v7", "expected a list of configs"),
+            ([V7.short_form(), 3], "config 1: 3 is neither"),
+            (["v7"], "config 0: 'v7' is not a config's short form"),
+            ([{"version": 7}], "config 0: config lacks the fields"),
+        ],
+    )
+    def test_of_anything_else_is_refused(self, document, reason):
+        with pytest.raises(ValueError, match=reason):
+            read_configs(document)
+
+
+class TestNearest:
+    def test_is_the_config_itself_where_it_is_there(self):
+        assert nearest_config(V7, TO_BUILD) == V7
+
+    def test_has_the_fewest_differing_fields(self):
+        wanted = V7.replace(B_c=32, V_mma_load_K_tiles=1)
+        assert nearest_config(wanted, PROGRESSION) == V7
+
+    def test_prefers_the_same_dtype_then_the_nearest_version(self):
+        wanted = progression(9).replace(B_c=128)
+        candidates = [progression(9, DType.FP16), progression(10), progression(12)]
+        assert nearest_config(wanted, candidates) == progression(10)
+
+
+def test_needs_nothing_but_the_standard_library():
+    names = (
+        "kernel_configs",
+        *(f"compile.{n}" for n in ("codegen", "toolchain", "build", "ptxas")),
+    )
+    program = "".join(f"import flash_helpers.{name}\n" for name in names) + (
+        "import sys\n"
+        "foreign = {m.partition('.')[0] for m in sys.modules} - sys.stdlib_module_names\n"
+        "print(*sorted(m for m in foreign if not m.startswith('_')))"
+    )
+    source = str(kernel_configs.__file__).removesuffix("flash_helpers/kernel_configs.py")
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {source!r})\n{program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == ["flash_helpers"]

@@ -1,0 +1,201 @@
+"""Which config best_config() picks: the fastest known for a GPU, never one that was not built."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flash_attention import _best_config, _library
+from flash_attention._best_config import best_config
+from flash_helpers.compile.build import CONFIG_FOLDER
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+    read_configs,
+)
+from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, load_best
+
+BUILT = get_kernels_to_build()
+FIXED = {(c.version, c.dtype): c for c in get_kernel_progression_configs()}
+LARGE = next(c for c in BUILT if c.version == 7 and c.B_r == 128 and c.dtype == DType.BF16)
+UNBUILT = LARGE.replace(B_c=32)
+H100, H200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+
+
+def entry(config: FlashForwardKernelConfig) -> BestConfig:
+    return BestConfig(
+        version=config.version,
+        dtype=config.dtype.short,
+        config=config.short_form(),
+        mean_tflops=333.0,
+        of_flash=1.05,
+        n_candidates=100,
+        seq_lens=(512, 4096),
+        date="2026-01-02",
+        commit="abc",
+        driver="580.1",
+        compiler="13.0",
+        torch="2.13.0",
+    )
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch):
+    """(GPU, compute capability, *configs) puts a file of winners into the package."""
+    monkeypatch.setattr(_library, "kernels", lambda: list(BUILT))
+    monkeypatch.setattr(_best_config, "CONFIG_FOLDER", tmp_path / "configs")
+
+    def put(gpu: str, capability: str, *configs: FlashForwardKernelConfig) -> None:
+        _best_config._files.cache_clear()
+        file = BestConfigs(gpu, capability, tuple(map(entry, configs)))
+        file.save(best_file(tmp_path / "configs", gpu))
+
+    yield put
+    _best_config._files.cache_clear()
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """(GPU, compute capability) is the current device."""
+
+    def use(gpu: str, capability: str) -> None:
+        major, minor = map(int, capability.split("."))
+        properties = SimpleNamespace(name=gpu, major=major, minor=minor)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+    return use
+
+
+def test_the_winner_on_this_gpu_is_picked(found, on) -> None:
+    found(H100, "9.0", LARGE)
+    found(H200, "9.0", FIXED[7, DType.BF16])
+    on(H100, "9.0")
+    assert best_config(7, torch.bfloat16) == LARGE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, DType.BF16, "bf16", "bfloat16"])
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0", 0, torch.device("cuda", 0)])
+def test_dtype_and_device_are_taken_in_every_form(found, on, dtype, device) -> None:
+    found(H100, "9.0", LARGE)
+    on(H100, "9.0")
+    assert best_config(7, dtype, device) == LARGE
+
+
+def test_another_dtype_or_version_has_its_own_winner(found, on) -> None:
+    found(H100, "9.0", LARGE)
+    on(H100, "9.0")
+    assert best_config(7, torch.float16) == FIXED[7, DType.FP16]
+    assert best_config(8, torch.bfloat16) == FIXED[8, DType.BF16]
+
+
+def test_a_gpu_without_a_file_takes_the_winner_of_its_compute_capability(found, on) -> None:
+    found(H100, "9.0", LARGE)
+    on(H200, "9.0")
+    assert best_config(7, "bf16") == LARGE
+    on(A100, "8.0")
+    assert best_config(7, "bf16") == FIXED[7, DType.BF16]
+
+
+def test_a_winner_that_was_not_built_is_announced_and_never_returned(found, on) -> None:
+    found(H100, "9.0", UNBUILT)
+    on(H100, "9.0")
+    with pytest.warns(RuntimeWarning, match=f"{UNBUILT.short_form()}, was not built: run"):
+        assert best_config(7, "bf16") == FIXED[7, DType.BF16]
+
+
+def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, on) -> None:
+    found(H100, "9.0", UNBUILT)
+    found(H200, "9.0", LARGE)
+    on("NVIDIA H800", "9.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert best_config(7, "bf16") == LARGE
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_the_simulator_gets_the_progressions_config(found, on, device) -> None:
+    found(H100, "9.0", LARGE)
+    on(H100, "9.0")
+    assert best_config(7, "bf16", device) == FIXED[7, DType.BF16]
+
+
+def test_without_a_gpu_and_without_files_there_is_still_a_config(found, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version in VERSIONS:
+        for dtype in DType:
+            assert best_config(version, dtype) == FIXED[version, dtype]
+
+
+def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_path) -> None:
+    found(H100, "9.0", LARGE)
+    path = best_file(tmp_path / "configs", H100)
+    path.write_text(path.read_text().replace("_Br128_", "_Br127_"))
+    on(H100, "9.0")
+    assert best_config(7, "bf16") == FIXED[7, DType.BF16]
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "message"),
+    [
+        (0, "bf16", "version 0 does not exist: choose one of 1 to 16"),
+        (17, "bf16", "version 17 does not exist"),
+        (7, torch.float32, "dtype 'float32' is not one of fp16"),
+    ],
+)
+def test_what_does_not_exist_is_refused(found, version, dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        best_config(version, dtype)
+
+
+def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monkeypatch) -> None:
+    monkeypatch.setattr(_library, "_built", lambda: {LARGE: None})
+    monkeypatch.setattr(_library, "kernels", lambda: [LARGE])
+    _library.resolve.cache_clear()
+    with pytest.raises(ValueError, match="was not built; the nearest that was is"):
+        best_config(1, "bf16", "cpu")
+    _library.resolve.cache_clear()
+
+
+# The file
+
+
+def test_a_file_is_read_back_and_is_what_the_generator_reads(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "best.json"
+    configs = BestConfigs(H100, "9.0", (entry(LARGE), entry(FIXED[8, DType.BF16])))
+    configs.save(path)
+    assert load_best(path) == configs
+    assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED[8, DType.BF16]]
+
+
+def test_a_winner_takes_the_place_of_the_one_before_in_order() -> None:
+    first = BestConfigs(H100, "9.0", (entry(FIXED[8, DType.BF16]), entry(LARGE)))
+    better = dataclasses.replace(entry(LARGE), of_flash=1.2)
+    fp16 = entry(FIXED[7, DType.FP16])
+    assert first.updated([better, fp16]).best == (better, fp16, entry(FIXED[8, DType.BF16]))
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_text('{"format": 1, "configs": []}')
+    with pytest.raises(ValueError, match="holds no best configs"):
+        load_best(path)
+
+
+def test_committed_files_are_named_by_their_gpu_and_hold_configs_of_the_registry(root) -> None:
+    for path in (root / CONFIG_FOLDER).glob("best_*.json"):
+        file = load_best(path)
+        assert path == best_file(path.parent, file.gpu)
+        for found in file.best:
+            config = file.find(found.version, found.dtype)
+            assert config is not None and config.version == found.version

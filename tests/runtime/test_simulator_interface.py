@@ -1,0 +1,252 @@
+"""Running kernels without a GPU: what is refused, and that a fault leaves nothing half-written."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attention
+from flash_attention import _simulator
+from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.ptx import (
+    DeviceMemory,
+    InstructionLimitError,
+    LaunchError,
+    OutOfBoundsError,
+    PtxSyntaxError,
+    RaceError,
+    UnsupportedInstruction,
+    load_ptx,
+)
+from flash_helpers.runtime.simulator import (
+    duration_text,
+    estimate_seconds,
+    load_kernel,
+    run_forward,
+)
+
+CONFIG = next(
+    config
+    for config in get_kernel_progression_configs()
+    if config.version == 7 and config.dtype == DType.BF16
+)
+SHAPE = (1, 128, 1, 128)
+
+
+@pytest.fixture(scope="module")
+def ptx(package: Path) -> str:
+    """The PTX that the package ships for CONFIG."""
+    return (package / "ptx" / f"{CONFIG.short_form()}.ptx").read_text()
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(3, *SHAPE, generator=torch.manual_seed(1)).bfloat16().unbind(0))
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """Makes the package ship another text for CONFIG."""
+
+    def ship(text: str | None) -> None:
+        monkeypatch.setattr(_simulator, "PTX_FOLDER", tmp_path)
+        if text is not None:
+            (tmp_path / f"{CONFIG.short_form()}.ptx").write_text(text)
+
+    return ship
+
+
+def edited(text: str, pattern: str, replacement: str, count: int = 1) -> str:
+    changed, n = re.subn(pattern, replacement, text, count=count, flags=re.M)
+    assert n, f"{pattern} is not in the PTX any more"
+    return changed
+
+
+def without_barriers(text: str) -> str:
+    return edited(text, r"^\tbar\.sync.*\n", "", count=0)
+
+
+def endless(text: str) -> str:
+    """The branch at the end of the main loop is always taken."""
+    return edited(text, r"^\t@!?%p\d+ bra(?:\.uni)? \t(\$L__BB\w+);(?=\n(?:.*\n){0,12}?\$L__)",
+                  r"\tbra.uni \t\1;", count=0)  # fmt: skip
+
+
+class TestFaults:
+    def test_are_runtime_errors_that_lead_to_the_line(self, shipped, inputs, ptx) -> None:
+        shipped(without_barriers(ptx))
+        with pytest.raises(RuntimeError, match="shared-memory race") as error:
+            flash_attention.forward(CONFIG, *inputs)
+        assert isinstance(error.value, RaceError)
+        assert re.search(r"previous_kernels/v7/forward_kernel\.cuh:\d+", str(error.value))
+        assert re.search(r"block \(\d+, \d+, \d+\) warp \d+ lane \d+", str(error.value))
+
+    def test_leave_the_output_as_it_was(self, shipped, inputs, ptx) -> None:
+        shipped(without_barriers(ptx))
+        output = torch.full(SHAPE, 7.0, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError):
+            flash_attention.forward(CONFIG, *inputs, output)
+        assert (output == 7.0).all()
+
+    def test_are_collected_when_asked_for(self, shipped, inputs, ptx) -> None:
+        shipped(without_barriers(ptx))
+        _, run = flash_attention.simulate(CONFIG, *inputs, keep_going=True)
+        assert len(run.faults) > 1
+        assert RaceError in {type(fault) for fault in run.faults}
+        assert all(str(fault) in run.report() for fault in run.faults)
+
+    def test_reach_through_torch_compile(self, shipped, inputs, ptx) -> None:
+        shipped(without_barriers(ptx))
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda *x: flash_attention.forward(CONFIG, *x), backend="aot_eager"
+        )
+        with pytest.raises(RuntimeError, match="shared-memory race"):
+            compiled(*inputs)
+
+
+class TestBadPtx:
+    def test_missing_files_say_how_to_build(self, shipped, inputs) -> None:
+        shipped(None)
+        with pytest.raises(RuntimeError, match=r"PTX of v7_bf16.* cannot be read .*pip install"):
+            flash_attention.forward(CONFIG, *inputs)
+
+    @pytest.mark.parametrize("share", [0.0005, 0.01, 0.3, 0.6])
+    def test_cut_off_is_refused_with_the_line(self, ptx, share) -> None:
+        with pytest.raises(PtxSyntaxError, match=r"PTX line \d+"):
+            load_kernel(CONFIG, ptx[: int(share * len(ptx))] + "\n")
+
+    def test_cut_off_behind_the_kernel_is_refused_too(self, ptx) -> None:
+        with pytest.raises(PtxSyntaxError, match=r"no \.file 1 follows: the text is cut off"):
+            load_kernel(CONFIG, ptx[: ptx.index("\n}\n") + 3])
+
+    def test_cut_off_in_the_package_is_a_runtime_error(self, shipped, inputs, ptx) -> None:
+        shipped(ptx[: len(ptx) // 2])
+        with pytest.raises(RuntimeError, match=r"cannot be read .*PTX line \d+"):
+            flash_attention.forward(CONFIG, *inputs)
+
+    @pytest.mark.parametrize(
+        ("pattern", "replacement", "opcode"),
+        [
+            (r"^\tbar\.sync", r"\tbar.teleport", "bar.teleport"),
+            (r"^\tmax\.f32", r"\tmaximum.f32", "maximum.f32"),
+            (r"^\tmax\.f32", r"\tmax.f128", "max.f128"),
+            (r"^\tmma\.sync\.aligned\.m16n8k16", r"\tmma.sync.aligned.m16n8k99", "m16n8k99"),
+        ],
+    )
+    def test_unknown_opcodes_and_types_are_named_with_their_line(
+        self, ptx, inputs, pattern, replacement, opcode
+    ) -> None:
+        text = edited(ptx, pattern, replacement)
+        line = next(n for n, x in enumerate(text.splitlines(), start=1) if opcode in x)
+        with pytest.raises(UnsupportedInstruction, match=f"PTX line {line}:.*{opcode}"):
+            run_forward(CONFIG, load_kernel(CONFIG, text), *inputs)
+
+    def test_no_modifier_is_ignored(self, ptx, inputs) -> None:
+        opcodes = set(re.findall(r"^\t(?:@!?%p\d+ )?([a-z][a-z0-9]*)[.\w:]*[ \t;]", ptx, re.M))
+        assert len(opcodes) > 20
+        for opcode in sorted(opcodes):
+            text = edited(ptx, rf"^(\t(?:@!?%p\d+ )?{opcode})\b", r"\1.twice")
+            with pytest.raises(UnsupportedInstruction, match=rf"{opcode}\.twice.*\.twice is not"):
+                run_forward(CONFIG, load_kernel(CONFIG, text), *inputs)
+
+    def test_without_the_kernel_is_refused_with_those_there_are(self, ptx) -> None:
+        other = CONFIG.replace(dtype=DType.FP16)
+        with pytest.raises(LaunchError, match=f"(?s)no kernel is named.*{CONFIG.short_form()}"):
+            load_kernel(other, ptx)
+
+    def test_that_never_ends_is_stopped(self, ptx, inputs) -> None:
+        with pytest.raises(InstructionLimitError, match="may never end"):
+            run_forward(CONFIG, load_kernel(CONFIG, endless(ptx)), *inputs)
+
+
+class TestBadArguments:
+    """Of a kernel launched by hand."""
+
+    GRID, BLOCK, SHARED = (1, 1, 1), CONFIG.n_threads, CONFIG.smem_bytes
+
+    def launch(self, ptx: str, args: list, **changes: object) -> None:
+        options = {"grid": self.GRID, "block": self.BLOCK, "shared_bytes": self.SHARED, **changes}
+        load_kernel(CONFIG, ptx).launch(args=args, **options)
+
+    def packed(self, *pointers: int) -> bytes:
+        return struct.pack("<4Q12qi4x", *pointers, *(4 * (64 * 128, 128, 128)), 64)
+
+    def test_that_do_not_fit_the_parameters_are_refused(self, ptx) -> None:
+        with pytest.raises(LaunchError, match="argument 0 has 8 bytes, its parameter 136"):
+            self.launch(ptx, [bytes(8)])
+        with pytest.raises(LaunchError, match="takes 1 arguments, got 2"):
+            self.launch(ptx, [bytes(136), 1])
+        with pytest.raises(LaunchError, match="argument 0 is passed by value in 136 bytes"):
+            self.launch(ptx, [0])
+
+    @pytest.mark.parametrize(
+        ("pointer", "words"),
+        [(0, "the null pointer"), (0x1234_5678_9000, "not an address of this device memory")],
+    )
+    def test_null_and_foreign_pointers_are_caught(self, ptx, pointer, words) -> None:
+        with pytest.raises(OutOfBoundsError, match=words):
+            self.launch(ptx, [self.packed(*(4 * [pointer]))], memory=DeviceMemory())
+
+    def test_memory_that_is_too_short_is_caught(self, ptx) -> None:
+        memory = DeviceMemory()
+        row = 128 * 2
+        pointers = [memory.allocate(rows * row) for rows in (64, 64, 63, 64)]
+        with pytest.raises(OutOfBoundsError, match=r"bytes past the end of the 16128-byte"):
+            self.launch(ptx, [self.packed(*pointers)], memory=memory)
+
+    def test_a_launch_that_cannot_exist_is_refused(self, ptx) -> None:
+        with pytest.raises(LaunchError, match=r"compiled for at most 128"):
+            self.launch(ptx, [bytes(136)], block=256)
+        with pytest.raises(LaunchError, match=r"sm_80 has 166912"):
+            self.launch(ptx, [bytes(136)], shared_bytes=200 * 1024)
+
+
+class TestSimulate:
+    def test_is_for_the_cpu(self) -> None:
+        q = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
+        with pytest.raises(ValueError, match=r"q is on meta and the simulator runs on the CPU"):
+            flash_attention.simulate(CONFIG, q, q, q)
+
+    def test_checks_arguments_as_forward_does(self, inputs) -> None:
+        q, k, v = inputs
+        with pytest.raises(TypeError, match=r"k is torch\.float32"):
+            flash_attention.simulate(CONFIG, q, k.float(), v)
+        with pytest.raises(ValueError, match="o overlaps q in memory"):
+            flash_attention.simulate(CONFIG, q, k, v, q)
+        with pytest.raises(TypeError, match="cfg is a int"):
+            flash_attention.simulate(7, q, k, v)
+
+
+class TestAnnouncement:
+    def test_of_a_short_run_there_is_none(self, inputs, capsys) -> None:
+        flash_attention.forward(CONFIG, *inputs)
+        assert capsys.readouterr().err == ""
+
+    def test_of_a_long_run_gives_an_estimate_and_progress(
+        self, inputs, capsys, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(_simulator, "ANNOUNCE_FROM_SECONDS", 0.0)
+        flash_attention.forward(CONFIG, *inputs)
+        err = capsys.readouterr().err
+        assert f"simulating {CONFIG.short_form()}, about " in err
+        assert "0/2" in err
+
+    def test_estimates_grow_with_the_work(self) -> None:
+        one = estimate_seconds(CONFIG, 1, 512, 1)
+        assert estimate_seconds(CONFIG, 2, 512, 3) == pytest.approx(6 * one)
+        assert estimate_seconds(CONFIG, 1, 1024, 1) == pytest.approx(4 * one)
+
+    @pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (200, "3 min"), (50_000, "14 h")])
+    def test_durations_are_in_the_unit_that_suits(self, seconds, text) -> None:
+        assert duration_text(seconds) == text
+
+
+def test_every_kernel_ships_its_ptx_under_its_name(package: Path) -> None:
+    for config in flash_attention.kernels():
+        (name,) = load_ptx(package / "ptx" / f"{config.short_form()}.ptx").kernels
+        assert config.short_form() in name

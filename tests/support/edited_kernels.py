@@ -1,0 +1,106 @@
+"""Kernels of the installed library, and small edits of their machine code to plant differences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.ptx.read.flow import Phase
+from flash_helpers.sass.analyse.diff import block_phases
+from flash_helpers.sass.read.reader import library_kernels
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
+
+OPERAND_BIT = 1 << 20  # in the field of the first register
+STALL_BIT = 1 << 105
+
+
+@cache
+def _progression(architecture: str, dtype: str) -> dict[int, Kernel]:
+    configs = [c for c in get_kernel_progression_configs() if c.dtype is DType.from_name(dtype)]
+    found = library_kernels(architecture, configs)
+    return {config.version: kernel for config, kernel in found.items()}
+
+
+@cache
+def _single(version: int, dtype: str, architecture: str) -> Kernel:
+    (config,) = (
+        config
+        for config in get_kernel_progression_configs()
+        if (config.version, config.dtype) == (version, DType.from_name(dtype))
+    )
+    return library_kernels(architecture, [config])[config]
+
+
+def library_kernel(version: int, dtype: str = "bf16", architecture: str = "sm_90") -> Kernel:
+    """The kernel of a version at the config of the progression. Those in bf16 for sm_90 are read
+    together, since most tests want several."""
+    if (dtype, architecture) == ("bf16", "sm_90"):
+        return _progression(architecture, dtype)[version]
+    return _single(version, dtype, architecture)
+
+
+def block_of_phase(kernel: Kernel, phase: Phase) -> Block:
+    """The longest block of a phase."""
+    phases = block_phases(kernel)
+    return max(
+        (block for block in kernel.blocks if phases[block.index] is phase),
+        key=lambda block: block.end - block.start,
+    )
+
+
+def instructions_of(kernel: Kernel, block: Block) -> list[Instruction]:
+    """The instructions of a block."""
+    return [i for i in kernel.instructions if block.start <= i.address < block.end]
+
+
+def edit(
+    kernel: Kernel, block: Block, change: Callable[[list[Instruction]], Sequence[Instruction]]
+) -> Kernel:
+    """The kernel with other instructions in one block; what follows moves along."""
+    inside = list(change(instructions_of(kernel, block)))
+    delta = len(inside) * INSTRUCTION_BYTES - (block.end - block.start)
+
+    def shifted(address: int) -> int:
+        return address + delta if address >= block.end else address
+
+    placed = [
+        *(i for i in kernel.instructions if i.address < block.start),
+        *inside,
+        *(i for i in kernel.instructions if i.address >= block.end),
+    ]
+    return replace(
+        kernel,
+        instructions=tuple(
+            replace(
+                instruction,
+                address=n * INSTRUCTION_BYTES,
+                target=None if instruction.target is None else shifted(instruction.target),
+                block=block.index if instruction in inside else instruction.block,
+            )
+            for n, instruction in enumerate(placed)
+        ),
+        blocks=tuple(
+            replace(other, start=shifted(other.start), end=shifted(other.end))
+            for other in kernel.blocks
+        ),
+    )
+
+
+def edit_all(kernel: Kernel, change: Callable[[Instruction], Instruction]) -> Kernel:
+    """The kernel with each instruction changed."""
+    return replace(kernel, instructions=tuple(change(i) for i in kernel.instructions))
+
+
+def rename_registers(instruction: Instruction) -> Instruction:
+    """The instruction with other registers: numbers n become n ^ 1."""
+
+    def renamed(match: re.Match[str]) -> str:
+        return f"{match[1]}{int(match[2]) ^ 1}"
+
+    operands = re.sub(r"\b(UR|R)(\d+)\b", renamed, instruction.operands)
+    if operands == instruction.operands:
+        return instruction
+    return replace(instruction, operands=operands, encoding=instruction.encoding ^ OPERAND_BIT)

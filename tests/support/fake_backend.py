@@ -1,0 +1,61 @@
+"""A backend that computes attention on the CPU, and the breakages that tests give it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from flash_helpers.kernel_configs import FlashForwardKernelConfig, get_kernels_to_build
+from flash_helpers.runtime.backend import Backend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_tool(path: str) -> ModuleType:
+    """The command line at `path`, relative to the repository's root, as a module."""
+    file = ROOT / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def float32_kernel(
+    config: FlashForwardKernelConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+) -> torch.Tensor:
+    """Attention as a kernel rounds it: P and O in the tensors' dtype, all else in float32."""
+    Q, K, V = (x.transpose(1, 2).float() for x in (q, k, v))
+    S = Q @ K.mT / math.sqrt(q.shape[-1])
+    P = torch.exp(S - S.amax(-1, keepdim=True))
+    PV = P.to(q.dtype).float() @ V
+    return o.copy_((PV / P.sum(-1, keepdim=True)).transpose(1, 2))
+
+
+Damage = Callable[[FlashForwardKernelConfig, torch.Tensor], None]
+
+
+def fake_backend(damage: Damage = lambda config, o: None) -> Backend:
+    """All kernels of the registry, computed by `float32_kernel` and then damaged in place."""
+
+    def forward(
+        config: FlashForwardKernelConfig,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+    ) -> tuple[str, ...]:
+        float32_kernel(config, q, k, v, o)
+        damage(config, o)
+        return ()
+
+    return Backend(torch.device("cpu"), "a fake device", forward, tuple(get_kernels_to_build()))

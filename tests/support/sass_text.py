@@ -1,0 +1,146 @@
+"""Small kernels written as text, and the kernels of the library, for the tests of the analysis."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from flash_helpers.kernel_configs import (
+    DType,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.flow import control_flow
+from flash_helpers.sass.read.reader import library_kernels
+from flash_helpers.sass.read.records import (
+    INSTRUCTION_BYTES,
+    Compiler,
+    Control,
+    Instruction,
+    Kernel,
+    LiveRegisters,
+    Operation,
+    Resources,
+    SourceLine,
+)
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
+PROGRESSION = get_kernel_progression_configs()
+
+_LINE = re.compile(
+    r"(?:(?P<label>\w+):)?\s*(?P<guard>@!?\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*)"
+    r"(?:;(?P<notes>.*))?"
+)
+_JUMPS = ("BRA", "JMP", "CALL", "BSSY")
+
+
+def _parse(text: str) -> tuple[list[Operation], list[dict[str, str]]]:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    found = []
+    labels: dict[str, int] = {}
+    for n, line in enumerate(lines):
+        match = _LINE.fullmatch(line)
+        assert match, line
+        found.append(match)
+        if match["label"]:
+            labels[match["label"]] = n * INSTRUCTION_BYTES
+    operations, notes = [], []
+    for n, match in enumerate(found):
+        operands = [part.strip() for part in match["operands"].split(",") if part.strip()]
+        target = None
+        if match["opcode"].partition(".")[0] in _JUMPS and operands:
+            target = labels.get(operands[-1])
+            operands[-1] = operands[-1] if target is None else hex(target)
+        operations.append(
+            Operation(
+                n * INSTRUCTION_BYTES,
+                0,
+                match["guard"] or "",
+                match["opcode"],
+                ", ".join(operands),
+                target,
+            )
+        )
+        notes.append(dict(re.findall(r"(\w+)=(\S+)", match["notes"] or "")))
+    return operations, notes
+
+
+def operations(text: str) -> list[Operation]:
+    """One instruction a line: `label: @!P0 BRA P1, other`. A label as last operand of a jump (and
+    of BSSY, where it is none) becomes the target."""
+    return _parse(text)[0]
+
+
+def kernel(text: str, architecture: str = "sm_90", registers: int = 32) -> Kernel:
+    """A kernel of such lines. After a semicolon: stall=, write= and read= scoreboards, wait= for
+    scoreboards (as digits), live= registers, ptx= and source= lines."""
+    listed, notes = _parse(text)
+    blocks, loops = control_flow(listed)
+    block_of = [b.index for b in blocks for _ in range(b.start, b.end, INSTRUCTION_BYTES)]
+    loop_of: dict[int, int] = {}
+    for loop in sorted(loops, key=lambda loop: loop.depth):
+        loop_of.update(dict.fromkeys(loop.blocks, loop.index))
+    capability = int(architecture.removeprefix("sm_"))
+    return Kernel(
+        symbol="planted",
+        architecture=architecture,
+        origin="text",
+        compiler=Compiler("ptxas", (13, 0, 88), ""),
+        resources=Resources(registers, 0, 0, 0, 0, 1, None),
+        instructions=tuple(
+            Instruction(
+                o.address,
+                o.encoding,
+                o.predicate,
+                o.opcode,
+                o.operands,
+                o.target,
+                _control(note),
+                LiveRegisters(int(note["live"]), 0, 0, 0) if "live" in note else None,
+                (SourceLine("planted.cu", int(note["source"])),) if "source" in note else (),
+                int(note["ptx"]) if "ptx" in note else None,
+                block,
+                loop_of.get(block),
+                opcodes.pipe(o.opcode, capability),
+                opcodes.cost(o.opcode, o.operands, capability),
+            )
+            for o, note, block in zip(listed, notes, block_of, strict=True)
+        ),
+        blocks=blocks,
+        loops=loops,
+        ptx=None,
+    )
+
+
+def _control(note: dict[str, str]) -> Control:
+    def number(name: str) -> int | None:
+        return int(note[name]) if name in note else None
+
+    waits = sum(1 << int(digit) for digit in note.get("wait", ""))
+    return Control(int(note.get("stall", 1)), False, number("write"), number("read"), waits, 0)
+
+
+@functools.lru_cache
+def progression_kernels(architecture: str) -> dict[FlashForwardKernelConfig, Kernel]:
+    """The kernels of the progression in the installed library."""
+    return library_kernels(architecture, PROGRESSION)
+
+
+def of_version(number: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
+    """A config of the progression."""
+    return next(c for c in PROGRESSION if (c.version, c.dtype) == (number, dtype))
+
+
+def loops_as_addresses(found: Sequence[Operation]) -> list[tuple[int, set[int], int]]:
+    """Each loop of a kernel: line of its header, lines of its blocks' beginnings, depth."""
+    blocks, loops = control_flow(found)
+    return [
+        (
+            blocks[loop.header].start // INSTRUCTION_BYTES,
+            {blocks[n].start // INSTRUCTION_BYTES for n in loop.blocks},
+            loop.depth,
+        )
+        for loop in loops
+    ]

@@ -1,0 +1,809 @@
+"""The sweep, from a candidate's source to the winner that the package picks. No test needs a GPU:
+the compiler and the process that measures are stand-ins, the rest is the real thing."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_backend import fake_backend, load_tool
+from fake_cubin import cubin
+from test_benchmark import FakeTimer
+
+import flash_attention._best_config
+from flash_attention import _library
+from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.compile.build import LibraryBuild
+from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
+from flash_helpers.compile.cubins import CubinCompiler, read_code, sources
+from flash_helpers.compile.toolchain import Toolchain
+from flash_helpers.kernel_configs import (
+    VERSIONS,
+    DType,
+    FlashForwardKernelConfig,
+    get_autotuning_kernel_configs,
+    get_kernel_progression_configs,
+)
+from flash_helpers.measure.benchmark import InputSet, kernel_contender
+from flash_helpers.measure.results import FLASH, Measurement, Protocol, read_records
+from flash_helpers.runtime import driver as cuda_driver
+from flash_helpers.tune import worker as sweep_worker
+from flash_helpers.tune.process import (
+    KernelFile,
+    Request,
+    WorkerError,
+    WorkerInfo,
+    WorkerNotStarted,
+    WorkerProcess,
+)
+from flash_helpers.tune.sweep import (
+    DROPPED,
+    FAILED,
+    NOT_RUN,
+    TIMED,
+    Journal,
+    SweepRow,
+    in_search_order,
+    load_sweep,
+    mean_tflops,
+    outcomes_text,
+)
+from flash_helpers.tune.winners import (
+    BestConfigs,
+    best_file,
+    gpu_slug,
+    load_best,
+    load_own,
+    sweep_file,
+)
+from flash_helpers.tune.worker import launch_grid, serve
+
+SUPPORT = Path(__file__).parents[1] / "support"
+H100 = "NVIDIA H100 80GB HBM3"
+V7 = next(c for c in get_kernel_progression_configs() if (c.version, c.dtype) == (7, DType.BF16))
+LARGE = V7.replace(B_r=128)
+WIDE = V7.replace(B_c=128)
+OTHER_LOADS = V7.replace(K_mma_load_K_tiles=2, Q_mma_load_K_tiles=0)
+WORKER = [sys.executable, str(SUPPORT / "fake_sweep_worker.py")]
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def toolchain(tmp_path: Path) -> Toolchain:
+    fake = SUPPORT / "fake_nvcc.py"
+    nvcc = executable(
+        tmp_path / "bin/nvcc", f'#!/bin/sh\nexec "{sys.executable}" -S "{fake}" "$@"\n'
+    )
+    return Toolchain(nvcc, (13, 0), "nvcc 13.0")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Kernel files that say nothing, and the generator."""
+    root = tmp_path / "repository"
+    for version in VERSIONS.values():
+        path = root / version.source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#include "flash_attention.cuh"\n// {version.namespace}\n')
+    (root / "src/include/flash_attention.cuh").write_text("// the config\n")
+    (root / "src/flash_attention.cu").write_text('#include "flash_kernels.cuh"\n')
+    return root
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch) -> Callable[[], list[str]]:
+    """What the compiler and the worker were asked for since the last call."""
+    path = tmp_path / "log"
+    monkeypatch.setenv("FAKE_LOG", str(path))
+
+    def read() -> list[str]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.write_text("")
+        return lines
+
+    return read
+
+
+@pytest.fixture
+def compiler(repository: Path, toolchain: Toolchain, tmp_path: Path) -> CubinCompiler:
+    return CubinCompiler(repository, tmp_path / "cubins", toolchain, 90, jobs=2, timeout_s=60)
+
+
+# Machine code
+
+
+def test_a_config_becomes_a_cubin_with_its_symbol_and_what_ptxas_said(compiler) -> None:
+    (compiled,) = compiler.compile_all([V7])
+    assert compiled.failure == ""
+    assert compiled.cubin.config == V7
+    assert compiled.cubin.symbol.startswith("_ZN2v714forward_kernelI")
+    assert (compiled.cubin.report.registers, compiled.cubin.report.architecture) == (168, 90)
+    assert compiled.cubin.path.is_file()
+
+
+def test_what_was_compiled_is_kept_until_what_it_was_made_from_changes(
+    compiler, repository, toolchain, tmp_path, log
+) -> None:
+    def compile_again(**changes) -> list[str]:
+        arguments = {"toolchain": toolchain, "architecture": 90, **changes}
+        again = CubinCompiler(repository, tmp_path / "cubins", jobs=2, timeout_s=60, **arguments)
+        assert all(compiled.cubin for compiled in again.compile_all([V7, LARGE]))
+        return sorted(log())
+
+    both = sorted(config.short_form() for config in (V7, LARGE))
+    assert compile_again() == both
+    assert compile_again() == []
+    (repository / VERSIONS[8].source).write_text("// of another version\n")
+    assert compile_again() == []
+    (repository / "src/include/flash_attention.cuh").write_text("// changed\n")
+    assert compile_again() == both
+    (repository / "src/include/flash_attention.cuh").write_text("// the config\n")
+    assert compile_again() == []
+    assert compile_again(architecture=80) == both
+    assert compile_again(toolchain=replace(toolchain, identity="nvcc 13.1")) == both
+
+
+def test_a_config_that_does_not_compile_says_so_and_stops_no_other(compiler, repository) -> None:
+    (repository / VERSIONS[8].source).write_text("FAIL\n")
+    found = {c.config: c for c in compiler.compile_all([V7.replace(version=8), V7])}
+    assert "error: FAIL is not C++" in found[V7.replace(version=8)].failure
+    assert found[V7].cubin is not None
+
+
+def test_a_compiler_that_takes_too_long_is_ended(repository, toolchain, tmp_path, log) -> None:
+    (repository / VERSIONS[7].source).write_text("SLEEP\n")
+    late = CubinCompiler(repository, tmp_path / "cubins", toolchain, 90, jobs=1, timeout_s=0.5)
+    (compiled,) = late.compile_all([V7])
+    assert compiled.failure == "nvcc took over 0.5 s"
+    assert_no_sleeper_is_left(log())
+
+
+def test_a_sweep_that_is_stopped_ends_its_compilers(compiler, repository, log, tmp_path) -> None:
+    (repository / VERSIONS[8].source).write_text("SLEEP\n")
+    results = compiler.compile_all([V7.replace(version=8), V7])
+    assert next(results).config == V7
+    lines: list[str] = []
+    deadline = time.monotonic() + 20
+    while not any("sleeper" in line for line in lines) and time.monotonic() < deadline:
+        lines += log()
+        time.sleep(0.01)
+    results.close()
+    assert_no_sleeper_is_left(lines)
+    assert not list((tmp_path / "cubins").glob(".compiling-*"))
+
+
+def assert_no_sleeper_is_left(lines: list[str]) -> None:
+    (sleeper,) = (int(line.split()[1]) for line in lines if line.startswith("sleeper"))
+    deadline = time.monotonic() + 10
+    while is_running(sleeper) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(sleeper)
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_sources_are_followed_through_includes(repository: Path) -> None:
+    (repository / "src/include/a.cuh").write_text('#include "b.cuh"\n')
+    (repository / "src/include/b.cuh").write_text("#include <vector>\n")
+    found = sources(repository, '#include "a.cuh"\n#include "not_there.h"\n')
+    assert [path.name for path in found] == ["a.cuh", "b.cuh"]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"symbol": "_Zother"}, True),
+        ({"code": b"other"}, False),
+        ({"registers": 130}, False),
+        ({"constants": b"\x01"}, False),
+        ({"config": V7.replace(Q_mma_load_K_tiles=0)}, True),
+        ({"config": LARGE}, False),  # another grid, another size of shared memory
+    ],
+)
+def test_code_is_what_a_launch_executes(tmp_path: Path, change: dict, is_same: bool) -> None:
+    def code(config=V7, symbol="_Zkernel", registers=128, **parts) -> str:
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(cubin(symbol, **{"code": b"code", **parts}))
+        found, digest = read_code(path, config, registers)
+        assert found == symbol
+        return digest
+
+    assert (code(**change) == code()) is is_same
+
+
+def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kernel.cubin"
+    path.write_text("no ELF file")
+    with pytest.raises(ValueError, match="is not a cubin"):
+        read_code(path, V7, 128)
+
+
+# The process that measures
+
+
+def request(config: FlashForwardKernelConfig = V7) -> Request:
+    kernel = KernelFile(config.short_form(), "a.cubin", "_Zkernel")
+    return Request((kernel,), (512, 1024), Protocol())
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    monkeypatch.setenv("FAKE_GPU", H100)
+    with WorkerProcess(WORKER) as process:
+        yield process
+
+
+def test_a_request_survives_the_way() -> None:
+    assert Request.from_json(request().to_json()) == request()
+
+
+def test_a_worker_says_what_it_runs_on_and_answers(worker) -> None:
+    info = worker.start()
+    assert (info.gpu, info.architecture) == (H100, 90)
+    answer = worker.ask(request(), timeout_s=60)
+    assert {(m.name, m.seq_len) for m in answer.measurements} == {
+        (name, seq_len) for name in (FLASH, V7.short_form()) for seq_len in (512, 1024)
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("FAKE_HANGS", "no answer within 0.5 s"),
+        ("FAKE_CRASHES", r"the process died \(SIGKILL\): a stray pointer"),
+        ("FAKE_FAULTS", "an illegal memory access"),
+    ],
+)
+def test_a_kernel_that_takes_the_process_along_is_told_and_the_next_gets_another(
+    worker, monkeypatch, variable: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, "Br128")
+    worker.start()
+    with pytest.raises(WorkerError, match=said):
+        worker.ask(request(LARGE), timeout_s=0.5 if variable == "FAKE_HANGS" else 60)
+    assert worker.ask(request(V7), timeout_s=60).measurements
+
+
+def test_without_a_gpu_there_is_no_worker(monkeypatch) -> None:
+    monkeypatch.delenv("FAKE_GPU", raising=False)
+    with (
+        WorkerProcess(WORKER) as process,
+        pytest.raises(WorkerNotStarted, match="no CUDA device was found"),
+    ):
+        process.start()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_real_worker_says_that_there_is_no_gpu(capsys) -> None:
+    import io
+
+    answers = io.StringIO()
+    assert serve(io.StringIO(), answers) == 1
+    assert json.loads(answers.getvalue()) == {"error": "no CUDA device was found"}
+
+
+def test_a_launch_has_the_librarys_grid(root: Path) -> None:
+    shape = SimpleNamespace(seq_len=512, n_heads=16, batch=4)
+    assert launch_grid(LARGE, shape) == (4, 16, 4)
+    said = (root / "src/include/flash_attention.cuh").read_text()
+    assert "grid (seq_len / B_r, n_heads, batch)" in said
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    """The real worker on the CPU, with stand-ins for what needs a GPU."""
+    backend = fake_backend()
+    monkeypatch.setattr(
+        sweep_worker,
+        "cubin_contender",
+        lambda kernel: kernel_contender(
+            FlashForwardKernelConfig.from_short_form(kernel.config), backend.forward
+        ),
+    )
+    monkeypatch.setattr(sweep_worker, "make_timer", lambda device, protocol: FakeTimer())
+    monkeypatch.setattr(sweep_worker, "default_shape", lambda n: AttentionShape(1, 2, n))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return sweep_worker.Worker(torch.device("cpu"))
+
+
+def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> None:
+    answer = measuring.answer(replace(request(), seq_lens=(64, 128)))
+    found = read_records(Measurement, answer["measurements"])
+    assert [(m.name, m.seq_len) for m in found] == [
+        (name, seq_len) for seq_len in (64, 128) for name in (FLASH, V7.short_form())
+    ]
+    assert all(m.valid and m.max_abs_error for m in found)
+    assert answer["skipped"] == []
+
+
+def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monkeypatch) -> None:
+    make, fails = sweep_worker.make_input_sets, {128: 1, 256: 2}
+
+    def make_or_fail(shape: AttentionShape, *arguments):
+        if fails.get(shape.seq_len, 0):
+            fails[shape.seq_len] -= 1
+            raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB\nand more")
+        return make(shape, *arguments)
+
+    monkeypatch.setattr(sweep_worker, "make_input_sets", make_or_fail)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    answer = measuring.answer(replace(request(), seq_lens=(64, 128, 256)))
+    assert {m["seq_len"] for m in answer["measurements"]} == {64, 128}
+    (skipped,) = answer["skipped"]
+    assert skipped["seq_len"] == 256
+    assert "Tried to allocate 9 GiB" in skipped["reason"]
+
+
+class FakeDriver:
+    """Notes each call; what it would write to is left alone."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name: str):
+        def call(*arguments) -> int:
+            if name == "cuGetErrorString":
+                arguments[1]._obj.value = b"invalid argument"
+            self.calls.append((name, *arguments))
+            return 1 if name == self.refuses else 0
+
+        return call
+
+
+def test_a_kernel_is_loaded_and_launched_with_its_shared_memory(monkeypatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
+    args = _library.ForwardKernelArgs(seq_len=512)
+    cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 65536).launch((4, 16, 2), 128, 7, args)
+    load, get, attribute, launch = driver.calls
+    assert (load[0], load[2]) == ("cuModuleLoadData", b"ELF")
+    assert (get[0], get[3]) == ("cuModuleGetFunction", b"_Zkernel")
+    assert (attribute[0], *attribute[2:]) == ("cuFuncSetAttribute", 8, 65536)
+    assert (launch[0], *launch[2:10]) == ("cuLaunchKernel", 4, 16, 2, 128, 1, 1, 65536, 7)
+    assert _library.ForwardKernelArgs.from_address(launch[10][0]).seq_len == 512
+
+
+def test_what_the_driver_refuses_is_told_in_its_own_words(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_driver, "driver", lambda: FakeDriver("cuFuncSetAttribute"))
+    with pytest.raises(cuda_driver.DriverError, match=r"cuFuncSetAttribute: invalid argument \("):
+        cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 2**30)
+
+
+def test_without_a_driver_that_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda_that_is_not_there.so")
+    cuda_driver.driver.cache_clear()
+    with pytest.raises(cuda_driver.DriverError, match="no CUDA driver: libcuda_that_is_not_there"):
+        cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 0)
+
+
+def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(cuda_driver, "driver", lambda: FakeDriver())
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(b"ELF")
+    static = max(c for c in get_kernel_progression_configs() if c.static_row_stride)
+    contender = sweep_worker.cubin_contender(KernelFile(static.short_form(), str(path), "_Z"))
+    tensors = [torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16) for _ in range(4)]
+    with pytest.raises(ValueError, match="is not for rows 256 elements apart"):
+        contender.run(InputSet(tuple(tensors[:3]), tensors[3], None))
+
+
+# The journal
+
+
+def test_a_journal_is_read_back_and_a_line_cut_short_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "journal.jsonl"
+    Journal(path).note("a", [], "hangs")
+    with path.open("a") as file:
+        file.write('{"key": "b", "fail')
+    journal = Journal(path)
+    assert journal.find("a") == ([], "hangs")
+    assert journal.find("b") is None
+    journal.note("c", [], "")
+    assert Journal(path).find("c") == ([], "")
+    assert Journal(path).find("a") == ([], "hangs")
+
+
+# The sweep, through its command line
+
+
+class Sweeper:
+    """Runs the tool in the repository with stand-ins for compiler and worker."""
+
+    def __init__(self, root: Path, tool, folder: Path) -> None:
+        self.root, self.tool, self.folder = root, tool, folder
+
+    def __call__(self, configs: list[FlashForwardKernelConfig], *options: str) -> int:
+        file = self.folder / "configs.json"
+        file.write_text(json.dumps([config.short_form() for config in configs]))
+        fixed = ["--configs", str(file), "--root", str(self.root), "--commit", "abc", "--jobs", "2"]
+        return self.tool.main([*fixed, *options])
+
+    def rows(self, gpu: str = H100) -> dict[FlashForwardKernelConfig, SweepRow]:
+        table = load_sweep(sweep_file(self.root / "configs", gpu), gpu, "9.0")
+        return {FlashForwardKernelConfig.from_short_form(row.name): row for row in table.rows}
+
+    def best(self, gpu: str = H100) -> BestConfigs:
+        return load_best(best_file(self.root / "configs", gpu))
+
+
+@pytest.fixture
+def sweep(repository: Path, toolchain, monkeypatch, tmp_path: Path) -> Sweeper:
+    tool = load_tool("tools/benchmark/autotune.py")
+    monkeypatch.setattr(tool, "find_toolchain", lambda architectures: toolchain)
+    monkeypatch.setattr(tool, "WORKER_COMMAND", WORKER)
+    monkeypatch.setenv("FAKE_GPU", H100)
+    return Sweeper(repository, tool, tmp_path)
+
+
+def speeds(monkeypatch, *pairs: tuple[str, float]) -> None:
+    monkeypatch.setenv("FAKE_SPEEDS", json.dumps(pairs))
+
+
+def requests_in(lines: list[str]) -> list[str]:
+    """What the worker was asked for."""
+    return [line for line in lines if " " in line]
+
+
+def test_the_fastest_config_wins_and_the_whole_table_is_kept(sweep, monkeypatch, capsys) -> None:
+    speeds(monkeypatch, ("Br128", 1.25), ("Bc128", 0.75))
+    assert sweep([V7, LARGE, WIDE]) == 0
+    (winner,) = sweep.best().best
+    assert (winner.version, winner.dtype) == (7, "bf16")
+    assert winner.config == LARGE.short_form()
+    assert (winner.of_flash, winner.mean_tflops) == (1.25, 375.0)  # the flash backend's is 300
+    assert winner.seq_lens == (512, 1024, 2048, 4096, 8192, 16384)
+    assert (winner.commit, winner.driver, winner.compiler) == ("abc", "580.1", "13.0")
+    rows = sweep.rows()
+    assert {config: row.of_flash for config, row in rows.items()} == {
+        V7: 1.0,
+        LARGE: 1.25,
+        WIDE: 0.75,
+    }
+    assert all(row.final_of_flash == row.of_flash for row in rows.values())
+    captured = capsys.readouterr()
+    assert f"v7 bf16: {LARGE.short_form()}, 375 TFLOP/s, 1.250 of" in captured.out
+    assert "best 1.250 of flash" in captured.err
+
+
+def test_a_candidate_that_spills_is_dropped_before_it_is_run(sweep, monkeypatch, log) -> None:
+    monkeypatch.setenv("FAKE_SPILLS", "Br128")
+    speeds(monkeypatch, ("Br128", 1.25))
+    assert sweep([V7, LARGE]) == 0
+    row = sweep.rows()[LARGE]
+    assert (row.outcome, row.spill_bytes, row.registers) == (DROPPED, 56, 168)
+    assert "spills: 24 bytes stored and 32 loaded" in row.reason
+    assert not any(LARGE.short_form() in line for line in requests_in(log()))
+    assert sweep([V7, LARGE], "--allow-spills", "56") == 0
+    assert sweep.rows()[LARGE].outcome == TIMED
+    assert sweep.best().best[0].config == LARGE.short_form()
+
+
+def test_a_candidate_that_does_not_fit_is_dropped_before_it_is_compiled(
+    sweep, monkeypatch, log
+) -> None:
+    info = WorkerInfo(H100, "9.0", smem_bytes=LARGE.smem_bytes - 1, driver="", torch="")
+    monkeypatch.setattr(WorkerProcess, "start", lambda self: info)
+    sweep([LARGE])
+    assert sweep.rows()[LARGE].outcome == DROPPED
+    assert f"needs {LARGE.smem_bytes} bytes of shared memory" in sweep.rows()[LARGE].reason
+    assert log() == []
+
+
+def test_a_candidate_that_does_not_compile_is_dropped(sweep) -> None:
+    (sweep.root / VERSIONS[8].source).write_text("FAIL\n")
+    V8 = V7.replace(version=8)
+    assert sweep([V7, V8]) == 1  # version 8 has no winner
+    assert sweep.rows()[V8].outcome == DROPPED
+    assert "FAIL is not C++" in sweep.rows()[V8].reason
+    assert [entry.version for entry in sweep.best().best] == [7]
+
+
+def test_candidates_of_the_same_code_share_a_measurement(sweep, monkeypatch, log) -> None:
+    assert sweep([V7, OTHER_LOADS, LARGE]) == 0
+    rows = sweep.rows()
+    assert rows[V7].code == rows[OTHER_LOADS].code != rows[LARGE].code
+    assert {rows[V7].same_as, rows[OTHER_LOADS].same_as} in (
+        {"", V7.short_form()},
+        {"", OTHER_LOADS.short_form()},
+    )
+    assert rows[V7].of_flash == rows[OTHER_LOADS].of_flash
+    # two candidates in the first round, and two codes in the last
+    assert [len(line.split()) for line in requests_in(log())] == [1 + 2, 1 + 2, 2 + 6]
+    assert sweep.best().best[0].n_candidates == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [
+        ("FAKE_HANGS", "no answer within"),
+        ("FAKE_CRASHES", "SIGKILL"),
+        ("FAKE_FAULTS", "illegal memory access"),
+        ("FAKE_WRONG", "wrong output"),
+        ("FAKE_SPOILS", "the flash backend beside it failed: wrong output"),
+    ],
+)
+def test_a_candidate_that_hangs_crashes_or_is_wrong_is_survived(
+    sweep, monkeypatch, variable: str, reason: str
+) -> None:
+    monkeypatch.setenv(variable, "Br128")
+    speeds(monkeypatch, ("Br128", 1.25), ("Bc128", 1.1))
+    assert sweep([LARGE, V7, WIDE], "--timeout", "0.3") == 0
+    rows = sweep.rows()
+    assert rows[LARGE].outcome == FAILED
+    assert reason in rows[LARGE].reason
+    assert rows[LARGE].of_flash is None
+    assert rows[V7].outcome == rows[WIDE].outcome == TIMED
+    assert sweep.best().best[0].config == WIDE.short_form()
+
+
+def test_what_spoils_memory_costs_the_next_candidate_nothing(sweep, monkeypatch, log) -> None:
+    monkeypatch.setenv("FAKE_SPOILS", "Br128")
+    assert sweep([LARGE, V7]) == 0
+    lines = log()
+    # the worker is replaced after it, and it is tried once more itself
+    assert lines.count("start") == 3
+    assert sum(LARGE.short_form() in line for line in requests_in(lines)) == 2
+
+
+def test_a_finalist_that_crashes_at_a_later_length_leaves_the_others(
+    sweep, monkeypatch, tmp_path
+) -> None:
+    script = (SUPPORT / "fake_sweep_worker.py").read_text()
+    only_in_the_last_round = 'if len(request.seq_lens) > 2 and matches("FAKE_CRASHES", name):'
+    assert 'if matches("FAKE_CRASHES", name):' in script
+    worker = tmp_path / "worker.py"
+    worker.write_text(script.replace('if matches("FAKE_CRASHES", name):', only_in_the_last_round))
+    monkeypatch.setattr(sweep.tool, "WORKER_COMMAND", [sys.executable, str(worker)])
+    monkeypatch.setenv("FAKE_CRASHES", "Br128")
+    speeds(monkeypatch, ("Br128", 1.25), ("Bc128", 1.1))
+    assert sweep([LARGE, V7, WIDE]) == 0
+    assert sweep.best().best[0].config == WIDE.short_form()
+    row = sweep.rows()[LARGE]
+    assert row.outcome == FAILED
+    assert row.reason.startswith("final round: the process died (SIGKILL)")
+
+
+def test_a_sweep_that_is_interrupted_goes_on_where_it_was(sweep, monkeypatch, log, capsys) -> None:
+    bar = sweep.tool.Bar
+
+    class Interrupting(bar):
+        def __call__(self, row: SweepRow) -> None:
+            super().__call__(row)
+            if row.outcome == TIMED:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep.tool, "Bar", Interrupting)
+    assert sweep([V7, LARGE, WIDE]) == 130
+    assert "the same command goes on there" in capsys.readouterr().err
+    assert not (sweep.root / "configs").exists()
+    assert len(requests_in(log())) == 1
+    monkeypatch.setattr(sweep.tool, "Bar", bar)
+    assert sweep([V7, LARGE, WIDE]) == 0
+    assert len(requests_in(log())) == 2 + 1  # those that were left, and the last round
+    before = {path: path.read_text() for path in (sweep.root / "configs").iterdir()}
+    assert sweep([V7, LARGE, WIDE]) == 0
+    assert log() == ["start"]  # nothing was compiled or measured again
+    assert {path: path.read_text() for path in before} == before
+
+
+def test_a_kernel_that_has_changed_is_measured_again(sweep, log) -> None:
+    assert sweep([V7]) == 0
+    log()
+    (sweep.root / VERSIONS[7].source).write_text("// faster\n")
+    assert sweep([V7]) == 0
+    assert len(requests_in(log())) == 2
+
+
+def test_with_another_driver_all_is_measured_again(sweep, monkeypatch, log) -> None:
+    assert sweep([V7]) == 0
+    log()
+    monkeypatch.setenv("FAKE_DRIVER", "590.1")
+    assert sweep([V7]) == 0
+    assert len(requests_in(log())) == 2
+    assert sweep.best().best[0].driver == "590.1"
+
+
+def test_what_another_gpu_measured_is_not_taken_for_this_ones(sweep, monkeypatch, log) -> None:
+    assert sweep([V7]) == 0
+    log()
+    monkeypatch.setenv("FAKE_GPU", "NVIDIA H200")
+    assert sweep([V7]) == 0
+    assert len(requests_in(log())) == 2
+    assert {path.name for path in (sweep.root / "configs").iterdir()} == {
+        "best_h100_80gb_hbm3.json",
+        "best_h200.json",
+        "sweep_h100_80gb_hbm3.json",
+        "sweep_h200.json",
+    }
+
+
+def test_files_of_another_gpu_are_refused(sweep, capsys) -> None:
+    assert sweep([V7]) == 0
+    for file in (best_file, sweep_file):
+        path = file(sweep.root / "configs", H100)
+        text = path.read_text()
+        path.write_text(text.replace(H100, "NVIDIA H100 PCIe"))
+        assert sweep([V7]) == 2
+        assert "is of NVIDIA H100 PCIe and this is NVIDIA H100 80GB" in capsys.readouterr().err
+        path.write_text(text)
+
+
+def test_a_spent_budget_leaves_the_rest_for_the_next_run(sweep) -> None:
+    assert sweep([V7, LARGE, WIDE], "--budget", "1e-6") == 0
+    outcomes = sorted(row.outcome for row in sweep.rows().values())
+    assert outcomes == [NOT_RUN, NOT_RUN, TIMED]
+    assert sweep([V7, LARGE, WIDE]) == 0
+    assert {row.outcome for row in sweep.rows().values()} == {TIMED}
+
+
+def test_a_smaller_sweep_keeps_the_winners_of_the_others_and_challenges_its_own(
+    sweep, monkeypatch
+) -> None:
+    V8 = V7.replace(version=8)
+    speeds(monkeypatch, ("Br128", 1.25))
+    assert sweep([V7, LARGE, V8]) == 0
+    assert sweep([V7]) == 0
+    assert {entry.version: entry.config for entry in sweep.best().best} == {
+        7: LARGE.short_form(),
+        8: V8.short_form(),
+    }
+    assert set(sweep.rows()) == {V7, LARGE, V8}
+
+
+def test_a_winner_that_spills_is_not_lost_to_a_sweep_that_allows_no_spills(
+    sweep, monkeypatch
+) -> None:
+    monkeypatch.setenv("FAKE_SPILLS", "Br128")
+    speeds(monkeypatch, ("Br128", 1.25))
+    assert sweep([V7, LARGE], "--allow-spills", "56") == 0
+    assert sweep([V7, LARGE]) == 0
+    assert sweep.best().best[0].config == LARGE.short_form()
+
+
+def test_a_winner_that_the_registry_has_no_more_is_left_out(sweep) -> None:
+    assert sweep([V7]) == 0
+    path = best_file(sweep.root / "configs", H100)
+    path.write_text(path.read_text().replace("_Br64_", "_Br63_"))
+    assert sweep([V7]) == 0
+    assert sweep.best().best[0].config == V7.short_form()
+
+
+def test_the_search_sees_every_corner_early_and_each_config_once() -> None:
+    configs = [c for c in get_autotuning_kernel_configs() if c.version == 7]
+    order = in_search_order(configs, first=[configs[5]])
+    assert order[0] == configs[5]
+    assert sorted(order) == configs
+    assert order == in_search_order(reversed(configs), first=[configs[5]])
+    assert len({(c.B_r, c.B_c, c.n_warps) for c in order[:60]}) > 6
+
+
+def test_a_mean_needs_every_length(sweep, worker) -> None:
+    worker.start()
+    found = worker.ask(request(), timeout_s=60).measurements
+    assert mean_tflops(found, V7.short_form()) == pytest.approx(300)
+    wrong = [replace(m, failure="wrong") if m.seq_len == 512 else m for m in found]
+    assert mean_tflops(wrong, V7.short_form()) is None
+    assert mean_tflops(found, "nobody") is None
+
+
+def test_outcomes_are_counted(sweep, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_SPILLS", "Br128")
+    assert sweep([V7, OTHER_LOADS, LARGE]) == 0
+    text = outcomes_text(sweep.rows().values())
+    assert text == "2 timed, 1 of them by the same code as another; 1 dropped"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--versions", "99"], "versions go from"),
+        (["--versions", "seven"], "is not a version"),
+        (["--versions", "16"], "no config to try for --versions 16"),
+        (["--seq", "100"], "seq_len 100 is not a multiple of B_r 64"),
+    ],
+)
+def test_wrong_usage_exits_with_2(sweep, capsys, options: list[str], message: str) -> None:
+    assert sweep([V7], *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_wrong_usage(sweep, tmp_path, capsys) -> None:
+    file = tmp_path / "nonsense.json"
+    file.write_text("{}")
+    assert sweep.tool.main(["--configs", str(file)]) == 2
+    assert f"{file}: expected a list of configs" in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_run(sweep, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("FAKE_GPU")
+    assert sweep([V7]) == 2
+    assert "the sweep cannot be run: no CUDA device was found" in capsys.readouterr().err
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        (H100, "h100_80gb_hbm3"),
+        ("NVIDIA A100-SXM4-40GB", "a100_sxm4_40gb"),
+        ("NVIDIA GeForce RTX 3090", "geforce_rtx_3090"),
+        ("Tesla V100", "tesla_v100"),
+    ],
+)
+def test_files_are_named_by_the_gpu(name: str, slug: str) -> None:
+    assert gpu_slug(name) == slug
+
+
+def test_a_file_that_is_not_there_yet_holds_nothing(tmp_path: Path) -> None:
+    assert load_own(tmp_path / "best.json", H100, "9.0") == BestConfigs(H100, "9.0", ())
+
+
+# From the sweep to the config that the package picks
+
+
+def test_the_winner_is_built_and_picked(
+    sweep, root, toolchain, monkeypatch, tmp_path: Path
+) -> None:
+    # a config that the registry does not build by itself
+    winner = V7.replace(B_r=128, B_c=32)
+    speeds(monkeypatch, ("Br128_Bc32", 1.25))
+    # sweep
+    assert sweep([V7, winner]) == 0
+    # regenerate
+    header = sweep.root / MAP_HEADER
+    subprocess.run(
+        [
+            sys.executable,
+            root / "tools/build/generate_kernel_instantiations.py",
+            *("--configs", best_file(sweep.root / "configs", H100)),
+            *("--output", header),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    built = configs_in_header(header.read_text())
+    assert winner in built
+    # rebuild
+    package = tmp_path / "package"
+    header.write_text(_only(header, [V7, winner]))
+    LibraryBuild(sweep.root, toolchain, (90,), 2, lambda line: None).run(package)
+    assert (package / "ptx" / f"{winner.short_form()}.ptx").is_file()
+    # pick
+    monkeypatch.setattr(_library, "kernels", lambda: built)
+    monkeypatch.setattr(flash_attention._best_config, "CONFIG_FOLDER", package / "configs")
+    properties = SimpleNamespace(name=H100, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    assert flash_attention._best_config.best_config(7, torch.bfloat16) == winner
+
+
+def _only(header: Path, configs: list[FlashForwardKernelConfig]) -> str:
+    """A map of these alone: the others would take the compiler's time and show nothing."""
+    from flash_helpers.compile.codegen import kernel_map_header
+
+    assert set(configs) <= set(configs_in_header(header.read_text()))
+    return kernel_map_header(configs)
