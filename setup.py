@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "py"))
 
 from flash_helpers import __version__  # noqa: E402
 from flash_helpers.compile.build import LibraryBuild, copy_built_files, requested_jobs  # noqa: E402
+from flash_helpers.compile.codegen import configs_to_build  # noqa: E402
 from flash_helpers.compile.toolchain import (  # noqa: E402
     BuildError,
     find_toolchain,
@@ -48,8 +49,9 @@ class BuildKernels(Command):
                 architectures=architectures,
                 jobs=requested_jobs(os.environ),
                 report=lambda line: print(line, flush=True),
+                configs=configs_to_build(ROOT),
             ).run(ROOT / PACKAGE)
-        except BuildError as error:
+        except (BuildError, OSError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
         if not self.editable_mode:
             copy_built_files(ROOT / PACKAGE, Path(self.build_lib) / PACKAGE)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from flash_attention._mma_loop import MmaLoop
 from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import DType
@@ -20,6 +19,7 @@ from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import measured_json
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.mma_loop import MmaLoop
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/mma_cycles_h100.json"

@@ -22,22 +22,25 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import flash_attention
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.sanity import SMALL_SHAPE
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig, get_kernel_progression_configs
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    FlashForwardKernelConfig,
+    get_kernel_progression_configs,
+)
 from flash_helpers.measure.machine import git_commit, provenance
-from flash_helpers.registry.selection import config_that_runs
 from flash_helpers.runtime.backend import find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "simulator.json"
 SCALING_SHAPES = (
-    AttentionShape(1, 1, 256),
-    AttentionShape(1, 1, 512),
-    AttentionShape(1, 1, 1024),
-    AttentionShape(1, 4, 512),
-    AttentionShape(2, 8, 512),
+    AttentionForward(1, 1, 256),
+    AttentionForward(1, 1, 512),
+    AttentionForward(1, 1, 1024),
+    AttentionForward(1, 4, 512),
+    AttentionForward(2, 8, 512),
 )
 
 EXAMPLES = f"""\
@@ -65,7 +68,7 @@ def peak_mib() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def measure(config: FlashForwardKernelConfig, shape: AttentionShape) -> dict[str, Any]:
+def measure(config: FlashForwardKernelConfig, shape: AttentionForward) -> dict[str, Any]:
     """One run, its reading of the PTX included if the kernel is run for the first time."""
     inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
     began = time.perf_counter()
@@ -73,9 +76,9 @@ def measure(config: FlashForwardKernelConfig, shape: AttentionShape) -> dict[str
     seconds = time.perf_counter() - began
     total = run.counters.total
     return {
-        "config": config_that_runs(config, shape).short_form(),
+        "config": config.runs_as(shape.strides()).short_form(),
         **asdict(shape),
-        "blocks": shape.batch * shape.n_heads * shape.seq_len // config.B_r,
+        "blocks": shape.batch * shape.heads * shape.seq_len // config.B_r,
         "seconds": round(seconds, 3),
         "warp_instructions": total.instructions,
         "mma": total.mma,

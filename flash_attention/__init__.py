@@ -8,12 +8,15 @@ On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` g
 `best_config()` is the fastest of a version on a GPU, as far as sweeps have found out.
 """
 
-from flash_attention._best_config import best_config
 from flash_attention._forward import forward, forward_timed, simulate
-from flash_attention._library import KernelResources, kernels, resources
+from flash_helpers import __version__
+from flash_helpers.runtime.call import resources
+from flash_helpers.runtime.library import KernelResources, kernels
+from flash_helpers.tune.best import best_config
 
 __all__ = [
     "KernelResources",
+    "__version__",
     "best_config",
     "forward",
     "forward_timed",

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from flash_attention import _library, _simulator
+from flash_helpers.compile.build import PTX_FOLDER
+from flash_helpers.runtime import library
 
 
 def device_text() -> str:
@@ -25,18 +26,19 @@ def device_text() -> str:
 
 def simulator_text(n_kernels: int) -> str:
     """What happens to CPU tensors."""
-    n_files = len(list(_simulator.PTX_FOLDER.glob("*.ptx")))
-    return f"CPU tensors run the PTX of {n_files} of {n_kernels} kernels in {_simulator.PTX_FOLDER}"
+    folder = library.package_folder() / PTX_FOLDER
+    n_files = len(list(folder.glob("*.ptx")))
+    return f"CPU tensors run the PTX of {n_files} of {n_kernels} kernels in {folder}"
 
 
 def summary() -> dict[str, Any]:
     """What the command prints, ready for JSON."""
-    major, minor = _library.cuda_version()
-    kernels = [config.short_form() for config in _library.kernels()]
+    major, minor = library.cuda_version()
+    kernels = [config.short_form() for config in library.kernels()]
     return {
-        "library": str(_library.LIBRARY_PATH),
+        "library": str(library.library_path()),
         "cuda": f"{major}.{minor}",
-        "architectures": _library.architectures(),
+        "architectures": library.architectures(),
         "torch": torch.__version__,
         "device": device_text(),
         "simulator": simulator_text(len(kernels)),

@@ -4,64 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from flash_attention import _checks, _library, _simulator
-from flash_attention._library import ForwardKernelArgs, TensorStrides
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Run
-
-
-class _Launch:
-    """One call, checked and ready; launching it does nothing else."""
-
-    def __init__(self, cfg: str, inputs: dict[str, torch.Tensor], o: torch.Tensor | None) -> None:
-        self.config = _library.resolve(cfg)
-        given = inputs if o is None else {**inputs, "o": o}
-        _checks.check_shapes(self.config, given)
-        q = inputs["q"]
-        _checks.check_device(q.device)
-        _checks.check_memory(given)
-        if o is None:
-            o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        else:
-            _checks.check_output(inputs, o)
-        self.tensors = (*inputs.values(), o)
-        self.args = ForwardKernelArgs(
-            *(tensor.data_ptr() for tensor in self.tensors),
-            *(TensorStrides(*_checks.kernel_strides(tensor)) for tensor in self.tensors),
-            q.shape[1],
-        )
-
-    @property
-    def is_simulated(self) -> bool:
-        return self.output.device.type == "cpu"
-
-    @property
-    def output(self) -> torch.Tensor:
-        return self.tensors[-1]
-
-    def run(self) -> None:
-        if self.is_simulated:
-            self.simulate()
-            return
-        batch, _, n_heads, _ = self.output.shape
-        device = self.output.device
-        stream = torch.cuda.current_stream(device).cuda_stream
-        _library.launch(self.config, self.args, batch, n_heads, device.index, stream)
-
-    def simulate(self, keep_going: bool = False) -> Run:
-        return _simulator.run(self.config, *self.tensors, keep_going=keep_going)
+from flash_helpers.runtime.call import prepare
+from flash_helpers.runtime.library import resolve
+from flash_helpers.runtime.tensors import check_shapes, check_types
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
 def _forward(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    launch = _Launch(cfg, {"q": q, "k": k, "v": v}, None)
-    launch.run()
-    return launch.output
+    call = prepare(cfg, {"q": q, "k": k, "v": v}, None)
+    call.run()
+    return call.output
 
 
 @_forward.register_fake
 def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    _checks.check_shapes(_library.resolve(cfg), {"q": q, "k": k, "v": v})
+    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v})
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -69,16 +28,16 @@ def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 def _forward_out(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
 ) -> None:
-    _Launch(cfg, {"q": q, "k": k, "v": v}, o).run()
+    prepare(cfg, {"q": q, "k": k, "v": v}, o).run()
 
 
 @_forward_out.register_fake
 def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
-    _checks.check_shapes(_library.resolve(cfg), {"q": q, "k": k, "v": v, "o": o})
+    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v, "o": o})
 
 
 def forward(
-    cfg: FlashForwardKernelConfig | str,
+    cfg: Config | str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -105,15 +64,15 @@ def forward(
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     if o is None:
-        _checks.check_types({"q": q, "k": k, "v": v})
+        check_types({"q": q, "k": k, "v": v})
         return _forward(name, q, k, v)
-    _checks.check_types({"q": q, "k": k, "v": v, "o": o})
+    check_types({"q": q, "k": k, "v": v, "o": o})
     _forward_out(name, q, k, v, o)
     return o
 
 
 def forward_timed(
-    cfg: FlashForwardKernelConfig | str,
+    cfg: Config | str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -125,10 +84,10 @@ def forward_timed(
     Raises RuntimeError for CPU tensors too: the simulator has no clock.
     """
     inputs = {"q": q, "k": k, "v": v}
-    _checks.check_types(inputs if o is None else {**inputs, "o": o})
+    check_types(inputs if o is None else {**inputs, "o": o})
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    launch = _Launch(name, inputs, o)
-    if launch.is_simulated:
+    call = prepare(name, inputs, o)
+    if call.is_simulated:
         raise RuntimeError(
             "forward_timed needs a CUDA device and the tensors are on the CPU, where kernels are "
             "simulated without a clock: move them to a GPU, or count with simulate()"
@@ -136,14 +95,14 @@ def forward_timed(
     stream = torch.cuda.current_stream(q.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(stream)
-    launch.run()
+    call.run()
     end.record(stream)
     end.synchronize()
-    return launch.output, begin.elapsed_time(end)
+    return call.output, begin.elapsed_time(end)
 
 
 def simulate(
-    cfg: FlashForwardKernelConfig | str,
+    cfg: Config | str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -158,16 +117,16 @@ def simulate(
     Raises what `forward` raises, and ValueError for tensors that are not on the CPU.
     """
     inputs = {"q": q, "k": k, "v": v}
-    _checks.check_types(inputs if o is None else {**inputs, "o": o})
+    check_types(inputs if o is None else {**inputs, "o": o})
     if q.device.type != "cpu":
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    launch = _Launch(name, inputs, o)
-    return launch.output, launch.simulate(keep_going)
+    call = prepare(name, inputs, o)
+    return call.output, call.simulate(keep_going)
 
 
 def _short_form(cfg: object) -> str:
-    if isinstance(cfg, FlashForwardKernelConfig):
+    if isinstance(cfg, Config):
         return cfg.short_form()
     raise TypeError(
         f"cfg is a {type(cfg).__name__}: pass a FlashForwardKernelConfig or its short form"

@@ -1,22 +1,54 @@
-// The C ABI: look a config up in the map, check what the caller may have got wrong, launch.
+// The C ABI: find a kernel of any family by its name, check the device, launch.
 //
-// Every function returns 0, or an error whose text flash_last_error() gives. Tensor shapes, types
-// and alignment are the caller's to check (flash_attention/_checks.py): only pointers arrive here.
+// Every function returns 0, or an error whose text flash_last_error() gives. What a launch consists
+// of is the caller's to say (py/flash_helpers/registry/launch.py), and shapes, types and alignment
+// are the caller's to check (py/flash_helpers/runtime): nothing here knows what a kernel computes.
 
 #include "flash_attention.cuh"
 #include "flash_kernels.cuh"
 #include "mma_rate.cuh"
 
-#include <algorithm>
+#include <cuda.h>
 #include <cuda_runtime.h>
-#include <iterator>
-#include <limits>
+#include <map>
 #include <string>
+#include <string_view>
+
+// One launch. arguments: the kernel's one parameter.
+struct FlashLaunch {
+    unsigned int grid[3], cluster[3]; // blocks in x, y, z
+    unsigned int n_threads; // a block
+    unsigned int shared_bytes; // dynamic, a block
+    const void *arguments;
+};
+
+// Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
+// rank - 1 strides.
+struct FlashTensorMap {
+    unsigned int rank;
+    unsigned int dtype; // of the enum DType
+    unsigned int swizzle; // bytes: 0, 32, 64 or 128
+    unsigned int box[5]; // elements
+    uint64_t dims[5]; // elements, innermost first
+    uint64_t strides[4]; // bytes, of all dimensions but the innermost
+};
+
+struct FlashKernelResources {
+    int registers; // a thread
+    int static_smem_bytes; // a block
+    int dynamic_smem_bytes; // a block
+    int local_bytes; // a thread
+    int max_threads; // a block
+    int resident_blocks_per_sm;
+};
+
+struct FlashMmaLoop {
+    int n_blocks;
+    int n_threads; // a block
+    int64_t operations; // floating-point, of one launch
+};
 
 namespace {
-
-constexpr int kMinComputeCapability = 8;
-constexpr int kMaxGridYZ = 65535;
 
 thread_local std::string last_error;
 
@@ -58,67 +90,66 @@ class DeviceGuard {
     bool changed_ = false;
 };
 
-const ForwardKernel *find(const FlashForwardKernelConfig &config) {
-    const auto found = forward_kernels.find(config);
-    return found == forward_kernels.end() ? nullptr : &found->second;
+template <typename Map>
+void add_to(std::map<std::string_view, const void *> &found, const Map &kernels) {
+    for (const auto &[config, kernel] : kernels) {
+        found.emplace(kernel.name, kernel.function);
+    }
 }
 
-int not_built() {
-    return fail("no kernel was built for this config: flash_kernel_describe lists those that were");
+// The kernels of all families by name.
+const std::map<std::string_view, const void *> &all_kernels() {
+    static const auto kernels = [] {
+        std::map<std::string_view, const void *> found;
+        add_to(found, ampere_kernels);
+        return found;
+    }();
+    return kernels;
+}
+
+int find(const char *name, const void **function) {
+    const auto found = all_kernels().find(name);
+    if (found == all_kernels().end()) {
+        return fail(std::string("no kernel ") + name + " was built");
+    }
+    *function = found->second;
+    return 0;
 }
 
 // The kernel, with the attribute set that lets it have more than 48 KiB of shared memory.
 // Attributes belong to a device, so this goes by the current one, at every launch: it costs no
 // stream operation and is allowed while a graph is captured.
-int prepare(const ForwardKernel &kernel, int device) {
-    int major = 0, max_smem = 0;
-    if (int error = check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-                          "cudaDeviceGetAttribute")) {
+int prepare(const void *kernel, unsigned int shared_bytes, int device) {
+    int most = 0;
+    if (int error =
+            check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                  "cudaDeviceGetAttribute")) {
         return error;
     }
-    if (major < kMinComputeCapability) {
-        return fail("device " + std::to_string(device) + " has compute capability " +
-                    std::to_string(major) + ".x; the kernels need 8.0 or later");
-    }
-    if (int error = check(
-            cudaDeviceGetAttribute(&max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            "cudaDeviceGetAttribute")) {
-        return error;
-    }
-    if (kernel.smem_bytes > max_smem) {
-        return fail("the config needs " + std::to_string(kernel.smem_bytes) +
+    if (shared_bytes > static_cast<unsigned int>(most)) {
+        return fail("the config needs " + std::to_string(shared_bytes) +
                     " bytes of shared memory a block, device " + std::to_string(device) + " has " +
-                    std::to_string(max_smem) + ": choose a smaller B_r or B_c");
+                    std::to_string(most) + ": choose smaller tiles");
     }
-    return check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      kernel.smem_bytes),
+    return check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(shared_bytes)),
                  "cudaFuncSetAttribute");
 }
 
-bool has_row_stride(const ForwardKernelArgs &args, int64_t stride) {
-    return args.Q_strides.row == stride && args.K_strides.row == stride &&
-           args.V_strides.row == stride && args.O_strides.row == stride;
+CUtensorMapSwizzle swizzle_of(unsigned int bytes) {
+    switch (bytes) {
+    case 32:
+        return CU_TENSOR_MAP_SWIZZLE_32B;
+    case 64:
+        return CU_TENSOR_MAP_SWIZZLE_64B;
+    case 128:
+        return CU_TENSOR_MAP_SWIZZLE_128B;
+    default:
+        return CU_TENSOR_MAP_SWIZZLE_NONE;
+    }
 }
 
-// A kernel of 32 warps steps through 128 rows at a time in 32-bit arithmetic.
-constexpr int64_t kMaxRowStride = std::numeric_limits<int>::max() / 128;
-
 } // namespace
-
-struct FlashKernelResources {
-    int registers; // a thread
-    int static_smem_bytes; // a block
-    int dynamic_smem_bytes; // a block
-    int local_bytes; // a thread
-    int max_threads; // a block
-    int resident_blocks_per_sm;
-};
-
-struct FlashMmaLoop {
-    int n_blocks;
-    int n_threads; // a block
-    int64_t operations; // floating-point, of one launch
-};
 
 #define FLASH_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -135,106 +166,97 @@ FLASH_EXPORT const char *flash_last_error() {
 }
 
 FLASH_EXPORT int flash_kernel_count() {
-    return static_cast<int>(forward_kernels.size());
+    return static_cast<int>(all_kernels().size());
 }
 
-// Kernels are numbered in the order of the map, from 0.
-FLASH_EXPORT int flash_kernel_describe(int index, FlashForwardKernelConfig *config) {
+// Kernels are numbered from 0 in the order of their names; null for a number that is none.
+FLASH_EXPORT const char *flash_kernel_name(int index) {
     if (index < 0 || index >= flash_kernel_count()) {
-        return fail("kernel index " + std::to_string(index) + " is not in 0 … " +
-                    std::to_string(flash_kernel_count() - 1));
+        return nullptr;
     }
-    *config = std::next(forward_kernels.begin(), index)->first;
-    return 0;
+    return std::next(all_kernels().begin(), index)->first.data();
 }
 
-// Launches on `stream` of `device`, without waiting. A config with a static row stride whose
-// tensors have another one is run by its sibling that reads the stride.
-FLASH_EXPORT int flash_forward(const FlashForwardKernelConfig *config,
-                               const ForwardKernelArgs *args, int batch, int n_heads, int device,
-                               void *stream) {
-    FlashForwardKernelConfig general = *config;
-    if (config->static_row_stride != 0 && !has_row_stride(*args, config->static_row_stride)) {
-        general.static_row_stride = 0;
-    }
-    const ForwardKernel *kernel = find(general);
-    if (kernel == nullptr) {
-        return not_built();
-    }
-    if (batch < 1 || n_heads < 1 || n_heads > kMaxGridYZ) {
-        return fail("batch " + std::to_string(batch) + " and n_heads " + std::to_string(n_heads) +
-                    " must be at least 1, n_heads at most " + std::to_string(kMaxGridYZ));
-    }
-    if (args->seq_len < 1 || args->seq_len % config->B_r != 0 || args->seq_len % config->B_c != 0) {
-        return fail("seq_len " + std::to_string(args->seq_len) +
-                    " is not a positive multiple of B_r " + std::to_string(config->B_r) +
-                    " and B_c " + std::to_string(config->B_c));
-    }
-    for (const TensorStrides *strides :
-         {&args->Q_strides, &args->K_strides, &args->V_strides, &args->O_strides}) {
-        if (strides->row < 0 || strides->row > kMaxRowStride) {
-            return fail("row stride " + std::to_string(strides->row) + " is not in 0 … " +
-                        std::to_string(kMaxRowStride) + " elements");
-        }
-    }
-
-    DeviceGuard guard;
-    if (int error = guard.set(device)) {
+// Launches on `stream` of `device`, without waiting.
+FLASH_EXPORT int flash_launch(const char *name, const FlashLaunch *launch, int device,
+                              void *stream) {
+    const void *kernel = nullptr;
+    if (int error = find(name, &kernel)) {
         return error;
-    }
-    if (int error = prepare(*kernel, device)) {
-        return error;
-    }
-
-    // A grid has at most 65,535 blocks along z, a tensor may have more batches.
-    for (int first = 0; first < batch; first += kMaxGridYZ) {
-        const auto at = [first](const void *tensor, const TensorStrides &strides) {
-            return static_cast<const Element *>(tensor) + first * strides.batch;
-        };
-        ForwardKernelArgs part = *args;
-        part.Q = at(args->Q, args->Q_strides);
-        part.K = at(args->K, args->K_strides);
-        part.V = at(args->V, args->V_strides);
-        part.O = const_cast<Element *>(at(args->O, args->O_strides));
-        const dim3 grid(args->seq_len / config->B_r, n_heads, std::min(batch - first, kMaxGridYZ));
-        void *parameters[] = {&part};
-        if (int error =
-                check(cudaLaunchKernel(kernel->function, grid, dim3(kernel->n_threads), parameters,
-                                       kernel->smem_bytes, static_cast<cudaStream_t>(stream)),
-                      "cudaLaunchKernel")) {
-            return error;
-        }
-    }
-    return 0;
-}
-
-FLASH_EXPORT int flash_kernel_resources(const FlashForwardKernelConfig *config, int device,
-                                        FlashKernelResources *resources) {
-    const ForwardKernel *kernel = find(*config);
-    if (kernel == nullptr) {
-        return not_built();
     }
     DeviceGuard guard;
     if (int error = guard.set(device)) {
         return error;
     }
-    if (int error = prepare(*kernel, device)) {
+    if (int error = prepare(kernel, launch->shared_bytes, device)) {
+        return error;
+    }
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {launch->cluster[0], launch->cluster[1], launch->cluster[2]};
+    const bool has_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2] > 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(launch->grid[0], launch->grid[1], launch->grid[2]);
+    config.blockDim = dim3(launch->n_threads);
+    config.dynamicSmemBytes = launch->shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cluster;
+    config.numAttrs = has_cluster ? 1 : 0;
+    void *parameters[] = {const_cast<void *>(launch->arguments)};
+    return check(cudaLaunchKernelExC(&config, kernel, parameters), "cudaLaunchKernelExC");
+}
+
+// The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.
+FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *address, void *encoded) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static void *const entry = [] {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult unused;
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &unused);
+        return found;
+    }();
+    if (entry == nullptr) {
+        return fail("the driver has no cuTensorMapEncodeTiled: it comes with CUDA 12");
+    }
+    const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+    const bool is_fp16 = static_cast<DType>(map->dtype) == DType::FP16;
+    const CUresult status = reinterpret_cast<Encode>(entry)(
+        static_cast<CUtensorMap *>(encoded),
+        is_fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, map->rank,
+        address, map->dims, map->strides, map->box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle_of(map->swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return status == CUDA_SUCCESS ? 0
+                                  : fail("cuTensorMapEncodeTiled refuses the tensor (CUresult " +
+                                         std::to_string(status) + ")");
+}
+
+FLASH_EXPORT int flash_kernel_resources(const char *name, int n_threads, int shared_bytes,
+                                        int device, FlashKernelResources *resources) {
+    const void *kernel = nullptr;
+    if (int error = find(name, &kernel)) {
+        return error;
+    }
+    DeviceGuard guard;
+    if (int error = guard.set(device)) {
+        return error;
+    }
+    if (int error = prepare(kernel, shared_bytes, device)) {
         return error;
     }
     cudaFuncAttributes attributes;
-    if (int error =
-            check(cudaFuncGetAttributes(&attributes, kernel->function), "cudaFuncGetAttributes")) {
+    if (int error = check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes")) {
         return error;
     }
     int blocks = 0;
-    if (int error = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                              &blocks, kernel->function, kernel->n_threads, kernel->smem_bytes),
-                          "cudaOccupancyMaxActiveBlocksPerMultiprocessor")) {
+    if (int error = check(
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, n_threads, shared_bytes),
+            "cudaOccupancyMaxActiveBlocksPerMultiprocessor")) {
         return error;
     }
     *resources = {attributes.numRegs,
                   static_cast<int>(attributes.sharedSizeBytes),
-                  kernel->smem_bytes,
+                  shared_bytes,
                   static_cast<int>(attributes.localSizeBytes),
                   attributes.maxThreadsPerBlock,
                   blocks};

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from overlap import EXPERIMENTS, Compiled, source_digest
+from overlap import EXPERIMENTS, source_digest
 
+from flash_helpers.compile.cubins import Cubin
 from flash_helpers.measure.results import load_measured, read_records
 from flash_helpers.sass.analyse.counts import WORK, buckets
 from flash_helpers.sass.analyse.phases import main_loop
@@ -136,9 +137,9 @@ def facts_of_body(name: str, body: Sequence[Operation]) -> LoopFacts:
     )
 
 
-def read_machine_code(compiled: Iterable[Compiled], root: Path) -> MachineCode:
+def read_machine_code(compiled: Iterable[Cubin], root: Path) -> MachineCode:
     """The loops of all experiments, in the order of the log. Raises SassError."""
-    kernels = {c.experiment.name: load_kernels(c.path)[0] for c in compiled}
+    kernels = {c.source.name: load_kernels(c.path)[0] for c in compiled}
     first = kernels[EXPERIMENTS[0].name]
     return MachineCode(
         compiler=str(first.compiler),

@@ -6,21 +6,14 @@ The loops are in overlap.cuh, the log of what was expected and what came out in 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.compile.build import COMPILE_FLAGS
-from flash_helpers.compile.cubins import sources
-from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
-from flash_helpers.compile.toolchain import BuildError, Toolchain
-from flash_helpers.files import write_if_different
+from flash_helpers.compile.codegen import kernel_unit
+from flash_helpers.compile.cubins import Cubin, Source, included_files
 from flash_helpers.kernel_configs import (
     TWO_STAGES,
     DType,
@@ -61,29 +54,8 @@ class Experiment:
 
     def unit(self) -> str:
         """Translation unit with the one kernel."""
-        values = ",\n        ".join(
-            f".{field.name} = {_cpp_value(getattr(self.config, field.name))}"
-            for field in fields(self.config)
-        )
         loop = f"    using Loop = experiments::{self.loop};\n" if self.loop else ""
-        return f"""\
-#include "{HEADER}"
-
-struct {self.name} {{
-    static constexpr FlashForwardKernelConfig value = {{
-        {values}}};
-{loop}}};
-
-ForwardKernel {self.name}_kernel() {{
-    return make_forward_kernel<{self.name}>(v16::forward_kernel<{self.name}>);
-}}
-"""
-
-
-def _cpp_value(value: object) -> str:
-    if isinstance(value, DType):
-        return f"DType::{value.name}"
-    return str(value).lower()
+        return kernel_unit(self.config, self.name, HEADER, loop)
 
 
 def _options(lazy_rescale: bool, mma_row_sum: bool, **others: Any) -> dict[str, Any]:
@@ -186,37 +158,30 @@ EXPERIMENTS = (
 )
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """An experiment's kernel in a cubin, and what ptxas said of it."""
+def resources(cubin: Cubin) -> ResourceRecord:
+    """What an experiment's kernel takes on the architecture that it was compiled for."""
+    config, report = cubin.config, cubin.report
+    held = occupancy(
+        report.architecture,
+        report.registers,
+        config.smem_bytes,
+        config.n_threads,
+        report.barriers or 0,
+    )
+    return ResourceRecord(
+        name=cubin.source.name,
+        registers=report.registers,
+        local_bytes=report.stack_bytes,
+        smem_bytes=config.smem_bytes,
+        blocks_per_sm=held.blocks,
+    )
 
-    experiment: Experiment
-    path: Path
-    report: PtxasReport
 
-    def resources(self) -> ResourceRecord:
-        """What it takes on the architecture that it was compiled for."""
-        config, report = self.experiment.config, self.report
-        held = occupancy(
-            report.architecture,
-            report.registers,
-            config.smem_bytes,
-            config.n_threads,
-            report.barriers or 0,
-        )
-        return ResourceRecord(
-            name=self.experiment.name,
-            registers=report.registers,
-            local_bytes=report.stack_bytes,
-            smem_bytes=config.smem_bytes,
-            blocks_per_sm=held.blocks,
-        )
-
-    def contender(self) -> Contender:
-        """The kernel for the benchmark; a CUDA context must be current. Raises DriverError."""
-        file = KernelFile(self.experiment.config.short_form(), str(self.path), self.report.symbol)
-        # several experiments share a config
-        return replace(cubin_contender(file), name=self.experiment.name, config=None)
+def contender(cubin: Cubin) -> Contender:
+    """The kernel for the benchmark; a CUDA context must be current. Raises DriverError."""
+    file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
+    # several experiments share a config
+    return replace(cubin_contender(file), name=cubin.source.name, config=None)
 
 
 def source_digest(root: Path) -> str:
@@ -224,61 +189,13 @@ def source_digest(root: Path) -> str:
     that they include, without comments and blank lines, and the units."""
     digest = hashlib.sha256()
     units = [experiment.unit() for experiment in EXPERIMENTS]
-    texts = [path.read_text(encoding="utf-8") for path in sources(root, units[0])]
+    texts = [path.read_text(encoding="utf-8") for path in included_files(root, units[0])]
     for text in (*texts, *units):
         lines = (_COMMENT.sub("", line).rstrip() for line in text.splitlines())
         digest.update("\n".join(line for line in lines if line).encode() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def nvcc_command(toolchain: Toolchain, flags: Sequence[str], output: Path, unit: Path) -> list[str]:
-    """The compiler's command line, to be run in the root of the repository."""
-    return [str(toolchain.nvcc), *COMPILE_FLAGS, *flags, "-o", str(output), str(unit)]
-
-
-def compile_one(
-    experiment: Experiment, root: Path, folder: Path, toolchain: Toolchain, architecture: int
-) -> Compiled:
-    """Compile for one architecture (90 for sm_90), unless `folder` has it already.
-
-    Raises BuildError, with the compiler's output.
-    """
-    code = f"arch=compute_{architecture},code=sm_{architecture}"
-    flags = ("-gencode", code, "-cubin")
-    key = hashlib.sha256(
-        json.dumps([toolchain.identity, *COMPILE_FLAGS, *flags, source_digest(root)]).encode()
-    ).hexdigest()
-    target = folder / f"{experiment.name}-{key[:16]}.cubin"
-    log = target.with_suffix(".log")
-    if not target.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as scratch:
-            unit, cubin = Path(scratch, f"{experiment.name}.cu"), Path(scratch, "cubin")
-            unit.write_text(experiment.unit())
-            command = nvcc_command(toolchain, flags, cubin, unit)
-            result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-            said = result.stdout + result.stderr
-            if result.returncode:
-                raise BuildError(f"{experiment.name}: nvcc failed:\n{said.strip()}")
-            # the log first: where there is a cubin there is its log
-            write_if_different(log, said)
-            cubin.replace(target)
-    (report,) = parse_ptxas_log(log.read_text())
-    return Compiled(experiment, target, report)
-
-
-def compile_all(
-    root: Path, folder: Path, toolchain: Toolchain, architecture: int, jobs: int
-) -> Iterator[Compiled]:
-    """The experiments as they are compiled, `jobs` at a time. Raises BuildError."""
-    with ThreadPoolExecutor(jobs) as pool:
-        running = [
-            pool.submit(compile_one, experiment, root, folder, toolchain, architecture)
-            for experiment in EXPERIMENTS
-        ]
-        try:
-            for future in as_completed(running):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def sources() -> list[Source]:
+    """What is compiled, in the order of the log."""
+    return [Source(found.name, found.config, found.unit()) for found in EXPERIMENTS]

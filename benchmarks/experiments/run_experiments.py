@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from experiment_tables import Table, loop_table, provenance_line, speed_table
 from machine_code import ARCHITECTURE, load_machine_code, read_machine_code
-from overlap import DTYPE, EXPERIMENTS, Compiled, compile_all, source_digest
+from overlap import DTYPE, EXPERIMENTS, contender, resources, source_digest, sources
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ from flash_helpers.command_line import (
     write_or_check,
 )
 from flash_helpers.compile.build import requested_jobs
+from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.files import write_if_different
 from flash_helpers.measure.benchmark import (
@@ -48,7 +49,7 @@ from flash_helpers.measure.results import (
     refuse_another_gpu,
 )
 from flash_helpers.measure.timing import make_timer
-from flash_helpers.registry.selection import require_whole_blocks
+from flash_helpers.registry.selection import require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.sass.read.records import SassError
 
@@ -62,6 +63,7 @@ LOOP_MARKERS = ("<!-- loops:begin -->", "<!-- loops:end -->")
 NOT_MEASURED = "Not measured yet: `python benchmarks/experiments/run_experiments.py` does it."
 DEFAULT_SEQ_LENS = (1024, 4096)
 DEFAULT_ROUNDS = 15
+COMPILE_TIMEOUT_S = 300.0
 
 DESCRIPTION = f"""\
 Measure the variants of version 16's main loop that docs/tuning.md tells of, failures included: each
@@ -123,14 +125,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def compile_experiments(architecture: int) -> list[Compiled]:
+def compile_experiments(architecture: int) -> list[Cubin]:
     """All of them, in the order of the log. Raises BuildError."""
-    toolchain = find_toolchain((architecture,))
-    jobs = requested_jobs(os.environ)
-    found: dict[str, Compiled] = {}
+    compiler = CubinCompiler(
+        ROOT,
+        ROOT / BUILD,
+        find_toolchain((architecture,)),
+        architecture,
+        requested_jobs(os.environ),
+        COMPILE_TIMEOUT_S,
+    )
+    found: dict[str, Cubin] = {}
     with tqdm(total=len(EXPERIMENTS), desc="compiling", unit="kernel") as bar:
-        for compiled in compile_all(ROOT, ROOT / BUILD, toolchain, architecture, jobs):
-            found[compiled.experiment.name] = compiled
+        for compiled in compiler.compile_all(sources()):
+            if compiled.cubin is None:
+                raise BuildError(f"{compiled.source.name}: {compiled.failure}")
+            found[compiled.source.name] = compiled.cubin
             bar.update()
     return [found[experiment.name] for experiment in EXPERIMENTS]
 
@@ -154,11 +164,11 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     refuse_another_gpu(arguments.json, found.gpu)
     seq_lens = sorted(set(arguments.seq))
     for seq_len in seq_lens:
-        require_whole_blocks([e.config for e in EXPERIMENTS], default_shape(seq_len))
+        require_supported([e.config for e in EXPERIMENTS], default_shape(seq_len))
     compiled = compile_experiments(int(found.compute_capability.replace(".", "")))
 
     torch.zeros(1, device=backend.device)  # makes PyTorch's context current
-    contenders = [library_contender(FLASH), *(c.contender() for c in compiled)]
+    contenders = [library_contender(FLASH), *map(contender, compiled)]
     protocol = Protocol(rounds=arguments.rounds)
     timer = make_timer(backend.device, protocol)
     rates = measure_rates(
@@ -179,7 +189,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         protocol=protocol,
         clocks=tuple(record for record in clocks if record is not None),
         rates=tuple(rates),
-        resources=tuple(c.resources() for c in compiled),
+        resources=tuple(map(resources, compiled)),
         measurements=tuple(measurements),
     )
     results.save_json(arguments.json)

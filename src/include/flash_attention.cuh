@@ -1,7 +1,7 @@
 #pragma once
-// What the kernels, the map of kernels and the C ABI agree on. The Python side mirrors these
-// structs field by field: py/flash_helpers/kernel_configs.py (the config) and
-// flash_attention/_library.py (the rest).
+// What the kernels, the maps of kernels and the C ABI agree on. Python has the same: the config's
+// fields are written here from the class of that name (py/flash_helpers/registry), and every
+// kernel's unit asserts the layout of its arguments.
 
 #include <compare>
 #include <cstdint>
@@ -11,9 +11,10 @@ enum class DType : int { FP16 = 0, BF16 = 1 };
 // A 16-bit pattern in memory, fp16 or bf16: only `mma` and `pack` need to know which.
 using Element = uint16_t;
 
-// One kernel, completely described. The registry in kernel_configs.py says what each field means
+// One kernel of the ampere family, completely described. The registry says what each field means
 // and which values are possible.
 struct FlashForwardKernelConfig {
+    // fields:begin
     int version;
     DType dtype;
     int d_head;
@@ -32,6 +33,7 @@ struct FlashForwardKernelConfig {
     int kv_stages; // buffers each for K and V in shared memory
     bool lazy_rescale; // with two stages only, as the next
     bool mma_row_sum;
+    // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
     // Q, and kv_stages blocks of K and of V. The output tile takes Q's place.
@@ -55,15 +57,8 @@ struct ForwardKernelArgs {
     int seq_len;
 };
 
-// What the host needs to launch a kernel: grid (seq_len / B_r, n_heads, batch).
-struct ForwardKernel {
+// A kernel that was built. name: the config's short form, by which the host asks for it.
+struct Kernel {
+    const char *name;
     const void *function;
-    int n_threads;
-    int smem_bytes; // dynamic
 };
-
-template <typename Config>
-ForwardKernel make_forward_kernel(void (*kernel)(ForwardKernelArgs)) {
-    return {reinterpret_cast<const void *>(kernel), Config::value.n_threads(),
-            Config::value.smem_bytes()};
-}

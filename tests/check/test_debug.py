@@ -10,10 +10,11 @@ from fake_backend import fake_backend, load_tool
 
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish, key_block_order
 from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.check.trace import UntraceableKernel, trace_forward
 from flash_helpers.kernel_configs import (
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -21,7 +22,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.runtime.simulator import load_kernel
 
-SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=192)
+SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
 PROGRESSION = [config.general() for config in get_kernel_progression_configs()]
 LARGE_TILES = [
     config
@@ -46,7 +47,7 @@ def config_of(version: int, dtype: DType = DType.BF16) -> FlashForwardKernelConf
 @pytest.mark.parametrize("distribution", ("normal", "large_logits", "outliers"))
 def test_the_blockwise_reference_is_attention(version, dtype, distribution):
     config = config_of(version, dtype)
-    shape = AttentionShape(batch=2, n_heads=3, seq_len=192)
+    shape = AttentionForward(batch=2, heads=3, seq_len=192)
     q, k, v = inputs(config, distribution, shape)
     *_, last = blockwise_forward(config, q, k, v)
     reference = attention_reference(q, k, v)
@@ -93,7 +94,7 @@ def test_keys_are_walked_backwards_from_version_13_on():
 @pytest.mark.parametrize(("seq_len", "d_head"), ((100, 128), (128, 64)))
 def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
     config = config_of(1)
-    shape = AttentionShape(1, 1, seq_len, d_head)
+    shape = AttentionForward(1, 1, seq_len, d_head)
     with pytest.raises(ValueError, match=r"100 is not a multiple|64 is not the 128"):
         next(blockwise_forward(config, *inputs(config, shape=shape)))
 
@@ -169,9 +170,9 @@ def test_a_kernel_of_another_tile_shape_is_refused():
 def test_a_trace_that_does_not_fit_is_refused():
     config = config_of(7)
     kernel = load_kernel(config, shipped_ptx(config))
-    shape = AttentionShape(batch=16, n_heads=16, seq_len=1024)
+    shape = AttentionForward(batch=16, heads=16, seq_len=1024)
     with pytest.raises(ValueError, match="use a shorter sequence"):
-        trace_forward(config, kernel, *(torch.empty(1).expand(shape.size) for _ in "qkv"))
+        trace_forward(config, kernel, *(torch.empty(1).expand(shape.shape) for _ in "qkv"))
 
 
 # -- the text and the tool -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from fake_backend import float32_kernel
 
 from flash_helpers.check.difference import output_difference
-from flash_helpers.check.inputs import DISTRIBUTIONS, MEAN, AttentionShape, make_inputs
+from flash_helpers.check.inputs import DISTRIBUTIONS, MEAN, make_inputs
 from flash_helpers.check.reference import (
     AttentionError,
     attention_float64,
@@ -19,11 +19,11 @@ from flash_helpers.check.reference import (
     measure_error,
     relative_bound,
 )
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
 
 CONFIG = get_kernel_progression_configs()[0]
 DTYPES = (torch.float16, torch.bfloat16)
-SHAPE = AttentionShape(batch=2, n_heads=3, seq_len=128)
+SHAPE = AttentionForward(batch=2, heads=3, seq_len=128)
 
 
 def element_of_attention(
@@ -44,7 +44,7 @@ def test_float64_attention_is_the_formula(distribution: str) -> None:
     q, k, v = make_inputs(distribution, SHAPE, torch.float16)
     result = attention_float64(q, k, v)
     assert result.dtype == torch.float64
-    assert result.shape == SHAPE.size
+    assert result.shape == SHAPE.shape
     for place in ((0, 0, 0, 0), (1, 127, 2, 127), (1, 17, 0, 93)):
         assert result[place].item() == pytest.approx(element_of_attention(q, k, v, place), rel=1e-9)
 
@@ -132,7 +132,7 @@ def test_inputs_that_overflow_plain_pytorch_set_no_bound() -> None:
 def test_a_right_kernel_passes_with_room_to_spare(
     distribution: str, dtype: torch.dtype, seq_len: int
 ) -> None:
-    shape = AttentionShape(1, 2, seq_len)
+    shape = AttentionForward(1, 2, seq_len)
     q, k, v = make_inputs(distribution, shape, dtype)
     reference = attention_reference(q, k, v)
     error = measure_error(float32_kernel(CONFIG, q, k, v, torch.empty_like(q)), reference.expected)
@@ -167,7 +167,7 @@ def _swap_two_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     "wrong_kernel", [_skip_last_key, _forget_scale, _swap_two_rows, _swap_two_values]
 )
 def test_a_wrong_kernel_fails(wrong_kernel, dtype: torch.dtype) -> None:
-    q, k, v = make_inputs("normal", AttentionShape(1, 1, 256), dtype)
+    q, k, v = make_inputs("normal", AttentionForward(1, 1, 256), dtype)
     reference = attention_reference(q, k, v)
     assert not measure_error(wrong_kernel(q, k, v), reference.expected).within(reference.bound)
 
@@ -178,7 +178,7 @@ def test_inputs_are_reproducible_contiguous_and_have_the_dtype(distribution: str
     again = make_inputs(distribution, SHAPE, torch.bfloat16, seed=7)
     for x, same in zip(first, again, strict=True):
         assert torch.equal(x, same)
-        assert x.shape == SHAPE.size
+        assert x.shape == SHAPE.shape
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert x.isfinite().all()
@@ -207,12 +207,12 @@ def test_constant_rows_average_v() -> None:
     q, k, v = make_inputs("constant_rows", SHAPE, torch.float16)
     assert (q == q[..., :1]).all()
     assert (k == k[:, :1]).all()
-    mean = v.double().mean(dim=1, keepdim=True).expand(SHAPE.size)
+    mean = v.double().mean(dim=1, keepdim=True).expand(SHAPE.shape)
     torch.testing.assert_close(attention_float64(q, k, v), mean)
 
 
 def test_outliers_raise_the_running_maximum() -> None:
-    shape = AttentionShape(1, 1, 512)
+    shape = AttentionForward(1, 1, 512)
     q, k, _ = make_inputs("outliers", shape, torch.float16)
     S = (q.double()[0, :, 0] @ k.double()[0, :, 0].T) / math.sqrt(shape.d_head)
     block_maxima = S.unflatten(1, (8, 64)).amax(-1)
@@ -233,11 +233,11 @@ def test_an_unknown_distribution_is_refused_with_the_known_ones() -> None:
 
 def test_a_shape_without_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="n_heads 0"):
-        AttentionShape(1, 0, 64)
+        AttentionForward(1, 0, 64)
 
 
 def test_the_difference_names_the_first_wrong_element_by_batch_head_row_column() -> None:
-    expected = torch.zeros(SHAPE.size, dtype=torch.float64)
+    expected = torch.zeros(SHAPE.shape, dtype=torch.float64)
     output = expected.half()
     output[1, 3, 2, 100] = 0.5  # (batch, row, head, column)
     output[1, 90, 1, 7] = -2.0  # an earlier head comes first

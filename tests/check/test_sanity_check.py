@@ -13,10 +13,10 @@ import pytest
 import torch
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 from flash_helpers.kernel_configs import (
     VERSIONS,
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -24,9 +24,8 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.registry.selection import (
     UsageError,
-    config_that_runs,
     parse_dtypes,
-    require_whole_blocks,
+    require_supported,
     select_kernels,
 )
 from flash_helpers.runtime.backend import Backend, find_backend
@@ -35,7 +34,7 @@ TOOL = "tools/debug/sanity_check.py"
 PROGRESSION = get_kernel_progression_configs()
 BUILT = get_kernels_to_build()
 BOTH = tuple(DType)
-SHAPE = AttentionShape(batch=1, n_heads=2, seq_len=128)
+SHAPE = AttentionForward(batch=1, heads=2, seq_len=128)
 
 
 def of_version(number: int, dtype: DType = DType.FP16) -> FlashForwardKernelConfig:
@@ -43,7 +42,7 @@ def of_version(number: int, dtype: DType = DType.FP16) -> FlashForwardKernelConf
 
 
 def report_on(
-    backend: Backend, *selectors: str, diff: bool = False, shape: AttentionShape = SHAPE
+    backend: Backend, *selectors: str, diff: bool = False, shape: AttentionForward = SHAPE
 ) -> SanityReport:
     request = make_request(backend, selectors, BOTH, shape, "normal", diff=diff)
     return SanityReport(request, backend.description, tuple(check_kernels(request, backend)))
@@ -145,15 +144,15 @@ def test_a_dtype_that_leaves_nothing_is_refused() -> None:
 
 def test_a_sequence_that_is_not_whole_blocks_is_refused_with_the_next_that_is() -> None:
     with pytest.raises(UsageError, match=r"seq_len 100 is not a multiple of B_r 64.*use 128"):
-        require_whole_blocks([of_version(1)], AttentionShape(1, 1, 100))
+        require_supported([of_version(1)], AttentionForward(1, 1, 100))
 
 
 def test_a_static_row_stride_gives_way_unless_it_is_the_tensors() -> None:
     static = next(config for config in BUILT if config.static_row_stride)
     n_heads = static.static_row_stride // static.d_head
-    assert config_that_runs(static, AttentionShape(1, n_heads, 64)) == static
-    assert config_that_runs(static, AttentionShape(1, n_heads + 1, 64)) == static.general()
-    assert config_that_runs(of_version(1), AttentionShape(1, 3, 64)) == of_version(1)
+    assert config_that_runs(static, AttentionForward(1, n_heads, 64)) == static
+    assert config_that_runs(static, AttentionForward(1, n_heads + 1, 64)) == static.general()
+    assert config_that_runs(of_version(1), AttentionForward(1, 3, 64)) == of_version(1)
 
 
 # Verdicts

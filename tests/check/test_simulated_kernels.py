@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import flash_attention
-from flash_helpers.check.inputs import DISTRIBUTIONS, AttentionShape, make_inputs
+from flash_helpers.check.inputs import DISTRIBUTIONS, make_inputs
 from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
 from flash_helpers.check.sanity import SMALL_SHAPE
 from flash_helpers.kernel_configs import (
     LAST_VERSION,
     VERSIONS,
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -23,7 +24,7 @@ from flash_helpers.ptx import Phase, Run
 
 PROGRESSION = get_kernel_progression_configs()
 OTHERS = [config for config in get_kernels_to_build() if config not in PROGRESSION]
-BATCH_AND_HEADS = AttentionShape(batch=2, n_heads=3, seq_len=128)
+BATCH_AND_HEADS = AttentionForward(batch=2, heads=3, seq_len=128)
 
 
 def short_form(value: object) -> str | None:
@@ -44,7 +45,7 @@ class Problems:
     def __init__(self) -> None:
         self._made: dict[tuple, tuple[tuple[torch.Tensor, ...], AttentionReference]] = {}
 
-    def get(self, shape: AttentionShape, dtype: torch.dtype, distribution: str = "normal"):
+    def get(self, shape: AttentionForward, dtype: torch.dtype, distribution: str = "normal"):
         key = (shape, dtype, distribution)
         if key not in self._made:
             inputs = make_inputs(distribution, shape, dtype)
@@ -60,7 +61,7 @@ def problems() -> Problems:
 def check(
     problems: Problems,
     config: FlashForwardKernelConfig,
-    shape: AttentionShape,
+    shape: AttentionForward,
     distribution: str = "normal",
 ) -> Run:
     """Simulates a kernel on an output full of NaN; any fault that the watcher finds is raised."""
@@ -98,7 +99,9 @@ def test_every_version_is_right_in_both_dtypes(problems, config) -> None:
 
 def test_the_first_version_has_bank_conflicts_and_the_second_has_none(problems) -> None:
     conflicts = [
-        check(problems, of_version(number), AttentionShape(1, 1, 128)).counters.total.bank_conflicts
+        check(
+            problems, of_version(number), AttentionForward(1, 1, 128)
+        ).counters.total.bank_conflicts
         for number in (1, 2)
     ]
     assert conflicts[0] > 0
@@ -107,12 +110,12 @@ def test_the_first_version_has_bank_conflicts_and_the_second_has_none(problems) 
 
 @pytest.mark.parametrize("config", OTHERS, ids=short_form)
 def test_every_other_config_that_is_built_is_right(problems, config) -> None:
-    check(problems, config, AttentionShape(1, 1, 256))
+    check(problems, config, AttentionForward(1, 1, 256))
 
 
 @pytest.mark.parametrize("number", VERSIONS)
 def test_every_version_is_right_for_one_block(problems, number) -> None:
-    check(problems, of_version(number), AttentionShape(1, 1, 64))
+    check(problems, of_version(number), AttentionForward(1, 1, 64))
 
 
 @pytest.mark.parametrize("number", [1, 3, 10, LAST_VERSION])
@@ -124,7 +127,7 @@ def test_batches_and_heads_are_kept_apart(problems, number) -> None:
 @pytest.mark.parametrize("seq_len", [64, 128])
 def test_a_static_row_stride_is_right_for_its_tensors(problems, config, seq_len) -> None:
     n_heads = config.static_row_stride // config.d_head
-    run = check(problems, config, AttentionShape(1, n_heads, seq_len))
+    run = check(problems, config, AttentionForward(1, n_heads, seq_len))
     assert config.short_form() in run.kernel
 
 
@@ -135,14 +138,14 @@ TWO_STAGES = [config for config in OTHERS if config.kv_stages == 2]
 @pytest.mark.parametrize("config", TWO_STAGES, ids=short_form)
 def test_two_stages_are_right_for_other_inputs(problems, config, distribution) -> None:
     n_heads = config.static_row_stride // config.d_head or 1
-    check(problems, config, AttentionShape(1, n_heads, 128), distribution)
+    check(problems, config, AttentionForward(1, n_heads, 128), distribution)
 
 
 @pytest.mark.parametrize("seq_len", [128, 384])
 @pytest.mark.parametrize("dtype", DType)
 def test_two_stages_take_an_even_and_an_odd_number_of_turns(problems, dtype, seq_len) -> None:
     config = next(c for c in TWO_STAGES if c.dtype == dtype and not c.static_row_stride)
-    check(problems, config, AttentionShape(2, 3, seq_len))
+    check(problems, config, AttentionForward(2, 3, seq_len))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_a_static_row_stride_gives_way_to_the_general_sibling(problems) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("number", [1, 10, LAST_VERSION])
 def test_other_inputs_are_right(problems, number, distribution) -> None:
-    check(problems, of_version(number), AttentionShape(1, 1, 192), distribution)
+    check(problems, of_version(number), AttentionForward(1, 1, 192), distribution)
 
 
 @pytest.mark.parametrize("number", [1, LAST_VERSION])
@@ -215,7 +218,7 @@ def test_strided_views_are_read_and_written_in_place(problems, number) -> None:
 
 def test_one_head_expanded_to_all_is_right() -> None:
     config = of_version(LAST_VERSION)
-    q, k, v = make_inputs("normal", AttentionShape(2, 1, 64), torch.bfloat16)
+    q, k, v = make_inputs("normal", AttentionForward(2, 1, 64), torch.bfloat16)
     wide = [x.expand(2, 64, 3, 128) for x in (q, k, v)]
     o = flash_attention.forward(config, *wide)
     assert torch.equal(o, flash_attention.forward(config, *(x.contiguous() for x in wide)))
@@ -223,7 +226,7 @@ def test_one_head_expanded_to_all_is_right() -> None:
 
 def test_the_result_does_not_depend_on_how_it_is_asked_for() -> None:
     config = of_version(7)
-    inputs = make_inputs("normal", AttentionShape(1, 1, 64), torch.bfloat16)
+    inputs = make_inputs("normal", AttentionForward(1, 1, 64), torch.bfloat16)
     o = flash_attention.forward(config, *inputs)
     by_name = flash_attention.forward(config.short_form(), *inputs)
     given = torch.empty_like(o)
@@ -236,7 +239,7 @@ def test_the_result_does_not_depend_on_how_it_is_asked_for() -> None:
 def test_counts_grow_with_blocks_and_phases_are_told_apart(problems) -> None:
     config = of_version(3)
     small, large = (
-        check(problems, config, AttentionShape(1, 1, seq)).counters for seq in (128, 256)
+        check(problems, config, AttentionForward(1, 1, seq)).counters for seq in (128, 256)
     )
     for phase in (Phase.PROLOGUE, Phase.EPILOGUE):
         assert large.by_phase()[phase].global_bytes >= 2 * small.by_phase()[phase].global_bytes > 0

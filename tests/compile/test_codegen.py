@@ -24,8 +24,8 @@ from flash_helpers.kernel_configs import (
     get_autotuning_kernel_configs,
     get_kernels_to_build,
     read_configs,
-    with_general_siblings,
 )
+from flash_helpers.registry.families import with_siblings
 
 ROOT = Path(__file__).resolve().parents[2]
 WINNERS = [
@@ -33,7 +33,7 @@ WINNERS = [
     for path in sorted((ROOT / "configs").glob("best_*.json"))
     for config in read_configs(json.loads(path.read_text()))
 ]
-TO_BUILD = with_general_siblings([*get_kernels_to_build(), *WINNERS])
+TO_BUILD = with_siblings([*get_kernels_to_build(), *WINNERS])
 HEADER = kernel_map_header(TO_BUILD)
 SMALLER_HEADER = kernel_map_header(TO_BUILD[:-1])
 EXTRA = next(

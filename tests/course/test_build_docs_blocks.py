@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import flash_attention
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.course.arguments import parse_kernel, progression_config
 from flash_helpers.course.blocks import KINDS
@@ -26,6 +25,7 @@ from flash_helpers.kernel_configs import (
     LARGE_TILE,
     TWO_STAGES,
     VERSIONS,
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
 )
@@ -151,7 +151,7 @@ def test_the_kernel_with_a_static_stride_is_counted_itself(
     config = progression_config(16)
     ptx = package / f"ptx/{config.short_form()}.ptx"
     counted = count_kernel(config, ptx, tmp_path, flash_attention.simulate, seq_len=128)
-    (profile,) = profile_kernels([config], AttentionShape(1, 16, 128), flash_attention.simulate)
+    (profile,) = profile_kernels([config], AttentionForward(1, 16, 128), flash_attention.simulate)
     assert profile.ran == config
     total, of_all_heads = counted.total(), profile.run.counters.total
     for name in ("instructions", "mma", "shared_wavefronts", "global_sectors"):

@@ -24,7 +24,7 @@ from fake_backend import load_tool
 from PIL import Image
 
 import flash_attention
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.course.pictures import (
     PICTURES,
     picture_path,
@@ -37,7 +37,7 @@ from flash_helpers.course.pictures.attention import SCORES, VALUES, online_softm
 from flash_helpers.course.pictures.svg import COLOURS, DARK, LIGHT, Drawing, typeset, wrapped
 from flash_helpers.course.pictures.text_width import BOLD_WIDTHS, WIDTHS, text_width
 from flash_helpers.course.pictures.work import large_tile, step_config, two_stages, work_of
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.baseline import load_baseline
 from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
 from flash_helpers.ptx.run.counters import Tally
@@ -601,7 +601,7 @@ def test_registers_hold_the_elements_of_the_tiles() -> None:
 @cache
 def by_operation(config: FlashForwardKernelConfig, seq_len: int) -> dict[str, Counts]:
     """What a launch for one head executes in the simulator, by opcode without modifiers."""
-    inputs = make_inputs("normal", AttentionShape(1, 1, seq_len), torch.bfloat16)
+    inputs = make_inputs("normal", AttentionForward(1, 1, seq_len), torch.bfloat16)
     _, run = flash_attention.simulate(config, *inputs)
     found: dict[str, Counts] = defaultdict(Counts)
     for opcode, counts in run.counters.by_opcode().items():

@@ -20,11 +20,7 @@ from flash_helpers.course.pages import COURSE, PAGES
 from flash_helpers.course.site import RESULTS, SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
-from flash_helpers.kernel_configs import (
-    VERSIONS,
-    DType,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import VERSIONS, DType, get_kernel_progression_configs
 from flash_helpers.measure.results import load_results
 
 TOOL = "tools/docs/build_site.py"

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from flash_helpers.check.debugging import shipped_ptx
-from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.kernel_configs import (
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -32,7 +33,7 @@ from flash_helpers.ptx import (
 from flash_helpers.runtime.simulator import load_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=192)
+SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
 
 Edit = Callable[[str], str]
 

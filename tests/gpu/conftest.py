@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_problems import Problem, make_problem
 
-from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.kernel_configs import AttentionForward
 
 LOWEST_CAPABILITY = (8, 0)
 
@@ -28,11 +28,11 @@ def cuda_device() -> torch.device:
 @pytest.fixture(scope="session")
 def problem(
     cuda_device: torch.device,
-) -> Callable[[str, AttentionShape, torch.dtype], Problem]:
+) -> Callable[[str, AttentionForward, torch.dtype], Problem]:
     """(distribution, shape, dtype) to inputs with their float64 result, computed once each."""
 
     @functools.cache
-    def cached(distribution: str, shape: AttentionShape, dtype: torch.dtype) -> Problem:
+    def cached(distribution: str, shape: AttentionForward, dtype: torch.dtype) -> Problem:
         return make_problem(distribution, shape, dtype, cuda_device)
 
     return cached

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from flash_helpers.check.difference import output_difference
-from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
 from flash_helpers.kernel_configs import (
+    AttentionForward,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
@@ -63,7 +64,7 @@ def torch_dtype(config: FlashForwardKernelConfig) -> torch.dtype:
 
 def make_problem(
     distribution: str,
-    shape: AttentionShape,
+    shape: AttentionForward,
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,

@@ -16,11 +16,11 @@ import torch
 import flash_attention
 from flash_attention._best_config import best_config
 from flash_attention._mma_loop import MmaLoop
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
 from flash_helpers.kernel_configs import (
     VERSIONS,
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -101,7 +101,7 @@ def test_a_kernel_compiled_on_the_side_is_right(
     cuda_device: torch.device, architecture: int, toolchain: Toolchain, tmp_path: Path
 ) -> None:
     timer = CudaTimer(cuda_device)
-    shape = AttentionShape(2, 16, 512)  # the rows of version 16's static stride
+    shape = AttentionForward(2, 16, 512)  # the rows of version 16's static stride
     (inputs, *_) = make_input_sets(shape, DType.BF16, cuda_device, timer, Protocol())
     compiler = CubinCompiler(ROOT, tmp_path / "cubins", toolchain, architecture, 2, 300)
     for compiled in compiler.compile_all([V7, V16]):

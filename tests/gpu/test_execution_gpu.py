@@ -18,16 +18,15 @@ from gpu_problems import (
 )
 
 from flash_attention import forward, forward_timed, resources
-from flash_helpers.check.inputs import AttentionShape
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = AttentionShape(2, 3, 256)
+SHAPE = AttentionForward(2, 3, 256)
 # long enough that work which does not wait for it comes first
 DELAY_CYCLES = 20_000_000
 
-ProblemMaker = Callable[[str, AttentionShape, torch.dtype], Problem]
+ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
 
 
 @each_config

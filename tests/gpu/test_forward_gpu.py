@@ -9,8 +9,8 @@ import torch
 from gpu_problems import CONFIGS, Problem, each_config, torch_dtype
 
 from flash_attention import forward, kernels
-from flash_helpers.check.inputs import DISTRIBUTIONS, AttentionShape
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.check.inputs import DISTRIBUTIONS
+from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -18,12 +18,12 @@ N_HEADS = (1, 3, 16)
 BATCHES = (1, 2)
 SEQ_LENS = (64, 128, 192, 256, 384, 512, 1024)
 LONG_SHAPES = (
-    AttentionShape(1, 1, 4096),
-    AttentionShape(2, 3, 4096),
-    AttentionShape(1, 16, 4096),
+    AttentionForward(1, 1, 4096),
+    AttentionForward(2, 3, 4096),
+    AttentionForward(1, 16, 4096),
 )
 
-ProblemMaker = Callable[[str, AttentionShape, torch.dtype], Problem]
+ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
 each_static_config = pytest.mark.parametrize(
     "config",
     [config for config in CONFIGS if config.static_row_stride],
@@ -31,13 +31,13 @@ each_static_config = pytest.mark.parametrize(
 )
 
 
-def shapes_for(config: FlashForwardKernelConfig) -> Iterator[AttentionShape]:
+def shapes_for(config: FlashForwardKernelConfig) -> Iterator[AttentionForward]:
     """From one block up; sequences that are not whole blocks of the config are left out."""
     for seq_len in SEQ_LENS:
         if seq_len % config.B_r == 0 and seq_len % config.B_c == 0:
             for batch in BATCHES:
                 for n_heads in N_HEADS:
-                    yield AttentionShape(batch, n_heads, seq_len)
+                    yield AttentionForward(batch, n_heads, seq_len)
     yield from LONG_SHAPES
 
 
@@ -64,7 +64,7 @@ def test_the_output_is_right_for_every_shape(
 def test_the_same_inputs_give_the_same_bits(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionShape(2, 16, 1024), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, 16, 1024), torch_dtype(config))
     first = forward(config, *case.inputs)
     for _ in range(5):
         assert torch.equal(forward(config, *case.inputs), first)
@@ -74,7 +74,7 @@ def test_the_same_inputs_give_the_same_bits(
 def test_the_given_output_is_written_and_returned(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionShape(1, 3, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(1, 3, 256), torch_dtype(config))
     output = case.poisoned_output()
     assert forward(config, *case.inputs, output) is output
     case.check(output)
@@ -129,7 +129,7 @@ def each_another(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 def test_strided_views_give_what_contiguous_tensors_give(
     config: FlashForwardKernelConfig, layout, n_heads: int, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionShape(2, n_heads, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, n_heads, 256), torch_dtype(config))
     q, k, v, o = layout((*case.inputs, case.poisoned_output()))
     forward(config, q, k, v, o)
     case.check(o)
@@ -140,7 +140,7 @@ def test_strided_views_give_what_contiguous_tensors_give(
 def test_one_k_and_v_may_serve_a_whole_batch(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionShape(2, 3, 128), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, 3, 128), torch_dtype(config))
     q, k, v = case.inputs
     shared_k, shared_v = k[:1].expand_as(k), v[:1].expand_as(v)
     expected = forward(config, q, shared_k.contiguous(), shared_v.contiguous())
@@ -153,12 +153,12 @@ def test_one_k_and_v_may_serve_a_whole_batch(
 def test_nothing_is_read_or_written_outside_the_tensors(
     config: FlashForwardKernelConfig, n_heads: int, problem: ProblemMaker
 ) -> None:
-    shape = AttentionShape(2, n_heads, 256)
+    shape = AttentionForward(2, n_heads, 256)
     case = problem("normal", shape, torch_dtype(config))
     margin = 128
     frames, views = [], []
     for x in (*case.inputs, case.poisoned_output()):
-        batch, seq_len, heads, d_head = shape.size
+        batch, seq_len, heads, d_head = shape.shape
         # rows of NaN before and after each sequence
         frame = x.new_full((batch, seq_len + 2 * margin, heads, d_head), torch.nan)
         view = frame[:, margin : margin + seq_len]
@@ -176,7 +176,7 @@ def test_a_static_row_stride_is_right_for_any_number_of_heads(
     config: FlashForwardKernelConfig, more_heads: int, problem: ProblemMaker
 ) -> None:
     n_heads = config.static_row_stride // config.d_head + more_heads
-    case = problem("normal", AttentionShape(2, n_heads, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, n_heads, 256), torch_dtype(config))
     output = case.poisoned_output()
     forward(config, *case.inputs, output)
     case.check(output)
@@ -189,7 +189,7 @@ def test_one_tensor_of_another_row_stride_is_enough_to_fall_back(
     config: FlashForwardKernelConfig, strided: str, problem: ProblemMaker
 ) -> None:
     n_heads = config.static_row_stride // config.d_head
-    case = problem("normal", AttentionShape(2, n_heads, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, n_heads, 256), torch_dtype(config))
     tensors = dict(zip("qkvo", (*case.inputs, case.poisoned_output()), strict=True))
     (tensors[strided],) = head_major((tensors[strided],))
     forward(config, *tensors.values())

@@ -9,9 +9,8 @@ import torch
 from gpu_problems import Problem, each_bf16_config, require_memory
 
 from flash_attention import forward
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.check.reference import attention_reference
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +20,7 @@ INT32_ELEMENTS = 2**31
 MAX_GRID_Z = 65535
 
 MANY_BATCHES = MAX_GRID_Z + 2
-MANY_ELEMENTS = AttentionShape(batch=INT32_ELEMENTS // (512 * 16 * D_HEAD) + 1, n_heads=16,
+MANY_ELEMENTS = AttentionForward(batch=INT32_ELEMENTS // (512 * 16 * D_HEAD) + 1, heads=16,
                                seq_len=512)  # fmt: skip
 FAR_ROWS = 1024
 FAR_HEADS = 16401  # FAR_ROWS rows of so many heads go just over 2^31 elements

@@ -16,12 +16,12 @@ from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
     LARGE_TILE_VERSIONS,
-    WARP_SIZE,
     FlashForwardKernelConfig,
     config_from_symbol,
     get_kernel_progression_configs,
-    with_general_siblings,
 )
+from flash_helpers.gpu import WARP
+from flash_helpers.registry.families import with_siblings
 from flash_helpers.measure.baseline import (
     Baseline,
     KernelFigures,
@@ -42,7 +42,7 @@ V1, V2, V10 = (
     for number in (1, 2, 10)
 )
 # Kernels that take one block of K and V in an iteration of their loop.
-STEPS = with_general_siblings(
+STEPS = with_siblings(
     config
     for step in get_kernel_progression_configs()
     for config in (
@@ -113,7 +113,7 @@ class TestCommitted:
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
                 config = FlashForwardKernelConfig.from_short_form(figures.kernel)
-                registers = figures.blocks_per_sm * config.n_warps * WARP_SIZE * figures.registers
+                registers = figures.blocks_per_sm * config.n_warps * WARP * figures.registers
                 assert 0 < registers <= 64 * 1024, figures
 
     def test_says_what_ptxas_said(self, root, package) -> None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.kernel_configs import (
     TWO_STAGES,
     VERSIONS,
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -84,7 +84,7 @@ from flash_helpers.measure.timing import (
     record_sample,
 )
 
-SHAPE = AttentionShape(batch=1, n_heads=2, seq_len=128)
+SHAPE = AttentionForward(batch=1, heads=2, seq_len=128)
 BF16 = [c for c in get_kernel_progression_configs() if c.dtype == DType.BF16]
 CPU = torch.device("cpu")
 THREE_ROUNDS = Protocol(rounds=3)
@@ -160,14 +160,14 @@ def measurement(
 ) -> Measurement:
     """A synthetic one of the given speed."""
     shape = default_shape(seq_len)
-    flops = attention_flops(shape.batch, shape.n_heads, seq_len, shape.d_head)
+    flops = attention_flops(shape.batch, shape.heads, seq_len, shape.d_head)
     milliseconds = flops / tflops / 1e9
     return Measurement(
         name=name,
         ran="" if name in (FLASH, CUDNN) else name,
         dtype=dtype,
         batch=shape.batch,
-        n_heads=shape.n_heads,
+        n_heads=shape.heads,
         seq_len=seq_len,
         d_head=shape.d_head,
         input_sets=2,
@@ -275,20 +275,20 @@ def test_a_spent_time_budget_leaves_the_minimum_of_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "cache_bytes"),
-    [(AttentionShape(1, 1, 64), 50_000_000), (AttentionShape(16, 16, 512), 50_000_000)],
+    [(AttentionForward(1, 1, 64), 50_000_000), (AttentionForward(16, 16, 512), 50_000_000)],
 )
 def test_between_two_uses_of_a_set_of_inputs_twice_the_cache_is_touched(
-    shape: AttentionShape, cache_bytes: int
+    shape: AttentionForward, cache_bytes: int
 ) -> None:
     n_sets = n_input_sets(shape, 2, cache_bytes)
-    set_bytes = 4 * 2 * math.prod(shape.size)
+    set_bytes = 4 * 2 * math.prod(shape.shape)
     assert (n_sets - 1) * set_bytes >= 2 * cache_bytes
     assert (n_sets - 2) * set_bytes < 2 * cache_bytes
 
 
 def test_a_sample_is_the_mean_of_enough_launches_over_every_set() -> None:
     # two sets; one rotation takes 4 ms, so that three make 10 ms; the graph then takes 12 ms
-    cache_bytes = 4 * 2 * math.prod(SHAPE.size) // 2
+    cache_bytes = 4 * 2 * math.prod(SHAPE.shape) // 2
     timer = FakeTimer((4.0, 12.0, 99.0, 12.0, 13.0), cache_bytes)
     launches: list[str] = []
     (found,) = measure(
@@ -399,7 +399,7 @@ def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> No
         FakeTimer(),
         Protocol(rounds=2),
         FakeMonitor,
-        shape_for=lambda seq_len: AttentionShape(1, 1, seq_len),
+        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
     assert [(m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
         ("fp16", 64),
@@ -428,7 +428,7 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
         protocol,
         FakeMonitor,
         advance=steps.append,
-        shape_for=lambda seq_len: AttentionShape(1, 1, seq_len),
+        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
     assert {m.seq_len for m in run.measurements} == {64, 192}
     (skipped,) = run.skipped
@@ -459,7 +459,7 @@ def test_rates_are_measured_in_every_dtype_of_the_run() -> None:
         Protocol(rounds=2),
         FakeMonitor,
         rate_works={MMA_SYNC: make},
-        shape_for=lambda seq_len: AttentionShape(1, 1, seq_len),
+        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
     assert [(r.name, r.dtype, len(r.samples_ms)) for r in run.rates] == [
         (MMA_SYNC, "fp16", 2),
@@ -573,11 +573,11 @@ def test_operations_are_those_of_two_matrix_products() -> None:
 
 
 def test_speed_is_taken_at_the_median_and_spread_between_the_quartiles() -> None:
-    flops = attention_flops(*(SHAPE.batch, SHAPE.n_heads, SHAPE.seq_len, SHAPE.d_head))
+    flops = attention_flops(*(SHAPE.batch, SHAPE.heads, SHAPE.seq_len, SHAPE.d_head))
     found = dataclasses.replace(
         measurement(FLASH, 1024, 100.0),
         batch=SHAPE.batch,
-        n_heads=SHAPE.n_heads,
+        n_heads=SHAPE.heads,
         seq_len=SHAPE.seq_len,
         samples_ms=(4.0, 1.0, 2.0, 3.0, 100.0),
     )
@@ -934,7 +934,7 @@ def pt_bench(monkeypatch):
         "resource_record",
         lambda config, device: ResourceRecord(config.short_form(), 168, 0, 49152, 3),
     )
-    small = partial(run_benchmark, shape_for=lambda seq_len: AttentionShape(1, 1, seq_len))
+    small = partial(run_benchmark, shape_for=lambda seq_len: AttentionForward(1, 1, seq_len))
     monkeypatch.setattr(tool, "run_benchmark", small)
     return tool
 

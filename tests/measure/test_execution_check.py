@@ -13,7 +13,7 @@ import torch
 from fake_backend import fake_backend, load_tool
 from sass_text import PROGRESSION, kernel, of_version, progression_kernels
 
-from flash_helpers.check.inputs import AttentionShape
+from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.measure.execution_check import (
     BEGIN_MARKER,
     END_MARKER,
@@ -33,12 +33,11 @@ from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import NsightCompute, parse_csv
 from flash_helpers.measure.simulator_check import load_check as load_simulator_check
 from flash_helpers.measure.simulator_check import shape_for
-from flash_helpers.registry.selection import config_that_runs
 from flash_helpers.sass.analyse.phases import tensor_per_block
 
 EXECUTED = "smsp__inst_executed.sum"
 CONFIG = of_version(1)
-SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=128)
+SHAPE = AttentionForward(batch=1, heads=1, seq_len=128)
 HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 
 
@@ -52,7 +51,7 @@ def test_every_warp_of_the_launch_is_counted():
         + f"{HMMA}\n" * each
         + "@!PT LDS RZ, [RZ]\n@P1 FADD R1, R1, R1\n@P0 BRA loop\nEXIT\nself: BRA self"
     )
-    shape = AttentionShape(batch=2, n_heads=3, seq_len=128)
+    shape = AttentionForward(batch=2, heads=3, seq_len=128)
     record = predict_launch(planted, CONFIG, shape)
     warps, trips = 2 * 3 * (128 // 64) * 4, 128 // 64
     assert record.predicted["tensor"] == warps * trips * each
@@ -76,7 +75,7 @@ def test_an_h100_executed_just_the_work_and_the_filler(root: Path):
     equal = 0
     for measured in recorded.kernels:
         config = by_name[measured.ran]
-        shape = AttentionShape(measured.batch, measured.n_heads, measured.seq_len)
+        shape = AttentionForward(measured.batch, measured.n_heads, measured.seq_len)
         record = predict_launch(kernels[config], config, shape)
         predicted = record.predicted["work"] + record.predicted["filler"]
         equal += predicted == measured.hardware[EXECUTED]
@@ -262,7 +261,7 @@ def test_one_command_measures_and_saves(tmp_path, capsys, monkeypatch):
     module = tool()
     config = of_version(16)
     shape = shape_for(config, 128)
-    ran = config_that_runs(config, shape)
+    ran = config.runs_as(shape.strides())
     record = predict_launch(progression_kernels("sm_90")[ran], ran, shape)
     monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
     monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda device: (9, 0))

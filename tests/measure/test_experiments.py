@@ -20,11 +20,11 @@ import pytest
 import torch
 from fake_backend import ROOT, fake_backend, float32_kernel, load_tool
 
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.compile.ptxas import PtxasReport
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
-from flash_helpers.kernel_configs import get_kernels_to_build
+from flash_helpers.kernel_configs import AttentionForward, get_kernels_to_build
 from flash_helpers.measure.benchmark import Contender, InputSet, default_shape
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.results import (
@@ -153,9 +153,9 @@ def test_each_is_right_in_the_simulator_and_has_no_bank_conflicts(
     kernel = load_ptx(text).kernel(symbol)
     # the watcher raises for a race or a copy that was not waited for
     for seq_len, distribution in ((128, "normal"), (256, "outliers")):
-        shape = AttentionShape(1, 16, seq_len)  # 16 heads for the stride, one of them is run
+        shape = AttentionForward(1, 16, seq_len)  # 16 heads for the stride, one of them is run
         inputs = [x[:, :, :1] for x in make_inputs(distribution, shape, torch.bfloat16)]
-        output = torch.full(shape.size, torch.nan, dtype=torch.bfloat16)[:, :, :1]
+        output = torch.full(shape.shape, torch.nan, dtype=torch.bfloat16)[:, :, :1]
         result, run = run_forward(experiment.config, kernel, *inputs, output)
         reference = attention_reference(*inputs)
         error = measure_error(result, reference.expected)
@@ -282,8 +282,8 @@ def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
 
     def of(name: str, seq_len: int, tflops: float) -> Measurement:
         shape = default_shape(seq_len)
-        ms = attention_flops(shape.batch, shape.n_heads, seq_len, shape.d_head) / tflops / 1e9
-        size = (shape.batch, shape.n_heads, seq_len, shape.d_head)
+        ms = attention_flops(shape.batch, shape.heads, seq_len, shape.d_head) / tflops / 1e9
+        size = (shape.batch, shape.heads, seq_len, shape.d_head)
         return Measurement(name, "", "bf16", *size, 1, 1, (ms,), 0.0, 0.0, 1.0, 1.0, "")
 
     return BenchmarkResults(
@@ -452,7 +452,7 @@ def gpu(tool, monkeypatch) -> ModuleType:
     monkeypatch.setattr(overlap.Compiled, "contender", contender)
     monkeypatch.setattr(tool, "make_timer", lambda device, protocol: FakeTimer())
     monkeypatch.setattr(tool, "GpuMonitor", FakeMonitor)
-    monkeypatch.setattr(tool, "default_shape", lambda seq_len: AttentionShape(1, 1, seq_len))
+    monkeypatch.setattr(tool, "default_shape", lambda seq_len: AttentionForward(1, 1, seq_len))
     return tool
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from fake_backend import fake_backend, load_tool
 
-from flash_helpers.check.inputs import AttentionShape
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import AttentionForward, DType, get_kernel_progression_configs
 from flash_helpers.measure.benchmark import default_shape
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.ncu_bench import (
@@ -32,7 +31,7 @@ from flash_helpers.measure.nsight import NsightCompute, ProfilerDenied, Profiler
 from flash_helpers.measure.results import FLASH
 
 V1, V2, *_, V16 = (c for c in get_kernel_progression_configs() if c.dtype == DType.BF16)
-SHAPE = AttentionShape(batch=2, n_heads=16, seq_len=512)
+SHAPE = AttentionForward(batch=2, heads=16, seq_len=512)
 DURATION = "gpu__time_duration.sum"
 CYCLES = "gpc__cycles_elapsed.max"
 HIT_RATE = "lts__t_sector_hit_rate.pct"
@@ -153,7 +152,7 @@ def test_a_kernel_that_was_launched_for_another_is_counted_for_it() -> None:
     general = V16.general()
     raw = RAW.replace(V2.short_form(), general.short_form())
     profiler = NsightCompute("ncu", run=FakeNcu({"forward_kernel": raw}))
-    shape = AttentionShape(2, 8, 512)
+    shape = AttentionForward(2, 8, 512)
     (found,), _ = profile_kernels([V16], [], shape, 1, profiler, ["run.py"])
     assert (found.name, found.kernel) == (V16.short_form(), general.short_form())
 
@@ -252,7 +251,7 @@ def test_the_tool_prints_the_table_and_writes_the_files(tool, tmp_path: Path, ca
     assert json.loads((tmp_path / "a.json").read_text())["provenance"]["commit"] == "abc"
     shape = default_shape(4096)
     options = dict(itertools.pairwise(tool.ncu.commands[-1]))
-    assert (options["--batch"], options["--heads"]) == (str(shape.batch), str(shape.n_heads))
+    assert (options["--batch"], options["--heads"]) == (str(shape.batch), str(shape.heads))
 
 
 def test_the_tool_exits_with_1_if_a_kernel_was_not_counted(tool, capsys) -> None:

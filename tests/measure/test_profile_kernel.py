@@ -14,10 +14,10 @@ import pytest
 from fake_backend import load_tool
 
 import flash_attention
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.kernel_configs import (
     LAST_VERSION,
     VERSIONS,
+    AttentionForward,
     DType,
     get_kernel_progression_configs,
     get_kernels_to_build,
@@ -42,7 +42,7 @@ from flash_helpers.registry.selection import UsageError
 
 TOOL = "tools/analysis/profile_kernel.py"
 BUILT = get_kernels_to_build()
-SHAPE = AttentionShape(1, 1, 128)
+SHAPE = AttentionForward(1, 1, 128)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ class TestChoice:
     def test_of_a_sequence_that_is_not_whole_blocks_is_refused(self) -> None:
         configs = choose_configs(BUILT, ["1"], DType.BF16)
         with pytest.raises(UsageError, match="seq_len 100 is not a multiple of B_r 64"):
-            profile_kernels(configs, AttentionShape(1, 1, 100), flash_attention.simulate)
+            profile_kernels(configs, AttentionForward(1, 1, 100), flash_attention.simulate)
 
 
 class TestText:
@@ -131,7 +131,7 @@ class TestText:
 
     def test_says_when_a_general_sibling_ran(self) -> None:
         configs = choose_configs(BUILT, [str(LAST_VERSION)], DType.BF16)
-        found = profile_kernels(configs, AttentionShape(1, 2, 64), flash_attention.simulate)
+        found = profile_kernels(configs, AttentionForward(1, 2, 64), flash_attention.simulate)
         text = profile_text(found)
         assert "was run by" in text and "the row stride is 256 (--heads 16 is its)" in text
 
@@ -140,7 +140,7 @@ class TestSource:
     @pytest.mark.parametrize("number", [1, 9, LAST_VERSION])
     def test_lines_account_for_every_instruction(self, root: Path, number: int) -> None:
         configs = choose_configs(BUILT, [str(number)], DType.BF16)
-        (profile,) = profile_kernels(configs, AttentionShape(1, 1, 64), flash_attention.simulate)
+        (profile,) = profile_kernels(configs, AttentionForward(1, 1, 64), flash_attention.simulate)
         lines = source_lines(profile, root)
         total = profile.run.counters.total
         counted = sum(line.counts.instructions for line in lines if line.counts)

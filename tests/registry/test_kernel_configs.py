@@ -22,8 +22,8 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
     nearest_config,
     read_configs,
-    with_general_siblings,
 )
+from flash_helpers.registry.families import with_siblings
 
 PROGRESSION = get_kernel_progression_configs()
 TO_BUILD = get_kernels_to_build()
@@ -119,8 +119,8 @@ class TestSetsOfConfigs:
     def test_siblings_are_added_once(self):
         static = progression(16)
         general = static.replace(static_row_stride=0)
-        assert with_general_siblings([static, static]) == [general, static]
-        assert with_general_siblings([general]) == [general]
+        assert with_siblings([static, static]) == [general, static]
+        assert with_siblings([general]) == [general]
 
     def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
         assert {config.version for config in SWEEP} == set(range(7, 17))

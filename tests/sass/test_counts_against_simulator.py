@@ -10,8 +10,9 @@ import torch
 from sass_text import ARCHITECTURES, PROGRESSION, progression_kernels
 
 from flash_helpers.check.debugging import shipped_ptx
-from flash_helpers.check.inputs import AttentionShape, make_inputs
-from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
+from flash_helpers.check.inputs import make_inputs
+from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
+from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.execution_check import predict_launch
 from flash_helpers.runtime.simulator import load_kernel, run_forward
 from flash_helpers.sass.read.opcodes import (
@@ -37,10 +38,10 @@ PTX_OF = {
 BLOCKS = (1, 3)
 
 
-def shape_of(config: FlashForwardKernelConfig, blocks: int) -> AttentionShape:
+def shape_of(config: FlashForwardKernelConfig, blocks: int) -> AttentionForward:
     """So many blocks, and the heads that give the row stride that the kernel is made for."""
     heads = PROGRESSION_ROW_STRIDE // config.d_head if config.static_row_stride else 2
-    return AttentionShape(batch=1, n_heads=heads, seq_len=blocks * config.B_c)
+    return AttentionForward(batch=1, heads=heads, seq_len=blocks * config.B_c)
 
 
 @functools.lru_cache

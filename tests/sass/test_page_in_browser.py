@@ -10,11 +10,7 @@ import pytest
 from browser import open_browser, requested_urls
 from edited_kernels import library_kernel
 
-from flash_helpers.kernel_configs import (
-    VERSIONS,
-    DType,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import VERSIONS, DType, get_kernel_progression_configs
 from flash_helpers.sass.analyse.matrix import build_matrix
 from flash_helpers.sass.read.reader import installed_library
 from flash_helpers.sass.read.records import Instruction, Kernel

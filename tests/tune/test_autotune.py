@@ -21,13 +21,13 @@ from test_benchmark import FakeTimer
 
 import flash_attention._best_config
 from flash_attention import _library
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.compile.build import LibraryBuild
 from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
 from flash_helpers.compile.cubins import CubinCompiler, read_code, sources
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.kernel_configs import (
     VERSIONS,
+    AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_autotuning_kernel_configs,
@@ -322,7 +322,7 @@ def measuring(monkeypatch):
         ),
     )
     monkeypatch.setattr(sweep_worker, "make_timer", lambda device, protocol: FakeTimer())
-    monkeypatch.setattr(sweep_worker, "default_shape", lambda n: AttentionShape(1, 2, n))
+    monkeypatch.setattr(sweep_worker, "default_shape", lambda n: AttentionForward(1, 2, n))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return sweep_worker.Worker(torch.device("cpu"))
 
@@ -340,7 +340,7 @@ def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> No
 def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monkeypatch) -> None:
     make, fails = sweep_worker.make_input_sets, {128: 1, 256: 2}
 
-    def make_or_fail(shape: AttentionShape, *arguments):
+    def make_or_fail(shape: AttentionForward, *arguments):
         if fails.get(shape.seq_len, 0):
             fails[shape.seq_len] -= 1
             raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB\nand more")

@@ -32,7 +32,6 @@ from flash_helpers.measure.simulator_check import shape_for
 from flash_helpers.registry.selection import (
     UsageError,
     chosen_kernels,
-    config_that_runs,
 )
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError
@@ -85,7 +84,7 @@ def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[
         raise UsageError(f"--seq {arguments.seq} is not positive")
     configs = chosen_kernels(arguments, backend.kernels)
     shapes = {config: shape_for(config, arguments.seq) for config in configs}
-    ran = {config: config_that_runs(config, shape) for config, shape in shapes.items()}
+    ran = {config: config.runs_as(shape.strides()) for config, shape in shapes.items()}
     with progress_bar("disassembling") as progress:
         kernels = library_kernels(arch, set(ran.values()), progress=progress)
     records = []

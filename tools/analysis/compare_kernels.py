@@ -13,17 +13,18 @@ from typing import Any
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import MAX_SMEM_BYTES, FlashForwardKernelConfig
+from flash_helpers.gpu import LIMITS
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import BenchmarkResults, load_results
-from flash_helpers.registry.selection import DTYPE_CHOICES, parse_dtypes
-from flash_helpers.sass.analyse.diff import diff_kernels
-from flash_helpers.sass.analyse.matrix import (
-    Matrix,
-    build_matrix,
+from flash_helpers.registry.selection import (
+    DTYPE_CHOICES,
+    KERNEL_NAMES,
     choose_kernels,
-    library_configs,
     parse_config_option,
+    parse_dtypes,
 )
+from flash_helpers.sass.analyse.diff import diff_kernels
+from flash_helpers.sass.analyse.matrix import Matrix, build_matrix, library_configs
 from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.comparison_page import comparison_page
@@ -72,12 +73,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "kernels",
         nargs="+",
         metavar="KERNEL",
-        help="a version (7 or v7), a range of versions (7..16), all, or the short form of a config",
+        help=KERNEL_NAMES,
     )
     parser.add_argument(
         "--arch",
         action="append",
-        choices=[f"sm_{capability}" for capability in MAX_SMEM_BYTES],
+        choices=[f"sm_{capability}" for capability in LIMITS],
         help="several may be given: each kernel on one, then on the next (default: "
         f"{DEFAULT_ARCHITECTURE}, that of the committed measurements)",
     )
@@ -91,7 +92,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--config",
         nargs="+",
         metavar="FIELD=VALUE",
-        help="which built config of each version: values of fields, such as B_r=128 n_warps=4, or "
+        help="which built config of each step: values of fields, such as B_r=128 n_warps=4, or "
         "a short form, for the nearest to it (default: that of the progression)",
     )
     parser.add_argument(
@@ -107,7 +108,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fold-namespace",
         action="store_true",
-        help="with --source: leave out that a version's namespace has another name",
+        help="with --source: leave out that a step's namespace has another name",
     )
     parser.add_argument(
         "--sass",
@@ -145,7 +146,7 @@ def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, 
     rows = list(zip(matrix.names, matrix.rows, strict=True))
     for (name_a, a), (name_b, b) in itertools.pairwise(rows):
         if arguments.source:
-            text = source_diff(a.config.version, b.config.version, ROOT, arguments.fold_namespace)
+            text = source_diff(a.config.step, b.config.step, ROOT, arguments.fold_namespace)
             yield f"Source, {name_a} to {name_b}", text or "the same file\n", text
         if arguments.sass:
             found = diff_kernels(a.kernel, b.kernel)
@@ -170,7 +171,7 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def read_kernels(arguments: argparse.Namespace) -> list[tuple[FlashForwardKernelConfig, Kernel]]:
+def read_kernels(arguments: argparse.Namespace) -> list[tuple[Config, Kernel]]:
     """The kernels asked for, in their order, each on all architectures asked for."""
     wanted = parse_config_option(arguments.config) if arguments.config else None
     architectures = list(dict.fromkeys(arguments.arch or [DEFAULT_ARCHITECTURE]))

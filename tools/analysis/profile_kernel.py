@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import flash_attention
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.kernel_profile import (
     KernelProfile,
     annotated_source_text,
-    choose_configs,
     is_out_of_date,
     profile_kernels,
     profile_text,
@@ -26,7 +24,7 @@ from flash_helpers.measure.kernel_profile import (
     source_as_json,
     source_lines,
 )
-from flash_helpers.registry.selection import UsageError
+from flash_helpers.registry.selection import UsageError, choose_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,8 +116,8 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
 
 def profile(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises ValueError, and RuntimeError if a kernel is at fault."""
-    shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
-    configs = choose_configs(
+    shape = AttentionForward(arguments.batch, arguments.heads, arguments.seq)
+    configs = choose_kernels(
         flash_attention.kernels(),
         [arguments.by_line] if arguments.by_line else arguments.kernels,
         DType.from_name(arguments.dtype),

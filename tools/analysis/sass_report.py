@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig, find_config
-from flash_helpers.measure.kernel_profile import choose_configs
+from flash_helpers.kernel_configs import Config, DType, find_config
 from flash_helpers.measure.results import BenchmarkResults, load_results
-from flash_helpers.registry.selection import UsageError
+from flash_helpers.registry.selection import UsageError, choose_kernels
 from flash_helpers.sass.analyse.bound import Launch
 from flash_helpers.sass.analyse.matrix import library_configs
 from flash_helpers.sass.analyse.report import SEQ_LEN, LaunchShape, build_report
@@ -137,11 +136,11 @@ def problem(arguments: argparse.Namespace) -> Launch | None:
     return Launch(arguments.batch, arguments.heads, arguments.seq, arguments.sms, arguments.mhz)
 
 
-def from_library(arguments: argparse.Namespace) -> tuple[Kernel, FlashForwardKernelConfig]:
+def from_library(arguments: argparse.Namespace) -> tuple[Kernel, Config]:
     """The kernel of the installed library that is named. Raises UsageError or SassError."""
     architecture = arguments.arch or ARCHITECTURE
     dtype = DType.from_name(arguments.dtype)
-    configs = choose_configs(library_configs(architecture), [arguments.kernel_or_file], dtype)
+    configs = choose_kernels(library_configs(architecture), [arguments.kernel_or_file], dtype)
     if len(configs) != 1:
         raise UsageError(
             f"{arguments.kernel_or_file!r} names {len(configs)} kernels: name one version or one "
@@ -151,7 +150,7 @@ def from_library(arguments: argparse.Namespace) -> tuple[Kernel, FlashForwardKer
     return found[configs[0]], configs[0]
 
 
-def from_file(arguments: argparse.Namespace) -> tuple[Kernel, FlashForwardKernelConfig | None]:
+def from_file(arguments: argparse.Namespace) -> tuple[Kernel, Config | None]:
     """The kernel of a file that is named. Raises UsageError or SassError."""
     path = Path(arguments.kernel_or_file)
     there = list_kernels(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
@@ -25,22 +24,26 @@ from flash_helpers.command_line import (
     positive_seconds,
     run_tool,
 )
+from flash_helpers.compile.codegen import read_config_file
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import (
+    Config,
     DType,
-    FlashForwardKernelConfig,
     get_autotuning_kernel_configs,
-    read_configs,
 )
 from flash_helpers.measure.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.machine import git_commit
+from flash_helpers.registry.config import ranges_text
+from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import (
+    ALL,
     DTYPE_CHOICES,
+    STEP_NAMES,
     UsageError,
     parse_dtypes,
-    parse_versions,
-    require_whole_blocks,
+    parse_steps,
+    require_supported,
 )
 from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProcess
 from flash_helpers.tune.sweep import (
@@ -68,9 +71,9 @@ DESCRIPTION = f"""\
 Search for the fastest configs of this GPU. Candidates are compiled on the side, into machine code
 for this GPU alone; those that spill or do not fit are dropped; the others are compared with float64
 and timed beside PyTorch's flash backend, in a process that they may hang or crash. The fastest few
-of each version meet in one run at all lengths, and the harmonic mean decides. The winners are
+of each step meet in one run at all lengths, and the harmonic mean decides. The winners are
 written to configs/best_GPU.json and all that was found to configs/sweep_GPU.json; those of other
-versions in these files stay. What was measured is kept in build/autotune: a sweep that was stopped
+steps in these files stay. What was measured is kept in build/autotune: a sweep that was stopped
 goes on where it was; a candidate that failed is not tried again, unless that folder is deleted.
 First round at {" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
 """
@@ -78,18 +81,18 @@ First round at {" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
 EXAMPLES = """\
 examples:
   the final kernel, within five minutes:
-    python tools/benchmark/autotune.py --versions 16 --budget 240
-  every version that has something to tune, in both dtypes; it takes long and can be stopped:
+    python tools/benchmark/autotune.py --steps 16 --budget 240
+  every step that has something to tune, in both dtypes; it takes long and can be stopped:
     python tools/benchmark/autotune.py --dtype both
   with tiles so large that they spill a little, which can pay:
-    python tools/benchmark/autotune.py --versions 16 --allow-spills 128
+    python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:
     python tools/benchmark/autotune.py --configs few.json
   then build the winners, and check them:
-    python tools/build/generate_kernel_instantiations.py --configs configs/best_GPU.json
+    python tools/build/generate_kernel_instantiations.py
     pip install . && python tools/debug/sanity_check.py --small --kernel 16
 
-exit status: 0 every version has a winner, 1 one has none, 2 wrong usage or nothing was run,
+exit status: 0 every step has a winner, 1 one has none, 2 wrong usage or nothing was run,
 130 interrupted
 """
 
@@ -98,11 +101,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
+        "--steps",
         "--versions",
         nargs="+",
         default=[],
-        metavar="V",
-        help="versions or ranges of versions, such as 16 or 7..16 (default: all that can be tuned)",
+        metavar="STEP",
+        help=f"{STEP_NAMES} (default: all that can be tuned)",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
     add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "lengths of the last round")
@@ -145,41 +149,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def candidates(arguments: argparse.Namespace) -> list[FlashForwardKernelConfig]:
+def candidates(arguments: argparse.Namespace) -> list[Config]:
     """The configs to try. Raises OSError, and ValueError if there are none or one does not fit."""
     if arguments.configs:
-        try:
-            configs = read_configs(json.loads(arguments.configs.read_text()))
-        except ValueError as error:
-            raise UsageError(f"{arguments.configs}: {error}") from error
+        configs = read_config_file(arguments.configs)
     else:
         configs = get_autotuning_kernel_configs()
     dtypes = parse_dtypes(arguments.dtype)
-    versions = parse_versions(arguments.versions) if arguments.versions else None
-    chosen = [
-        config
-        for config in configs
-        if config.dtype in dtypes and (versions is None or config.version in versions)
-    ]
+    steps = parse_steps(arguments.steps or [ALL])
+    chosen = [config for config in configs if config.dtype in dtypes and config.step in steps]
     if not chosen:
         raise UsageError(
-            f"no config to try for --versions {' '.join(arguments.versions) or '(all)'} and dtype "
-            f"{arguments.dtype}: versions that can be tuned are "
-            f"{sorted({config.version for config in configs})}"
+            f"no config to try for --steps {' '.join(arguments.steps) or ALL} and dtype "
+            f"{arguments.dtype}: steps that can be tuned are "
+            f"{ranges_text(dict.fromkeys(config.step for config in configs))}"
         )
     for seq_len in (*arguments.seq, *arguments.screen_seq):
-        require_whole_blocks(chosen, default_shape(seq_len))
+        require_supported(chosen, default_shape(seq_len))
     return chosen
 
 
-def known_winners(
-    best: BestConfigs, kernels: Sequence[tuple[int, DType]]
-) -> list[FlashForwardKernelConfig]:
+def known_winners(best: BestConfigs, kernels: Sequence[tuple[Step, DType]]) -> list[Config]:
     """The winners of earlier sweeps, but for those that the registry has no more."""
     found = []
-    for version, dtype in kernels:
+    for step, dtype in kernels:
         with contextlib.suppress(ValueError):
-            config = best.find(version, dtype.short)
+            config = best.find(step.id, dtype.short)
             found += [config] if config is not None else []
     return found
 
@@ -201,7 +196,7 @@ class Bar:
 def winner_text(found: BestConfig) -> str:
     """One line."""
     return (
-        f"v{found.version} {found.dtype}: {found.config}, {found.mean_tflops:.0f} TFLOP/s, "
+        f"{found.step} {found.dtype}: {found.config}, {found.mean_tflops:.0f} TFLOP/s, "
         f"{found.of_flash:.3f} of PyTorch's flash backend, of {found.n_candidates} timed"
     )
 
@@ -218,7 +213,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     own = (info.gpu, info.compute_capability)
     best = load_own(best_file(folder, info.gpu), *own)
     table = load_sweep(sweep_file(folder, info.gpu), *own)
-    kernels = sorted({(config.version, config.dtype) for config in configs})
+    kernels = list(dict.fromkeys((config.step, config.dtype) for config in configs))
     champions = known_winners(best, kernels)
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
@@ -244,7 +239,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     n_candidates = len({*configs, *champions})
     with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
         sweep.screen(configs, Bar(bar), champions)
-    found: dict[tuple[int, DType], BestConfig | None] = {}
+    found: dict[tuple[Step, DType], BestConfig | None] = {}
     for kernel in tqdm(kernels, desc="last round", unit="kernel"):
         found[kernel] = sweep.choose(*kernel)
     winners = [winner for winner in found.values() if winner is not None]
@@ -253,7 +248,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
         best.updated(winners).save(best_file(folder, info.gpu))
     print(outcomes_text(sweep.rows()))
     print("\n".join([*sweep.notes, *map(winner_text, winners)]))
-    missing = [f"v{v} {dtype.short}" for (v, dtype), winner in found.items() if winner is None]
+    missing = [f"{s.id} {dtype.short}" for (s, dtype), winner in found.items() if winner is None]
     if missing:
         print(f"no config could be timed: {', '.join(missing)}", file=sys.stderr)
     return 1 if missing else 0

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
 from flash_helpers.files import write_if_different
+from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.measure.benchmark import default_shape
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
@@ -19,7 +19,7 @@ from flash_helpers.registry.selection import (
     UsageError,
     add_kernel_arguments,
     chosen_kernels,
-    require_whole_blocks,
+    require_supported,
 )
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -70,14 +70,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def shape_of(arguments: argparse.Namespace) -> AttentionShape:
+def shape_of(arguments: argparse.Namespace) -> AttentionForward:
     """The problem asked for. Raises ValueError for a size that is not positive."""
     if arguments.seq < 1:
         raise UsageError(f"--seq {arguments.seq} is not positive: use 1 or more")
     shape = default_shape(arguments.seq)
-    return AttentionShape(
+    return AttentionForward(
         shape.batch if arguments.batch is None else arguments.batch,
-        shape.n_heads if arguments.heads is None else arguments.heads,
+        shape.heads if arguments.heads is None else arguments.heads,
         arguments.seq,
     )
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     backend = find_backend("cuda")
     profiler = NsightCompute.find(arguments.raw)
     configs = chosen_kernels(arguments, backend.kernels)
-    require_whole_blocks(configs, shape)
+    require_supported(configs, shape)
     print(f"counting {len(configs)} kernels with {profiler.executable}", file=sys.stderr)
     launcher = [sys.executable, str(LAUNCHER)]
     kernels, failures = profile_kernels(

@@ -43,7 +43,7 @@ from flash_helpers.measure.timing import make_timer
 from flash_helpers.registry.selection import (
     add_kernel_arguments,
     chosen_kernels,
-    require_whole_blocks,
+    require_supported,
 )
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_plotting()
         configs = chosen_kernels(arguments, backend.kernels, default=backend.kernels)
         for seq_len in seq_lens:
-            require_whole_blocks(configs, default_shape(seq_len))
+            require_supported(configs, default_shape(seq_len))
     except (KernelsNotRun, OSError, PlotError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

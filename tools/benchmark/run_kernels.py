@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.command_line import make_parser, run_tool
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.benchmark import run_library
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
 from flash_helpers.registry.selection import (
     add_kernel_arguments,
     chosen_kernels,
     parse_dtypes,
-    require_whole_blocks,
+    require_supported,
 )
 from flash_helpers.runtime.backend import DEVICE_CHOICES, Backend, KernelsNotRun, find_backend
 
@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launches(
-    arguments: argparse.Namespace, backend: Backend, shape: AttentionShape
+    arguments: argparse.Namespace, backend: Backend, shape: AttentionForward
 ) -> list[tuple[DType, Callable[..., object]]]:
     """What to call with q, k, v and o of a dtype, for each kernel or dtype asked for."""
     dtypes = parse_dtypes(arguments.dtype)
@@ -67,7 +67,7 @@ def launches(
         name, _ = LIBRARY_KERNELS[arguments.library]
         return [(dtype, lambda q, k, v, o: run_library(name, q, k, v)) for dtype in dtypes]
     configs = chosen_kernels(arguments, backend.kernels)
-    require_whole_blocks(configs, shape)
+    require_supported(configs, shape)
     return [
         (config.dtype, lambda *tensors, config=config: backend.forward(config, *tensors))
         for config in configs
@@ -76,7 +76,7 @@ def launches(
 
 def run(arguments: argparse.Namespace) -> None:
     """Launch the kernels. Raises KernelsNotRun and ValueError."""
-    shape = AttentionShape(arguments.batch, arguments.heads, arguments.seq)
+    shape = AttentionForward(arguments.batch, arguments.heads, arguments.seq)
     backend = find_backend(arguments.device)
     for dtype, launch in launches(arguments, backend, shape):
         q, k, v = make_inputs("normal", shape, getattr(torch, dtype.torch_name), backend.device)

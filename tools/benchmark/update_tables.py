@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.files import text_diff, write_if_different
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import (
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
@@ -76,11 +76,11 @@ def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str
     readme = root / "README.md"
     old = readme.read_text(encoding="utf-8")
     texts = {readme: (old, replace_between_markers(old, progression_table(results)))}
-    for number, version in VERSIONS.items():
-        path = root / version.source
+    for step in STEPS.values():
+        path = root / step.source
         old = path.read_text(encoding="utf-8")
         new = replace_between_markers(
-            old, header_lines(results, number), HEADER_BEGIN_MARKER, HEADER_END_MARKER
+            old, header_lines(results, step), HEADER_BEGIN_MARKER, HEADER_END_MARKER
         )
         texts[path] = (old, new)
     return texts

@@ -1,46 +1,52 @@
 #!/usr/bin/env python3
-"""Write the map from config to kernel, src/include/flash_kernels.cuh."""
+"""Write what is generated from the registry: the maps from config to kernel, the fields of the
+configs' C++ structs, and the list of the configs that are built in this checkout alone."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "py"))
 
-from flash_helpers.command_line import make_parser, print_text  # noqa: E402
-from flash_helpers.compile.codegen import GENERATOR, MAP_HEADER, kernel_map_header  # noqa: E402
-from flash_helpers.files import text_diff, write_if_different  # noqa: E402
-from flash_helpers.kernel_configs import (  # noqa: E402
-    get_kernels_to_build,
-    read_configs,
-    with_general_siblings,
+from flash_helpers.command_line import make_parser, print_text, run_tool  # noqa: E402
+from flash_helpers.compile.codegen import (  # noqa: E402
+    BEST_PATTERN,
+    CONFIG_FOLDER,
+    GENERATOR,
+    LOCAL_CONFIGS,
+    committed_configs,
+    generated_files,
+    local_configs_text,
+    read_config_file,
 )
+from flash_helpers.files import text_diff, write_if_different  # noqa: E402
 
-WINNERS = "configs/best_*.json"
-
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
-  # after a change of the registry, or after a sweep (tools/benchmark/autotune.py)
-  python tools/build/generate_kernel_instantiations.py
+  after a change of the registry, or after a sweep (tools/benchmark/autotune.py):
+    python {GENERATOR}
+  are the committed files up to date? (exit 1 and a diff if not)
+    python {GENERATOR} --check
+  build other configs too, in this checkout: a JSON list of short forms or of config fields:
+    python {GENERATOR} --configs mine.json
+  build them no more:
+    rm {LOCAL_CONFIGS}
 
-  # is the committed header up to date? (exit 1 and a diff if not)
-  python tools/build/generate_kernel_instantiations.py --check
-
-  # build other configs too: a JSON list of short forms or of config fields
-  python tools/build/generate_kernel_instantiations.py --configs configs/mine.json
+exit status: 0 done, 1 --check found something stale, 2 wrong usage or bad input
 """
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, EXAMPLES)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = make_parser(__doc__ or "", EXAMPLES)
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; print a diff and exit 1 if the header is stale",
+        help="write nothing; print a diff and exit 1 if a committed file is stale",
     )
     parser.add_argument(
         "--configs",
@@ -48,39 +54,49 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=Path,
         default=[],
         metavar="FILE",
-        help=f"JSON files of configs to build beside the registry's and those of {WINNERS}",
+        help="JSON files of configs to build beside the registry's and those of "
+        f"{CONFIG_FOLDER}/{BEST_PATTERN}; they are kept in {LOCAL_CONFIGS}, which git ignores",
     )
     parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / MAP_HEADER,
-        metavar="FILE",
-        help=f"header to write or check (default: {MAP_HEADER})",
+        "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.check and arguments.configs:
+        parser.error("--check looks at what is committed: leave --configs out")
+    return arguments
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    configs = get_kernels_to_build()
-    for path in [*sorted(ROOT.glob(WINNERS)), *arguments.configs]:
-        try:
-            configs += read_configs(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            print(f"{path}: {error}", file=sys.stderr)
-            return 2
-    configs = with_general_siblings(configs)
-    text = kernel_map_header(configs)
-    if arguments.check:
-        found = arguments.output.read_text() if arguments.output.is_file() else ""
-        if diff := text_diff(str(arguments.output), found, text):
+def add_local(root: Path, files: Iterable[Path]) -> None:
+    """Keep the configs of files in the list of this checkout's own. Raises OSError, ValueError."""
+    local = root / LOCAL_CONFIGS
+    known = read_config_file(local) if local.is_file() else []
+    added = [config for path in files for config in read_config_file(path)]
+    write_if_different(local, local_configs_text([*known, *added]))
+    print(f"{LOCAL_CONFIGS}: {len({*known, *added})} configs; pip install . builds them")
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Write or check; returns the exit status. Raises OSError and ValueError."""
+    root = arguments.root
+    if arguments.configs:
+        add_local(root, arguments.configs)
+    configs = committed_configs(root)
+    stale = False
+    for name, (old, new) in generated_files(root, configs).items():
+        if not arguments.check:
+            written = write_if_different(root / name, new)
+            print(f"{name}{' written' if written else ' is up to date'}")
+        elif diff := text_diff(str(name), old, new):
             print_text(diff)
-            print(f"{arguments.output} is stale: run {GENERATOR}", file=sys.stderr)
-            return 1
-        return 0
-    written = write_if_different(arguments.output, text)
-    print(f"{arguments.output}: {len(configs)} kernels{'' if written else ', unchanged'}")
-    return 0
+            print(f"{name} is stale: run {GENERATOR}", file=sys.stderr)
+            stale = True
+    return 1 if stale else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check what is generated; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: generate(arguments), OSError, ValueError)
 
 
 if __name__ == "__main__":

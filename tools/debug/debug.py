@@ -8,23 +8,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from flash_helpers.check.blockwise import blockwise_forward, finish
-from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
-from flash_helpers.check.inputs import DISTRIBUTIONS, AttentionShape, make_inputs
-from flash_helpers.check.trace import trace_forward
+from flash_helpers.check.debugging import (
+    Excerpt,
+    compare_with_reference,
+    config_of_ptx,
+    fault_summary,
+)
+from flash_helpers.check.inputs import DISTRIBUTIONS
 from flash_helpers.command_line import make_parser, run_tool
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
+    AttentionForward,
+    Config,
     DType,
-    FlashForwardKernelConfig,
+    config_from_short_form,
     get_kernel_progression_configs,
 )
 from flash_helpers.ptx import PtxError, SimulatorError
-from flash_helpers.registry.selection import UsageError, config_that_runs, require_whole_blocks
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
-from flash_helpers.runtime.simulator import load_kernel
+from flash_helpers.registry.selection import (
+    STEP_NAMES,
+    UsageError,
+    choose_kernels,
+    require_supported,
+)
+from flash_helpers.runtime.backend import KernelsNotRun
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE_FILE, KERNEL_FILE = "debug_pt.txt", "debug_cuda.txt"
@@ -34,18 +41,20 @@ Run one kernel in the simulator, read Q, K, S, m, l, P, V and O of every block o
 registers, and compare them with blockwise FlashAttention-2 in Python, which has the same order and
 the same roundings. {REFERENCE_FILE} holds the right values and {KERNEL_FILE} the kernel's, line by
 line; the last line of the output names the first quantity, block, warp and row that differs.
-With --device cuda the kernel runs on the GPU, where only its output can be seen.
+A kernel with a static row stride gets heads of a tensor that has it. With --device cuda the kernel
+runs on the GPU, where only its output can be seen.
 """
 
 EXAMPLES = """\
 examples:
-  the last version, on a sequence of 256:
+  the last step, on a sequence of 256:
     python tools/debug/debug.py 16
   inputs that one can count on one's fingers, what warp 1 has in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt
-  a kernel that is being worked on, compiled by hand with nvcc -ptx -lineinfo:
-    python tools/debug/debug.py 7 --dtype fp16 --ptx my_kernel.ptx
+  a kernel that is being worked on, compiled by hand with nvcc -ptx -lineinfo; its config is that of
+  the file's kernel:
+    python tools/debug/debug.py --ptx my_kernel.ptx
 
 exit status: 0 all agree within rounding, 1 something differs or the watcher found a fault, 2 wrong
 usage or nothing was run
@@ -55,12 +64,12 @@ usage or nothing was run
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "version", nargs="?", metavar="VERSION", help="7 or v7: its config in the progression"
-    )
+    parser.add_argument("step", nargs="?", metavar="STEP", help="9 or v9: its fixed config")
     parser.add_argument("--kernel", metavar="CONFIG", help="a config's short form, instead")
     parser.add_argument(
-        "--dtype", choices=[d.short for d in DType], help="(default: bf16, or what --kernel says)"
+        "--dtype",
+        choices=[d.short for d in DType],
+        help="(default: bf16, or what --kernel or --ptx says)",
     )
     parser.add_argument("--seq", type=int, default=256, help="sequence length (default: 256)")
     parser.add_argument("--heads", type=int, default=1, help="number of heads (default: 1)")
@@ -86,7 +95,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu, the simulator)"
     )
     parser.add_argument(
-        "--ptx", type=Path, metavar="FILE", help="simulate this PTX of the config instead"
+        "--ptx", type=Path, metavar="FILE", help="simulate this PTX instead of the library's"
+    )
+    parser.add_argument(
+        "--all-faults", action="store_true", help="print every fault, not the first"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "debug", metavar="DIR", help="(default: debug/)"
@@ -94,36 +106,37 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen_config(arguments: argparse.Namespace, shape: AttentionShape) -> FlashForwardKernelConfig:
-    """The config that the command line asks for, and that runs on the shape.
-
-    Raises ValueError if there is none.
-    """
-    if (arguments.version is None) == (arguments.kernel is None):
-        raise UsageError("give a VERSION or --kernel CONFIG, one of the two")
-    if arguments.kernel is not None:
-        config = FlashForwardKernelConfig.from_short_form(arguments.kernel)
-        if arguments.dtype not in (None, config.dtype.short):
-            raise UsageError(f"--dtype {arguments.dtype} is not that of {arguments.kernel}")
-    else:
+def chosen_config(arguments: argparse.Namespace) -> Config:
+    """The config that the command line asks for. Raises ValueError if there is none."""
+    if arguments.step and arguments.kernel:
+        raise UsageError("STEP and --kernel CONFIG both name a kernel: give one of the two")
+    if arguments.kernel:
+        config = config_from_short_form(arguments.kernel)
+    elif arguments.step:
         dtype = DType.from_name(arguments.dtype or "bf16")
-        known = {f"v{c.version}": c for c in get_kernel_progression_configs() if c.dtype == dtype}
-        name = f"v{arguments.version.removeprefix('v')}"
-        if name not in known:
-            raise UsageError(f"version {arguments.version}: choose one of {', '.join(known)}")
-        config = known[name]
-    config = config_that_runs(config, shape)
-    require_whole_blocks([config], shape)
+        fixed = get_kernel_progression_configs()
+        found = choose_kernels(fixed, [arguments.step], dtype)
+        if len(found) != 1:
+            raise UsageError(f"{arguments.step!r} is not one step; name one of {STEP_NAMES}")
+        (config,) = found
+    elif arguments.ptx:
+        config = config_of_ptx(arguments.ptx)
+    else:
+        raise UsageError("give a STEP, --kernel CONFIG or --ptx FILE")
+    if arguments.dtype not in (None, config.dtype.short):
+        raise UsageError(f"--dtype {arguments.dtype} is not that of {config.short_form()}")
+    if arguments.ptx:
+        config = config_of_ptx(arguments.ptx, config)
     return config
 
 
 def check_excerpt(
-    arguments: argparse.Namespace, config: FlashForwardKernelConfig, shape: AttentionShape
+    arguments: argparse.Namespace, config: Config, problem: AttentionForward
 ) -> Excerpt:
     """What is written down. Raises UsageError for a block or warp that does not exist."""
     for name, values, number in (
-        ("--block", arguments.block or [], shape.seq_len // config.B_c),
-        ("--row-block", [arguments.row_block], shape.seq_len // config.B_r),
+        ("--block", arguments.block or [], problem.seq_len // config.B_c),
+        ("--row-block", [arguments.row_block], problem.seq_len // config.B_r),
         ("--warp", [] if arguments.warp is None else [arguments.warp], config.n_warps),
     ):
         for value in values:
@@ -137,42 +150,34 @@ def compare(arguments: argparse.Namespace) -> int:
 
     Raises KernelsNotRun, OSError, PtxError and ValueError.
     """
-    shape = AttentionShape(batch=1, n_heads=arguments.heads, seq_len=arguments.seq)
-    config = chosen_config(arguments, shape)
-    excerpt = check_excerpt(arguments, config, shape)
-    dtype = getattr(torch, config.dtype.torch_name)
-    q, k, v = make_inputs(arguments.inputs, shape, dtype, seed=arguments.seed)
-    expected = tuple(blockwise_forward(config, q, k, v))
-    expected_output = finish(expected[-1], q.dtype)
-    faults = ""
-    if arguments.device == "cuda":
-        backend = find_backend("cuda")
-        on_device = [x.to(backend.device) for x in (q, k, v)]
-        on_device.append(torch.empty_like(on_device[0]))
-        backend.forward(config, *on_device)
-        output = on_device[-1].cpu()
-        steps, compared, ran = (), (), backend.description
-    else:
-        kernel = load_kernel(config, arguments.ptx or shipped_ptx(config))
-        try:
-            trace = trace_forward(config, kernel, q, k, v)
-        except SimulatorError as error:  # such as a kernel that does not end
-            print(error)
-            return 1
-        steps, compared, output = trace.steps, expected, trace.output
-        faults, ran = trace.run.report(), "the simulator"
-    head = f"{config.short_form()}, {shape}, inputs {arguments.inputs}, seed {arguments.seed}"
-    reference_text = excerpt_text(config, expected, expected_output, excerpt)
-    kernel_text = excerpt_text(config, steps, output, excerpt)
-    write_if_different(arguments.out / REFERENCE_FILE, f"{head}\n{reference_text}")
-    write_if_different(arguments.out / KERNEL_FILE, f"{head}\n{kernel_text}")
-    found = first_disagreement(config, steps, output, compared, expected_output)
-    print(f"{head}; {ran}")
+    config = chosen_config(arguments)
+    problem = AttentionForward(1, arguments.heads, arguments.seq, dtype=config.dtype)
+    require_supported([config], problem)
+    excerpt = check_excerpt(arguments, config, problem)
+    try:
+        found = compare_with_reference(
+            config,
+            problem,
+            distribution=arguments.inputs,
+            seed=arguments.seed,
+            device=arguments.device,
+            ptx=arguments.ptx,
+        )
+    except SimulatorError as error:  # such as a kernel that does not end
+        print(error)
+        return 1
+    head = f"{config.short_form()}, {problem}, inputs {arguments.inputs}, seed {arguments.seed}"
+    reference, kernel = found.texts(excerpt)
+    write_if_different(arguments.out / REFERENCE_FILE, f"{head}\n{reference}")
+    write_if_different(arguments.out / KERNEL_FILE, f"{head}\n{kernel}")
+    print(f"{head}; {found.ran}")
     print(f"{arguments.out / REFERENCE_FILE} and {KERNEL_FILE} written")
-    if faults:
-        print(faults)
-    print(f"first difference: {found}" if found else "all quantities agree within rounding")
-    return 1 if found or faults else 0
+    if found.faults:
+        all_of_them = "\n".join(map(str, found.faults))
+        print(all_of_them if arguments.all_faults else fault_summary(found.faults))
+    first = found.disagreement
+    print(f"first difference: {first}" if first else "all quantities agree within rounding")
+    return 1 if first or found.faults else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

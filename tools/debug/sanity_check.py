@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from flash_helpers.check.inputs import DISTRIBUTIONS, AttentionShape
+from flash_helpers.check.inputs import DISTRIBUTIONS
 from flash_helpers.check.sanity import (
     DEFAULT_SHAPE,
     SMALL_SHAPE,
@@ -22,6 +22,7 @@ from flash_helpers.check.sanity import (
     make_request,
 )
 from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
 from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
 from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
@@ -88,12 +89,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen_shape(arguments: argparse.Namespace) -> AttentionShape:
+def chosen_shape(arguments: argparse.Namespace) -> AttentionForward:
     """The shape that the command line asks for. Raises ValueError if a size is not positive."""
     shape = SMALL_SHAPE if arguments.small else DEFAULT_SHAPE
-    return AttentionShape(
+    return AttentionForward(
         batch=shape.batch if arguments.batch is None else arguments.batch,
-        n_heads=shape.n_heads if arguments.heads is None else arguments.heads,
+        heads=shape.heads if arguments.heads is None else arguments.heads,
         seq_len=shape.seq_len if arguments.seq is None else arguments.seq,
     )
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import MMA_K, FlashForwardKernelConfig
-
-FIRST_BACKWARD_VERSION = 13
-"""From this version on the blocks of keys are walked from the last to the first."""
+from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
+from flash_helpers.registry.ampere import MMA_K
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
 """What a step holds, in the order in which a kernel comes by it."""
@@ -52,14 +50,6 @@ class BlockStep:
     O: torch.Tensor  # noqa: E741
 
 
-def key_block_order(config: FlashForwardKernelConfig, seq_len: int) -> range:
-    """The blocks of keys in the order in which the config's kernel walks them."""
-    n_blocks = seq_len // config.B_c
-    if config.version >= FIRST_BACKWARD_VERSION:
-        return range(n_blocks - 1, -1, -1)
-    return range(n_blocks)
-
-
 def _add_product(C: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     """C (..., m, n) + A (..., m, k) @ B (..., k, n), rounded to fp32 after every 16 products."""
     for k in range(0, A.shape[-1], MMA_K):
@@ -84,14 +74,12 @@ def blockwise_forward(
 
     q, k, v: (batch, seq_len, n_heads, d_head), of the config's dtype, on the CPU.
 
-    Raises ValueError if seq_len is not a multiple of B_r and B_c, or d_head is not the config's.
+    Raises ValueError for a problem that the kernel does not take.
     """
     batch, seq_len, n_heads, d_head = q.shape
-    for name, rows in (("B_r", config.B_r), ("B_c", config.B_c)):
-        if seq_len % rows:
-            raise ValueError(f"seq_len {seq_len} is not a multiple of {name} {rows}")
-    if d_head != config.d_head:
-        raise ValueError(f"d_head {d_head} is not the {config.d_head} of {config.short_form()}")
+    problem = AttentionForward(batch, n_heads, seq_len, d_head, config.dtype)
+    if reason := config.refusal(problem):
+        raise ValueError(reason)
     # (batch, n_heads, blocks, rows, d_head)
     Q = q.transpose(1, 2).reshape(batch, n_heads, -1, config.B_r, d_head).float()
     keys = k.transpose(1, 2).reshape(batch, n_heads, -1, config.B_c, d_head).float()
@@ -104,7 +92,7 @@ def blockwise_forward(
     m = torch.full((*rows, 1), -torch.inf)
     l = torch.zeros(*rows, 1)  # noqa: E741
     O = torch.zeros(*rows, d_head)  # noqa: E741
-    for j in key_block_order(config, seq_len):
+    for j in config.key_blocks(seq_len):
         K, V = keys[:, :, j, None], values[:, :, j, None]
         S = _add_product(torch.zeros(*rows, config.B_c), Q, K.mT)
         scores = S if folded else S * scale

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from flash_helpers.check.blockwise import QUANTITIES, BlockStep
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.check.blockwise import QUANTITIES, BlockStep, blockwise_forward, finish
+from flash_helpers.check.inputs import make_inputs, tensors_for
+from flash_helpers.check.trace import trace_forward
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    Config,
+    FlashForwardKernelConfig,
+    find_config,
+)
+from flash_helpers.ptx import SimulatorError, load_ptx
+from flash_helpers.registry.config import difference_text
+from flash_helpers.runtime.backend import find_backend
+from flash_helpers.runtime.library import ptx_path
+from flash_helpers.runtime.simulator import load_kernel
 
 # What the quantity is off by, relative to the largest value of its row, when only roundings differ:
 # fp32 sums taken in another order, and one unit in the last place of ex2.
@@ -202,9 +215,111 @@ def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
         yield f"{first + row:6d}: {numbers}"
 
 
-def shipped_ptx(config: FlashForwardKernelConfig) -> Path:
-    """The PTX of a built kernel, which lies beside the library."""
-    # not at the top: flash_attention itself imports this package
-    from flash_attention import _simulator
+def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
+    """The config of the kernel in a PTX file: the one that was asked for, or the only one that the
+    file holds of the same step and dtype.
 
-    return _simulator.PTX_FOLDER / f"{config.short_form()}.ptx"
+    Raises OSError, PtxError, and ValueError if there is no such kernel, or several, saying how
+    those that are there differ from what was asked for.
+    """
+    there = [config for name in load_ptx(path).kernels if (config := find_config(name))]
+    if not there:
+        raise ValueError(f"{path} holds no kernel of this repository")
+    if asked in there:
+        return asked
+    if asked is None:
+        similar = there
+    else:
+        similar = [c for c in there if (c.step, c.dtype) == (asked.step, asked.dtype)]
+    if len(similar) == 1:
+        return similar[0]
+    named = asked.short_form() if asked else "one kernel"
+    listed = "\n  ".join(
+        f"{config.short_form()} ({difference_text(asked, config)})"
+        if asked
+        else config.short_form()
+        for config in there
+    )
+    raise ValueError(f"{path} does not hold {named}, but\n  {listed}")
+
+
+def fault_summary(faults: Sequence[SimulatorError]) -> str:
+    """The first fault whole, and how many more there are of which kind."""
+    first, *more = faults
+    if not more:
+        return str(first)
+    kinds = Counter(type(fault).__name__ for fault in more)
+    counted = ", ".join(f"{number} {name}" for name, number in kinds.most_common())
+    return f"{first}\nand {len(more)} more: {counted} (--all-faults prints them)"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A kernel that ran, and the reference beside it.
+
+    steps: empty where only the output can be seen. ran: where, in words. faults: that the watcher
+    found. disagreement: the first; None if all agree within rounding.
+    """
+
+    config: FlashForwardKernelConfig
+    steps: tuple[BlockStep, ...]
+    output: torch.Tensor
+    expected_steps: tuple[BlockStep, ...]
+    expected_output: torch.Tensor
+    ran: str
+    faults: tuple[SimulatorError, ...]
+
+    @property
+    def disagreement(self) -> Disagreement | None:
+        """The first element that is wrong, if any is."""
+        compared = self.expected_steps if self.steps else ()
+        return first_disagreement(
+            self.config, self.steps, self.output, compared, self.expected_output
+        )
+
+    def texts(self, excerpt: Excerpt) -> tuple[str, str]:
+        """The chosen part of the reference, and of the kernel."""
+        return (
+            excerpt_text(self.config, self.expected_steps, self.expected_output, excerpt),
+            excerpt_text(self.config, self.steps, self.output, excerpt),
+        )
+
+
+def compare_with_reference(
+    config: FlashForwardKernelConfig,
+    problem: AttentionForward,
+    *,
+    distribution: str = "normal",
+    seed: int = 0,
+    device: str = "cpu",
+    ptx: Path | None = None,
+) -> Comparison:
+    """Run a config's own kernel on a problem in its dtype, beside blockwise FlashAttention-2.
+
+    device: "cpu" simulates ptx, the library's by default, and looks into it; "cuda" runs the
+    library's kernel. Raises KernelsNotRun without a GPU; OSError, PtxError and ValueError.
+    """
+    dtype = getattr(torch, config.dtype.torch_name)
+    q, k, v = make_inputs(distribution, problem, dtype, seed=seed)
+    expected = tuple(blockwise_forward(config, q, k, v))
+    expected_output = finish(expected[-1], dtype)
+    if device == "cuda":
+        backend = find_backend("cuda")
+        tensors = {
+            name: tensor.to(backend.device) for name, tensor in tensors_for(config, q, k, v).items()
+        }
+        backend.forward(config, *tensors.values())
+        backend.synchronize()
+        output = tensors["o"].cpu().contiguous()
+        ran = backend.description
+        return Comparison(config, (), output, expected, expected_output, ran, ())
+    trace = trace_forward(config, load_kernel(config, ptx or ptx_path(config)), q, k, v)
+    return Comparison(
+        config,
+        trace.steps,
+        trace.output,
+        expected,
+        expected_output,
+        "the simulator",
+        trace.run.faults,
+    )

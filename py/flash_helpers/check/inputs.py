@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
+
+from flash_helpers.kernel_configs import AttentionForward, Config
 
 # Away from zero, so that an averaged V is a signal and not the noise that averaging leaves.
 MEAN = 0.5
@@ -20,34 +22,6 @@ OUTLIER_V_FACTOR = 8.0
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, order=True)
-class AttentionShape:
-    """Shape of Q, K, V and O: (batch, seq_len, n_heads, d_head)."""
-
-    batch: int
-    n_heads: int
-    seq_len: int
-    d_head: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "n_heads", "seq_len", "d_head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
-
-    @property
-    def size(self) -> tuple[int, int, int, int]:
-        """The tensor's dimensions, in order."""
-        return (self.batch, self.seq_len, self.n_heads, self.d_head)
-
-    @property
-    def row_stride(self) -> int:
-        """Elements from one position of the sequence to the next in a contiguous tensor."""
-        return self.n_heads * self.d_head
-
-    def __str__(self) -> str:
-        return f"batch {self.batch}, heads {self.n_heads}, seq {self.seq_len}, d_head {self.d_head}"
-
-
 @dataclass(frozen=True)
 class Distribution:
     """How Q, K and V are drawn.
@@ -57,19 +31,21 @@ class Distribution:
 
     name: str
     description: str
-    draw: Callable[[AttentionShape, torch.Generator], QKV]
+    draw: Callable[[AttentionForward, torch.Generator], QKV]
 
 
-def _normal(shape: AttentionShape, generator: torch.Generator, mean: float = MEAN) -> torch.Tensor:
-    noise = torch.randn(shape.size, generator=generator, device=generator.device)
+def _normal(
+    shape: AttentionForward, generator: torch.Generator, mean: float = MEAN
+) -> torch.Tensor:
+    noise = torch.randn(shape.shape, generator=generator, device=generator.device)
     return noise.add_(mean)
 
 
-def _draw_normal(shape: AttentionShape, generator: torch.Generator) -> QKV:
+def _draw_normal(shape: AttentionForward, generator: torch.Generator) -> QKV:
     return _normal(shape, generator), _normal(shape, generator), _normal(shape, generator)
 
 
-def _draw_large_logits(shape: AttentionShape, generator: torch.Generator) -> QKV:
+def _draw_large_logits(shape: AttentionForward, generator: torch.Generator) -> QKV:
     # q . k / sqrt(d_head) of unit normals has standard deviation 1
     factor = LARGE_LOGIT_STD**0.5
     q = _normal(shape, generator, mean=0.0).mul_(factor)
@@ -77,15 +53,15 @@ def _draw_large_logits(shape: AttentionShape, generator: torch.Generator) -> QKV
     return q, k, _normal(shape, generator)
 
 
-def _draw_constant_rows(shape: AttentionShape, generator: torch.Generator) -> QKV:
-    one_value_a_row = AttentionShape(shape.batch, shape.n_heads, shape.seq_len, d_head=1)
-    one_value_a_head = AttentionShape(shape.batch, shape.n_heads, seq_len=1, d_head=1)
-    q = _normal(one_value_a_row, generator).expand(shape.size).contiguous()
-    k = _normal(one_value_a_head, generator).expand(shape.size).contiguous()
+def _draw_constant_rows(shape: AttentionForward, generator: torch.Generator) -> QKV:
+    one_value_a_row = replace(shape, d_head=1)
+    one_value_a_head = replace(shape, seq_len=1, d_head=1)
+    q = _normal(one_value_a_row, generator).expand(shape.shape).contiguous()
+    k = _normal(one_value_a_head, generator).expand(shape.shape).contiguous()
     return q, k, _normal(shape, generator)
 
 
-def _draw_outliers(shape: AttentionShape, generator: torch.Generator) -> QKV:
+def _draw_outliers(shape: AttentionForward, generator: torch.Generator) -> QKV:
     q, k, v = _draw_normal(shape, generator)
     scores = torch.rand(shape.seq_len, generator=generator, device=generator.device)
     chosen = scores.topk(-(-shape.seq_len // OUTLIER_PERIOD)).indices
@@ -94,9 +70,9 @@ def _draw_outliers(shape: AttentionShape, generator: torch.Generator) -> QKV:
     return q, k, v
 
 
-def _draw_countable(shape: AttentionShape, generator: torch.Generator) -> QKV:
+def _draw_countable(shape: AttentionForward, generator: torch.Generator) -> QKV:
     batch, seq, head, column = torch.meshgrid(
-        *(torch.arange(n, device=generator.device) for n in shape.size), indexing="ij"
+        *(torch.arange(n, device=generator.device) for n in shape.shape), indexing="ij"
     )
     q = (seq + column) % 3 - 1
     k = (seq + 2 * column + head) % 3 - 1
@@ -137,7 +113,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
 
 def make_inputs(
     distribution: str,
-    shape: AttentionShape,
+    shape: AttentionForward,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -159,3 +135,23 @@ def make_inputs(
     generator = torch.Generator(device=device).manual_seed(seed)
     q, k, v = DISTRIBUTIONS[distribution].draw(shape, generator)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def tensors_for(
+    config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_stride: int = 0
+) -> dict[str, torch.Tensor]:
+    """q, k, v and an output o of NaN by name, with a row stride for which the config itself is
+    launched and none that takes over: where that is wider than the tensors' own, they are some
+    heads of wider ones.
+
+    q, k, v: (batch, seq_len, heads, d_head). row_stride: elements; 0 asks the config.
+    """
+    batch, seq_len, heads, d_head = q.shape
+    row_stride = row_stride or config.own_row_stride(
+        AttentionForward(batch, heads, seq_len, d_head)
+    )
+    found = {}
+    for name, values in (("q", q), ("k", k), ("v", v), ("o", torch.full_like(q, torch.nan))):
+        rows = values.new_zeros(batch, seq_len, max(row_stride, heads * d_head))
+        found[name] = rows[..., : heads * d_head].unflatten(-1, (heads, d_head)).copy_(values)
+    return found

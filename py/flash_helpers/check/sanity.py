@@ -11,7 +11,7 @@ import torch
 from tabulate import tabulate
 
 from flash_helpers.check.difference import OutputDifference, output_difference
-from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.check.reference import (
     AttentionError,
     AttentionReference,
@@ -19,26 +19,26 @@ from flash_helpers.check.reference import (
     measure_error,
 )
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    AttentionForward,
+    Config,
     DType,
-    FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.registry.selection import config_that_runs, require_whole_blocks, select_kernels
+from flash_helpers.registry.selection import require_supported, select_kernels
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.simulator import estimate_seconds
 
-DEFAULT_SHAPE = AttentionShape(batch=16, n_heads=16, seq_len=2048)
-SMALL_SHAPE = AttentionShape(batch=1, n_heads=1, seq_len=512)
+DEFAULT_SHAPE = AttentionForward(batch=16, heads=16, seq_len=2048)
+SMALL_SHAPE = AttentionForward(batch=1, heads=1, seq_len=512)
 
 
 @dataclass(frozen=True)
 class SanityRequest:
     """What is checked: the configs, on which inputs, and whether errors are told row by row."""
 
-    configs: tuple[FlashForwardKernelConfig, ...]
-    not_built: tuple[FlashForwardKernelConfig, ...]
-    shape: AttentionShape
+    configs: tuple[Config, ...]
+    not_built: tuple[Config, ...]
+    shape: AttentionForward
     distribution: str
     seed: int
     diff: bool
@@ -53,8 +53,8 @@ class KernelCheck:
     reason: why it failed, the faults found in it included; empty if it passed.
     """
 
-    config: FlashForwardKernelConfig
-    ran: FlashForwardKernelConfig
+    config: Config
+    ran: Config
     error: AttentionError | None
     bound: AttentionError
     reason: str
@@ -70,7 +70,7 @@ def make_request(
     backend: Backend,
     selectors: Sequence[str],
     dtypes: Sequence[DType],
-    shape: AttentionShape,
+    shape: AttentionForward,
     distribution: str,
     seed: int = 0,
     diff: bool = False,
@@ -82,7 +82,7 @@ def make_request(
     """
     progression = get_kernel_progression_configs()
     configs = select_kernels(backend.kernels, selectors, dtypes, default=progression)
-    require_whole_blocks(configs, shape)
+    require_supported(configs, shape)
     missing = [c for c in progression if c.dtype in dtypes and c not in backend.kernels]
     return SanityRequest(
         configs=tuple(configs),
@@ -111,13 +111,13 @@ def _reason(output: torch.Tensor, error: AttentionError, bound: AttentionError) 
 
 
 def _check_kernel(
-    config: FlashForwardKernelConfig,
+    config: Config,
     request: SanityRequest,
     backend: Backend,
     inputs: QKV,
     reference: AttentionReference,
 ) -> KernelCheck:
-    ran = config_that_runs(config, request.shape)
+    ran = config.runs_as(request.shape.strides())
     error = difference = None
     try:
         output = torch.full_like(inputs[0], torch.nan)
@@ -134,11 +134,7 @@ def _check_kernel(
 
 def estimated_seconds(request: SanityRequest) -> float:
     """About how long the simulator takes for a request."""
-    shape = request.shape
-    return sum(
-        estimate_seconds(config, shape.batch, shape.seq_len, shape.n_heads)
-        for config in request.configs
-    )
+    return len(request.configs) * estimate_seconds(request.shape)
 
 
 def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCheck]:
@@ -197,8 +193,8 @@ class SanityReport:
         return tabulate(
             [
                 (
-                    f"v{check.config.version}",
-                    VERSIONS[check.config.version].idea,
+                    check.config.step.id,
+                    check.config.step.idea,
                     check.config.short_form(),
                     check.config.dtype.short,
                     f"{check.error.max_abs:.2e}" if check.error else "-",
@@ -209,7 +205,7 @@ class SanityReport:
                 for check in self.checks
             ],
             headers=(
-                "version",
+                "step",
                 "idea",
                 "config",
                 "dtype",
@@ -272,8 +268,8 @@ class SanityReport:
 
 def _check_as_json(check: KernelCheck) -> dict[str, Any]:
     return {
-        "version": check.config.version,
-        "idea": VERSIONS[check.config.version].idea,
+        "step": check.config.step.id,
+        "idea": check.config.step.idea,
         "config": check.config.short_form(),
         "ran": check.ran.short_form(),
         "dtype": check.config.dtype.short,

@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from flash_helpers.check.blockwise import BlockStep, key_block_order
-from flash_helpers.kernel_configs import MMA_K, MMA_M, FlashForwardKernelConfig
+from flash_helpers.check.blockwise import BlockStep
+from flash_helpers.check.inputs import tensors_for
+from flash_helpers.gpu import WARP
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.ptx import Kernel, Observation, Observer, Run
 from flash_helpers.ptx.read.module import Instruction, Operand, Register
 from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
-from flash_helpers.runtime.simulator import run_forward
+from flash_helpers.registry.ampere import MMA_K, MMA_M, MMA_N
+from flash_helpers.runtime.simulator import run_kernel
 
 MAX_TRACE_BYTES = 2**30
-_MMA_N = 8
-_WARP = 32
 _QUAD = 4
 
 
@@ -118,17 +119,16 @@ def _plan(config: FlashForwardKernelConfig, kernel: Kernel) -> _Plan:
             "compare: trace the same config with kv_stages 1"
         )
     instructions = kernel.program.instructions
-    n_rows = config.B_r // config.n_warps // MMA_M
     mmas = [i for i in instructions if i.name == "mma"]
     products = [
         _Product(is_scores, k, column, row, is_last=k == depth - 1)
         for is_scores, depth, columns in (
-            (True, config.d_head // MMA_K, config.B_c // _MMA_N),
-            (False, config.B_c // MMA_K, config.d_head // _MMA_N),
+            (True, config.d_head // MMA_K, config.B_c // MMA_N),
+            (False, config.B_c // MMA_K, config.d_head // MMA_N),
         )
         for k in range(depth)
         for column in range(columns)
-        for row in range(n_rows)
+        for row in range(config.row_tiles)
     ]
     if not mmas or len(mmas) % len(products):
         raise UntraceableKernel(
@@ -138,7 +138,7 @@ def _plan(config: FlashForwardKernelConfig, kernel: Kernel) -> _Plan:
     flow = _DataFlow.of(instructions)
     maxima = _row_maxima(flow, instructions)
     sums = _row_sums(flow, instructions)
-    n_halves = 2 * n_rows
+    n_halves = 2 * config.row_tiles
     n_copies = len(mmas) // len(products)
     for name, found, wanted in (
         ("maxima", len(maxima), n_halves * n_copies),
@@ -256,7 +256,7 @@ class _Recorder:
 
     def _warps(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
         """Thread block and warp of each warp that takes part."""
-        return self._blocks(observation.blocks[::_WARP]), observation.warps[::_WARP]
+        return self._blocks(observation.blocks[::WARP]), observation.warps[::WARP]
 
     def _see_product(self, observation: Observation, product: _Product) -> None:
         a_type = observation.instruction.types[1]
@@ -269,7 +269,7 @@ class _Recorder:
         rows_of_warp = self.config.B_r // self.config.n_warps
         rows = (warp * rows_of_warp + product.row * MMA_M)[:, None, None]
         rows = rows + np.arange(MMA_M)[:, None]
-        columns = product.column * _MMA_N + np.arange(_MMA_N)
+        columns = product.column * MMA_N + np.arange(MMA_N)
         depth = product.k * MMA_K + np.arange(MMA_K)
         place = (block[:, None, None], key_block[:, None, None])
         whose = warp[:, None, None]
@@ -288,7 +288,7 @@ class _Recorder:
     def _see_row(self, observation: Observation, name: str, half: int) -> None:
         block, warp = self._blocks(observation.blocks), observation.warps
         key_block = self.begun[block, warp] - 1
-        lane = observation.lanes % _WARP
+        lane = observation.lanes % WARP
         rows_of_warp = self.config.B_r // self.config.n_warps
         row = warp * rows_of_warp + half * 8 + lane // _QUAD
         value = observation.value(observation.instruction.operands[0], "f32")
@@ -311,7 +311,7 @@ class _Recorder:
                     for name, array in arrays.items()
                 },
             )
-            for n, key_block in enumerate(key_block_order(self.config, seq_len))
+            for n, key_block in enumerate(self.config.key_blocks(seq_len))
         )
 
 
@@ -350,6 +350,6 @@ def trace_forward(
     plan = _plan(config, kernel)
     recorder = _Recorder.make(config, plan, batch, seq_len, n_heads)
     observer = Observer(plan.wants, recorder.see)
-    output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    _, run = run_forward(config, kernel, q, k, v, output, keep_going=True, observer=observer)
-    return KernelTrace(recorder.steps(batch, seq_len), output, run)
+    tensors = tensors_for(config, q, k, v)
+    run = run_kernel(config, kernel, tensors, keep_going=True, observer=observer)
+    return KernelTrace(recorder.steps(batch, seq_len), tensors["o"].contiguous(), run)

@@ -1,8 +1,8 @@
 """Builds the kernel library: one object a kernel, in parallel, and only what has changed.
 
-Everything between is kept in `build/kernels` below the root of the repository:
-`<unit>.cu`, `.o`, `.ptx`, `.log` (what ptxas -v said) and `.json` (what the object was made from).
-Standard library only.
+Everything between is kept below the root of the repository: in `build/maps` each family's map, in
+`build/kernels` `<unit>.cu`, `.o`, `.ptx`, `.log` (what ptxas -v said) and `.json` (what the object
+was made from). Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -22,21 +21,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header, kernel_unit
+from flash_helpers.compile.codegen import (
+    BEST_PATTERN,
+    CONFIG_FOLDER,
+    kernel_map_header,
+    kernel_unit,
+)
+from flash_helpers.compile.compiler import Finished, run_compilers
 from flash_helpers.compile.toolchain import BuildError, Toolchain
 from flash_helpers.files import write_if_different
+from flash_helpers.kernel_configs import FAMILIES, Config
 
 LIBRARY = "libflash_attention.so"
 PTX_FOLDER = "ptx"
 LOG_FOLDER = "ptxas"
-CONFIG_FOLDER = "configs"  # below the root and in the package: the fastest configs of each GPU
-BEST_PATTERN = "best_*.json"
+MAP_FOLDER = "build/maps"
 
 _LIBRARY_SOURCE = "src/flash_attention.cu"
 COMPILE_FLAGS = (
     "-std=c++20",
     "-O3",
     "-lineinfo",
+    f"-I{MAP_FOLDER}",
     "-Isrc/include",
     "-I.",
     "-Xcompiler",
@@ -48,46 +54,32 @@ COMPILE_FLAGS = (
 _LINK_FLAGS = ("-shared", "--cudart", "static")
 # Hidden visibility alone lets through what the C++ library's headers mark as default.
 _EXPORTS = "{ global: flash_*; local: *; };\n"
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One translation unit: its name, its source relative to the root, and extra flags."""
+    """One translation unit: its name, its source relative to the root, what it is compiled for
+    (such as "80" or "90a"), and extra flags."""
 
     name: str
     source: str
+    targets: tuple[str, ...]
     flags: tuple[str, ...] = ()
     is_kernel: bool = True
 
 
-@dataclass(frozen=True)
-class _Job:
-    unit: Unit
-    process: subprocess.Popen[bytes]
-    scratch: Path
-    started: float
+def architecture_names(targets: Sequence[str]) -> str:
+    """What the library is built for, e.g. "sm_80 sm_90 compute_80": it carries the PTX of the first
+    for GPUs that it holds no machine code for."""
+    return " ".join([*(f"sm_{target}" for target in targets), f"compute_{targets[0]}"])
 
 
-def virtual_architecture(architectures: Sequence[int]) -> int:
-    """The architecture whose PTX the library carries for GPUs that it holds no machine code for."""
-    return min(architectures)
-
-
-def architecture_names(architectures: Sequence[int]) -> str:
-    """What the library is built for, e.g. "sm_80 sm_90 compute_80"."""
-    names = [f"sm_{architecture}" for architecture in architectures]
-    return " ".join([*names, f"compute_{virtual_architecture(architectures)}"])
-
-
-def gencode_flags(architectures: Sequence[int]) -> list[str]:
-    """nvcc's flags for machine code for each architecture, and PTX for the lowest."""
+def gencode_flags(targets: Sequence[str]) -> list[str]:
+    """nvcc's flags for machine code for each target, and PTX for the first."""
     flags = []
-    for architecture in architectures:
-        code = f"sm_{architecture}"
-        if architecture == virtual_architecture(architectures):
-            code = f"[{code},compute_{architecture}]"
-        flags += ["-gencode", f"arch=compute_{architecture},code={code}"]
+    for target in targets:
+        code = f"[sm_{target},compute_{target}]" if target == targets[0] else f"sm_{target}"
+        flags += ["-gencode", f"arch=compute_{target},code={code}"]
     return flags
 
 
@@ -110,7 +102,7 @@ def dependencies(makefile: str) -> list[str]:
 class LibraryBuild:
     """One build of the library in the repository at `root`.
 
-    report: receives progress, a line at a time.
+    configs: the kernels that it holds. report: receives progress, a line at a time.
     """
 
     def __init__(
@@ -120,12 +112,14 @@ class LibraryBuild:
         architectures: Sequence[int],
         jobs: int,
         report: Callable[[str], None],
+        configs: Iterable[Config],
     ) -> None:
         self.root = root.resolve()
         self.toolchain = toolchain
         self.architectures = tuple(architectures)
         self.jobs = jobs
         self.report = report
+        self.configs = tuple(configs)
         self.folder = self.root / "build" / "kernels"
 
     def run(self, package: Path) -> None:
@@ -139,7 +133,12 @@ class LibraryBuild:
         stale = [unit for unit in units if not self._is_fresh(unit)]
         if len(stale) < len(units):
             self.report(f"{len(units) - len(stale)} of {len(units)} units are up to date")
-        self._compile(stale)
+        with contextlib.closing(
+            run_compilers(stale, self._compile_command, self.root, self.folder, self.jobs)
+        ) as finished:
+            for done, compiled in enumerate(finished, start=1):
+                self._keep(compiled)
+                self._report_unit(compiled, f"[{done:{len(str(len(stale)))}}/{len(stale)}]")
         self._link(units, package)
         kernels = [unit.name for unit in units if unit.is_kernel]
         self._publish(kernels, "ptx", package / PTX_FOLDER)
@@ -147,15 +146,26 @@ class LibraryBuild:
         self._publish_best_configs(package / CONFIG_FOLDER)
 
     def _units(self) -> list[Unit]:
-        names = architecture_names(self.architectures)
-        flags = (f'-DFLASH_ATTENTION_ARCHS="{names}"',)
-        units = [Unit("flash_attention", _LIBRARY_SOURCE, flags, is_kernel=False)]
-        for config in configs_in_header((self.root / MAP_HEADER).read_text()):
-            name = config.short_form()
-            source = self._file(name, "cu")
-            write_if_different(source, kernel_unit(config))
-            units.append(Unit(name, self._in_repository(source)))
-        return units
+        """Write what the generator makes of the configs, and list what there is to compile."""
+        kernels: list[Unit] = []
+        for family in FAMILIES.values():
+            targets = family.targets_for(self.architectures)
+            own = [config for config in self.configs if config.family is family and targets]
+            if not targets:
+                self.report(f"family {family.name} needs sm_{' or sm_'.join(family.targets)}")
+            maps = self.root / MAP_FOLDER / family.map_header.name
+            write_if_different(maps, kernel_map_header(family, own))
+            for config in own:
+                name = config.short_form()
+                source = self._file(name, "cu")
+                write_if_different(source, kernel_unit(config))
+                kernels.append(Unit(name, self._in_repository(source), targets))
+        targets = tuple(dict.fromkeys(target for unit in kernels for target in unit.targets))
+        if not targets:
+            raise BuildError("a library needs at least one kernel: no config was given")
+        flags = (f'-DFLASH_ATTENTION_ARCHS="{architecture_names(targets)}"',)
+        host = Unit("flash_attention", _LIBRARY_SOURCE, targets, flags, is_kernel=False)
+        return [host, *kernels]
 
     def _file(self, name: str, suffix: str) -> Path:
         return self.folder / f"{name}.{suffix}"
@@ -164,7 +174,7 @@ class LibraryBuild:
         return path.relative_to(self.root).as_posix()
 
     def _flags(self, unit: Unit) -> list[str]:
-        return [*COMPILE_FLAGS, *gencode_flags(self.architectures), *unit.flags]
+        return [*COMPILE_FLAGS, *gencode_flags(unit.targets), *unit.flags]
 
     def _key(self, flags: Sequence[str], inputs: Iterable[str]) -> str | None:
         """Digest of all that an output depends on; None if an input is gone."""
@@ -197,36 +207,6 @@ class LibraryBuild:
         outputs = [self._file(unit.name, suffix) for suffix in self._suffixes(unit)]
         return self._stamp_matches(unit.name, self._flags(unit), outputs)
 
-    def _compile(self, units: Sequence[Unit]) -> None:
-        waiting = list(reversed(units))
-        running: list[_Job] = []
-        done = 0
-        try:
-            while waiting or running:
-                while waiting and len(running) < self.jobs:
-                    running.append(self._start(waiting.pop()))
-                finished = [job for job in running if job.process.poll() is not None]
-                if not finished:
-                    time.sleep(_POLL_SECONDS)
-                for job in finished:
-                    self._finish(job)
-                    running.remove(job)
-                    done += 1
-                    self._report_unit(job, done, len(units))
-        finally:
-            for job in running:
-                kill_group(job.process)
-                shutil.rmtree(job.scratch, ignore_errors=True)
-
-    def _start(self, unit: Unit) -> _Job:
-        scratch = Path(tempfile.mkdtemp(dir=self.folder, prefix=".compiling-"))
-        try:
-            process = start_compiler(self._compile_command(unit, scratch), self.root, scratch)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        return _Job(unit, process, scratch, time.monotonic())
-
     def _compile_command(self, unit: Unit, scratch: Path) -> list[str]:
         # Paths are relative to the root, where nvcc runs: they end up in the line tables.
         keep = self._in_repository(scratch)
@@ -238,33 +218,29 @@ class LibraryBuild:
             *("-c", unit.source, "-o", f"{keep}/object"),
         ]
 
-    def _finish(self, job: _Job) -> None:
-        unit, scratch = job.unit, job.scratch
-        log = (scratch / "log").read_text(errors="replace")
-        if job.process.returncode:
-            command = shlex.join(self._compile_command(unit, scratch))
+    def _keep(self, compiled: Finished[Unit]) -> None:
+        unit, scratch = compiled.item, compiled.scratch
+        if compiled.status:
             raise BuildError(
-                f"{unit.name}: nvcc failed with exit status {job.process.returncode}\n"
-                f"{command}\n{log}"
+                f"{unit.name}: nvcc failed with exit status {compiled.status}\n"
+                f"{shlex.join(compiled.command)}\n{compiled.log}"
             )
         inputs = self._inputs_in_repository((scratch / "dependencies").read_text())
         # Without its stamp a unit is stale: never is there an old stamp beside a new object.
         self._file(unit.name, "json").unlink(missing_ok=True)
         (scratch / "object").replace(self._file(unit.name, "o"))
-        write_if_different(self._file(unit.name, "log"), log)
+        write_if_different(self._file(unit.name, "log"), compiled.log)
         if unit.is_kernel:
             write_if_different(self._file(unit.name, "ptx"), self._ptx(unit, scratch))
         self._write_stamp(unit.name, self._flags(unit), inputs)
-        shutil.rmtree(scratch)
 
     def _inputs_in_repository(self, makefile: str) -> list[str]:
         paths = {(self.root / path).resolve() for path in dependencies(makefile)}
         return sorted(self._in_repository(path) for path in paths if path.is_relative_to(self.root))
 
     def _ptx(self, unit: Unit, scratch: Path) -> str:
-        architecture = virtual_architecture(self.architectures)
         # nvcc puts the architecture in the name only if there are several
-        for name in (f"{unit.name}.compute_{architecture}.ptx", f"{unit.name}.ptx"):
+        for name in (f"{unit.name}.compute_{unit.targets[0]}.ptx", f"{unit.name}.ptx"):
             if (scratch / name).is_file():
                 # The sources in it are named as seen from the root, wherever that was.
                 return (
@@ -272,10 +248,9 @@ class LibraryBuild:
                 )
         raise BuildError(f"{unit.name}: {self.toolchain.nvcc} --keep left no PTX in {scratch}")
 
-    def _report_unit(self, job: _Job, done: int, total: int) -> None:
-        seconds = time.monotonic() - job.started
-        self.report(f"[{done:{len(str(total))}}/{total}] {job.unit.name} {seconds:.1f} s")
-        for line in self._file(job.unit.name, "log").read_text().splitlines():
+    def _report_unit(self, compiled: Finished[Unit], place: str) -> None:
+        self.report(f"{place} {compiled.item.name} {compiled.seconds:.1f} s")
+        for line in compiled.log.splitlines():
             if "warning" in line.lower():
                 self.report(line)
 
@@ -330,25 +305,6 @@ def _mirror(files: Sequence[Path], folder: Path) -> None:
     for path in folder.iterdir():
         if path.name not in names:
             path.unlink()
-
-
-def start_compiler(command: Sequence[str], root: Path, scratch: Path) -> subprocess.Popen[bytes]:
-    """Start nvcc in `root`, with what it says in the file `log` of `scratch`; see `kill_group`."""
-    with (scratch / "log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            cwd=root,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that nvcc's own children can be ended with it
-        )
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session, and its children."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def copy_built_files(package: Path, destination: Path) -> None:

@@ -1,100 +1,152 @@
-"""Source text made from configs: one translation unit a kernel, and the map from config to kernel.
+"""Source text made from configs: one translation unit a kernel, and each family's map from config
+to kernel.
 
-The committed map (`MAP_HEADER`) is the list of kernels that the library is built from, so it can be
-read back: `configs_in_header`. Standard library only.
+The maps are outputs. What is built is told by `configs_to_build`: the registry, the fastest configs
+that sweeps have found (configs/best_*.json), and what a user adds (configs/local.json). Standard
+library only.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from pathlib import PurePosixPath
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from flash_helpers.kernel_configs import VERSIONS, DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import FAMILIES, Config, get_kernels_to_build, read_configs
+from flash_helpers.registry.families import with_siblings
+from flash_helpers.registry.family import Family
 
-MAP_HEADER = PurePosixPath("src/include/flash_kernels.cuh")
 GENERATOR = "tools/build/generate_kernel_instantiations.py"
+CONFIG_FOLDER = "configs"  # below the root, and in the package: the fastest configs of each GPU
+BEST_PATTERN = "best_*.json"
+LOCAL_CONFIGS = f"{CONFIG_FOLDER}/local.json"
+STRUCT_HEADER = "src/include/flash_attention.cuh"
 
-# Fields that share a line of an entry.
-_ENTRY_LINES = (
-    ("version", "dtype", "d_head", "B_r", "B_c", "n_warps"),
-    ("async_copy", "eager_load_blocks", "swizzled"),
-    ("Q_mma_load_K_tiles", "K_mma_load_K_tiles", "V_mma_load_K_tiles"),
-    ("mma_double_buffer_loads", "optimized_softmax", "static_row_stride"),
-    ("kv_stages", "lazy_rescale", "mma_row_sum"),
-)
-_ENTRY = re.compile(r"\{\{(?P<fields>\.version = [^{}]*)\},\s*(?P<function>\w+)\(\)\}")
-_FIELD = re.compile(r"\.(\w+) = ([\w:]+)")
+_FIELDS_BEGIN, _FIELDS_END = "    // fields:begin", "    // fields:end"
+_WIDTH = 100
 
 
-def _cpp_value(value: object) -> str:
-    if isinstance(value, DType):
-        return f"DType::{value.name}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+def read_config_file(path: Path) -> list[Config]:
+    """The configs of a JSON file. Raises OSError, and ValueError that names the file."""
+    try:
+        return read_configs(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _python_value(text: str) -> DType | bool | int:
-    if text in ("true", "false"):
-        return text == "true"
-    if text.startswith("DType::"):
-        return DType[text.removeprefix("DType::")]
-    return int(text)
+def committed_configs(root: Path) -> list[Config]:
+    """The registry's configs and the fastest that sweeps have found: what the committed maps hold,
+    in order. Raises OSError and ValueError."""
+    best = sorted((root / CONFIG_FOLDER).glob(BEST_PATTERN))
+    found = [config for path in best for config in read_config_file(path)]
+    return with_siblings([*get_kernels_to_build(), *found])
 
 
-def _initializer(config: FlashForwardKernelConfig, indent: str) -> str:
-    lines = (
-        ", ".join(f".{name} = {_cpp_value(getattr(config, name))}" for name in names)
-        for names in _ENTRY_LINES
+def configs_to_build(root: Path) -> list[Config]:
+    """The committed configs and what the user of this checkout has added, in order.
+
+    Raises OSError and ValueError.
+    """
+    local = root / LOCAL_CONFIGS
+    return with_siblings(
+        [*committed_configs(root), *(read_config_file(local) if local.is_file() else ())]
     )
-    return "{" + f",\n{indent} ".join(lines) + "}"
 
 
-def kernel_function(config: FlashForwardKernelConfig) -> str:
-    """Name of the C++ function that returns the `ForwardKernel` of `config`."""
-    return f"{config.short_form()}_kernel"
+def local_configs_text(configs: Iterable[Config]) -> str:
+    """The file of the configs that a user adds: short forms, sorted, each once."""
+    names = [config.short_form() for config in sorted(set(configs))]
+    return json.dumps(names, indent=1) + "\n"
 
 
-def kernel_unit(config: FlashForwardKernelConfig) -> str:
-    """Translation unit of one kernel.
+def generated_files(root: Path, configs: Sequence[Config]) -> dict[Path, tuple[str, str]]:
+    """The committed files that are made from the registry, relative to the root: their text as it
+    is, empty if there is none, and as it should be. Raises OSError and ValueError."""
+    found = {}
+    for family in FAMILIES.values():
+        path = Path(family.map_header)
+        old = (root / path).read_text() if (root / path).is_file() else ""
+        found[path] = (old, kernel_map_header(family, configs))
+    header = (root / STRUCT_HEADER).read_text()
+    with_all = header
+    for family in FAMILIES.values():
+        with_all = with_fields(with_all, family)
+    return {**found, Path(STRUCT_HEADER): (header, with_all)}
+
+
+def with_fields(header: str, family: Family) -> str:
+    """A C++ header with the fields of the family's config between the markers of its struct.
+
+    Raises ValueError unless the struct is there, with each marker once.
+    """
+    name = family.config.__name__
+    struct, begin, rest = header.partition(f"struct {name} {{\n{_FIELDS_BEGIN}")
+    _, end, after = rest.partition(_FIELDS_END)
+    if not begin or not end:
+        raise ValueError(f"no struct {name} with {_FIELDS_BEGIN.strip()} and {_FIELDS_END.strip()}")
+    return f"{struct}{begin}\n{family.config.cpp_fields()}\n{end}{after}"
+
+
+def _initializer(config: Config, indent: int) -> str:
+    lines = textwrap.wrap(config.cpp_initializer(), _WIDTH - indent, break_on_hyphens=False)
+    return f"\n{' ' * indent} ".join(lines)
+
+
+def kernel_function(name: str) -> str:
+    """The C++ function that returns the `Kernel` of that name."""
+    return f"{name}_kernel"
+
+
+def kernel_unit(config: Config, name: str = "", header: str = "", members: str = "") -> str:
+    """Translation unit of one kernel, which holds C++ and Python to the same arguments and launch.
 
     It is compiled from the root of the repository with that folder and src/include on the
     include path.
+
+    name: of the kernel, its short form by default. header: that has the kernel, the step's by
+    default. members: C++ that the struct of the config has besides.
     """
-    name = config.short_form()
-    version = VERSIONS[config.version]
+    name = name or config.short_form()
+    step, family = config.step, config.family
     return f"""\
 #include "flash_attention.cuh"
-#include "{version.source}"
+#include "{header or step.source}"
+
+#include <cstddef>
+
+{family.arguments.assertions()}
 
 struct {name} {{
-    static constexpr FlashForwardKernelConfig value =
-        {_initializer(config, " " * 8)};
-}};
+    static constexpr {type(config).__name__} value =
+        {_initializer(config, 8)};
+{members}}};
+using Kernels = {name};
 
-ForwardKernel {kernel_function(config)}() {{
-    return make_forward_kernel<{name}>({version.namespace}::forward_kernel<{name}>);
+static_assert(Kernels::value.n_threads() == {config.n_threads});
+static_assert(Kernels::value.smem_bytes() == {config.smem_bytes});
+
+Kernel {kernel_function(name)}() {{
+    const auto kernel = {step.namespace}::{family.kernel}<Kernels>;
+    return {{"{name}", reinterpret_cast<const void *>(kernel)}};
 }}
 """
 
 
-def kernel_map_header(configs: Iterable[FlashForwardKernelConfig]) -> str:
-    """Text of the map header for `configs`, sorted, each once.
-
-    Raises ValueError without configs.
-    """
-    ordered = sorted(set(configs))
-    if not ordered:
-        raise ValueError("a library needs at least one kernel: no configs were given")
-    declarations = "\n".join(f"ForwardKernel {kernel_function(config)}();" for config in ordered)
+def kernel_map_header(family: Family, configs: Iterable[Config]) -> str:
+    """Text of a family's map header for those of `configs` that are the family's, sorted, each
+    once."""
+    ordered = sorted({config for config in configs if config.family is family})
+    names = [kernel_function(config.short_form()) for config in ordered]
+    declarations = "\n".join(f"Kernel {name}();" for name in names)
     entries = "\n".join(
-        f"    {{{_initializer(config, ' ' * 5)},\n     {kernel_function(config)}()}},"
-        for config in ordered
+        f"    {{{_initializer(config, 5)},\n     {name}()}},"
+        for config, name in zip(ordered, names, strict=True)
     )
     return f"""\
 // GENERATED by {GENERATOR}; do not edit.
-// Every kernel of the library, one unit each: setup.py builds what stands here.
+// The kernels of family {family.name}, one unit each. The library is built from its like in
+// build/maps, which holds the configs of {LOCAL_CONFIGS}, too.
 
 #pragma once
 
@@ -105,29 +157,8 @@ def kernel_map_header(configs: Iterable[FlashForwardKernelConfig]) -> str:
 // clang-format off
 {declarations}
 
-inline const std::map<FlashForwardKernelConfig, ForwardKernel> forward_kernels = {{
+inline const std::map<{family.config.__name__}, Kernel> {family.name}_kernels = {{
 {entries}
 }};
 // clang-format on
 """
-
-
-def configs_in_header(text: str) -> list[FlashForwardKernelConfig]:
-    """The configs of a map header, in its order: inverse of `kernel_map_header`.
-
-    Raises ValueError for a header that the generator cannot have written.
-    """
-    configs = []
-    for entry in _ENTRY.finditer(text):
-        config = FlashForwardKernelConfig.from_dict(
-            {name: _python_value(value) for name, value in _FIELD.findall(entry["fields"])}
-        )
-        if entry["function"] != kernel_function(config):
-            raise ValueError(
-                f"{MAP_HEADER.name} maps {config.short_form()} to {entry['function']}: "
-                f"run {GENERATOR}"
-            )
-        configs.append(config)
-    if not configs:
-        raise ValueError(f"{MAP_HEADER.name} holds no kernel: run {GENERATOR}")
-    return configs

@@ -4,28 +4,40 @@ was made from. Nothing is installed. Standard library and pyelftools only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.compile.build import COMPILE_FLAGS, kill_group, start_compiler
+from flash_helpers.compile.build import COMPILE_FLAGS
 from flash_helpers.compile.codegen import kernel_unit
+from flash_helpers.compile.compiler import Finished, run_compilers
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.sass.read.elf import EM_CUDA, elf_machine, read_elf
 
-_POLL_SECONDS = 0.02
 _INCLUDE = re.compile(r'^\s*#include "(.*)"', re.MULTILINE)
 _TEXT = ".text."
+_SEQ_LEN = 1 << 14  # of a launch whose geometry tells kernels apart
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel to compile. unit: its translation unit. config: what it is launched as."""
+
+    name: str
+    config: Config
+    unit: str
+
+    @classmethod
+    def of(cls, config: Config) -> Source:
+        """The kernel that the library has of a config."""
+        return cls(config.short_form(), config, kernel_unit(config))
 
 
 @dataclass(frozen=True)
@@ -36,32 +48,28 @@ class Cubin:
     with it, and the launch's geometry. Kernels with the same code take the same time.
     """
 
-    config: FlashForwardKernelConfig
+    source: Source
     path: Path
     symbol: str
     code: str
     report: PtxasReport
 
+    @property
+    def config(self) -> Config:
+        """What it is launched as."""
+        return self.source.config
+
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one config: a cubin, or the reason why there is none."""
+    """What became of one source: a cubin, or the reason why there is none."""
 
-    config: FlashForwardKernelConfig
+    source: Source
     cubin: Cubin | None
     failure: str = ""
 
 
-@dataclass(frozen=True)
-class _Job:
-    config: FlashForwardKernelConfig
-    target: Path
-    process: subprocess.Popen[bytes]
-    scratch: Path
-    started: float
-
-
-def sources(root: Path, unit: str) -> list[Path]:
+def included_files(root: Path, unit: str) -> list[Path]:
     """The files of the repository that a unit includes, directly or not; sorted."""
     found: set[Path] = set()
 
@@ -77,15 +85,17 @@ def sources(root: Path, unit: str) -> list[Path]:
     return sorted(found)
 
 
-def read_code(path: Path, config: FlashForwardKernelConfig, registers: int) -> tuple[str, str]:
+def read_code(path: Path, config: Config, registers: int) -> tuple[str, str]:
     """The kernel's symbol in a cubin, and its code (see `Cubin`).
 
     registers: a thread, which not every cubin has in its section headers.
 
     Raises ValueError unless the file is a cubin of one kernel.
     """
-    launch = f"{config.B_r} {config.n_threads} {config.smem_bytes} {registers}"
-    digest = hashlib.sha256(launch.encode())
+    problem = AttentionForward(1, 1, _SEQ_LEN, dtype=config.dtype)
+    launches = config.launch(problem, problem.strides())
+    geometry = [(found.grid, found.block, found.shared_bytes) for found in launches]
+    digest = hashlib.sha256(f"{geometry} {registers}".encode())
     symbols = []
     data = path.read_bytes()
     if elf_machine(data) != EM_CUDA:
@@ -124,99 +134,67 @@ class CubinCompiler:
         self.architecture = architecture
         self.jobs = jobs
         self.timeout_s = timeout_s
-        # The text of a version's sources is the same for all of its configs.
-        self._source_digests: dict[int, str] = {}
+        # The sources of a step are the same for all of its configs.
+        self._source_digests: dict[tuple[str, ...], str] = {}
 
-    def compile_all(self, configs: Sequence[FlashForwardKernelConfig]) -> Iterator[Compiled]:
-        """What becomes of each config, as it becomes known; those that are there already first.
+    def compile_all(self, sources: Sequence[Source]) -> Iterator[Compiled]:
+        """What becomes of each source, as it becomes known; those that are there already first.
 
         Compilers run on between two results. They are ended if the iterator is closed.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        waiting: list[tuple[FlashForwardKernelConfig, Path]] = []
-        for config in configs:
-            target = self._target(config)
+        targets = {source: self._target(source) for source in sources}
+        for source, target in targets.items():
             if target.is_file():
-                yield self._compiled(config, target)
-            else:
-                waiting.append((config, target))
-        waiting.reverse()
-        running: list[_Job] = []
-        try:
-            while waiting or running:
-                while waiting and len(running) < self.jobs:
-                    running.append(self._start(*waiting.pop()))
-                job = next((job for job in running if self._has_ended(job)), None)
-                if job is None:
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                running.remove(job)
-                yield self._finish(job)
-        finally:
-            for job in running:
-                kill_group(job.process)
-                shutil.rmtree(job.scratch, ignore_errors=True)
+                yield self._compiled(source, target)
+        missing = [source for source, target in targets.items() if not target.is_file()]
+        with contextlib.closing(
+            run_compilers(missing, self._command, self.root, self.folder, self.jobs, self.timeout_s)
+        ) as running:
+            for finished in running:
+                yield self._keep(finished, targets[finished.item])
 
-    def _flags(self) -> list[str]:
-        architecture = self.architecture
-        code = f"arch=compute_{architecture},code=sm_{architecture}"
-        return [*COMPILE_FLAGS, "-gencode", code, "-cubin"]
+    def _flags(self, source: Source) -> list[str]:
+        (target,) = source.config.family.targets_for([self.architecture])
+        return [*COMPILE_FLAGS, "-gencode", f"arch=compute_{target},code=sm_{target}", "-cubin"]
 
-    def _target(self, config: FlashForwardKernelConfig) -> Path:
-        unit = kernel_unit(config)
-        if config.version not in self._source_digests:
+    def _target(self, source: Source) -> Path:
+        included = tuple(_INCLUDE.findall(source.unit))
+        if included not in self._source_digests:
             digest = hashlib.sha256()
-            for path in sources(self.root, unit):
+            for path in included_files(self.root, source.unit):
                 data = path.read_bytes()
                 name = path.relative_to(self.root).as_posix()
                 digest.update(f"\n{name} {len(data)}\n".encode() + data)
-            self._source_digests[config.version] = digest.hexdigest()
-        inputs = [self.toolchain.identity, *self._flags(), unit]
-        inputs.append(self._source_digests[config.version])
+            self._source_digests[included] = digest.hexdigest()
+        inputs = [self.toolchain.identity, *self._flags(source), source.unit]
+        inputs.append(self._source_digests[included])
         key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-        return self.folder / f"{config.short_form()}-{key[:16]}.cubin"
+        return self.folder / f"{source.name}-{key[:16]}.cubin"
 
-    def _start(self, config: FlashForwardKernelConfig, target: Path) -> _Job:
-        scratch = Path(tempfile.mkdtemp(dir=self.folder, prefix=".compiling-"))
-        try:
-            unit = scratch / f"{config.short_form()}.cu"
-            write_if_different(unit, kernel_unit(config))
-            output = ("-o", str(scratch / "cubin"))
-            command = [str(self.toolchain.nvcc), *self._flags(), *output, str(unit)]
-            process = start_compiler(command, self.root, scratch)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        return _Job(config, target, process, scratch, time.monotonic())
+    def _command(self, source: Source, scratch: Path) -> list[str]:
+        unit = scratch / f"{source.name}.cu"
+        write_if_different(unit, source.unit)
+        output = ("-o", str(scratch / "cubin"))
+        return [str(self.toolchain.nvcc), *self._flags(source), *output, str(unit)]
 
-    def _has_ended(self, job: _Job) -> bool:
-        return job.process.poll() is not None or self._is_late(job)
+    def _keep(self, finished: Finished[Source], target: Path) -> Compiled:
+        if finished.status is None:
+            return Compiled(finished.item, None, f"nvcc took over {self.timeout_s:g} s")
+        if finished.status:
+            lines = finished.log.splitlines()
+            errors = [line for line in lines if "error" in line]
+            said = (errors or lines or ["it said nothing"])[0]
+            return Compiled(finished.item, None, f"nvcc failed: {said}")
+        # The log first: where there is a cubin there is its log.
+        write_if_different(target.with_suffix(".log"), finished.log)
+        (finished.scratch / "cubin").replace(target)
+        return self._compiled(finished.item, target)
 
-    def _is_late(self, job: _Job) -> bool:
-        return time.monotonic() - job.started > self.timeout_s
-
-    def _finish(self, job: _Job) -> Compiled:
-        try:
-            if job.process.poll() is None:
-                kill_group(job.process)
-                return Compiled(job.config, None, f"nvcc took over {self.timeout_s:g} s")
-            log = (job.scratch / "log").read_text(errors="replace")
-            if job.process.returncode:
-                errors = [line for line in log.splitlines() if "error" in line]
-                said = (errors or log.splitlines() or ["it said nothing"])[0]
-                return Compiled(job.config, None, f"nvcc failed: {said}")
-            # The log first: where there is a cubin there is its log.
-            write_if_different(job.target.with_suffix(".log"), log)
-            (job.scratch / "cubin").replace(job.target)
-        finally:
-            shutil.rmtree(job.scratch, ignore_errors=True)
-        return self._compiled(job.config, job.target)
-
-    def _compiled(self, config: FlashForwardKernelConfig, path: Path) -> Compiled:
+    def _compiled(self, source: Source, path: Path) -> Compiled:
         try:
             (report,) = parse_ptxas_log(path.with_suffix(".log").read_text())
-            symbol, code = read_code(path, config, report.registers)
+            symbol, code = read_code(path, source.config, report.registers)
         except (OSError, ValueError) as error:
             path.unlink(missing_ok=True)  # so that the next run compiles it again
-            return Compiled(config, None, f"what nvcc wrote cannot be read: {error}")
-        return Compiled(config, Cubin(config, path, symbol, code, report))
+            return Compiled(source, None, f"what nvcc wrote cannot be read: {error}")
+        return Compiled(source, Cubin(source, path, symbol, code, report))

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from tabulate import tabulate
 
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
-from flash_helpers.kernel_configs import FlashForwardKernelConfig, find_config
+from flash_helpers.kernel_configs import Config, find_config
 
 STDIN = "-"
 
@@ -42,7 +42,7 @@ class LogEntry:
     report: PtxasReport
 
     @property
-    def config(self) -> FlashForwardKernelConfig | None:
+    def config(self) -> Config | None:
         """The kernel's config; None if it is none of this library's."""
         return find_config(self.report.symbol)
 

@@ -6,26 +6,26 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     LARGE_TILE,
-    LARGE_TILE_VERSIONS,
-    LAST_VERSION,
-    MAX_SMEM_BYTES,
     TWO_STAGES,
-    VERSIONS,
+    Config,
     DType,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
+    config_from_short_form,
 )
-from flash_helpers.registry.selection import UsageError
+from flash_helpers.registry.ampere import LARGE_TILE_STEPS, STAGES_STEP
+from flash_helpers.registry.family import Step
+from flash_helpers.registry.selection import UsageError, find_steps
 
 DTYPE = DType.BF16  # of all kernels that the pages show, unless a short form says otherwise
-ARCHITECTURES = tuple(f"sm_{capability}" for capability in MAX_SMEM_BYTES)
+ARCHITECTURES = tuple(f"sm_{capability}" for capability in LIMITS)
 DEFAULT_ARCHITECTURE = "sm_90"  # that of the committed measurements
 KERNEL_NAMES = (
-    f"a version from 1 to {LAST_VERSION}, which means its config of the progression in "
-    f"{DTYPE.short}; {' or '.join(f'{n}:large' for n in LARGE_TILE_VERSIONS)}, the large tile; "
-    f"{LAST_VERSION}:stages, the large tile with two stages; or the short form of a config"
+    f"a step (9 or v9), which means its fixed config in {DTYPE.short}; "
+    f"{' or '.join(f'{step}:large' for step in LARGE_TILE_STEPS)}, the large tile; "
+    f"{STAGES_STEP}:stages, the large tile with two stages; or the short form of a config"
 )
 
 _WORD = re.compile(
@@ -88,34 +88,31 @@ def parse_arguments(text: str, options: Collection[str] = ()) -> Arguments:
     return Arguments(tuple(words), found)
 
 
-def parse_version(word: str) -> int:
-    """The number of a version. Raises UsageError."""
-    if not word.isdecimal() or int(word) not in VERSIONS:
-        raise UsageError(f"{word!r} is not a version from 1 to {LAST_VERSION}")
-    return int(word)
+def parse_step(word: str) -> Step:
+    """The step of that name. Raises UsageError."""
+    found = find_steps(word) or ()
+    if len(found) != 1:
+        raise UsageError(f"{word!r} is not a step, such as 9 or v9")
+    return found[0]
 
 
-def progression_config(version: int) -> FlashForwardKernelConfig:
-    """The config of a version that the pages show."""
-    return next(
-        config
-        for config in get_kernel_progression_configs()
-        if (config.version, config.dtype) == (version, DTYPE)
-    )
+def fixed_config(step: Step) -> Config:
+    """The config of a step that the pages show."""
+    return FAMILIES[step.family].fixed_config(step, DTYPE)
 
 
-def parse_kernel(word: str) -> FlashForwardKernelConfig:
+def parse_kernel(word: str) -> Config:
     """The config that one of KERNEL_NAMES names. Raises UsageError."""
-    version, colon, variant = word.partition(":")
-    if version.isdecimal() and int(version) in VERSIONS:
-        config = progression_config(int(version))
+    name, colon, variant = word.partition(":")
+    if find_steps(name):
+        step = parse_step(name)
         if not colon:
-            return config
-        if variant == "large" and int(version) in LARGE_TILE_VERSIONS:
-            return config.replace(**LARGE_TILE)
-        if variant == "stages" and int(version) == LAST_VERSION:
-            return config.replace(**TWO_STAGES)
+            return fixed_config(step)
+        if variant == "large" and step.id in LARGE_TILE_STEPS:
+            return fixed_config(step).replace(**LARGE_TILE)
+        if variant == "stages" and step.id == STAGES_STEP:
+            return fixed_config(step).replace(**TWO_STAGES)
     try:
-        return FlashForwardKernelConfig.from_short_form(word)
+        return config_from_short_form(word)
     except ValueError as error:
         raise UsageError(f"{word!r} is no kernel: write {KERNEL_NAMES}") from error

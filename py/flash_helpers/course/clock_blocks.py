@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from flash_helpers.course.arguments import DTYPE, Arguments, parse_version, progression_config
+from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, parse_step
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import image
 from flash_helpers.course.published import Published
 from flash_helpers.course.tables import DASH, markdown_table, number, percent
-from flash_helpers.kernel_configs import VERSIONS, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
-from flash_helpers.sass.analyse.matrix import names_of
+from flash_helpers.registry.family import Step
+from flash_helpers.registry.selection import names_of
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
 
@@ -43,8 +44,8 @@ class Speedup:
 
 def speedup(
     results: BenchmarkResults,
-    before: FlashForwardKernelConfig,
-    after: FlashForwardKernelConfig,
+    before: Config,
+    after: Config,
     seq_len: int,
 ) -> Speedup | None:
     """None unless both were measured at that length."""
@@ -61,9 +62,7 @@ def speedup(
     return Speedup(median, first, third)
 
 
-def mean_change(
-    results: BenchmarkResults, before: FlashForwardKernelConfig, after: FlashForwardKernelConfig
-) -> float | None:
+def mean_change(results: BenchmarkResults, before: Config, after: Config) -> float | None:
     """The change of the harmonic mean of the speeds, less 1, when each length changes as `speedup`
     says; None unless both were measured at every length."""
     total = changed = 0.0
@@ -78,12 +77,12 @@ def mean_change(
 
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
     """The H100's clock by length, then what was published."""
-    version = parse_version(arguments.words[0])
+    step = parse_step(arguments.words[0])
     parts = [
-        _measured_table(evidence.results, version),
-        _measured_note(evidence.results, version),
-        *_other_configs(evidence.results, version),
-        _published_table(evidence.published, version),
+        _measured_table(evidence.results, step),
+        _measured_note(evidence.results, step),
+        *_other_configs(evidence.results, step),
+        _published_table(evidence.published, step),
         f"Published: percent of the official FlashAttention-2 at {evidence.published.seq_len}, in "
         f"brackets of the harmonic mean over {evidence.published.shortest} … "
         f"{evidence.published.longest}. Source: {evidence.published.source}.",
@@ -91,11 +90,10 @@ def clock_block(evidence: Evidence, arguments: Arguments) -> str:
     return "\n\n".join(parts)
 
 
-def _measured_table(results: BenchmarkResults, version: int) -> str:
-    own = progression_config(version)
-    parent = VERSIONS[version].parent
-    if parent is None:
-        headers = ["sequence length", f"v{version}, TFLOP/s", "of flash"]
+def _measured_table(results: BenchmarkResults, step: Step) -> str:
+    own = fixed_config(step)
+    if step.parent is None:
+        headers = ["sequence length", f"{step.id}, TFLOP/s", "of flash"]
         rows = [
             [
                 _length(seq_len),
@@ -105,9 +103,9 @@ def _measured_table(results: BenchmarkResults, version: int) -> str:
             for seq_len in (*results.seq_lens, None)
         ]
         return markdown_table(headers, rows)
-    before = progression_config(parent)
+    before = fixed_config(STEPS[step.parent])
     headers = [
-        "sequence length", f"v{parent}, TFLOP/s", f"v{version}, TFLOP/s", "change",
+        "sequence length", f"{step.parent}, TFLOP/s", f"{step.id}, TFLOP/s", "change",
         "middle half of the rounds", "verdict", "of flash",
     ]  # fmt: skip
     rows = []
@@ -134,9 +132,7 @@ def _length(seq_len: int | None) -> str:
     return "harmonic mean" if seq_len is None else str(seq_len)
 
 
-def _speed(
-    results: BenchmarkResults, config: FlashForwardKernelConfig, seq_len: int | None
-) -> float | None:
+def _speed(results: BenchmarkResults, config: Config, seq_len: int | None) -> float | None:
     name, dtype = config.short_form(), config.dtype.short
     return (
         results.mean_tflops(name, dtype)
@@ -150,13 +146,13 @@ def _range_text(found: Speedup) -> str:
     return f"{low} … {high}"
 
 
-def _measured_note(results: BenchmarkResults, version: int) -> str:
+def _measured_note(results: BenchmarkResults, step: Step) -> str:
     found = results.provenance
     note = (
         f"Measured on {found.gpu}, {found.date}, CUDA {found.cuda}, PyTorch {found.torch}, "
         f"{DTYPE.short}, at the fixed config; flash is {LIBRARY_NAMES[FLASH]} in the same process."
     )
-    if VERSIONS[version].parent is not None:
+    if step.parent is not None:
         note += (
             " Both are timed in every round: the change is the median of the ratios within a "
             "round, so that a drifting clock cancels, and counts where the middle half of the "
@@ -165,14 +161,14 @@ def _measured_note(results: BenchmarkResults, version: int) -> str:
     return note
 
 
-def _other_configs(results: BenchmarkResults, version: int) -> Iterator[str]:
-    fixed = progression_config(version)
+def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
+    fixed = fixed_config(step)
     dtype = DTYPE.short
     configs = [fixed]
     for name in results.names(dtype):
         if name not in LIBRARY_NAMES:
-            config = FlashForwardKernelConfig.from_short_form(name)
-            if config.version == version and config != fixed:
+            config = config_from_short_form(name)
+            if config.step is step and config != fixed:
                 configs.append(config)
     if len(configs) == 1:
         return
@@ -190,16 +186,16 @@ def _other_configs(results: BenchmarkResults, version: int) -> Iterator[str]:
     yield markdown_table(headers, rows)
 
 
-def _published_table(published: Published, version: int) -> str:
-    numbers = [n for n in (VERSIONS[version].parent, version) if n is not None]
+def _published_table(published: Published, step: Step) -> str:
+    names = [name for name in (step.parent, step.id) if name is not None]
     rows = []
     for gpu in published.gpus:
         cells = [gpu.name]
-        for step in numbers:
-            found = published.find(step, gpu.key)
+        for name in names:
+            found = published.find(name, gpu.key)
             cells.append(f"{found.percent}% ({found.percent_mean}%)" if found else DASH)
         rows.append(cells)
-    return markdown_table(["published", *(f"step {step}" for step in numbers)], rows)
+    return markdown_table(["published", *(f"step {name}" for name in names)], rows)
 
 
 def staircase_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:

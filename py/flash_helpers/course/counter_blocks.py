@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from flash_helpers.course.arguments import Arguments, parse_kernel
+from flash_helpers.course.arguments import Arguments, parse_kernel, parse_step
 from flash_helpers.course.counting import KernelCounts
 from flash_helpers.course.evidence import Evidence, with_parent
 from flash_helpers.course.tables import change, markdown_table, number
-from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Counts, Phase
-from flash_helpers.sass.analyse.matrix import names_of
+from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
+from flash_helpers.registry.selection import find_steps, names_of
 
 # Opcodes of PTX by the name that pages use: those that begin with the text.
 OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(
@@ -66,10 +67,10 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
     return "\n\n".join(parts)
 
 
-def kernels_of(arguments: Arguments) -> list[FlashForwardKernelConfig]:
+def kernels_of(arguments: Arguments) -> list[Config]:
     """The kernels that the words name; of a version alone, its parent and itself."""
-    if len(arguments.words) == 1 and arguments.words[0].isdecimal():
-        return with_parent(parse_kernel(arguments.words[0]).version)
+    if len(arguments.words) == 1 and find_steps(arguments.words[0]):
+        return with_parent(parse_step(arguments.words[0]))
     return list(dict.fromkeys(parse_kernel(word) for word in arguments.words))
 
 

@@ -19,11 +19,12 @@ import torch
 
 import flash_helpers.ptx
 import flash_helpers.runtime.simulator
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import PROGRESSION_ROW_STRIDE, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.kernel_profile import Simulate
 from flash_helpers.ptx import Counts, Phase
+from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
 
 FORMAT = 1
 SEQ_LEN = 512
@@ -35,7 +36,7 @@ OpcodeCounts = Mapping[str, Counts]
 class KernelCounts:
     """phases: counts by opcode of PTX, of each phase."""
 
-    config: FlashForwardKernelConfig
+    config: Config
     seq_len: int
     phases: Mapping[Phase, OpcodeCounts]
 
@@ -60,7 +61,7 @@ class KernelCounts:
 
 
 def count_kernel(
-    config: FlashForwardKernelConfig,
+    config: Config,
     ptx: Path,
     cache_folder: Path,
     simulate: Simulate,
@@ -81,18 +82,10 @@ def count_kernel(
     return KernelCounts(config, seq_len, phases)
 
 
-def _simulate(
-    config: FlashForwardKernelConfig, simulate: Simulate, seq_len: int
-) -> Mapping[Phase, OpcodeCounts]:
-    # A head of a wider tensor: the kernel with a static row stride runs, not its general sibling.
-    heads = PROGRESSION_ROW_STRIDE // config.d_head
-    shape = AttentionShape(1, 1, seq_len, config.d_head)
-    wide = torch.zeros(4, 1, seq_len, heads, config.d_head)
-    wide = wide.to(getattr(torch, config.dtype.torch_name))
-    q, k, v, o = (tensor[:, :, :1] for tensor in wide)
-    for tensor, values in zip((q, k, v), make_inputs("normal", shape, wide.dtype), strict=True):
-        tensor.copy_(values)
-    _, run = simulate(config, q, k, v, o)
+def _simulate(config: Config, simulate: Simulate, seq_len: int) -> Mapping[Phase, OpcodeCounts]:
+    shape = AttentionForward(1, 1, seq_len, config.d_head, config.dtype)
+    inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
+    _, run = simulate(config, **tensors_for(config, *inputs, PROGRESSION_ROW_STRIDE))
     return MappingProxyType({phase: run.counters.by_opcode(phase) for phase in Phase})
 
 

@@ -7,16 +7,13 @@ from functools import cached_property
 from pathlib import Path
 
 import flash_attention
-from flash_helpers.course.arguments import DTYPE, progression_config
+from flash_helpers.course.arguments import DTYPE, fixed_config
 from flash_helpers.course.counting import KernelCounts, count_kernel
 from flash_helpers.course.published import Published, load_published
 from flash_helpers.course.sources import StepDiff, step_diff
-from flash_helpers.kernel_configs import (
-    VERSIONS,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
 from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.registry.family import Step
 from flash_helpers.sass.analyse.matrix import KernelFacts, kernel_facts
 from flash_helpers.sass.analyse.report import SEQ_LEN
 from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
@@ -36,9 +33,9 @@ class Evidence:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._facts: dict[tuple[FlashForwardKernelConfig, str], KernelFacts] = {}
-        self._kernels: dict[tuple[FlashForwardKernelConfig, str], Kernel] = {}
-        self._counts: dict[FlashForwardKernelConfig, KernelCounts] = {}
+        self._facts: dict[tuple[Config, str], KernelFacts] = {}
+        self._kernels: dict[tuple[Config, str], Kernel] = {}
+        self._counts: dict[Config, KernelCounts] = {}
         self._diffs: dict[int, StepDiff] = {}
 
     @cached_property
@@ -51,7 +48,7 @@ class Evidence:
         """What was published for other GPUs."""
         return load_published(self.root / PUBLISHED)
 
-    def facts(self, config: FlashForwardKernelConfig, architecture: str) -> KernelFacts:
+    def facts(self, config: Config, architecture: str) -> KernelFacts:
         """The machine code of a kernel of the library, counted."""
         key = (config, architecture)
         if key not in self._facts:
@@ -59,7 +56,7 @@ class Evidence:
             self._facts[key] = kernel_facts(config, kernel, self.results, SEQ_LEN)
         return self._facts[key]
 
-    def _kernel(self, config: FlashForwardKernelConfig, architecture: str) -> Kernel:
+    def _kernel(self, config: Config, architecture: str) -> Kernel:
         if (config, architecture) not in self._kernels:
             # the whole progression at once: opening the library takes longer than reading a kernel
             wanted = {config}
@@ -70,7 +67,7 @@ class Evidence:
             self._kernels.update({(c, architecture): kernel for c, kernel in found.items()})
         return self._kernels[config, architecture]
 
-    def counts(self, config: FlashForwardKernelConfig) -> KernelCounts:
+    def counts(self, config: Config) -> KernelCounts:
         """What the simulator counts of a kernel."""
         if config not in self._counts:
             ptx = installed_library().parent / "ptx" / f"{config.short_form()}.ptx"
@@ -79,14 +76,14 @@ class Evidence:
             )
         return self._counts[config]
 
-    def step_diff(self, version: int) -> StepDiff:
-        """What a version changed in the source."""
-        if version not in self._diffs:
-            self._diffs[version] = step_diff(version, self.root)
-        return self._diffs[version]
+    def step_diff(self, step: Step) -> StepDiff:
+        """What a step changed in the source."""
+        if step.id not in self._diffs:
+            self._diffs[step.id] = step_diff(step, self.root)
+        return self._diffs[step.id]
 
 
-def with_parent(version: int) -> list[FlashForwardKernelConfig]:
-    """The configs of the parent, if there is one, and of the version."""
-    numbers = (VERSIONS[version].parent, version)
-    return [progression_config(number) for number in numbers if number is not None]
+def with_parent(step: Step) -> list[Config]:
+    """The configs of the parent, if there is one, and of the step."""
+    parent = [STEPS[step.parent]] if step.parent else []
+    return [fixed_config(found) for found in (*parent, step)]

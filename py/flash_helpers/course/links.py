@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-from flash_helpers.course.arguments import Arguments, parse_version
+from flash_helpers.course.arguments import Arguments, parse_step
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import COURSE, Page, neighbours, page_named, page_of_step
 from flash_helpers.registry.selection import UsageError
@@ -48,7 +48,7 @@ def nav_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> 
 
 def next_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
     """A link to the page after that of a step."""
-    own = page_of_step(parse_version(arguments.words[0]))
+    own = page_of_step(parse_step(arguments.words[0]).id)
     after = neighbours(own)[1] if own else None
     if after is None:
         raise UsageError(f"there is no page after that of step {arguments.words[0]}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from flash_helpers.kernel_configs import STEPS
+from flash_helpers.registry.family import Step
+
 FOLDER = PurePosixPath("docs")
 
 
@@ -12,14 +15,14 @@ FOLDER = PurePosixPath("docs")
 class Page:
     """One Markdown file below FOLDER.
 
-    title: as links and the site's menu show it. step: the version that the page is about, if it is
-    about one. in_course: it has a neighbour before and after; otherwise it is for looking things
-    up.
+    title: as links and the site's menu show it. step: the id of the step that the page is about, if
+    it is about one. in_course: it has a neighbour before and after; otherwise it is for looking
+    things up.
     """
 
     name: str
     title: str
-    step: int | None = None
+    step: str | None = None
     in_course: bool = True
 
     @property
@@ -28,24 +31,14 @@ class Page:
         return FOLDER / self.name
 
 
+def _of_step(step: Step) -> Page:
+    words = step.slug.replace("_", " ")
+    return Page(f"{step.number:02}_{step.slug}.md", f"Step {step.number}: {words}", step.id)
+
+
 PAGES: tuple[Page, ...] = (
     Page("00_start.md", "Before step 1"),
-    Page("01_base.md", "Step 1: base", 1),
-    Page("02_swizzle.md", "Step 2: swizzle", 2),
-    Page("03_eager_copies.md", "Step 3: eager copies", 3),
-    Page("04_interleaved_fragments.md", "Step 4: interleaved fragments", 4),
-    Page("05_double_buffered_fragments.md", "Step 5: double-buffered fragments", 5),
-    Page("06_fp32_throughput.md", "Step 6: fp32 throughput", 6),
-    Page("07_autotuning.md", "Step 7: auto-tuning", 7),
-    Page("08_integer_instructions.md", "Step 8: integer instructions", 8),
-    Page("09_moves.md", "Step 9: moves", 9),
-    Page("10_first_block_peeled.md", "Step 10: first block peeled", 10),
-    Page("11_output_swizzle.md", "Step 11: output swizzle", 11),
-    Page("12_indexed_blocks.md", "Step 12: indexed blocks", 12),
-    Page("13_walked_backwards.md", "Step 13: walked backwards", 13),
-    Page("14_cache_policy.md", "Step 14: cache policy", 14),
-    Page("15_pieces.md", "Step 15: pieces", 15),
-    Page("16_static_stride.md", "Step 16: static stride", 16),
+    *map(_of_step, STEPS.values()),
     Page("17_what_next.md", "What comes next"),
     Page("own_kernel.md", "Your own kernel"),
     Page("tuning.md", "Tuning", in_course=False),
@@ -60,7 +53,7 @@ def page_named(name: str) -> Page | None:
     return next((page for page in PAGES if page.name == name), None)
 
 
-def page_of_step(step: int) -> Page | None:
+def page_of_step(step: str) -> Page | None:
     """The page about a version, if there is one."""
     return next((page for page in PAGES if page.step == step), None)
 

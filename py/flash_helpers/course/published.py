@@ -24,7 +24,7 @@ class PublishedGpu:
 class PublishedStep:
     """Percent of the official FlashAttention-2, at the one length and of the harmonic means."""
 
-    step: int
+    step: str
     gpu: str
     percent: float
     percent_mean: float
@@ -42,7 +42,7 @@ class Published:
     gpus: tuple[PublishedGpu, ...]
     steps: tuple[PublishedStep, ...]
 
-    def find(self, step: int, gpu: str) -> PublishedStep | None:
+    def find(self, step: str, gpu: str) -> PublishedStep | None:
         """What was published of a step for the GPU of that key, if anything was."""
         return next((s for s in self.steps if (s.step, s.gpu) == (step, gpu)), None)
 

@@ -10,7 +10,6 @@ from flash_helpers.course.counter_blocks import kernels_of
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.step_blocks import compiled_by, spills_text
 from flash_helpers.course.tables import DASH, change, markdown_table, number, percent
-from flash_helpers.kernel_configs import VERSIONS
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket, Counts
@@ -159,7 +158,7 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
     pattern = _pattern(" ".join(arguments.words[1:]))
     where = _pattern(arguments.options.get("at", ""))
     source = SourceText(evidence.root)
-    file = str(VERSIONS[config.version].source)
+    file = str(config.step.source)
     found = [
         instruction
         for instruction in _instructions(facts, phase)
@@ -168,7 +167,7 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
     ]
     if not found:
         raise UsageError(
-            f"no instruction of the {_phase_title(phase)} of v{config.version} on {architecture} "
+            f"no instruction of the {_phase_title(phase)} of {config.step.id} on {architecture} "
             f"matches {pattern.pattern!r}"
             + (f" at a source line that matches {where.pattern!r}" if where.pattern else "")
         )
@@ -181,7 +180,7 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
             "```",
             "",
             f"{len(shown)} of {len(found)} such instructions of the {_phase_title(phase)}, "
-            f"v{config.version}, {architecture}, {compiled_by(facts)} Live: registers in use. "
+            f"{config.step.id}, {architecture}, {compiled_by(facts)} Live: registers in use. "
             "Control: stall cycles; y, another warp may go first; w and r, scoreboards raised when "
             "the result is written and the operands are read; b, those waited for; u, operands "
             "reused.",

@@ -19,7 +19,7 @@ from flash_helpers.course.pages import COURSE, FOLDER, PAGES, Page
 from flash_helpers.course.site_links import LinkTargets, Menu, broken_links
 from flash_helpers.course.site_plots import PLOTTED, site_plots
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import progression_table
 from flash_helpers.measure.results import BenchmarkResults, load_results
 
@@ -187,7 +187,7 @@ class _Build:
         self._source.mkdir()
         for page in sources:
             (self._source / f"{page.name}.md").write_text(page.text, encoding="utf-8")
-        total = 2 * len(sources) + len(VERSIONS)  # a page is read, and written
+        total = 2 * len(sources) + len(STEPS)  # a page is read, and written
         with tqdm(total=total, desc="site", unit="page", leave=False, disable=None) as bar:
             warnings = self._render(names, steps, bar.update)
             for view in step_views(self.root, self.results, steps):
@@ -205,7 +205,7 @@ class _Build:
     def _render(
         self,
         names: Mapping[PurePosixPath, str],
-        steps: Mapping[int, str],
+        steps: Mapping[str, str],
         on_page: Callable[[], object],
     ) -> list[str]:
         """Let Sphinx make the pages; returns what it warned of.
@@ -236,13 +236,13 @@ class _Build:
                 targets=LinkTargets(
                     self.root,
                     {path: name for path, name in names.items() if (self.root / path).is_file()},
-                    frozenset(map(view_name, VERSIONS)),
+                    frozenset(map(view_name, STEPS.values())),
                     self.repo_url,
                 ),
                 paths={name: path for path, name in names.items()},
                 menus=_menus(set(names.values())),
                 plots=site_plots(self.results, steps),
-                cards={name: card_html(step) for step, name in steps.items()},
+                cards={name: card_html(STEPS[step]) for step, name in steps.items()},
                 on_page=on_page,
             ).connect(app)
             app.build()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import main_dtype
 from flash_helpers.measure.plots import PROGRESSION, SEQ_LEN, progression_numbers, seq_len_numbers
 from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
@@ -24,7 +24,7 @@ STAIRCASE = "staircase"
 Data = Mapping[str, Any]
 
 
-def site_plots(results: BenchmarkResults, steps: Mapping[int, str]) -> dict[str, str]:
+def site_plots(results: BenchmarkResults, steps: Mapping[str, str]) -> dict[str, str]:
     """HTML of each plot, by the path of the picture that it replaces. steps: names of the pages
     about a step.
 
@@ -46,7 +46,7 @@ def _progression(results: BenchmarkResults, dtype: str) -> Data:
         "reference": {"label": LIBRARY_NAMES[FLASH], "value": 100},
         "series": ["fixed config", "best config"],
         "points": [
-            {"x": str(n), "title": f"Step {n}: {VERSIONS[n].idea}", "values": [fixed, best]}
+            {"x": n, "title": f"Step {n}: {STEPS[n].idea}", "values": [fixed, best]}
             for n, fixed, best in steps
         ],
     }
@@ -72,7 +72,7 @@ def _seq_len(results: BenchmarkResults, dtype: str) -> Data:
     }
 
 
-def _figure(name: str, data: Data, measured: str, steps: Mapping[int, str]) -> str:
+def _figure(name: str, data: Data, measured: str, steps: Mapping[str, str]) -> str:
     title = html.escape(data["title"])
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
@@ -86,7 +86,7 @@ def _figure(name: str, data: Data, measured: str, steps: Mapping[int, str]) -> s
     )
 
 
-def _table(data: Data, steps: Mapping[int, str]) -> str:
+def _table(data: Data, steps: Mapping[str, str]) -> str:
     header = ["", *(f"{label}, {data['unit']}" for label in data["series"])]
     rows = (
         [_first_cell(data, point, steps), *(_number(value) for value in point["values"])]
@@ -99,9 +99,9 @@ def _table(data: Data, steps: Mapping[int, str]) -> str:
     )
 
 
-def _first_cell(data: Data, point: Data, steps: Mapping[int, str]) -> str:
+def _first_cell(data: Data, point: Data, steps: Mapping[str, str]) -> str:
     title = html.escape(point["title"])
-    page = steps.get(int(point["x"])) if data["kind"] == STAIRCASE else None
+    page = steps.get(point["x"]) if data["kind"] == STAIRCASE else None
     return title if page is None else f'<a href="{page}.html">{title}</a>'
 
 

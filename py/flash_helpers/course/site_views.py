@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from flash_helpers.kernel_configs import (
-    VERSIONS,
-    DType,
-    get_kernel_progression_configs,
-)
+from flash_helpers.course.arguments import fixed_config
+from flash_helpers.course.evidence import with_parent
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.results import BenchmarkResults
+from flash_helpers.registry.family import Step
 from flash_helpers.sass.analyse.matrix import Matrix, build_matrix
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
 from flash_helpers.sass.read.reader import installed_library, library_kernels
@@ -40,36 +39,34 @@ class View:
     missing: tuple[str, ...]
 
 
-def view_name(step: int) -> PurePosixPath:
+def view_name(step: Step) -> PurePosixPath:
     """The file of a step's page, relative to the site."""
-    return VIEWS / f"step_{step:02}.html"
+    return VIEWS / f"step_{step.number:02}.html"
 
 
-def view_title(step: int) -> str:
+def view_title(step: Step) -> str:
     """What the page shows."""
     return f"CUDA, PTX and SASS of {_beside(step)}"
 
 
-def _beside(step: int) -> str:
-    parent = VERSIONS[step].parent
-    return f"step {step}" if parent is None else f"step {step} beside step {parent}"
+def _beside(step: Step) -> str:
+    return f"step {step.id}" if step.parent is None else f"step {step.id} beside {step.parent}"
 
 
-def step_views(root: Path, results: BenchmarkResults, pages: Mapping[int, str]) -> Iterator[View]:
+def step_views(root: Path, results: BenchmarkResults, pages: Mapping[str, str]) -> Iterator[View]:
     """The view of each step, from the kernels of the installed library. pages: names of the pages
     about a step, which the views lead back to.
 
     Raises SassError, UsageError or OSError if it has not all of them.
     """
-    configs = {c.version: c for c in get_kernel_progression_configs() if c.dtype is DType.BF16}
-    kernels = library_kernels(ARCHITECTURE, configs.values())
-    for step, version in VERSIONS.items():
-        shown = [configs[n] for n in (version.parent, step) if n is not None]
+    kernels = library_kernels(ARCHITECTURE, map(fixed_config, STEPS.values()))
+    for step in STEPS.values():
+        shown = with_parent(step)
         matrix = build_matrix([(config, kernels[config]) for config in shown], results, SEQ_LEN)
         yield _view(step, matrix, root, pages)
 
 
-def _view(step: int, matrix: Matrix, root: Path, pages: Mapping[int, str]) -> View:
+def _view(step: Step, matrix: Matrix, root: Path, pages: Mapping[str, str]) -> View:
     ptx_folder = installed_library().parent / "ptx"
     shown = []
     for name, facts in zip(matrix.names, matrix.rows, strict=True):
@@ -78,24 +75,27 @@ def _view(step: int, matrix: Matrix, root: Path, pages: Mapping[int, str]) -> Vi
             PageKernel(
                 kernel=facts.kernel,
                 name=name,
-                title=f"Step {facts.config.version}: {VERSIONS[facts.config.version].idea}",
+                title=f"Step {facts.config.step.id}: {facts.config.step.idea}",
                 facts=page_facts(facts),
                 ptx_sources=ptx_sources(facts.kernel, ptx),
             )
         )
     sources = read_sources([page.kernel for page in shown], root)
     text = page_html(shown, sources, view_title(step), _links(step, pages), len(shown) - 1)
-    own = (str(VERSIONS[facts.config.version].source) for facts in matrix.rows)
+    own = (str(facts.config.step.source) for facts in matrix.rows)
     return View(view_name(step), text, tuple(path for path in own if path not in sources))
 
 
-def _links(step: int, pages: Mapping[int, str]) -> str:
+def _links(step: Step, pages: Mapping[str, str]) -> str:
     """The way back, and to the neighbours."""
-    links = [(f"../{pages.get(step, 'index')}.html", f"← step {step} of the course")]
+    links = [(f"../{pages.get(step.id, 'index')}.html", f"← step {step.id} of the course")]
+    order = list(STEPS.values())
+    at = order.index(step)
+    neighbours = (("previous", order[at - 1 : at]), ("next", order[at + 1 : at + 2]))
     links += [
-        (view_name(other).name, f"{word}: step {other}")
-        for word, other in (("previous", step - 1), ("next", step + 1))
-        if other in VERSIONS
+        (view_name(other).name, f"{word}: step {other.id}")
+        for word, found in neighbours
+        for other in found
     ]
     text = "".join(
         f'<a style="{_LINK}" href="{address}">{html.escape(text)}</a>' for address, text in links
@@ -103,7 +103,7 @@ def _links(step: int, pages: Mapping[int, str]) -> str:
     return f'<nav id="course" aria-label="The course" style="{_BAR}">{text}</nav>'
 
 
-def card_html(step: int) -> str:
+def card_html(step: Step) -> str:
     """The way from a step's page to its view."""
     return (
         f'<p class="view-card"><a href="{view_name(step)}"><strong>{view_title(step)}</strong> '
@@ -115,8 +115,8 @@ def card_html(step: int) -> str:
 def views_markdown() -> str:
     """The page that lists all views."""
     rows = [
-        f"| {step} | {version.idea} | [{_beside(step)}]({view_name(step)}) |"
-        for step, version in VERSIONS.items()
+        f"| {step.id} | {step.idea} | [{_beside(step)}]({view_name(step)}) |"
+        for step in STEPS.values()
     ]
     return "\n".join(
         [

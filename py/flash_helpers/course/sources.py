@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.kernel_configs import STEPS
+from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError
 
 _FOLDED = "vN"
@@ -55,21 +56,21 @@ def without_comments(text: str) -> str:
     )
 
 
-def code_lines(version: int, root: Path) -> list[CodeLine]:
+def code_lines(step: Step, root: Path) -> list[CodeLine]:
     """The lines of a kernel's file that are neither empty nor comment, its namespace written vN.
 
     root: of the repository. Raises UsageError if the file is not there.
     """
-    path = root / VERSIONS[version].source
+    path = root / step.source
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"{VERSIONS[version].source} cannot be read ({error.strerror}): build the pages in a "
+            f"{step.source} cannot be read ({error.strerror}): build the pages in a "
             "checkout of the repository"
         ) from error
     file_lines = text.split("\n")
-    name = re.escape(VERSIONS[version].namespace)
+    name = re.escape(step.namespace)
     text = re.sub(rf"\b{name}(?=::)", _FOLDED, without_comments(text))
     text = re.sub(rf"\bnamespace {name}\b", f"namespace {_FOLDED}", text)
     is_empty = [not line.strip() for line in file_lines]
@@ -82,16 +83,16 @@ def code_lines(version: int, root: Path) -> list[CodeLine]:
     return found
 
 
-def step_diff(version: int, root: Path) -> StepDiff:
-    """The changes of a version against its parent. Raises UsageError for one without a parent."""
-    parent = VERSIONS[version].parent
-    if parent is None:
-        raise UsageError(f"step {version} has no parent: there is nothing to compare it with")
-    before, after = code_lines(parent, root), code_lines(version, root)
+def step_diff(step: Step, root: Path) -> StepDiff:
+    """The changes of a step against its parent. Raises UsageError for one without a parent."""
+    if step.parent is None:
+        raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
+    parent = STEPS[step.parent]
+    before, after = code_lines(parent, root), code_lines(step, root)
     matcher = difflib.SequenceMatcher(
         None, [line.text for line in before], [line.text for line in after], autojunk=False
     )
-    lines = [f"--- {VERSIONS[parent].source}", f"+++ {VERSIONS[version].source}"]
+    lines = [f"--- {parent.source}", f"+++ {step.source}"]
     removed = added = 0
     for group in matcher.get_grouped_opcodes(_CONTEXT):
         lines.append(_hunk_header(before, after, group))

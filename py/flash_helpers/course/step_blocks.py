@@ -5,12 +5,12 @@ from __future__ import annotations
 from flash_helpers.course.arguments import (
     DEFAULT_ARCHITECTURE,
     Arguments,
-    parse_version,
+    parse_step,
 )
 from flash_helpers.course.evidence import Evidence, with_parent
 from flash_helpers.course.sources import StepDiff, code_lines
 from flash_helpers.course.tables import markdown_table, number
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.registry.family import Step
 from flash_helpers.sass.analyse.matrix import KernelFacts
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
@@ -19,14 +19,14 @@ _LONGEST_OPEN_DIFF = 60  # lines; longer ones are folded
 
 def facts_block(evidence: Evidence, arguments: Arguments) -> str:
     """A column for the parent and one for the step."""
-    version = parse_version(arguments.words[0])
-    configs = with_parent(version)
+    step = parse_step(arguments.words[0])
+    configs = with_parent(step)
     rows = [
-        ["idea", *(VERSIONS[c.version].idea for c in configs)],
-        ["lines of code", *(number(len(code_lines(c.version, evidence.root))) for c in configs)],
+        ["idea", *(c.step.idea for c in configs)],
+        ["lines of code", *(number(len(code_lines(c.step, evidence.root))) for c in configs)],
     ]
-    if VERSIONS[version].parent is not None:
-        diff = evidence.step_diff(version)
+    if step.parent is not None:
+        diff = evidence.step_diff(step)
         changed = f"{diff.changed} ({diff.added} added, {diff.removed} removed)"
         rows.append(["of them changed", "", changed])
     for architecture in FACT_ARCHITECTURES:
@@ -37,7 +37,7 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
             [f"blocks an SM, {architecture}", *(_blocks(facts) for facts in found)],
         ]
     rows.append(["shared memory a block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)])
-    headers = ["", *(f"v{config.version}" for config in configs)]
+    headers = ["", *(config.step.id for config in configs)]
     if len(configs) > 1:
         headers[1] += " (parent)"
     return f"{markdown_table(headers, rows)}\n\n{compiled_by(evidence.facts(configs[-1], 'sm_90'))}"
@@ -66,18 +66,17 @@ def compiled_by(facts: KernelFacts) -> str:
 
 def diff_block(evidence: Evidence, arguments: Arguments) -> str:
     """The diff of the code against the parent; folded if it is long."""
-    version = parse_version(arguments.words[0])
-    diff = evidence.step_diff(version)
+    step = parse_step(arguments.words[0])
+    diff = evidence.step_diff(step)
     fenced = f"```diff\n{diff.text}\n```"
     if len(diff.text.splitlines()) <= _LONGEST_OPEN_DIFF:
         return fenced
-    return folded(_summary(version, diff), fenced)
+    return folded(_summary(step, diff), fenced)
 
 
-def _summary(version: int, diff: StepDiff) -> str:
+def _summary(step: Step, diff: StepDiff) -> str:
     return (
-        f"The diff of v{VERSIONS[version].parent} to v{version}: {diff.added} lines added, "
-        f"{diff.removed} removed"
+        f"The diff of {step.parent} to {step.id}: {diff.added} lines added, {diff.removed} removed"
     )
 
 

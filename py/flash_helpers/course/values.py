@@ -10,9 +10,9 @@ from flash_helpers.course.arguments import (
     DEFAULT_ARCHITECTURE,
     DTYPE,
     KERNEL_NAMES,
+    fixed_config,
     parse_kernel,
-    parse_version,
-    progression_config,
+    parse_step,
 )
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.counter_blocks import OPCODE_GROUPS, QUANTITIES, of_group
@@ -20,7 +20,7 @@ from flash_helpers.course.counting import KernelCounts
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sass_blocks import PHASES, phase_counts
 from flash_helpers.course.tables import number, percent
-from flash_helpers.kernel_configs import VERSIONS, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
 from flash_helpers.measure.results import LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
 from flash_helpers.ptx import Phase
@@ -144,11 +144,11 @@ def _measured(found: float | None, name: str, text: Callable[[float], str]) -> s
     return text(found)
 
 
-def _change_text(results: BenchmarkResults, config: FlashForwardKernelConfig, quantity: str) -> str:
-    parent = VERSIONS[config.version].parent
+def _change_text(results: BenchmarkResults, config: Config, quantity: str) -> str:
+    parent = config.step.parent
     if parent is None:
-        raise UsageError(f"step {config.version} has no parent")
-    before = progression_config(parent)
+        raise UsageError(f"step {config.step.id} has no parent")
+    before = fixed_config(STEPS[parent])
     names = f"{before.short_form()} or {config.short_form()}"
     if quantity == "change_mean":
         return _measured(mean_change(results, before, config), names, _signed)
@@ -217,7 +217,7 @@ def _counters(evidence: Evidence, parts: list[str]) -> str:
 
 def _diff(evidence: Evidence, parts: list[str]) -> str:
     name, quantity = _only(parts, 2)
-    diff = evidence.step_diff(parse_version(name))
+    diff = evidence.step_diff(parse_step(name))
     return number(getattr(diff, _chosen(quantity, ("changed", "added", "removed"))))
 
 
@@ -230,7 +230,7 @@ def _published(evidence: Evidence, parts: list[str]) -> str:
         for suffix, field in (("", "percent"), ("_mean", "percent_mean"))
     }
     gpu, field = accepted[_chosen(quantity, accepted)]
-    found = published.find(parse_version(name), gpu)
+    found = published.find(parse_step(name).id, gpu)
     if found is None:
         raise UsageError(f"nothing was published of step {name}")
     return f"{getattr(found, field)}%"
@@ -252,7 +252,7 @@ def value_lines() -> Iterator[str]:
     """What keys there are, for a reader."""
     yield f"KERNEL: {KERNEL_NAMES}"
     yield f"  (in keys of sass and bound with @ARCH or without: 8@sm_80; {DEFAULT_ARCHITECTURE})"
-    yield "N: a version"
+    yield "N: a step"
     yield ""
     rows = [(f"clock.KERNEL.{name}", text) for name, text in {**_SPEEDS, **_CHANGES}.items()]
     rows += [

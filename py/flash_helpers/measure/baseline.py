@@ -14,9 +14,10 @@ from typing import Any
 from tabulate import tabulate
 
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig, find_config
+from flash_helpers.gpu import LIMITS
+from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.measure.results import read_record
-from flash_helpers.sass.analyse.occupancy import LIMITS, config_occupancy
+from flash_helpers.sass.analyse.occupancy import config_occupancy
 from flash_helpers.sass.analyse.phases import count_phases
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
@@ -183,7 +184,7 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in parts]
 
 
-def figures_of(kernel: Kernel, config: FlashForwardKernelConfig) -> KernelFigures:
+def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
     """What a kernel takes, launched as its config says."""
     loop = count_phases(kernel).main_loop
     known = kernel.capability in LIMITS

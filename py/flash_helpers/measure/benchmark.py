@@ -23,14 +23,14 @@ from typing import Protocol as Interface
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_helpers.check.inputs import QKV, AttentionShape, make_inputs
+from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.check.reference import (
     AttentionError,
     AttentionReference,
     attention_reference,
     measure_error,
 )
-from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.measure.machine import clock_record
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
@@ -46,7 +46,6 @@ from flash_helpers.measure.results import (
     SkippedRecord,
 )
 from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
-from flash_helpers.registry.selection import config_that_runs
 from flash_helpers.runtime.backend import Backend, Forward
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -74,11 +73,11 @@ class Contender:
     """
 
     name: str
-    config: FlashForwardKernelConfig | None
+    config: Config | None
     run: Callable[[InputSet], torch.Tensor]
 
 
-def kernel_contender(config: FlashForwardKernelConfig, forward: Forward) -> Contender:
+def kernel_contender(config: Config, forward: Forward) -> Contender:
     """One of the kernels, run by `forward`."""
 
     def run(inputs: InputSet) -> torch.Tensor:
@@ -127,14 +126,14 @@ def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...
     )
 
 
-def default_shape(seq_len: int) -> AttentionShape:
+def default_shape(seq_len: int) -> AttentionForward:
     """The problem of one length: 16 heads, a batch of 16 or what MAX_TOKENS leaves."""
-    return AttentionShape(max(1, min(MAX_BATCH, MAX_TOKENS // seq_len)), N_HEADS, seq_len)
+    return AttentionForward(max(1, min(MAX_BATCH, MAX_TOKENS // seq_len)), N_HEADS, seq_len)
 
 
-def n_input_sets(shape: AttentionShape, element_bytes: int, cache_bytes: int) -> int:
+def n_input_sets(shape: AttentionForward, element_bytes: int, cache_bytes: int) -> int:
     """Sets of inputs to go round: between two uses of one, twice the cache is touched."""
-    set_bytes = 4 * math.prod(shape.size) * element_bytes
+    set_bytes = 4 * math.prod(shape.shape) * element_bytes
     return 1 + math.ceil(2 * cache_bytes / set_bytes)
 
 
@@ -222,14 +221,14 @@ class _Entry:
             self.worst = found
         self.failure = self.failure or found.failure
 
-    def measurement(self, shape: AttentionShape, dtype: DType, n_sets: int) -> Measurement:
+    def measurement(self, shape: AttentionForward, dtype: DType, n_sets: int) -> Measurement:
         config, worst, recorded = self.contender.config, self.worst, self.recorded
         return Measurement(
             name=self.contender.name,
-            ran=config_that_runs(config, shape).short_form() if config else "",
+            ran=config.runs_as(shape.strides()).short_form() if config else "",
             dtype=dtype.short,
             batch=shape.batch,
-            n_heads=shape.n_heads,
+            n_heads=shape.heads,
             seq_len=shape.seq_len,
             d_head=shape.d_head,
             input_sets=n_sets,
@@ -250,7 +249,7 @@ def _finite(value: float) -> float | None:
 
 
 def make_input_sets(
-    shape: AttentionShape,
+    shape: AttentionForward,
     dtype: DType,
     device: torch.device,
     timer: Timer,
@@ -269,7 +268,7 @@ def make_input_sets(
 def measure_problem(
     contenders: Sequence[Contender],
     sets: Sequence[InputSet],
-    shape: AttentionShape,
+    shape: AttentionForward,
     dtype: DType,
     timer: Timer,
     protocol: Protocol,
@@ -327,9 +326,7 @@ def n_steps(n_contenders: int, protocol: Protocol) -> int:
     return 2 * n_contenders + protocol.rounds
 
 
-def contenders_for(
-    configs: Sequence[FlashForwardKernelConfig], dtype: DType, backend: Backend
-) -> list[Contender]:
+def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) -> list[Contender]:
     """The libraries, then the configs of one dtype."""
     return [
         *library_contenders(),
@@ -348,7 +345,7 @@ class BenchmarkRun:
 
 
 def run_benchmark(
-    configs: Sequence[FlashForwardKernelConfig],
+    configs: Sequence[Config],
     seq_lens: Sequence[int],
     backend: Backend,
     timer: Timer,
@@ -357,7 +354,7 @@ def run_benchmark(
     rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,
-    shape_for: Callable[[int], AttentionShape] = default_shape,
+    shape_for: Callable[[int], AttentionForward] = default_shape,
 ) -> BenchmarkRun:
     """Measure the configs, beside the libraries, at every length in every dtype they have.
 

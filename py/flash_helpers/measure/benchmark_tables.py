@@ -11,12 +11,15 @@ from functools import partial
 from tabulate import tabulate
 
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    FAMILIES,
+    STEPS,
+    Config,
     DType,
-    FlashForwardKernelConfig,
+    config_from_short_form,
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
+from flash_helpers.registry.family import Step
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
@@ -148,18 +151,16 @@ def replace_between_markers(
     return f"{before}{begin}\n{body.strip()}\n{end}{after}"
 
 
-def _measured_configs(
-    results: BenchmarkResults, dtype: str
-) -> Mapping[int, list[FlashForwardKernelConfig]]:
-    by_version: dict[int, list[FlashForwardKernelConfig]] = {number: [] for number in VERSIONS}
+def _measured_configs(results: BenchmarkResults, dtype: str) -> Mapping[str, list[Config]]:
+    by_step: dict[str, list[Config]] = {step: [] for step in STEPS}
     for name in results.names(dtype):
         if name not in LIBRARY_NAMES:
-            config = FlashForwardKernelConfig.from_short_form(name)
-            by_version[config.version].append(config)
-    return by_version
+            config = config_from_short_form(name)
+            by_step[config.step.id].append(config)
+    return by_step
 
 
-def _tuned_text(config: FlashForwardKernelConfig) -> str:
+def _tuned_text(config: Config) -> str:
     text = (
         f"B_r {config.B_r}, B_c {config.B_c}, {config.n_warps} warps, loads "
         f"{config.Q_mma_load_K_tiles}/{config.K_mma_load_K_tiles}/{config.V_mma_load_K_tiles}"
@@ -168,7 +169,7 @@ def _tuned_text(config: FlashForwardKernelConfig) -> str:
     for field in fields(config):
         value = getattr(config, field.name)
         # the options above have no default; what the sweep does not vary is no news
-        is_swept = len(VERSIONS[config.version].tunable.get(field.name, ())) > 1
+        is_swept = len(config.step.tunable.get(field.name, ())) > 1
         if is_swept and field.default not in (MISSING, value):
             parts.append(field.name if value is True else f"{field.name} {value}")
     return ", ".join(parts)
@@ -182,16 +183,16 @@ def _speed_cells(results: BenchmarkResults, name: str, dtype: str, seq_len: int)
     ]
 
 
-def _version_row(
+def _step_row(
     results: BenchmarkResults,
-    fixed: FlashForwardKernelConfig,
-    measured: list[FlashForwardKernelConfig],
+    fixed: Config,
+    measured: list[Config],
     seq_len: int,
 ) -> list[str]:
     dtype = fixed.dtype.short
     row = [
-        str(fixed.version),
-        VERSIONS[fixed.version].idea,
+        fixed.step.id,
+        fixed.step.idea,
         *_speed_cells(results, fixed.short_form(), dtype, seq_len),
     ]
     means = {config: results.mean_tflops(config.short_form(), dtype) for config in measured}
@@ -246,14 +247,9 @@ def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
     return "; ".join(part for part in parts if part) + "."
 
 
-def header_lines(results: BenchmarkResults, version: int) -> str:
-    """What was measured of a version at its fixed config, as comment lines for its kernel file."""
-    fixed = next(
-        config
-        for config in get_kernel_progression_configs()
-        if config.version == version and config.dtype.short == MAIN_DTYPE
-    )
-    name = fixed.short_form()
+def header_lines(results: BenchmarkResults, step: Step) -> str:
+    """What was measured of a step at its fixed config, as comment lines for its kernel file."""
+    name = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE)).short_form()
     speed = results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN)
     of_flash = results.of_flash(name, MAIN_DTYPE, TABLE_SEQ_LEN)
     mean_of_flash = results.of_flash(name, MAIN_DTYPE)
@@ -287,7 +283,7 @@ def progression_table(results: BenchmarkResults) -> str:
     header = ["step", "idea", *speed, *(f"best config: {name}" for name in speed), "best config"]
     measured = _measured_configs(results, dtype)
     rows = [
-        _version_row(results, config, measured[config.version], seq_len)
+        _step_row(results, config, measured[config.step.id], seq_len)
         for config in get_kernel_progression_configs()
         if config.dtype == DType.from_name(dtype)
     ]

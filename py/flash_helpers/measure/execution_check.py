@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from flash_helpers.check.inputs import AttentionShape
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import markdown_table
 from flash_helpers.measure.nsight import (
     FORWARD_KERNEL,
@@ -205,15 +204,14 @@ def predicted_counts(kernel: Kernel, times: Sequence[int]) -> dict[str, int]:
     }
 
 
-def predict_launch(
-    kernel: Kernel, config: FlashForwardKernelConfig, shape: AttentionShape
-) -> ExecutionRecord:
+def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> ExecutionRecord:
     """What all warps of a launch execute, from the text alone.
 
     Raises NotDeterminedError where the text does not tell.
     """
     times = block_executions(kernel, trip_counts(kernel, config, shape.seq_len))
-    warps = shape.batch * shape.n_heads * -(-shape.seq_len // config.B_r) * config.n_warps
+    launches = config.launch(shape, shape.strides())
+    warps = sum(launch.n_blocks * launch.n_warps for launch in launches)
     by_base: Counter[str] = Counter()
     for instruction in kernel.instructions:
         by_base[instruction.base] += times[instruction.block]
@@ -221,7 +219,7 @@ def predict_launch(
         name=config.short_form(),
         compiler=str(kernel.compiler),
         batch=shape.batch,
-        n_heads=shape.n_heads,
+        n_heads=shape.heads,
         seq_len=shape.seq_len,
         predicted={name: warps * n for name, n in predicted_counts(kernel, times).items()},
         predicted_opcodes={name: warps * n for name, n in sorted(by_base.items()) if n},

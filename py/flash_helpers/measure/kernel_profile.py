@@ -12,25 +12,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from flash_helpers.check.inputs import AttentionShape, make_inputs
-from flash_helpers.kernel_configs import (
-    VERSIONS,
-    DType,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
-)
+from flash_helpers.check.inputs import make_inputs
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.ptx import Counts, Phase, Run
-from flash_helpers.registry.selection import (
-    UsageError,
-    config_that_runs,
-    require_whole_blocks,
-    select_kernels,
-)
+from flash_helpers.registry.selection import UsageError, names_of, require_supported
 
 # (config, q, k, v): the output and what the simulator counted
-Simulate = Callable[
-    [FlashForwardKernelConfig, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]
-]
+Simulate = Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]]
 
 # The counts do not depend on the values.
 _INPUTS = "normal"
@@ -74,9 +62,9 @@ class KernelProfile:
     config: what was asked for. ran: what was launched for it.
     """
 
-    config: FlashForwardKernelConfig
-    ran: FlashForwardKernelConfig
-    shape: AttentionShape
+    config: Config
+    ran: Config
+    shape: AttentionForward
     run: Run
 
     @property
@@ -95,27 +83,8 @@ class SourceLine:
     counts: Counts | None
 
 
-def choose_configs(
-    built: Sequence[FlashForwardKernelConfig], selectors: Iterable[str], dtype: DType
-) -> list[FlashForwardKernelConfig]:
-    """The kernels to profile, in the order asked for.
-
-    selectors: a version or a range of versions means the config of the progression in `dtype`; a
-        short form means itself.
-
-    Raises UsageError if a selector names nothing that is built.
-    """
-    progression = [c for c in get_kernel_progression_configs() if c in set(built)]
-    chosen: dict[FlashForwardKernelConfig, None] = {}
-    for selector in selectors:
-        is_short_form = any(selector == config.short_form() for config in built)
-        candidates, dtypes = (built, tuple(DType)) if is_short_form else (progression, (dtype,))
-        chosen.update(dict.fromkeys(select_kernels(candidates, [selector], dtypes, candidates)))
-    return list(chosen)
-
-
 def profile_kernels(
-    configs: Sequence[FlashForwardKernelConfig], shape: AttentionShape, simulate: Simulate
+    configs: Sequence[Config], shape: AttentionForward, simulate: Simulate
 ) -> list[KernelProfile]:
     """Run each config once on a shape.
 
@@ -123,21 +92,13 @@ def profile_kernels(
 
     Raises UsageError if the sequence is not whole blocks, and what `simulate` raises.
     """
-    require_whole_blocks(configs, shape)
+    require_supported(configs, shape)
     profiles = []
     for config in configs:
         inputs = make_inputs(_INPUTS, shape, getattr(torch, config.dtype.torch_name))
         _, run = simulate(config, *inputs)
-        profiles.append(KernelProfile(config, config_that_runs(config, shape), shape, run))
+        profiles.append(KernelProfile(config, config.runs_as(shape.strides()), shape, run))
     return profiles
-
-
-def names_of(profiles: Sequence[KernelProfile]) -> list[str]:
-    """A heading for each kernel: its version where that is enough, else its short form."""
-    versions = [f"v{profile.config.version}" for profile in profiles]
-    if len(set(versions)) == len(versions):
-        return versions
-    return [profile.config.short_form() for profile in profiles]
 
 
 def as_dict(counts: Counts) -> dict[str, int]:
@@ -163,7 +124,7 @@ def _change(before: float | None, after: float | None) -> str:
 def _side_by_side(
     profiles: Sequence[KernelProfile], rows: Iterable[tuple[str, Sequence[float | None]]]
 ) -> str:
-    names = names_of(profiles)
+    names = names_of([profile.config for profile in profiles])
     headers = [""]
     for i, name in enumerate(names):
         headers += [name] if i == 0 else [name, "change"]
@@ -223,13 +184,15 @@ def overview_text(profiles: Sequence[KernelProfile]) -> str:
     """A line a kernel: totals, and how instructions and wavefronts per mma change."""
     body = []
     before: float | None = None
-    for name, profile in zip(names_of(profiles), profiles, strict=True):
+    for name, profile in zip(
+        names_of([profile.config for profile in profiles]), profiles, strict=True
+    ):
         total = profile.run.counters.total
         share = _per_mma(profile.phases[Phase.MAIN_LOOP.value], "instructions")
         body.append(
             [
                 name,
-                VERSIONS[profile.config.version].idea,
+                profile.config.step.idea,
                 *(_number(getattr(total, column)) for column in _OVERVIEW),
                 _number(share),
                 _change(before, share),
@@ -276,10 +239,10 @@ def source_lines(profile: KernelProfile, root: Path) -> list[SourceLine]:
 
     root: of the repository. Raises UsageError if the file is not there.
     """
-    path = root / VERSIONS[profile.ran.version].source
+    path = root / profile.ran.step.source
     if not path.is_file():
         raise UsageError(f"{path} is not there: run the tool from a checkout of the repository")
-    counts = profile.run.counters.lines_of(str(VERSIONS[profile.ran.version].source))
+    counts = profile.run.counters.lines_of(str(profile.ran.step.source))
     return [
         SourceLine(number, text, counts.get(number))
         for number, text in enumerate(path.read_text().splitlines(), start=1)
@@ -302,7 +265,7 @@ def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -
         for name, title in _LINE_COLUMNS.items()
     }
     margin = " ".join(f"{title:>{widths[name]}}" for name, title in _LINE_COLUMNS.items())
-    header = f"{margin}      % | line | {VERSIONS[profile.ran.version].source}"
+    header = f"{margin}      % | line | {profile.ran.step.source}"
     rows = [header, "-" * len(header)]
     for line in lines:
         cells, share = [], ""
@@ -326,7 +289,7 @@ def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
         "shape": asdict(profiles[0].shape),
         "kernels": [
             {
-                "version": profile.config.version,
+                "step": profile.config.step.id,
                 "config": profile.config.short_form(),
                 "ran": profile.ran.short_form(),
                 "phases": {name: as_dict(counts) for name, counts in profile.phases.items()},
@@ -348,7 +311,7 @@ def source_as_json(profile: KernelProfile, lines: Sequence[SourceLine]) -> dict[
     return {
         "config": profile.config.short_form(),
         "ran": profile.ran.short_form(),
-        "file": str(VERSIONS[profile.ran.version].source),
+        "file": str(profile.ran.step.source),
         "lines": [
             {"line": line.number, "text": line.text, **as_dict(line.counts)}
             for line in lines
@@ -369,15 +332,15 @@ def _csv(head: Sequence[str], rows: Iterable[tuple[Sequence[Any], Counts]]) -> s
 def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
     """One row for each opcode of each phase of each kernel."""
     return _csv(
-        ("config", "version", "dtype", "batch", "heads", "seq", "phase", "opcode"),
+        ("config", "step", "dtype", "batch", "heads", "seq", "phase", "opcode"),
         (
             (
                 (
                     p.ran.short_form(),
-                    p.ran.version,
+                    p.ran.step.id,
                     p.ran.dtype.short,
                     p.shape.batch,
-                    p.shape.n_heads,
+                    p.shape.heads,
                     p.shape.seq_len,
                     phase.value,
                     opcode,
@@ -393,7 +356,7 @@ def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
 
 def source_as_csv(profile: KernelProfile, lines: Sequence[SourceLine]) -> str:
     """One row for each line that executes something."""
-    file = str(VERSIONS[profile.ran.version].source)
+    file = str(profile.ran.step.source)
     return _csv(
         ("config", "file", "line", "text"),
         (

@@ -13,8 +13,9 @@ from types import TracebackType
 
 import torch
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import ClockRecord, Provenance, ResourceRecord
+from flash_helpers.runtime.call import resources
 
 READING_INTERVAL_S = 0.25
 _READING_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
@@ -65,11 +66,8 @@ def clock_record(
     )
 
 
-def resource_record(config: FlashForwardKernelConfig, device: torch.device) -> ResourceRecord:
+def resource_record(config: Config, device: torch.device) -> ResourceRecord:
     """What a built kernel takes on a CUDA device."""
-    # not at the top: flash_attention itself imports this package
-    from flash_attention import resources
-
     found = resources(config, device)
     return ResourceRecord(
         name=config.short_form(),

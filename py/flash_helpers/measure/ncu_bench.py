@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from flash_helpers.check.inputs import AttentionShape
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import format_cell
 from flash_helpers.measure.nsight import (
     FORWARD_KERNEL,
@@ -27,10 +26,8 @@ from flash_helpers.measure.results import (
     FLASH,
     FLASH_ATTN,
     Provenance,
-    attention_flops,
     measured_json,
 )
-from flash_helpers.registry.selection import config_that_runs
 
 FORMAT = 1
 SHOWN_STALLS = 3
@@ -149,8 +146,8 @@ class KernelCounters:
         duration_us = self.values["duration_us"]
         if not duration_us:
             return None
-        flops = attention_flops(self.batch, self.n_heads, self.seq_len, self.d_head)
-        return flops / (duration_us * 1e-6) / 1e12
+        problem = AttentionForward(self.batch, self.n_heads, self.seq_len, self.d_head)
+        return problem.operations / (duration_us * 1e-6) / 1e12
 
     def stall_text(self) -> str:
         """The SHOWN_STALLS largest stalls, in words."""
@@ -241,7 +238,7 @@ def _averages(launches: Sequence[ProfiledLaunch], metric: str) -> float | None:
 
 
 def average_launches(
-    name: str, shape: AttentionShape, launches: Sequence[ProfiledLaunch]
+    name: str, shape: AttentionForward, launches: Sequence[ProfiledLaunch]
 ) -> KernelCounters:
     """The means of one kernel's launches, of which there is at least one."""
     values: dict[str, float | None] = {}
@@ -257,7 +254,7 @@ def average_launches(
         name=name,
         kernel=_short_name(launches[0].kernel),
         batch=shape.batch,
-        n_heads=shape.n_heads,
+        n_heads=shape.heads,
         seq_len=shape.seq_len,
         d_head=shape.d_head,
         runs=len(launches),
@@ -289,9 +286,9 @@ def available_metrics(profiler: NsightCompute) -> list[str]:
 
 
 def profile_kernels(
-    configs: Sequence[FlashForwardKernelConfig],
+    configs: Sequence[Config],
     libraries: Sequence[str],
-    shape: AttentionShape,
+    shape: AttentionForward,
     runs: int,
     profiler: NsightCompute,
     launcher: Sequence[str],
@@ -304,7 +301,7 @@ def profile_kernels(
     Raises ProfilerDenied if counters may not be read.
     """
     metrics = available_metrics(profiler)
-    sizes = ["--batch", str(shape.batch), "--heads", str(shape.n_heads)]
+    sizes = ["--batch", str(shape.batch), "--heads", str(shape.heads)]
     sizes += ["--seq", str(shape.seq_len), "--repeat", str(runs)]
     counted: list[KernelCounters] = []
     failures: list[str] = []
@@ -327,7 +324,7 @@ def profile_kernels(
     names = [config.short_form() for config in configs]
     launches = launches_of("kernels", ["--kernel", *names], FORWARD_KERNEL)
     for config in configs:
-        ran = config_that_runs(config, shape).short_form()
+        ran = config.runs_as(shape.strides()).short_form()
         own = [launch for launch in launches if launched_config(launch.kernel) == ran]
         if own:
             counted.append(average_launches(config.short_form(), shape, own))

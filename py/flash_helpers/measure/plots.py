@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from flash_helpers.kernel_configs import (
-    VERSIONS,
-    FlashForwardKernelConfig,
+    STEPS,
+    Config,
+    config_from_short_form,
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.benchmark_tables import main_dtype
@@ -77,16 +78,14 @@ def _rounded(value: float | None, factor: float = 1) -> float | None:
     return None if value is None else round(factor * value, 1)
 
 
-def _best_configs(
-    results: BenchmarkResults, dtype: str
-) -> Mapping[int, FlashForwardKernelConfig | None]:
-    """The fastest config of each version by its mean, among two or more that were measured."""
-    found: dict[int, list[tuple[float, FlashForwardKernelConfig]]] = {n: [] for n in VERSIONS}
+def _best_configs(results: BenchmarkResults, dtype: str) -> Mapping[str, Config | None]:
+    """The fastest config of each step by its mean, among two or more that were measured."""
+    found: dict[str, list[tuple[float, Config]]] = {step: [] for step in STEPS}
     for name in results.names(dtype):
         mean = results.mean_tflops(name, dtype)
         if name not in LIBRARY_NAMES and mean is not None:
-            config = FlashForwardKernelConfig.from_short_form(name)
-            found[config.version].append((mean, config))
+            config = config_from_short_form(name)
+            found[config.step.id].append((mean, config))
     return {n: max(configs)[1] if len(configs) > 1 else None for n, configs in found.items()}
 
 
@@ -99,13 +98,13 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
     best = _best_configs(results, dtype)
 
-    def percent(config: FlashForwardKernelConfig | None) -> float | None:
+    def percent(config: Config | None) -> float | None:
         return _rounded(results.of_flash(config.short_form(), dtype) if config else None, 100)
 
     numbers = {
-        "steps": [config.version for config in fixed],
+        "steps": [config.step.id for config in fixed],
         "fixed": [percent(config) for config in fixed],
-        "best": [percent(best[config.version]) for config in fixed],
+        "best": [percent(best[config.step.id]) for config in fixed],
     }
     if not any(value is not None for value in numbers["fixed"]):
         raise PlotError(f"no step of {dtype} was measured beside {LIBRARY_NAMES[FLASH]}")
@@ -121,11 +120,11 @@ def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
     for config in fixed:
         mean = results.mean_tflops(config.short_form(), dtype) or 0.0
         if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
-            labels[config.short_form()] = f"step {config.version}"
+            labels[config.short_form()] = config.step.id
         highest = max(highest, mean)
-    best = _best_configs(results, dtype)[fixed[-1].version]
+    best = _best_configs(results, dtype)[fixed[-1].step.id]
     if best is not None:
-        labels[best.short_form()] = f"step {best.version}, best config"
+        labels[best.short_form()] = f"{best.step.id}, best config"
     return labels
 
 

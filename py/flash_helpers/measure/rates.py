@@ -10,6 +10,7 @@ import torch
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.results import MATMUL, MMA_SYNC, Protocol, RateRecord
 from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
+from flash_helpers.runtime.mma_loop import MmaLoop
 
 MATMUL_SIZE = 8192  # rows, columns and depth of the matrix product
 
@@ -34,9 +35,6 @@ def matmul_work(dtype: DType, device: torch.device, size: int = MATMUL_SIZE) -> 
 
 def mma_sync_work(dtype: DType, device: torch.device) -> RateWork:
     """mma.sync m16n8k16 back to back on registers. Raises RuntimeError if the library lacks it."""
-    # not at the top: flash_attention itself imports this package
-    from flash_attention._mma_loop import MmaLoop
-
     loop = MmaLoop(dtype, device)
     return RateWork(loop.operations, loop.launch)
 

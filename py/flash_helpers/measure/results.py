@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ CACHE_CHOICES = ("rotate", "flush")
 
 CSV_COLUMNS = (
     "name",
-    "version",
+    "step",
     "dtype",
     "batch",
     "n_heads",
@@ -47,11 +47,6 @@ CSV_COLUMNS = (
     *(f"percent_of_{name}" for name in RATE_NAMES),
     "failure",
 )
-
-
-def attention_flops(batch: int, n_heads: int, seq_len: int, d_head: int) -> int:
-    """Floating-point operations of Q @ K^T and P @ V, a multiplication and an addition each."""
-    return 4 * batch * n_heads * seq_len**2 * d_head
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,11 @@ class Measurement:
     failure: str
 
     @property
-    def config(self) -> FlashForwardKernelConfig | None:
+    def config(self) -> Config | None:
         """The kernel's config; None for a library. Raises ValueError if there is none any more."""
         if self.name in LIBRARY_NAMES:
             return None
-        return FlashForwardKernelConfig.from_short_form(self.name)
+        return config_from_short_form(self.name)
 
     @property
     def valid(self) -> bool:
@@ -116,8 +111,8 @@ class Measurement:
     @property
     def tflops(self) -> float:
         """10^12 floating-point operations a second, at the median time."""
-        flops = attention_flops(self.batch, self.n_heads, self.seq_len, self.d_head)
-        return flops / (self.median_ms * 1e-3) / 1e12
+        problem = AttentionForward(self.batch, self.n_heads, self.seq_len, self.d_head)
+        return problem.operations / (self.median_ms * 1e-3) / 1e12
 
 
 @dataclass(frozen=True)
@@ -352,7 +347,7 @@ class BenchmarkResults:
             config = m.config
             row: list[Any] = [
                 m.name,
-                config.version if config else "",
+                config.step.id if config else "",
                 m.dtype,
                 m.batch,
                 m.n_heads,

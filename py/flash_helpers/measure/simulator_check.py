@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from flash_helpers.check.debugging import shipped_ptx
-from flash_helpers.check.inputs import AttentionShape, make_inputs
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import markdown_table
 from flash_helpers.measure.nsight import (
     FORWARD_KERNEL,
@@ -29,9 +28,9 @@ from flash_helpers.measure.results import (
     read_records,
 )
 from flash_helpers.ptx import Run
-from flash_helpers.registry.selection import config_that_runs
 from flash_helpers.runtime.backend import Backend
-from flash_helpers.runtime.simulator import load_kernel, run_forward
+from flash_helpers.runtime.library import ptx_path
+from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
 FORMAT = 1
 BEGIN_MARKER = "<!-- simulator:begin -->"
@@ -310,22 +309,22 @@ def load_check(path: Path) -> SimulatorCheck:
     )
 
 
-def shape_for(config: FlashForwardKernelConfig, seq_len: int) -> AttentionShape:
+def shape_for(config: Config, seq_len: int) -> AttentionForward:
     """A problem for one kernel: one head, or as many as give it its static row stride; then the
     sequence is shorter by the square root of the heads, so that all take the same time."""
     heads = max(1, config.static_row_stride // config.d_head)
-    block = max(config.B_r, config.B_c)
+    block = config.supports.whole
     shorter = max(block, int(seq_len / heads**0.5) // block * block)
-    return AttentionShape(batch=1, n_heads=heads, seq_len=shorter)
+    return AttentionForward(batch=1, heads=heads, seq_len=shorter)
 
 
-def compare_kernel(
-    config: FlashForwardKernelConfig, shape: AttentionShape, backend: Backend
-) -> KernelRecord:
+def compare_kernel(config: Config, shape: AttentionForward, backend: Backend) -> KernelRecord:
     """Run one kernel on the GPU and in the simulator, on the same inputs; no counters yet."""
-    ran = config_that_runs(config, shape)
+    ran = config.runs_as(shape.strides())
     q, k, v = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
-    simulated, run = run_forward(ran, load_kernel(ran, shipped_ptx(ran)), q, k, v)
+    simulated = torch.full_like(q, torch.nan)
+    tensors = {"q": q, "k": k, "v": v, "o": simulated}
+    run = run_kernel(ran, load_kernel(ran, ptx_path(ran)), tensors)
     on_device = [x.to(backend.device) for x in (q, k, v)]
     output = torch.full_like(on_device[0], torch.nan)
     backend.forward(config, *on_device, output)
@@ -335,7 +334,7 @@ def compare_kernel(
         name=config.short_form(),
         ran=ran.short_form(),
         batch=shape.batch,
-        n_heads=shape.n_heads,
+        n_heads=shape.heads,
         seq_len=shape.seq_len,
         **asdict(difference),
         simulated=simulated_counts(run),

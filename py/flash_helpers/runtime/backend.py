@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import Config
+from flash_helpers.runtime import library
+from flash_helpers.runtime.call import prepare
 
 DEVICE_CHOICES = ("auto", "cuda", "cpu")
 
 # (config, q, k, v, o): computes attention of q, k, v into o, all (batch, seq, heads, d_head), and
 # returns the faults, in words, that were found in the kernel but did not stop it
 Forward = Callable[
-    [FlashForwardKernelConfig, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    [Config, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     tuple[str, ...],
 ]
 
@@ -34,7 +36,7 @@ class Backend:
     device: torch.device
     description: str
     forward: Forward
-    kernels: tuple[FlashForwardKernelConfig, ...]
+    kernels: tuple[Config, ...]
     library: str = ""
     is_simulator: bool = False
 
@@ -55,68 +57,46 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
     if device == "cuda" and not has_gpu:
         raise KernelsNotRun("the kernels were not run: no CUDA device was found")
     try:
-        # not at the top: flash_attention itself imports this package
-        from flash_attention import _library
-
-        kernels = tuple(_library.kernels())
-        library = (
-            f"CUDA {'.'.join(map(str, _library.cuda_version()))} for "
-            f"{' '.join(_library.architectures())}"
-        )
-    except (ImportError, RuntimeError) as error:
+        kernels = tuple(library.kernels())
+        cuda = ".".join(map(str, library.cuda_version()))
+        built = f"CUDA {cuda} for {' '.join(library.architectures())}"
+    except RuntimeError as error:
         raise KernelsNotRun(
             "the kernels were not run: the flash_attention library did not load "
             f"({str(error).splitlines()[0]}): install it with pip install . ./py"
         ) from error
     if device == "cpu" or not has_gpu:
-        return _simulator(kernels, library, keep_going)
-    return _gpu(kernels, library)
-
-
-def _gpu(kernels: tuple[FlashForwardKernelConfig, ...], library: str) -> Backend:
-    from flash_attention import forward
-
-    def launch(
-        config: FlashForwardKernelConfig,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-    ) -> tuple[str, ...]:
-        forward(config, q, k, v, o)
-        return ()
-
+        return Backend(
+            device=torch.device("cpu"),
+            description="simulated PTX on the CPU",
+            forward=_simulator(keep_going),
+            kernels=kernels,
+            library=built,
+            is_simulator=True,
+        )
     current = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(current)
     return Backend(
         device=current,
         description=f"{properties.name}, compute capability {properties.major}.{properties.minor}",
-        forward=launch,
+        forward=_launch,
         kernels=kernels,
-        library=library,
+        library=built,
     )
 
 
-def _simulator(
-    kernels: tuple[FlashForwardKernelConfig, ...], library: str, keep_going: bool
-) -> Backend:
-    from flash_attention import simulate
+def _launch(
+    config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+) -> tuple[str, ...]:
+    prepare(config, {"q": q, "k": k, "v": v}, o).run()
+    return ()
 
+
+def _simulator(keep_going: bool) -> Forward:
     def run(
-        config: FlashForwardKernelConfig,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
+        config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
     ) -> tuple[str, ...]:
-        _, finished = simulate(config, q, k, v, o, keep_going=keep_going)
+        finished = prepare(config, {"q": q, "k": k, "v": v}, o).simulate(keep_going)
         return tuple(str(fault) for fault in finished.faults)
 
-    return Backend(
-        device=torch.device("cpu"),
-        description="simulated sm_80 PTX on the CPU",
-        forward=run,
-        kernels=kernels,
-        library=library,
-        is_simulator=True,
-    )
+    return run

@@ -8,11 +8,40 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+
+from flash_helpers.registry.launch import Launch
 
 CUDA_SUCCESS = 0
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
+CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
+
 LIBRARY = "libcuda.so.1"
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes, of which a cluster's three sizes are the
+    first."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 3),
+        ("rest", ctypes.c_char * 52),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig. sizes: of the grid, then of a block."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 6),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
 
 
 class DriverError(RuntimeError):
@@ -26,19 +55,14 @@ def driver() -> ctypes.CDLL:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise DriverError(f"no CUDA driver: {error}") from error
-    integer, unsigned, pointer, text = (
-        ctypes.c_int,
-        ctypes.c_uint,
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-    )
+    integer, pointer, text = ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p
     handles = ctypes.POINTER(pointer)
     signatures = {
         "cuGetErrorString": [integer, ctypes.POINTER(text)],
         "cuModuleLoadData": [handles, pointer],
         "cuModuleGetFunction": [handles, pointer, text],
         "cuFuncSetAttribute": [pointer, integer, integer],
-        "cuLaunchKernel": [pointer, *[unsigned] * 7, pointer, handles, handles],
+        "cuLaunchKernelEx": [ctypes.POINTER(_LaunchConfig), pointer, handles, handles],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)
@@ -68,7 +92,6 @@ class LoadedKernel:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(module), cubin)
         _call("cuModuleGetFunction", ctypes.byref(self._function), module, symbol.encode())
-        self._smem_bytes = smem_bytes
         _call(
             "cuFuncSetAttribute",
             self._function,
@@ -76,18 +99,16 @@ class LoadedKernel:
             smem_bytes,
         )
 
-    def launch(
-        self, grid: tuple[int, int, int], n_threads: int, stream: int, args: ctypes.Structure
-    ) -> None:
-        """Launch with one argument, a structure, on a stream handle, without waiting."""
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        _call(
-            "cuLaunchKernel",
-            self._function,
-            *grid,
-            *(n_threads, 1, 1),
-            self._smem_bytes,
+    def launch(self, found: Launch, arguments: bytes, stream: int) -> None:
+        """Launch on a stream handle, without waiting. arguments: of `Launch.bind`."""
+        memory = ctypes.create_string_buffer(arguments, len(arguments))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        cluster = _Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=found.cluster)
+        config = _LaunchConfig(
+            (*found.grid, found.block, 1, 1),
+            found.shared_bytes,
             stream,
-            parameters,
-            None,
+            ctypes.pointer(cluster),
+            int(math.prod(found.cluster) > 1),
         )
+        _call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)

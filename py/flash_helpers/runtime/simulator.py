@@ -1,16 +1,22 @@
-"""Runs a forward kernel's PTX in the simulator on CPU tensors."""
+"""Runs a kernel's PTX in the simulator on CPU tensors."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from flash_helpers.kernel_configs import MAX_SMEM_BYTES, FlashForwardKernelConfig
-from flash_helpers.ptx import DeviceMemory, Kernel, Observer, Run, load_ptx
+from flash_helpers import gpu
+from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
+from flash_helpers.registry.launch import WORKSPACE, Launch
+from flash_helpers.runtime.library import ptx_path
+from flash_helpers.runtime.tensors import kernel_strides
 
 _SECONDS_PER_TILE = 4.0e-3
 """One block's pass over 64x64 scores at d_head 128 on one core, measured; for estimates only."""
@@ -22,23 +28,24 @@ _RUNS_PER_TILE = 8
 """How often each instruction may run for a pass over a K and V tile. Loops inside the pass are
 unrolled, so once is enough; a kernel that runs more never ends."""
 
+_KERNELS_KEPT = 64
 
-def load_kernel(config: FlashForwardKernelConfig, ptx: str | Path) -> Kernel:
+Progress = Callable[[int, int], None]
+
+
+def load_kernel(config: Config, ptx: str | Path) -> Kernel:
     """The kernel of a config, from PTX text or a path.
 
-    Raises:
-        flash_helpers.ptx.PtxSyntaxError: the text is not a whole PTX module.
-        flash_helpers.ptx.LaunchError: it does not hold the config's kernel.
+    Raises PtxSyntaxError for a text that is no whole PTX module, LaunchError if it does not hold
+    the config's kernel.
     """
     return load_ptx(ptx).kernel(config.short_form())
 
 
-def estimate_seconds(
-    config: FlashForwardKernelConfig, batch: int, seq_len: int, n_heads: int
-) -> float:
-    """About how long ``run_forward`` takes for a shape, on one core."""
-    tiles = batch * n_heads * (seq_len / 64) ** 2
-    return tiles * _SECONDS_PER_TILE * config.d_head / 128
+def estimate_seconds(problem: AttentionForward) -> float:
+    """About how long a kernel takes for a problem, on one core."""
+    tiles = problem.batch * problem.heads * (problem.seq_len / 64) ** 2
+    return tiles * _SECONDS_PER_TILE * problem.d_head / 128
 
 
 def duration_text(seconds: float) -> str:
@@ -50,69 +57,136 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
-def run_forward(
-    config: FlashForwardKernelConfig,
+def run_kernel(
+    config: Config,
     kernel: Kernel,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor | None = None,
+    tensors: Mapping[str, torch.Tensor],
     *,
     keep_going: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     observer: Observer | None = None,
-) -> tuple[torch.Tensor, Run]:
-    """Computes attention with a kernel's PTX.
+) -> Run:
+    """Computes attention with a kernel's PTX, and returns the run with its counters and faults.
 
-    Args:
-        config: what the kernel was compiled for.
-        kernel: from ``load_kernel``.
-        q, k, v: (batch, seq_len, n_heads, d_head) on the CPU, fp16 or bf16 as ``config`` says, with
-            stride 1 along d_head; other strides are free. seq_len is a multiple of B_r and B_c.
-        o: where the result goes, shaped like q; a new tensor if None.
-        keep_going: collect faults in the run rather than raise the first one.
-        progress: called with the number of blocks done and the number of blocks.
-        observer: is shown registers and shared memory while the kernel runs.
+    config: what the kernel was compiled for. kernel: from `load_kernel`. tensors: q, k, v and o,
+    (batch, seq_len, heads, d_head) on the CPU, in the config's dtype, with stride 1 along d_head;
+    other strides are free; o is written. keep_going: collect faults in the run rather than raise
+    the first one. progress: called with the number of blocks done and the number of blocks.
+    observer: is shown registers and shared memory while the kernel runs.
 
-    Returns:
-        The output, and the run with its counters and faults.
-
-    Raises:
-        flash_helpers.ptx.PtxError: the kernel cannot run, or a fault was found in it.
+    Raises PtxError if the kernel cannot run, or a fault was found in it.
     """
-    batch, seq_len, n_heads, _ = q.shape
-    o = torch.empty_like(q, memory_format=torch.contiguous_format) if o is None else o
-    memory = DeviceMemory()
-    addresses = [memory.upload(_span(x).numpy()) for x in (q, k, v, o)]
-    strides = [stride for x in (q, k, v, o) for stride in _strides(x)]
-    # ForwardKernelArgs: four pointers, four times (batch, row, head) strides, seq_len, padding.
-    args = struct.pack("<4Q12qi4x", *addresses, *strides, seq_len)
-    target = "sm_80" if config.smem_bytes <= MAX_SMEM_BYTES[80] else "sm_90"
-    tiles = seq_len // config.B_c
-    run = kernel.launch(
-        grid=(seq_len // config.B_r, n_heads, batch),
-        block=config.n_threads,
-        shared_bytes=config.smem_bytes,
-        args=[args],
-        memory=memory,
+    batch, seq_len, heads, d_head = tensors["q"].shape
+    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
+    strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
+    return _run(
+        config.launch(problem, strides),
+        kernel,
+        tensors,
+        max_instructions=_RUNS_PER_TILE
+        * len(kernel.program.instructions)
+        * (len(config.key_blocks(seq_len)) + 2),
         keep_going=keep_going,
-        max_instructions=_RUNS_PER_TILE * len(kernel.program.instructions) * (tiles + 2),
         progress=progress,
         observer=observer,
-        target=target,
     )
-    span = _span(o)
-    span.copy_(torch.from_numpy(memory.download(addresses[3], span.numel(), np.int16)))
-    return o, run
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Elements between batches, rows and heads."""
-    batch, row, head, _ = x.stride()
-    return batch, row, head
+def _run(
+    launches: tuple[Launch, ...],
+    kernel: Kernel,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    max_instructions: int,
+    keep_going: bool,
+    progress: Progress | None,
+    observer: Observer | None,
+) -> Run:
+    memory = DeviceMemory()
+    addresses = {name: memory.upload(_span(x).numpy()) for name, x in tensors.items()}
+    n_blocks = sum(launch.n_blocks for launch in launches)
+    done, run = 0, None
+    for launch in launches:
+        if launch.workspace_bytes:
+            addresses[WORKSPACE] = memory.upload(np.zeros(launch.workspace_bytes, np.uint8))
+        before = done
+
+        def advance(finished: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + finished, n_blocks)
+
+        run = kernel.launch(
+            grid=launch.grid,
+            block=launch.block,
+            shared_bytes=launch.shared_bytes,
+            args=[launch.bind(addresses)],
+            memory=memory,
+            keep_going=keep_going,
+            max_instructions=max_instructions,
+            progress=advance,
+            observer=observer,
+            target=_target(launch),
+            before=run,
+        )
+        done += launch.n_blocks
+    for name in launches[0].outputs:
+        span = _span(tensors[name])
+        found = memory.download(addresses[name], span.numel(), np.int16)
+        span.copy_(torch.from_numpy(found))
+    assert run is not None
+    return run
+
+
+def _target(launch: Launch) -> str:
+    """The first of the family's targets whose blocks have so much shared memory."""
+    capabilities = launch.config.family.capabilities
+    enough = (c for c in capabilities if gpu.LIMITS[c].smem_bytes >= launch.shared_bytes)
+    return f"sm_{next(enough, capabilities[-1])}"
 
 
 def _span(x: torch.Tensor) -> torch.Tensor:
     """All memory from a tensor's first element to its last, as 16-bit patterns; a view."""
     length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return torch.as_strided(x.detach().view(torch.int16), (length,), (1,), x.storage_offset())
+
+
+def run_shipped(
+    config: Config, tensors: Mapping[str, torch.Tensor], *, keep_going: bool = False
+) -> Run:
+    """`run_kernel` with the PTX that the package ships, and a progress bar for a run that takes
+    long. config: the one that runs (`Config.runs_as`).
+
+    Raises RuntimeError if the PTX cannot be read, and what `run_kernel` raises.
+    """
+    kernel = _shipped_kernel(config, ptx_path(config))
+    with _announced(config, tensors["q"].shape) as progress:
+        return run_kernel(config, kernel, tensors, keep_going=keep_going, progress=progress)
+
+
+@functools.lru_cache(maxsize=_KERNELS_KEPT)
+def _shipped_kernel(config: Config, path: Path) -> Kernel:
+    try:
+        return load_kernel(config, path)
+    except (OSError, PtxError) as error:
+        raise RuntimeError(
+            f"the PTX of {config.short_form()} cannot be read from {path} ({error}): build it with "
+            "`pip install . ./py` in the repository"
+        ) from error
+
+
+@contextmanager
+def _announced(config: Config, shape: torch.Size) -> Iterator[Progress | None]:
+    """A progress bar on stderr for a run that takes long; None for a short one."""
+    batch, seq_len, heads, d_head = shape
+    seconds = estimate_seconds(AttentionForward(batch, heads, seq_len, d_head))
+    if seconds < ANNOUNCE_FROM_SECONDS:
+        yield None
+        return
+    description = f"simulating {config.short_form()}, about {duration_text(seconds)}"
+    with tqdm(desc=description, unit="block", leave=False) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield advance

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from flash_helpers.compile.build import kill_group
+from flash_helpers.compile.compiler import kill_group
 from flash_helpers.measure.results import (
     Measurement,
     Protocol,

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler
+from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
 from flash_helpers.measure.results import (
     FLASH,
     Measurement,
@@ -34,6 +34,7 @@ from flash_helpers.measure.results import (
     measured_json,
     read_records,
 )
+from flash_helpers.registry.family import Step
 from flash_helpers.tune.process import (
     Answer,
     KernelFile,
@@ -45,7 +46,7 @@ from flash_helpers.tune.process import (
 )
 from flash_helpers.tune.winners import BestConfig
 
-FORMAT = 1
+FORMAT = 2
 N_FINALISTS = 5
 SCREEN_SEQ_LENS = (1024, 4096)
 SCREEN_PROTOCOL = Protocol(rounds=5, sample_ms=3.0)
@@ -72,7 +73,7 @@ class SweepRow:
     """
 
     name: str
-    version: int
+    step: str
     dtype: str
     outcome: str
     reason: str
@@ -159,9 +160,7 @@ def _ratio(measurements: Sequence[Measurement], name: str) -> float | None:
     return own / flash if own and flash else None
 
 
-def in_search_order(
-    configs: Iterable[FlashForwardKernelConfig], first: Iterable[FlashForwardKernelConfig] = ()
-) -> list[FlashForwardKernelConfig]:
+def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> list[Config]:
     """Every config once: `first`, then the rest in a fixed random order.
 
     A sweep that is stopped early has then seen some of every corner.
@@ -198,17 +197,17 @@ class Sweep:
         self._screen_seq_lens = tuple(screen_seq_lens)
         self._limits = limits
         self._date, self._commit = stamp
-        self._champions: frozenset[FlashForwardKernelConfig] = frozenset()
-        self._cubins: dict[FlashForwardKernelConfig, Cubin] = {}
+        self._champions: frozenset[Config] = frozenset()
+        self._cubins: dict[Config, Cubin] = {}
         self._by_code: dict[str, SweepRow] = {}
-        self._rows: dict[FlashForwardKernelConfig, SweepRow] = {}
+        self._rows: dict[Config, SweepRow] = {}
         self.notes: list[str] = []
 
     def screen(
         self,
-        configs: Iterable[FlashForwardKernelConfig],
+        configs: Iterable[Config],
         progress: Progress,
-        champions: Iterable[FlashForwardKernelConfig] = (),
+        champions: Iterable[Config] = (),
     ) -> None:
         """Compile, drop, verify and time the candidates.
 
@@ -227,7 +226,9 @@ class Sweep:
                 f"{self._info.gpu} has {self._info.smem_bytes}"
             )
             self._keep(self._row(config, None, DROPPED, reason), progress)
-        with contextlib.closing(self._compiler.compile_all(fitting)) as results:
+        with contextlib.closing(
+            self._compiler.compile_all([Source.of(config) for config in fitting])
+        ) as results:
             for compiled in results:
                 self._keep(self._screened(compiled), progress)
                 if time.monotonic() >= self._limits.deadline:
@@ -237,18 +238,18 @@ class Sweep:
                 reason = "the time budget was spent"
                 self._keep(self._row(config, None, NOT_RUN, reason), progress)
 
-    def choose(self, version: int, dtype: DType) -> BestConfig | None:
-        """The fastest config of a version in a dtype by a run of the fastest few at all lengths;
+    def choose(self, step: Step, dtype: DType) -> BestConfig | None:
+        """The fastest config of a step in a dtype by a run of the fastest few at all lengths;
         None if none was timed."""
         rows = [
             row
             for config, row in self._rows.items()
-            if (config.version, config.dtype) == (version, dtype) and row.of_flash is not None
+            if (config.step, config.dtype) == (step, dtype) and row.of_flash is not None
         ]
-        fastest: dict[str, FlashForwardKernelConfig] = {}
+        fastest: dict[str, Config] = {}
         for row in sorted(rows, key=lambda row: (-(row.of_flash or 0), row.name)):
             if len(fastest) < N_FINALISTS:
-                config = FlashForwardKernelConfig.from_short_form(row.name)
+                config = config_from_short_form(row.name)
                 fastest.setdefault(row.code, config)
         measurements = self._final(list(fastest.values()))
         ratios = {c: _ratio(measurements, c.short_form()) for c in fastest.values()}
@@ -263,7 +264,7 @@ class Sweep:
         mean = mean_tflops(measurements, name)
         assert mean is not None
         return BestConfig(
-            version=version,
+            step=step.id,
             dtype=dtype.short,
             config=name,
             mean_tflops=round(mean, 2),
@@ -282,12 +283,12 @@ class Sweep:
         return [self._rows[config] for config in sorted(self._rows)]
 
     def _keep(self, row: SweepRow, progress: Progress) -> None:
-        self._rows[FlashForwardKernelConfig.from_short_form(row.name)] = row
+        self._rows[config_from_short_form(row.name)] = row
         progress(row)
 
     def _row(
         self,
-        config: FlashForwardKernelConfig,
+        config: Config,
         cubin: Cubin | None,
         outcome: str,
         reason: str = "",
@@ -296,7 +297,7 @@ class Sweep:
         report = cubin.report if cubin else None
         return SweepRow(
             name=config.short_form(),
-            version=config.version,
+            step=config.step.id,
             dtype=config.dtype.short,
             outcome=outcome,
             reason=reason,
@@ -312,7 +313,7 @@ class Sweep:
         )
 
     def _screened(self, compiled: Compiled) -> SweepRow:
-        config, cubin = compiled.config, compiled.cubin
+        config, cubin = compiled.source.config, compiled.cubin
         if cubin is None:
             return self._row(config, None, DROPPED, compiled.failure)
         report, limit = cubin.report, self._limits.spill_bytes
@@ -333,7 +334,7 @@ class Sweep:
         self._by_code[cubin.code] = row
         return row
 
-    def _final(self, finalists: Sequence[FlashForwardKernelConfig]) -> list[Measurement]:
+    def _final(self, finalists: Sequence[Config]) -> list[Measurement]:
         """Measurements of the finalists, and of PyTorch's flash backend beside them."""
         cubins = [self._cubins[config] for config in finalists]
         if not cubins:
@@ -436,7 +437,9 @@ class SweepTable:
     def updated(self, rows: Iterable[SweepRow]) -> SweepTable:
         """With these in the place of others of their names; by version, dtype and name."""
         by_name = {row.name: row for row in (*self.rows, *rows)}
-        ordered = sorted(by_name.values(), key=lambda row: (row.version, row.dtype, row.name))
+        ordered = sorted(
+            by_name.values(), key=lambda row: (list(STEPS).index(row.step), row.dtype, row.name)
+        )
         return replace(self, rows=tuple(ordered))
 
     def to_json(self) -> str:

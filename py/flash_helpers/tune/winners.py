@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
 from flash_helpers.measure.results import load_measured, measured_json, read_records
 
-FORMAT = 1
+FORMAT = 2
 
 
 def gpu_slug(name: str) -> str:
@@ -34,13 +34,13 @@ def sweep_file(folder: Path, gpu: str) -> Path:
 
 @dataclass(frozen=True)
 class BestConfig:
-    """The fastest config of one version in one dtype, and what it was measured with.
+    """The fastest config of one step in one dtype, and what it was measured with.
 
     config: short form. mean_tflops: harmonic mean over seq_lens; of_flash: over that of PyTorch's
     flash backend in the same process. n_candidates: configs that were timed.
     """
 
-    version: int
+    step: str
     dtype: str
     config: str
     mean_tflops: float
@@ -62,20 +62,21 @@ class BestConfigs:
     compute_capability: str
     best: tuple[BestConfig, ...]
 
-    def find(self, version: int, dtype: str) -> FlashForwardKernelConfig | None:
-        """The fastest config of a version in a dtype ("bf16"), if one is known.
+    def find(self, step: str, dtype: str) -> Config | None:
+        """The fastest config of a step in a dtype ("bf16"), if one is known.
 
         Raises ValueError if the registry has no such config any more.
         """
         for entry in self.best:
-            if (entry.version, entry.dtype) == (version, dtype):
-                return FlashForwardKernelConfig.from_short_form(entry.config)
+            if (entry.step, entry.dtype) == (step, dtype):
+                return config_from_short_form(entry.config)
         return None
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:
-        """With these in the place of others of their versions and dtypes; in order."""
-        by_kernel = {(e.version, e.dtype): e for e in (*self.best, *entries)}
-        return replace(self, best=tuple(by_kernel[key] for key in sorted(by_kernel)))
+        """With these in the place of others of their steps and dtypes; in order."""
+        by_kernel = {(e.step, e.dtype): e for e in (*self.best, *entries)}
+        ordered = sorted(by_kernel, key=lambda key: (list(STEPS).index(key[0]), key[1]))
+        return replace(self, best=tuple(by_kernel[key] for key in ordered))
 
     def to_json(self) -> str:
         """Text for a file; one line a config. "configs" is what the generator reads."""

@@ -23,8 +23,7 @@ from typing import Any, TextIO
 
 import torch
 
-from flash_helpers.check.inputs import AttentionShape
-from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, DType, config_from_short_form
 from flash_helpers.measure.benchmark import (
     Contender,
     InputSet,
@@ -37,39 +36,31 @@ from flash_helpers.measure.machine import query_gpu
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.driver import LoadedKernel
+from flash_helpers.runtime.library import encode_tensor_map
+from flash_helpers.runtime.tensors import kernel_strides
 from flash_helpers.tune.process import KernelFile, Request, WorkerInfo
-
-
-def launch_grid(config: FlashForwardKernelConfig, shape: AttentionShape) -> tuple[int, int, int]:
-    """Thread blocks of a launch, as src/flash_attention.cu has them."""
-    return shape.seq_len // config.B_r, shape.n_heads, shape.batch
 
 
 def cubin_contender(kernel: KernelFile) -> Contender:
     """A kernel loaded from its cubin.
 
-    Raises DriverError if it does not load. Running it raises ValueError for inputs whose row stride
-    is not the one that the kernel was compiled for.
+    Raises DriverError if it does not load. Running it raises ValueError for inputs that another
+    kernel takes over.
     """
-    # not at the top: flash_attention itself imports this package
-    from flash_attention import _checks, _library
-
-    config = FlashForwardKernelConfig.from_short_form(kernel.config)
+    config = config_from_short_form(kernel.config)
     loaded = LoadedKernel(Path(kernel.cubin).read_bytes(), kernel.symbol, config.smem_bytes)
 
     def run(inputs: InputSet) -> torch.Tensor:
-        tensors = (*inputs.inputs, inputs.output)
-        batch, seq_len, n_heads, d_head = inputs.output.shape
-        shape = AttentionShape(batch, n_heads, seq_len, d_head)
-        if config.static_row_stride not in (0, shape.row_stride):
-            raise ValueError(f"{kernel.config} is not for rows {shape.row_stride} elements apart")
-        args = _library.ForwardKernelArgs(
-            *(tensor.data_ptr() for tensor in tensors),
-            *(_library.TensorStrides(*_checks.kernel_strides(tensor)) for tensor in tensors),
-            seq_len,
-        )
+        tensors = dict(zip("qkvo", (*inputs.inputs, inputs.output), strict=True))
+        batch, seq_len, heads, d_head = inputs.output.shape
+        problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
+        strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
+        if config.runs_as(strides) != config:
+            raise ValueError(f"{kernel.config} is not for {problem}")
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         stream = torch.cuda.current_stream().cuda_stream
-        loaded.launch(launch_grid(config, shape), config.n_threads, stream, args)
+        for launch in config.launch(problem, strides):
+            loaded.launch(launch, launch.bind(addresses, encode_tensor_map), stream)
         return inputs.output
 
     return Contender(kernel.config, config, run)
@@ -101,7 +92,7 @@ class Worker:
     def answer(self, request: Request) -> dict[str, Any]:
         """Measure every kernel of a request, all of one dtype, at every length."""
         contenders = [library_contender(FLASH), *map(cubin_contender, request.kernels)]
-        dtype = FlashForwardKernelConfig.from_short_form(request.kernels[0].config).dtype
+        dtype = config_from_short_form(request.kernels[0].config).dtype
         measurements: list[Measurement] = []
         skipped: list[SkippedRecord] = []
         for seq_len in request.seq_lens:

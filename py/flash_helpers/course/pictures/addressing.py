@@ -24,14 +24,9 @@ from flash_helpers.course.pictures.svg import (
     Drawing,
 )
 from flash_helpers.course.pictures.work import step_config, work_of
-from flash_helpers.kernel_configs import (
-    CHUNK_BYTES,
-    ELEMENT_BYTES,
-    MMA_K,
-    PIECE,
-    PROGRESSION_ROW_STRIDE,
-    WARP_SIZE,
-)
+from flash_helpers.gpu import WARP
+from flash_helpers.registry.ampere import CHUNK_BYTES, MMA_K, PIECE, PIECES, PROGRESSION_ROW_STRIDE
+from flash_helpers.registry.problem import ELEMENT_BYTES
 
 _BIT = 34  # width of a bit
 _LINE_BYTES, _SECTOR_BYTES = 128, 32  # of L2; CUDA C++ Best Practices Guide, "Device Memory"
@@ -54,7 +49,7 @@ def _bits(
 def ffma_fold() -> Drawing:
     """Step 6: three instructions for each element of S become one."""
     config = step_config(6)
-    elements = config.B_r // config.n_warps * config.B_c // WARP_SIZE
+    elements = config.B_r // config.n_warps * config.B_c // WARP
     scale, log2e = 1 / math.sqrt(config.d_head), math.log2(math.e)
     S, m = 30.0, 40.0
     d = Drawing(
@@ -105,7 +100,7 @@ def ffma_fold() -> Drawing:
                 d.arrow([(start, top + 18), (stop, top + 18)])
     d.result(
         y + 26 + 2 * 104 - 18,
-        f"A thread has {config.B_r // config.n_warps} · {config.B_c} / {WARP_SIZE} = {elements} "
+        f"A thread has {config.B_r // config.n_warps} · {config.B_c} / {WARP} = {elements} "
         f"elements of S in a block of keys: {elements} · 3 = {3 * elements} instructions become "
         f"{elements}. m · c is one FMUL a row.",
     )
@@ -259,10 +254,10 @@ def output_swizzle() -> Drawing:
     return d
 
 
-def copy_rows(version: int, thread: int) -> list[tuple[int, int]]:
+def copy_rows(number: int, thread: int) -> list[tuple[int, int]]:
     """Row and first column of each 16 bytes of a tile of K that a thread copies, in order."""
-    config = step_config(version)
-    width = config.d_head if version < 15 else PIECE
+    config = step_config(number)
+    width = PIECE if PIECES in config.step.traits else config.d_head
     chunk = CHUNK_BYTES // ELEMENT_BYTES
     a_row = width // chunk  # threads that share one
     rows_a_pass = config.n_threads // a_row

@@ -19,7 +19,7 @@ from flash_helpers.course.pictures.svg import (
     Drawing,
 )
 from flash_helpers.course.pictures.work import step_config
-from flash_helpers.kernel_configs import ELEMENT_BYTES
+from flash_helpers.registry.problem import ELEMENT_BYTES
 
 _TILES = 4  # of the sequence that is drawn
 _Q_TILE, _KEY_TILE = 1, 2  # the thread block, and the block of keys, that are drawn

@@ -32,14 +32,9 @@ from flash_helpers.course.pictures.work import (
     step_config,
     work_of,
 )
-from flash_helpers.kernel_configs import (
-    CHUNK_BYTES,
-    MAX_REGISTERS,
-    MMA_K,
-    MMA_M,
-    WARP_SIZE,
-    FlashForwardKernelConfig,
-)
+from flash_helpers.gpu import MAX_REGISTERS, WARP
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.registry.ampere import CHUNK_BYTES, MMA_K, MMA_M
 
 _LANE = 5  # the one that is followed
 _REGISTER_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
@@ -278,12 +273,12 @@ def fragment_registers(config: FlashForwardKernelConfig, product: str) -> dict[s
     row_tiles, k_tiles = rows // MMA_M, config.d_head // MMA_K
     buffers = 2 if config.mma_double_buffer_loads else 1
     Q_tiles = config.Q_mma_load_K_tiles * buffers or k_tiles
-    found = {"O": rows * config.d_head // WARP_SIZE}
+    found = {"O": rows * config.d_head // WARP}
     if product == "S":
-        found["S"] = rows * config.B_c // WARP_SIZE
+        found["S"] = rows * config.B_c // WARP
         found["K"] = (config.K_mma_load_K_tiles * buffers or k_tiles) * config.B_c // MMA_K * 4
     else:
-        found["P"] = rows * config.B_c // WARP_SIZE // 2
+        found["P"] = rows * config.B_c // WARP // 2
         found["V"] = (config.V_mma_load_K_tiles * buffers or config.B_c // MMA_K) * k_tiles * 4
     if product == "S" or not config.Q_mma_load_K_tiles:
         found["Q"] = Q_tiles * row_tiles * 4

@@ -19,6 +19,7 @@ from flash_helpers.course.pictures.work import (
     CAPABILITY,
     EX2_CYCLES,
     FFMA_CYCLES,
+    LAST_STEP,
     LDMATRIX_BYTES,
     LDMATRIX_CYCLES,
     MMA_CYCLES,
@@ -28,13 +29,8 @@ from flash_helpers.course.pictures.work import (
     warp_work,
     work_of,
 )
-from flash_helpers.kernel_configs import (
-    LAST_VERSION,
-    MAX_REGISTERS,
-    MAX_SMEM_BYTES,
-    MMA_M,
-    WARP_SIZE,
-)
+from flash_helpers.gpu import LIMITS, MAX_REGISTERS, WARP
+from flash_helpers.registry.ampere import MMA_M
 from flash_helpers.sass.analyse.occupancy import REGISTERS_PER_SM, SUB_PARTITIONS
 
 _BAR = 26
@@ -42,7 +38,7 @@ _BAR = 26
 
 def sm() -> Drawing:
     """The parts of an SM, and what a warp instruction costs each."""
-    large = MAX_SMEM_BYTES[CAPABILITY] // 1024
+    large = LIMITS[CAPABILITY].smem_bytes // 1024
     registers = REGISTERS_PER_SM // SUB_PARTITIONS
     per_warp = SUB_PARTITIONS  # a sub-partition alone takes four times as long as the SM
     d = Drawing(
@@ -133,7 +129,7 @@ def tile_shapes() -> Drawing:
     for rows in (16, 32, 64):
         work = warp_work(rows, config.B_c, config.d_head, config.n_warps)
         cycles = work.ldmatrix * LDMATRIX_CYCLES / work.mma
-        registers = rows * config.d_head // WARP_SIZE
+        registers = rows * config.d_head // WARP
         possible = registers < MAX_REGISTERS
         d.text(MARGIN, y + 16, f"{rows} rows", bold=True)
         # one fragment of K or V and the row tiles that it serves
@@ -158,9 +154,7 @@ def tile_shapes() -> Drawing:
             slower = "shared memory is" if binds else "the tensor cores are"
             verdict = f"{cycles:g} cycles: {slower} slower"
         else:
-            verdict = (
-                f"O needs {rows} · {config.d_head} / {WARP_SIZE} = {registers} registers: too many"
-            )
+            verdict = f"O needs {rows} · {config.d_head} / {WARP} = {registers} registers: too many"
         d.text(
             90, y + _BAR + 17,
             f"{work.ldmatrix} ldmatrix / {work.mma} mma", size=SMALL, colour="muted",
@@ -190,8 +184,8 @@ def _between(top: float, bottom: float, n_bars: int) -> list[tuple[float, float]
 
 def roofline() -> Drawing:
     """Cycles of each part of an SM for the same work with 16 and with 32 rows a warp."""
-    small, large = work_of(step_config(LAST_VERSION)), work_of(large_tile(LAST_VERSION))
-    config = step_config(LAST_VERSION)
+    small, large = work_of(step_config(LAST_STEP)), work_of(large_tile(LAST_STEP))
+    config = step_config(LAST_STEP)
     d = Drawing(
         "roofline",
         "What bounds an SM: 32 rows of Q against 64 keys",

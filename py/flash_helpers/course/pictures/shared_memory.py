@@ -24,7 +24,8 @@ from flash_helpers.course.pictures.svg import (
     Drawing,
 )
 from flash_helpers.course.pictures.work import step_config, work_of
-from flash_helpers.kernel_configs import CHUNK_BYTES, ELEMENT_BYTES
+from flash_helpers.registry.ampere import CHUNK_BYTES
+from flash_helpers.registry.problem import ELEMENT_BYTES
 
 _CHUNK = 2  # the one that is followed: columns 16 to 23, the left half of k-tile 1
 _ROW = 3  # the row of the worked number

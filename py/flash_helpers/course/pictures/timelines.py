@@ -18,6 +18,7 @@ from flash_helpers.course.pictures.svg import (
 )
 from flash_helpers.course.pictures.text_width import text_width
 from flash_helpers.course.pictures.work import (
+    LAST_STEP,
     LDMATRIX_CYCLES,
     MMA_CYCLES,
     WAVEFRONT_BYTES,
@@ -26,14 +27,10 @@ from flash_helpers.course.pictures.work import (
     two_stages,
     work_of,
 )
-from flash_helpers.kernel_configs import (
-    ELEMENT_BYTES,
-    LAST_VERSION,
-    MMA_K,
-    MMA_M,
-    WARP_SIZE,
-    FlashForwardKernelConfig,
-)
+from flash_helpers.gpu import WARP
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.registry.ampere import MMA_K, MMA_M
+from flash_helpers.registry.problem import ELEMENT_BYTES
 from flash_helpers.sass.analyse.occupancy import SUB_PARTITIONS
 
 _LEFT = 92
@@ -211,7 +208,7 @@ def stage_buffers(p: _Phases, j: int, stages: int) -> dict[str, tuple[float, flo
 
 def two_stage_loop() -> Drawing:
     """Version 16's loop with one buffer each for K and V, and with two."""
-    one, two = large_tile(LAST_VERSION), two_stages()
+    one, two = large_tile(LAST_STEP), two_stages()
     p = phases_of(one)
     window = 2 * p.block
     d = Drawing(
@@ -338,7 +335,7 @@ def peeled_loop() -> Drawing:
     config, seq_len = step_config(10), 512
     n_blocks = seq_len // config.B_c
     row_tiles = config.B_r // config.n_warps // MMA_M
-    O_registers = row_tiles * MMA_M * config.d_head // WARP_SIZE
+    O_registers = row_tiles * MMA_M * config.d_head // WARP
     d = Drawing(
         "peeled_loop",
         "Step 10: the first block has nothing to rescale",
@@ -350,7 +347,7 @@ def peeled_loop() -> Drawing:
         MARGIN,
         d.top,
         f"seq_len {seq_len}: {n_blocks} blocks of {config.B_c} keys. R marks the rescale of l and "
-        f"O: of O {row_tiles * MMA_M} · {config.d_head} / {WARP_SIZE} = {O_registers} FMUL of a "
+        f"O: of O {row_tiles * MMA_M} · {config.d_head} / {WARP} = {O_registers} FMUL of a "
         "thread.",
         colour="muted",
     )

@@ -10,23 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import (
-    CHUNK_BYTES,
-    ELEMENT_BYTES,
     LARGE_TILE,
-    LAST_VERSION,
-    MMA_K,
-    MMA_M,
     TWO_STAGES,
-    WARP_SIZE,
     DType,
     FlashForwardKernelConfig,
-    get_kernel_progression_configs,
 )
+from flash_helpers.registry.ampere import AMPERE, CHUNK_BYTES, MMA_K, MMA_M, MMA_N
+from flash_helpers.registry.problem import ELEMENT_BYTES
 from flash_helpers.sass.read import opcodes
 
 CAPABILITY = 90
-MMA_N = 8
+LAST_STEP = len(AMPERE.steps)
 LDMATRIX_BYTES = 4 * 8 * CHUNK_BYTES  # ldmatrix.x4: four matrices of 8 rows
 WAVEFRONT_BYTES = 128
 
@@ -44,23 +40,20 @@ EX2_CYCLES = _cost("MUFU.EX2")
 FFMA_CYCLES = _cost("FFMA")
 
 
-def step_config(version: int) -> FlashForwardKernelConfig:
-    """The config of a step in the progression, in bf16."""
-    return next(
-        c
-        for c in get_kernel_progression_configs()
-        if c.version == version and c.dtype is DType.BF16
-    )
+def step_config(number: int) -> FlashForwardKernelConfig:
+    """The fixed config of a step of the ampere family, in bf16."""
+    step = AMPERE.steps[AMPERE.step_id(number)]
+    return FlashForwardKernelConfig(number, DType.BF16, **step.options)
 
 
-def large_tile(version: int) -> FlashForwardKernelConfig:
-    """The same with the large tile, for a version that has a choice."""
-    return step_config(version).replace(**LARGE_TILE)
+def large_tile(number: int) -> FlashForwardKernelConfig:
+    """The same with the large tile, for a step that has a choice."""
+    return step_config(number).replace(**LARGE_TILE)
 
 
 def two_stages() -> FlashForwardKernelConfig:
-    """The last version with two buffers each for K and V."""
-    return step_config(LAST_VERSION).replace(**TWO_STAGES)
+    """The last step with two buffers each for K and V."""
+    return step_config(LAST_STEP).replace(**TWO_STAGES)
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ def warp_work(
 ) -> Work:
     """The same for a warp with so many rows of Q, registers permitting."""
     row_tiles, k_tiles = rows // MMA_M, d_head // MMA_K
-    S_elements, O_elements = rows * B_c // WARP_SIZE, rows * d_head // WARP_SIZE  # of a lane
+    S_elements, O_elements = rows * B_c // WARP, rows * d_head // WARP  # of a lane
     lane_rows = 2 * row_tiles  # rows that a lane holds a part of
     tile_bytes = B_c * d_head * ELEMENT_BYTES
     return Work(

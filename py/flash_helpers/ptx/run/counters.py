@@ -159,15 +159,15 @@ class Counters:
     """Counts of a finished launch, by whatever one asks for."""
 
     def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+        self.tally = tally
         self.total = Counts()
         for _, counts in self._each():
             self.total.add(counts)
 
     def _each(self) -> Iterator[tuple[int, Counts]]:
-        for position in range(len(self._tally.program.instructions)):
-            if self._tally.issued[position]:
-                yield position, self._tally.counts(position)
+        for position in range(len(self.tally.program.instructions)):
+            if self.tally.issued[position]:
+                yield position, self.tally.counts(position)
 
     def _group(self, key: Callable[[int], Key]) -> dict[Key, Counts]:
         grouped: dict[Key, Counts] = defaultdict(Counts)
@@ -176,7 +176,7 @@ class Counters:
         return dict(grouped)
 
     def _instruction(self, position: int) -> Instruction:
-        return self._tally.program.instructions[position]
+        return self.tally.program.instructions[position]
 
     def by_opcode(self, phase: Phase | None = None) -> dict[str, Counts]:
         """Counts by full opcode, most executed first; of one phase only if ``phase`` is given."""
@@ -192,7 +192,7 @@ class Counters:
         return {phase: found.get(phase, Counts()) for phase in Phase}
 
     def _phase(self, position: int) -> Phase:
-        program = self._tally.program
+        program = self.tally.program
         return program.blocks[program.block_of[position]].phase
 
     def by_line(self, *, outermost: bool = False) -> list[LineCounts]:

@@ -143,6 +143,7 @@ class Kernel:
         progress: Progress | None = None,
         observer: Observer | None = None,
         target: str = "sm_80",
+        before: Run | None = None,
     ) -> Run:
         """Runs the kernel.
 
@@ -158,6 +159,7 @@ class Kernel:
             progress: called with the number of blocks done and the number of blocks.
             observer: is shown registers and shared memory while the kernel runs.
             target: compute capability whose limits the launch must keep.
+            before: a run of this kernel whose counts and faults this one goes on with.
 
         Returns:
             What was counted, and the faults if they were collected.
@@ -178,7 +180,7 @@ class Kernel:
         parameters, offsets = self._pack(args)
         launch = self._launch(grid3, block3, shared_bytes, parameters, offsets, memory)
         log = FaultLog(self.program, keep_going)
-        tally = Tally(self.program)
+        tally = before.counters.tally if before else Tally(self.program)
         lanes_per_block = -(-threads // 32) * 32
         per_batch = max(1, _BATCH_LANES // lanes_per_block)
         blocks = [
@@ -190,7 +192,8 @@ class Kernel:
             Scheduler(machine, max_instructions, observer).run()
             if progress is not None:
                 progress(min(start + per_batch, len(blocks)), len(blocks))
-        return Run(self.name, Counters(tally), tuple(log.faults.values()))
+        earlier = before.faults if before else ()
+        return Run(self.name, Counters(tally), (*earlier, *log.faults.values()))
 
     def _check_launch(
         self, block: tuple[int, int, int], threads: int, shared_bytes: int, target: str

@@ -23,18 +23,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.measure.results import BenchmarkResults, Measurement, attention_flops
+from flash_helpers.gpu import SM_COUNTS
+from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.measure.results import BenchmarkResults, Measurement
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
 from flash_helpers.sass.analyse.occupancy import config_occupancy
 from flash_helpers.sass.analyse.phases import block_executions, trip_counts
 from flash_helpers.sass.analyse.stalls import stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
-
-# Streaming multiprocessors, by the name that the driver gives. NVIDIA H100 Tensor Core GPU
-# Architecture, "H100 GPU": the SXM5 card.
-SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132})
 
 ISSUE = "issue"
 LATENCY = "latency"
@@ -124,7 +121,7 @@ class Prediction:
     milliseconds: by pipe, "issue" and "latency", the highest first. resident: warps of an SM.
     """
 
-    config: FlashForwardKernelConfig
+    config: Config
     launch: Launch
     resident: int
     milliseconds: Mapping[str, float]
@@ -142,8 +139,10 @@ class Prediction:
     @property
     def most_tflops(self) -> float:
         """10^12 floating-point operations a second at most."""
-        problem = (self.launch.batch, self.launch.n_heads, self.launch.seq_len)
-        return attention_flops(*problem, self.config.d_head) / (self.least_ms * 1e-3) / 1e12
+        problem = AttentionForward(
+            self.launch.batch, self.launch.n_heads, self.launch.seq_len, self.config.d_head
+        )
+        return problem.operations / (self.least_ms * 1e-3) / 1e12
 
 
 def loop_bound(kernel: Kernel, loop: Loop) -> Bound:
@@ -159,7 +158,7 @@ def kernel_bound(kernel: Kernel, trips: Mapping[int, int]) -> Bound:
     return _bound(kernel, block_executions(kernel, trips), straight=True)
 
 
-def predict(kernel: Kernel, config: FlashForwardKernelConfig, launch: Launch) -> Prediction:
+def predict(kernel: Kernel, config: Config, launch: Launch) -> Prediction:
     """The least time of a launch: that of an SM that gets as many blocks as the busiest one does.
 
     Raises NotDeterminedError where the text does not tell what is executed, and SassError for a
@@ -187,7 +186,7 @@ def predict(kernel: Kernel, config: FlashForwardKernelConfig, launch: Launch) ->
 
 
 def measured_launch(
-    results: BenchmarkResults, config: FlashForwardKernelConfig, seq_len: int
+    results: BenchmarkResults, config: Config, seq_len: int
 ) -> tuple[Launch, Measurement] | None:
     """The launch that was timed and its time, at the median clock while it was; None if there is no
     such measurement, no clock was read, or the GPU's number of SMs is not known."""

@@ -4,20 +4,13 @@ could reach."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
-from flash_helpers.kernel_configs import (
-    DType,
-    FlashForwardKernelConfig,
-    find_config,
-    get_kernel_progression_configs,
-    nearest_config,
-)
+from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.measure.results import BenchmarkResults, Measurement
-from flash_helpers.registry.selection import UsageError, select_kernels
+from flash_helpers.registry.selection import names_of
 from flash_helpers.sass.analyse.bound import (
     Bound,
     Prediction,
@@ -74,20 +67,6 @@ MEANING = (
     "predicates, barriers, branches, constants"
 )
 
-_SHORT_FIELDS = MappingProxyType(
-    {
-        "d_head": "d",
-        "B_r": "Br",
-        "B_c": "Bc",
-        "n_warps": "w",
-        "Q_mma_load_K_tiles": "Q",
-        "K_mma_load_K_tiles": "K",
-        "V_mma_load_K_tiles": "V",
-        "static_row_stride": "rs",
-        "kv_stages": "st",
-    }
-)
-_TRUTH = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
 _MOST_CHANGES = 6
 
 
@@ -100,7 +79,7 @@ class KernelFacts:
         architecture, or where the text does not tell what is executed.
     """
 
-    config: FlashForwardKernelConfig
+    config: Config
     kernel: Kernel
     phases: PhaseCounts
     occupancy: Occupancy
@@ -143,99 +122,7 @@ class KernelFacts:
         return self.prediction.least_ms / self.measurement.median_ms
 
 
-def matching_config(config: FlashForwardKernelConfig, wanted: Mapping[str, Any]) -> bool:
-    """True if a config has the wanted values of fields."""
-    return all(getattr(config, name) == value for name, value in wanted.items())
-
-
-def parse_config_option(words: Sequence[str]) -> FlashForwardKernelConfig | dict[str, Any]:
-    """What `--config` says: a short form, or pairs such as B_r=128. Raises UsageError."""
-    if len(words) == 1 and "=" not in words[0]:
-        try:
-            return FlashForwardKernelConfig.from_short_form(words[0])
-        except ValueError as error:
-            raise UsageError(f"--config {words[0]}: {error}") from error
-    types = {f.name: str(f.type) for f in fields(FlashForwardKernelConfig)}
-    found: dict[str, Any] = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        if types.get(name) not in ("int", "bool") or name == "version":
-            usable = [n for n, kind in types.items() if kind != "DType" and n != "version"]
-            raise UsageError(
-                f"--config {word}: expected a field and its value, such as B_r=128; the fields are "
-                f"{', '.join(usable)}"
-            )
-        try:
-            found[name] = _value(types[name], text)
-        except ValueError:
-            raise UsageError(
-                f"--config {word}: {name} takes "
-                f"{'a number' if types[name] == 'int' else 'true or false'}, not {text!r}"
-            ) from None
-    return found
-
-
-def _value(type_name: str, text: str) -> int | bool:
-    if type_name == "int":
-        return int(text)
-    if text.lower() not in _TRUTH:
-        raise ValueError(text)
-    return _TRUTH[text.lower()]
-
-
-def choose_kernels(
-    built: Sequence[FlashForwardKernelConfig],
-    selectors: Iterable[str],
-    dtype: DType,
-    wanted: FlashForwardKernelConfig | Mapping[str, Any] | None = None,
-) -> list[FlashForwardKernelConfig]:
-    """The kernels to compare, in the order asked for, each once.
-
-    selectors: a version or a range means one config of each version in `dtype`; a short form means
-        itself.
-    wanted: which config of a version: the one nearest to a config; the one that has the values of
-        some fields, that of the progression if there are several; None: that of the progression.
-
-    Raises UsageError if a selector names nothing that is built, or no config has the values.
-    """
-    progression = set(get_kernel_progression_configs())
-    chosen: dict[FlashForwardKernelConfig, None] = {}
-    for selector in selectors:
-        if any(selector == config.short_form() for config in built):
-            chosen.update(dict.fromkeys(select_kernels(built, [selector], DType, built)))
-            continue
-        candidates = select_kernels(built, [selector], [dtype], built)
-        for number in dict.fromkeys(config.version for config in candidates):
-            of_version = [config for config in candidates if config.version == number]
-            chosen[_choose(of_version, wanted, progression)] = None
-    return list(chosen)
-
-
-def _choose(
-    candidates: Sequence[FlashForwardKernelConfig],
-    wanted: FlashForwardKernelConfig | Mapping[str, Any] | None,
-    progression: set[FlashForwardKernelConfig],
-) -> FlashForwardKernelConfig:
-    """One of the built configs of a version."""
-    if isinstance(wanted, FlashForwardKernelConfig):
-        return nearest_config(wanted, candidates)
-    usual = [config for config in candidates if config in progression]
-    if wanted is None:
-        return (usual or list(candidates))[0]
-    matching = [config for config in candidates if matching_config(config, wanted)]
-    best = [config for config in matching if config in progression] or matching
-    if usual and len(best) > 1:
-        return nearest_config(usual[0], best)
-    if not best:
-        asked = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        raise UsageError(
-            f"--config {asked}: no such config of v{candidates[0].version} is built; those that "
-            f"are: {', '.join(config.short_form() for config in candidates)}"
-        )
-    return best[0]
-
-
-def library_configs(architecture: str) -> list[FlashForwardKernelConfig]:
+def library_configs(architecture: str) -> list[Config]:
     """The configs that the installed library holds for an architecture such as "sm_90", sorted.
 
     Raises SassError as `reader.list_kernels` does, and if there are none.
@@ -249,33 +136,8 @@ def library_configs(architecture: str) -> list[FlashForwardKernelConfig]:
     return sorted(found)
 
 
-def names_of(configs: Sequence[FlashForwardKernelConfig]) -> list[str]:
-    """A short name for each kernel: its version, and what tells it from others of the same one."""
-    names = []
-    for config in configs:
-        same = [other for other in configs if other.version == config.version]
-        varying = [
-            field.name
-            for field in fields(config)
-            if len({getattr(other, field.name) for other in same}) > 1
-        ]
-        told = [text for name in varying if (text := _field_text(config, name))]
-        names.append(" ".join([f"v{config.version}", *told]))
-    return names
-
-
-def _field_text(config: FlashForwardKernelConfig, name: str) -> str:
-    """A field's value in few letters; "" for an option that is off."""
-    value = getattr(config, name)
-    if isinstance(value, DType):
-        return value.short
-    if isinstance(value, bool):
-        return name if value else ""
-    return f"{_SHORT_FIELDS.get(name, name)}{value}"
-
-
 def kernel_facts(
-    config: FlashForwardKernelConfig,
+    config: Config,
     kernel: Kernel,
     results: BenchmarkResults | None,
     seq_len: int,
@@ -335,7 +197,7 @@ class Matrix:
 
 
 def build_matrix(
-    kernels: Iterable[tuple[FlashForwardKernelConfig, Kernel]],
+    kernels: Iterable[tuple[Config, Kernel]],
     results: BenchmarkResults | None,
     seq_len: int,
 ) -> Matrix:

@@ -12,12 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flash_helpers.kernel_configs import (
-    MAX_SMEM_BYTES,
-    MAX_WARPS,
-    WARP_SIZE,
-    FlashForwardKernelConfig,
-)
+from flash_helpers import gpu
+from flash_helpers.kernel_configs import Config
 from flash_helpers.sass.read.records import Kernel, SassError
 
 REGISTERS_PER_SM = 64 * 1024
@@ -27,31 +23,13 @@ SMEM_ALLOCATED_AT_ONCE = 128
 RESERVED_SMEM_BYTES = 1024  # a block, by the driver
 
 
-@dataclass(frozen=True)
-class SMLimits:
-    """What an SM holds. barriers: None where they limit nothing, before 9.0."""
-
-    warps: int
-    blocks: int
-    barriers: int | None
-
-    @classmethod
-    def of(cls, capability: int) -> SMLimits:
-        """Those of a compute capability such as 90. Raises SassError for one that is not known."""
-        if capability not in LIMITS:
-            known = ", ".join(f"sm_{number}" for number in LIMITS)
-            raise SassError(f"the limits of sm_{capability} are not known: only those of {known}")
-        return LIMITS[capability]
-
-
-LIMITS: Mapping[int, SMLimits] = MappingProxyType(
-    {
-        80: SMLimits(warps=64, blocks=32, barriers=None),
-        86: SMLimits(warps=48, blocks=16, barriers=None),
-        89: SMLimits(warps=48, blocks=24, barriers=None),
-        90: SMLimits(warps=64, blocks=32, barriers=64),
-    }
-)
+def limits_of(capability: int) -> gpu.Limits:
+    """What an SM of a compute capability such as 90 holds. Raises SassError for one that is not
+    known."""
+    if capability not in gpu.LIMITS:
+        known = ", ".join(f"sm_{number}" for number in gpu.LIMITS)
+        raise SassError(f"the limits of sm_{capability} are not known: only those of {known}")
+    return gpu.LIMITS[capability]
 
 
 @dataclass(frozen=True)
@@ -83,10 +61,10 @@ def occupancy(
 
     Raises SassError for a compute capability that is not known, or a block without threads.
     """
-    limits = SMLimits.of(capability)
-    if not 1 <= threads <= MAX_WARPS * WARP_SIZE:
-        raise SassError(f"a block has {threads} threads: it must have 1 to {MAX_WARPS * WARP_SIZE}")
-    warps = -(-threads // WARP_SIZE)
+    limits = limits_of(capability)
+    if not 1 <= threads <= gpu.MAX_THREADS:
+        raise SassError(f"a block has {threads} threads: it must have 1 to {gpu.MAX_THREADS}")
+    warps = -(-threads // gpu.WARP)
     by_limit = {
         "warps": limits.warps // warps,
         "blocks": limits.blocks,
@@ -112,7 +90,7 @@ def kernel_occupancy(kernel: Kernel, threads: int, dynamic_smem_bytes: int) -> O
     )
 
 
-def config_occupancy(kernel: Kernel, config: FlashForwardKernelConfig) -> Occupancy:
+def config_occupancy(kernel: Kernel, config: Config) -> Occupancy:
     """The occupancy of a forward kernel, launched as its config says."""
     return kernel_occupancy(kernel, config.n_threads, config.smem_bytes)
 
@@ -122,7 +100,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _blocks_by_registers(registers: int, warps: int) -> int:
-    per_warp = _round_up(max(registers, 1) * WARP_SIZE, REGISTERS_ALLOCATED_AT_ONCE)
+    per_warp = _round_up(max(registers, 1) * gpu.WARP, REGISTERS_ALLOCATED_AT_ONCE)
     # the hardware checks a launch as if warps came in fours, one for each sub-partition
     if per_warp * _round_up(warps, SUB_PARTITIONS) > REGISTERS_PER_SM:
         return 0
@@ -130,7 +108,7 @@ def _blocks_by_registers(registers: int, warps: int) -> int:
 
 
 def _blocks_by_smem(capability: int, smem_bytes: int) -> int:
-    most = MAX_SMEM_BYTES[capability]
+    most = gpu.LIMITS[capability].smem_bytes
     if smem_bytes > most:
         return 0
     each = _round_up(smem_bytes + RESERVED_SMEM_BYTES, SMEM_ALLOCATED_AT_ONCE)

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flash_helpers.kernel_configs import MMA_K, MMA_M, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.sass.analyse.counts import Counts, buckets, count_blocks, weigh
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import may_execute, padding_start
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel, Loop
 
-MMA_N = 8  # columns of B and C of mma.m16n8k16
 # A walk that takes more steps than this is not that of a loop that somebody wants counted.
 _MOST_STEPS = 1_000_000
 # ptxas makes one of these of one PTX instruction, so that more of them are copies.
@@ -127,14 +126,6 @@ def count_phases(kernel: Kernel) -> PhaseCounts:
     )
 
 
-def tensor_per_block(config: FlashForwardKernelConfig) -> int:
-    """Tensor instructions of a warp for one block of K and V: Q @ K^T and P @ V, which take as many
-    mma.m16n8k16 each, and the row sums as one column tile more of P @ V."""
-    row_tiles = config.B_r // config.n_warps // MMA_M
-    products = 2 * row_tiles * (config.B_c // MMA_N) * (config.d_head // MMA_K)
-    return products + config.mma_row_sum * row_tiles * (config.B_c // MMA_K)
-
-
 def trip_counts(kernel: Kernel, config: FlashForwardKernelConfig, seq_len: int) -> dict[int, int]:
     """How often each loop of a forward kernel is run, by index, for a whole sequence.
 
@@ -145,7 +136,7 @@ def trip_counts(kernel: Kernel, config: FlashForwardKernelConfig, seq_len: int) 
     Raises NotDeterminedError if the tensor instructions are not those of whole blocks, or if there
     are loops without them.
     """
-    per_block = tensor_per_block(config)
+    per_block = config.mma_per_key_block
     total: Counter[int | None] = Counter(
         instruction.loop
         for instruction in kernel.instructions
@@ -165,13 +156,14 @@ def trip_counts(kernel: Kernel, config: FlashForwardKernelConfig, seq_len: int) 
             f"loop {unknown[0]} of {name} has no tensor instruction of its own: how often it is "
             "run cannot be told"
         )
-    left = -(-seq_len // config.B_c) - total[None] // per_block
+    n_blocks = len(config.key_blocks(seq_len))
+    left = n_blocks - total[None] // per_block
     trips: dict[int, int] = {}
     for loop in sorted(kernel.loops, key=lambda loop: (-total[loop.index], loop.index)):
         trips[loop.index], left = divmod(max(left, 0), total[loop.index] // per_block)
     if left or any(loop.parent is not None for loop in kernel.loops):
         raise NotDeterminedError(
-            f"the loops of {name} do not add up to the {-(-seq_len // config.B_c)} blocks of K and "
+            f"the loops of {name} do not add up to the {n_blocks} blocks of K and "
             f"V of seq_len {seq_len}: how often they are run cannot be told"
         )
     return trips

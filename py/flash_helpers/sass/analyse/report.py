@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import BenchmarkResults, Measurement
 from flash_helpers.sass.analyse.bound import (
     ISSUE,
@@ -43,7 +43,7 @@ class LaunchShape:
     dynamic_smem_bytes: int
 
     @classmethod
-    def of(cls, config: FlashForwardKernelConfig) -> LaunchShape:
+    def of(cls, config: Config) -> LaunchShape:
         """What the library launches."""
         return cls(config.n_threads, config.smem_bytes)
 
@@ -73,7 +73,7 @@ class KernelReport:
     """
 
     kernel: Kernel
-    config: FlashForwardKernelConfig | None
+    config: Config | None
     loop: Loop | None
     is_main_loop: bool
     counts: Counts
@@ -106,7 +106,7 @@ class KernelReport:
 
 def build_report(
     kernel: Kernel,
-    config: FlashForwardKernelConfig | None = None,
+    config: Config | None = None,
     loop: int | None = None,
     launch: LaunchShape | None = None,
     results: BenchmarkResults | None = None,
@@ -156,7 +156,7 @@ def _choose_loop(kernel: Kernel, loop: int | None) -> Loop | None:
 
 
 def _occupancy(
-    kernel: Kernel, config: FlashForwardKernelConfig | None, launch: LaunchShape | None
+    kernel: Kernel, config: Config | None, launch: LaunchShape | None
 ) -> Occupancy | None:
     if launch is None and config is not None:
         launch = LaunchShape.of(config)
@@ -168,7 +168,7 @@ def _occupancy(
 
 
 def _predict_measured(
-    kernel: Kernel, config: FlashForwardKernelConfig | None, results: BenchmarkResults | None
+    kernel: Kernel, config: Config | None, results: BenchmarkResults | None
 ) -> tuple[Prediction | None, Measurement | None]:
     found = measured_launch(results, config, SEQ_LEN) if results and config else None
     if found is None or config is None:

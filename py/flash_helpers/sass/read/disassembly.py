@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.kernel_configs import VERSIONS, find_config
+from flash_helpers.kernel_configs import find_config
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
 from flash_helpers.sass.read.elf import Cubin, CubinKernel
@@ -239,7 +239,7 @@ def _disassemblies(
 def _source_of(symbol: str) -> str | None:
     """The file in the repository that a kernel of this library stands in; None for others."""
     config = find_config(symbol)
-    return str(VERSIONS[config.version].source) if config else None
+    return str(config.step.source) if config else None
 
 
 def _line_of(chain: tuple[SourceLine, ...]) -> int | None:

@@ -14,11 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flash_helpers.kernel_configs import (
-    FlashForwardKernelConfig,
-    config_from_symbol,
-    find_config,
-)
+from flash_helpers.kernel_configs import Config, config_from_symbol, find_config
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_digest, entry_key
 from flash_helpers.sass.read.containers import Member, cubins_of, read_bytes
@@ -99,11 +95,11 @@ Choice = tuple[Member, Cubin, Sequence[CubinKernel]]
 
 def library_kernels(
     architecture: str,
-    configs: Iterable[FlashForwardKernelConfig] | None = None,
+    configs: Iterable[Config] | None = None,
     *,
     cache: DisassemblyCache | None = None,
     progress: Progress | None = None,
-) -> dict[FlashForwardKernelConfig, Kernel]:
+) -> dict[Config, Kernel]:
     """Forward kernels of the installed library, by config, sorted; configs: None takes all.
 
     Raises SassError as `load_kernels` does, when the library is not there, and for configs that it

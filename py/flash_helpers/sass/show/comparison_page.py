@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flash_helpers.kernel_configs import VERSIONS
 from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
 from flash_helpers.sass.show.page import PageKernel, page_html
@@ -45,7 +44,7 @@ def _page_kernel(name: str, facts: KernelFacts, ptx_folder: Path) -> PageKernel:
     return PageKernel(
         kernel=facts.kernel,
         name=name,
-        title=f"{name}: {VERSIONS[facts.config.version].idea}",
+        title=f"{name}: {facts.config.step.idea}",
         facts=page_facts(facts),
         ptx_sources=ptx_sources(facts.kernel, path.read_text()) if path.is_file() else {},
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import find_config
+from flash_helpers.registry.selection import find_steps
 from flash_helpers.sass.read.containers import cubins_of, ptx_of
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.reader import read_member
@@ -221,9 +222,9 @@ def kernel_filter(selectors: Iterable[str]) -> Callable[[str], bool] | None:
 
 
 def _names(selector: str, symbol: str) -> bool:
-    if match := re.fullmatch(r"v?(\d+)", selector):
+    if re.fullmatch(r"[a-z]?\d+", selector):
         config = find_config(symbol)
-        return config.version == int(match[1]) if config else selector == symbol
+        return config.step in find_steps(selector) if config else selector == symbol
     if "*" in selector or "?" in selector:
         return fnmatch.fnmatchcase(symbol, selector)
     return selector in symbol

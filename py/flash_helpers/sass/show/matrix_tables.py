@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flash_helpers.kernel_configs import VERSIONS, get_kernel_progression_configs
+from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.analyse.matrix import (
@@ -108,7 +108,7 @@ def _time_row(name: str, facts: KernelFacts) -> list[str]:
 def _change_rows(matrix: Matrix) -> list[list[str]]:
     rows = []
     for number, (name, facts) in enumerate(zip(matrix.names, matrix.rows, strict=True)):
-        idea = VERSIONS[facts.config.version].idea
+        idea = facts.config.step.idea
         if number == 0:
             rows.append([name, idea, ""])
         else:
@@ -228,7 +228,7 @@ def facts_as_dict(facts: KernelFacts) -> dict[str, Any]:
     loop = facts.phases.main_loop
     return {
         "config": facts.config.short_form(),
-        "version": facts.config.version,
+        "step": facts.config.step.id,
         "dtype": facts.config.dtype.short,
         "architecture": facts.kernel.architecture,
         "compiler": str(facts.kernel.compiler),

@@ -7,7 +7,6 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flash_helpers.kernel_configs import VERSIONS
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, MEANING, KernelFacts, Matrix
 
 _WIDTH = 1200
@@ -161,7 +160,7 @@ def picture_svg(matrix: Matrix) -> str:
         columns.append(
             f'<g class="version" data-kernel="{n}" tabindex="0" role="button" '
             f'aria-label="{html.escape(name)}">'
-            f"<title>{html.escape(VERSIONS[facts.config.version].idea)}</title>"
+            f"<title>{html.escape(facts.config.step.idea)}</title>"
             f'<rect class="hit" x="{x - step / 2:.1f}" y="0" width="{step:.1f}" '
             f'height="{height:.0f}"/>'
             f"{_stack(facts, x, width, counts)}"

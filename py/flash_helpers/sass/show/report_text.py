@@ -12,7 +12,6 @@ from tabulate import tabulate
 from flash_helpers.measure.results import Measurement
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction
 from flash_helpers.sass.analyse.counts import Bucket, Counts
-from flash_helpers.sass.analyse.phases import tensor_per_block
 from flash_helpers.sass.analyse.report import KernelReport, verdicts, warps_text
 from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_cycles
 from flash_helpers.sass.read import opcodes
@@ -288,7 +287,7 @@ def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
         f"{counts.by_bucket[Bucket.FILLER]} of filler, {counts.tensor} tensor instructions."
     )
     if report.config is not None:
-        per_block = tensor_per_block(report.config)
+        per_block = report.config.mma_per_key_block
         yield (
             f"A block of K and V takes {per_block} tensor instructions of a warp, so that an "
             f"iteration handles {counts.tensor / per_block:g}."

@@ -7,36 +7,33 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.registry.family import Step
 from flash_helpers.sass.read.records import Kernel
 
 _FOLDED = "vN"
 
 
-def source_diff(before: int, after: int, root: Path, fold_namespace: bool = False) -> str:
-    """The unified diff of two versions' own files.
+def source_diff(before: Step, after: Step, root: Path, fold_namespace: bool = False) -> str:
+    """The unified diff of two steps' own files.
 
     root: of the repository; the sources are not part of the installed package, and where they are
         missing the text says so.
-    fold_namespace: the versions' namespaces, which differ in every pair, are written as one name.
+    fold_namespace: the steps' namespaces, which differ in every pair, are written as one name.
     """
     texts = []
-    for number in (before, after):
-        path = root / VERSIONS[number].source
+    for step in (before, after):
+        path = root / step.source
         if not path.is_file():
             return (
-                f"{VERSIONS[number].source} is not at hand: the sources are no part of the "
-                "installed package, so run the tool from a checkout of the repository\n"
+                f"{step.source} is not at hand: the sources are no part of the installed package, "
+                "so run the tool from a checkout of the repository\n"
             )
         text = path.read_text(encoding="utf-8")
         if fold_namespace:
-            text = re.sub(rf"\b{VERSIONS[number].namespace}(?=::)", _FOLDED, text)
-            text = re.sub(
-                rf"\bnamespace {VERSIONS[number].namespace}\b", f"namespace {_FOLDED}", text
-            )
+            text = re.sub(rf"\b{step.namespace}(?=::)", _FOLDED, text)
+            text = re.sub(rf"\bnamespace {step.namespace}\b", f"namespace {_FOLDED}", text)
         texts.append(text.splitlines(keepends=True))
-    names = (str(VERSIONS[number].source) for number in (before, after))
-    return "".join(difflib.unified_diff(*texts, *names))
+    return "".join(difflib.unified_diff(*texts, str(before.source), str(after.source)))
 
 
 def read_sources(kernels: Iterable[Kernel], root: Path) -> Mapping[str, str]:

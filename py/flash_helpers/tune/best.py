@@ -13,88 +13,74 @@ from pathlib import Path
 
 import torch
 
-from flash_attention import _library
-from flash_helpers.kernel_configs import (
-    VERSIONS,
-    DType,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
-)
+from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, DType
+from flash_helpers.registry.family import Step
+from flash_helpers.registry.selection import UsageError, find_steps
+from flash_helpers.runtime import library
 from flash_helpers.tune.winners import BestConfigs, load_best
-
-CONFIG_FOLDER = _library.LIBRARY_PATH.parent / "configs"
 
 
 def best_config(
-    version: int,
+    step: str | int,
     dtype: torch.dtype | DType | str,
     device: torch.device | str | int | None = None,
-) -> FlashForwardKernelConfig:
-    """The fastest built config of a version and dtype on a device, as far as sweeps have found out.
+) -> Config:
+    """The fastest built config of a step and dtype on a device, as far as sweeps have found out.
 
-    version: 1 to 16. dtype: such as torch.bfloat16 or "bf16". device: the current CUDA device by
-        default.
+    step: its id, such as "v16"; a number alone means the ampere family. dtype: such as
+        torch.bfloat16 or "bf16". device: the current CUDA device by default.
 
     It is the first of these that is known and was built:
       1. the winner of a sweep on a GPU of this name;
       2. the winner on another GPU of the same compute capability, the first by its name;
-      3. the version's config in the progression, as for versions that have nothing to tune and on
-         the CPU, where kernels are simulated.
+      3. the step's fixed config, as for steps that have nothing to tune and on the CPU, where
+         kernels are simulated.
     A winner on this very GPU that was not built is announced by a RuntimeWarning.
 
-    Raises ValueError for a version or dtype that does not exist, and if not even the version's
-    config in the progression was built; RuntimeError if the library is not there.
+    Raises ValueError for a step or dtype that does not exist, and if not even the step's fixed
+    config was built; RuntimeError if the library is not there.
     """
-    if version not in VERSIONS:
-        raise ValueError(
-            f"version {version!r} does not exist: choose one of {min(VERSIONS)} to {max(VERSIONS)}"
-        )
+    found = find_steps(str(step)) or ()
+    if len(found) != 1:
+        raise UsageError(f"step {step!r} is not one of {', '.join(STEPS)}")
     element = _element_type(dtype)
-    built = set(_library.kernels())
-    for config in _winners(version, element, device):
+    built = set(library.kernels())
+    for config in _winners(found[0], element, device):
         if config in built:
             return config
-    fixed = next(
-        config
-        for config in get_kernel_progression_configs()
-        if (config.version, config.dtype) == (version, element)
-    )
-    return _library.resolve(fixed)
+    return library.resolve(FAMILIES[found[0].family].fixed_config(found[0], element))
 
 
 def _element_type(dtype: torch.dtype | DType | str) -> DType:
     return dtype if isinstance(dtype, DType) else DType.from_name(str(dtype).removeprefix("torch."))
 
 
-def _winners(
-    version: int, dtype: DType, device: torch.device | str | int | None
-) -> list[FlashForwardKernelConfig]:
+def _winners(step: Step, dtype: DType, device: torch.device | str | int | None) -> list[Config]:
     gpu = _gpu(device)
     if gpu is None:
         return []
     name, capability = gpu
-    files = _files(CONFIG_FOLDER)
-    own = _find([file for file in files if file.gpu == name], version, dtype)
-    if own and own[0] not in _library.kernels():
+    files = _files(library.package_folder() / CONFIG_FOLDER)
+    own = _find([file for file in files if file.gpu == name], step, dtype)
+    if own and own[0] not in library.kernels():
         warnings.warn(
-            f"the fastest config of v{version} in {dtype.short} on {name}, {own[0].short_form()}, "
-            "was not built: run tools/build/generate_kernel_instantiations.py --configs with this "
-            "GPU's file in configs/, then pip install .",
+            f"the fastest config of {step.id} in {dtype.short} on {name}, {own[0].short_form()}, "
+            "was not built: run tools/build/generate_kernel_instantiations.py with this GPU's file "
+            "in configs/, then pip install .",
             RuntimeWarning,
             stacklevel=3,
         )
     near = [f for f in files if f.gpu != name and f.compute_capability == capability]
-    return [*own, *_find(near, version, dtype)]
+    return [*own, *_find(near, step, dtype)]
 
 
-def _find(
-    files: Sequence[BestConfigs], version: int, dtype: DType
-) -> list[FlashForwardKernelConfig]:
+def _find(files: Sequence[BestConfigs], step: Step, dtype: DType) -> list[Config]:
     found = []
     for file in files:
         # a ValueError: the registry has no such config any more, so that none can be built
         with contextlib.suppress(ValueError):
-            config = file.find(version, dtype.short)
+            config = file.find(step.id, dtype.short)
             found += [config] if config is not None else []
     return found
 
@@ -112,4 +98,4 @@ def _gpu(device: torch.device | str | int | None) -> tuple[str, str] | None:
 
 @functools.cache
 def _files(folder: Path) -> tuple[BestConfigs, ...]:
-    return tuple(load_best(path) for path in sorted(folder.glob("best_*.json")))
+    return tuple(load_best(path) for path in sorted(folder.glob(BEST_PATTERN)))

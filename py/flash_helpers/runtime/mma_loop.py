@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from flash_attention import _library
 from flash_helpers.kernel_configs import DType
+from flash_helpers.runtime import library
 
 ITERATIONS = 65536
 
@@ -27,15 +27,17 @@ class MmaLoop:
 
     sums: a number for each thread, (blocks, threads), written by a launch.
 
-    Raises RuntimeError with CUDA's text, or if the library was built without the loop.
+    Raises RuntimeError with CUDA's text.
     """
 
     def __init__(self, dtype: DType, device: torch.device, iterations: int = ITERATIONS) -> None:
-        self._library = _with_signatures(_library.load())
+        self._library = library.load()
         self._arguments = (int(dtype), iterations)
         self._device = device
         shape = _Shape()
-        self._check(self._library.flash_mma_loop_describe(iterations, device.index, shape))
+        self._check(
+            self._library.flash_mma_loop_describe(iterations, device.index, ctypes.byref(shape))
+        )
         self.operations: int = shape.operations
         self.sums = torch.empty(shape.n_blocks, shape.n_threads, device=device)
 
@@ -49,22 +51,4 @@ class MmaLoop:
         )
 
     def _check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(f"loop of mma.sync: {self._library.flash_last_error().decode()}")
-
-
-def _with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
-    integer, pointer = ctypes.c_int, ctypes.c_void_p
-    signatures = {
-        "flash_mma_loop_describe": [integer, integer, ctypes.POINTER(_Shape)],
-        "flash_mma_loop": [integer, integer, pointer, integer, pointer],
-    }
-    for name, arguments in signatures.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError as error:
-            raise RuntimeError(
-                f"the kernel library has no {name}: build it again with `pip install . ./py`"
-            ) from error
-        function.restype, function.argtypes = integer, arguments
-    return library
+        library.check(status, "loop of mma.sync")

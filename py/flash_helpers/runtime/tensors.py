@@ -11,14 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from flash_helpers.kernel_configs import CHUNK_BYTES, ELEMENT_BYTES, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.registry.family import Family
+from flash_helpers.registry.problem import ELEMENT_BYTES, Strides
 
-MAX_HEADS = 65535  # the grid's y: CUDA C++ Programming Guide, "Technical Specifications"
-MAX_SEQ_LEN = 2**31 - 1  # seq_len is an int
-MAX_ROW_STRIDE = (2**31 - 1) // 128  # 32 warps step through 128 rows in 32-bit arithmetic
-LOWEST_CAPABILITY = (8, 0)
-
-_CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
 _DIMENSIONS = ("batch", "seq", "heads", "d_head")
 _OVERLAP_WORK = 100_000  # steps after which two interleaved tensors count as overlapping
 
@@ -32,8 +28,8 @@ def check_types(tensors: Mapping[str, object]) -> None:
             raise TypeError(f"{name} has layout {tensor.layout}: pass a dense tensor")
 
 
-def check_shapes(config: FlashForwardKernelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    """dtype, device and shape of q, k, v and, if given, o.
+def check_shapes(config: Config, tensors: Mapping[str, torch.Tensor]) -> AttentionForward:
+    """dtype, device and shape of q, k, v and, if given, o; the problem that they pose.
 
     Works on tensors without memory too. Raises TypeError for a dtype, ValueError for the rest.
     """
@@ -52,17 +48,27 @@ def check_shapes(config: FlashForwardKernelConfig, tensors: Mapping[str, torch.T
                 f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}: pass "
                 f"({', '.join(_DIMENSIONS)})"
             )
+    shape = tuple(tensors[first].shape)
     for name in others:
-        if tensors[name].shape != tensors[first].shape:
+        if tensors[name].shape != shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensors[name].shape)} and {first} "
-                f"{tuple(tensors[first].shape)}: all must be equal (queries and keys of one "
-                "length, one K and V head for each Q head)"
+                f"{name} has shape {tuple(tensors[name].shape)} and {first} {shape}: all must be "
+                "equal (queries and keys of one length, one K and V head for each Q head)"
             )
-    _check_sizes(config, first, tensors[first])
+    for dimension, size in zip(_DIMENSIONS, shape, strict=True):
+        if size == 0:
+            raise ValueError(
+                f"{first} has {dimension} 0, shape {shape}: attention over nothing has no value, "
+                "every size must be at least 1"
+            )
+    batch, seq_len, heads, d_head = shape
+    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
+    if reason := config.refusal(problem):
+        raise ValueError(reason)
+    return problem
 
 
-def _check_dtype(config: FlashForwardKernelConfig, name: str, tensor: torch.Tensor) -> None:
+def _check_dtype(config: Config, name: str, tensor: torch.Tensor) -> None:
     wanted = getattr(torch, config.dtype.torch_name)
     if tensor.dtype != wanted:
         raise TypeError(
@@ -71,68 +77,46 @@ def _check_dtype(config: FlashForwardKernelConfig, name: str, tensor: torch.Tens
         )
 
 
-def _check_sizes(config: FlashForwardKernelConfig, name: str, tensor: torch.Tensor) -> None:
-    _, seq_len, n_heads, d_head = tensor.shape
-    for dimension, size in zip(_DIMENSIONS, tensor.shape, strict=True):
-        if size == 0:
-            raise ValueError(
-                f"{name} has {dimension} 0, shape {tuple(tensor.shape)}: attention over nothing "
-                "has no value, every size must be at least 1"
-            )
-    if d_head != config.d_head:
-        raise ValueError(
-            f"{name} has d_head {d_head} and the kernels are built for {config.d_head}: pad the "
-            f"last dimension with zeros to {config.d_head} if it is smaller (and scale q, since "
-            f"the kernels divide by sqrt({config.d_head}))"
-        )
-    for limit_name, block in (("B_r", config.B_r), ("B_c", config.B_c)):
-        if seq_len % block:
-            raise ValueError(
-                f"seq_len {seq_len} is not a multiple of {limit_name} {block} "
-                f"({config.short_form()}): cut it to a multiple, or choose a config whose "
-                f"{limit_name} divides it"
-            )
-    if seq_len > MAX_SEQ_LEN:
-        raise ValueError(f"seq_len {seq_len} is over the limit {MAX_SEQ_LEN}: split the problem")
-    if n_heads > MAX_HEADS:
-        raise ValueError(
-            f"heads {n_heads} is over the limit {MAX_HEADS} of a CUDA grid: split the call by heads"
-        )
-
-
-def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Strides and alignment: 16-byte copies must be possible. Raises ValueError."""
+def check_memory(config: Config, tensors: Mapping[str, torch.Tensor]) -> dict[str, Strides]:
+    """Strides and alignment: copies of whole chunks must be possible. Raises ValueError."""
+    chunk = config.supports.chunk_bytes
+    found = {}
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(
                 f"{name} has stride {tensor.stride(-1)} in its last dimension and must have 1: "
                 "call .contiguous()"
             )
-        for dimension, stride in zip(_DIMENSIONS, kernel_strides(tensor), strict=False):
-            if stride % _CHUNK_ELEMENTS:
+        found[name] = strides = kernel_strides(tensor)
+        for dimension, stride in zip(
+            _DIMENSIONS, (strides.batch, strides.row, strides.head), strict=False
+        ):
+            if stride * ELEMENT_BYTES % chunk:
                 raise ValueError(
-                    f"{name} has {dimension} stride {stride}, not a multiple of {_CHUNK_ELEMENTS} "
-                    f"elements ({CHUNK_BYTES} bytes): call .contiguous()"
+                    f"{name} has {dimension} stride {stride}, not a multiple of "
+                    f"{chunk // ELEMENT_BYTES} elements ({chunk} bytes): call .contiguous()"
                 )
-        if kernel_strides(tensor)[1] > MAX_ROW_STRIDE:
+        if strides.row > config.supports.max_row_stride:
             raise ValueError(
-                f"{name} has seq stride {kernel_strides(tensor)[1]}, over the limit of "
-                f"{MAX_ROW_STRIDE} elements: call .contiguous()"
+                f"{name} has seq stride {strides.row}, over the limit of "
+                f"{config.supports.max_row_stride} elements: call .contiguous()"
             )
-        if tensor.data_ptr() % CHUNK_BYTES:
+        if tensor.data_ptr() % chunk:
             raise ValueError(
                 f"{name} starts at address {tensor.data_ptr():#x}, not a multiple of "
-                f"{CHUNK_BYTES} bytes: call .clone()"
+                f"{chunk} bytes: call .clone()"
             )
+    return found
 
 
-def kernel_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+def kernel_strides(tensor: torch.Tensor) -> Strides:
     """Strides of batch, seq and heads in elements; 0 where a size of 1 makes them meaningless."""
-    batch, row, head = (
-        stride if size > 1 else 0
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return Strides(
+        *(
+            stride if size > 1 else 0
+            for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        )
     )
-    return batch, row, head
 
 
 def check_output(inputs: Mapping[str, torch.Tensor], o: torch.Tensor) -> None:
@@ -181,7 +165,7 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
     return np.asarray(_Span(tensor))
 
 
-def check_device(device: torch.device) -> None:
+def check_device(family: Family, device: torch.device) -> None:
     """Raises RuntimeError for a device that neither runs the kernels nor simulates them."""
     if device.type == "cpu":
         return
@@ -190,13 +174,34 @@ def check_device(device: torch.device) -> None:
             f"the kernels run on CUDA devices, and in the simulator on the CPU, and the tensors "
             f"are on {device}: move them to one of these"
         )
-    check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    check_capability(
+        family, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    )
 
 
-def check_capability(name: str, capability: tuple[int, int]) -> None:
+def check_capability(family: Family, name: str, capability: tuple[int, int]) -> None:
     """Raises RuntimeError for a GPU that lacks the instructions that the kernels are made of."""
-    if capability < LOWEST_CAPABILITY:
+    if not family.runs_on(capability):
+        lowest = min(family.capabilities)
+        needed = f"{lowest // 10}.{lowest % 10}{' or higher' if family.is_portable else ''}"
         raise RuntimeError(
-            f"{name} has compute capability {capability[0]}.{capability[1]} and the kernels need "
-            f"{LOWEST_CAPABILITY[0]}.{LOWEST_CAPABILITY[1]} (Ampere) or higher: use another GPU"
+            f"{name} has compute capability {capability[0]}.{capability[1]} and the kernels of "
+            f"family {family.name} need {needed}: use another GPU"
         )
+
+
+def device_index(device: torch.device | str | int | None) -> int:
+    """The number of a CUDA device; None is the current one.
+
+    Raises ValueError for another device, RuntimeError where there is none.
+    """
+    if isinstance(device, int):
+        return device
+    wanted = torch.device("cuda" if device is None else device)
+    if wanted.type != "cuda":
+        raise ValueError(f"device {wanted} is not a CUDA device: pass one, such as 'cuda:0'")
+    if wanted.index is not None:
+        return wanted.index
+    if not torch.cuda.is_available():
+        raise RuntimeError("the kernels need a CUDA device and torch finds none")
+    return torch.cuda.current_device()

@@ -1,0 +1,52 @@
+"""What a GPU allows: the limits of each compute capability. Standard library only.
+
+CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; reserved shared
+memory from "Shared Memory" of the sections on compute capability 8.x and 9.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+WARP = 32  # lanes
+MAX_THREADS = 1024  # of a block
+MAX_BLOCK_Z = 64
+MAX_REGISTERS = 255  # of a thread; the zero register takes the 256th name
+MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """smem_bytes: shared memory of a block, at most. warps, blocks: that an SM holds. barriers:
+    named barriers that an SM holds; None where they limit nothing, before 9.0."""
+
+    smem_bytes: int
+    warps: int
+    blocks: int
+    barriers: int | None = None
+
+
+# By compute capability, as in sm_80.
+LIMITS: Mapping[int, Limits] = MappingProxyType(
+    {
+        80: Limits(163 * 1024, warps=64, blocks=32),
+        86: Limits(99 * 1024, warps=48, blocks=16),
+        87: Limits(163 * 1024, warps=48, blocks=16),
+        89: Limits(99 * 1024, warps=48, blocks=24),
+        90: Limits(227 * 1024, warps=64, blocks=32, barriers=64),
+    }
+)
+
+# Streaming multiprocessors, by the name that the driver gives. NVIDIA H100 Tensor Core GPU
+# Architecture, "H100 GPU": the SXM5 card.
+SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132})
+
+
+def capability_of(target: str) -> int:
+    """90 for sm_90 and for sm_90a. Raises ValueError for what is no target."""
+    number = target.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")
+    if not target.startswith("sm_") or not number.isdecimal():
+        raise ValueError(f"{target!r} is no architecture: write it as in sm_90")
+    return int(number)

@@ -1,0 +1,154 @@
+"""All families, and what is asked of all of them together. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+
+from flash_helpers.registry.ampere import (
+    AMPERE,
+    LARGE_TILE,
+    LARGE_TILE_STEPS,
+    STAGES_STEP,
+    TWO_STAGES,
+)
+from flash_helpers.registry.config import Config, differing_fields
+from flash_helpers.registry.family import Family, Step
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (AMPERE,)})
+STEPS: Mapping[str, Step] = MappingProxyType(
+    {step.id: step for family in FAMILIES.values() for step in family.steps.values()}
+)
+EXAMPLE = AMPERE.config.example
+
+_DEMANGLED = re.compile(r"\b(?P<namespace>\w+)::(?P<kernel>\w+)<\s*(?P<short_form>\w+)\s*>")
+_MANGLED = re.compile(r"_ZN(?P<rest>\d+\w+)")
+
+
+def config_from_short_form(text: str) -> Config:
+    """The config of any family that a short form names.
+
+    Raises ValueError for a text that is no short form, or whose config is impossible.
+    """
+    for family in FAMILIES.values():
+        if re.match(rf"{family.prefix}\d", text):
+            return family.config.from_short_form(text)
+    raise ValueError(f"{text!r} is not a config's short form; an example of one is {EXAMPLE}")
+
+
+def config_from_dict(values: Mapping[str, object]) -> Config:
+    """The config of the family whose fields these are.
+
+    Raises ValueError as `Config.from_dict` does.
+    """
+    kinds = [family.config for family in FAMILIES.values()]
+    own = next((kind for kind in kinds if fields(kind)[0].name in values), AMPERE.config)
+    return own.from_dict(values)
+
+
+def _names_in_symbol(symbol: str) -> tuple[str, str, str] | None:
+    """Namespace, function and template argument of `namespace::function<argument>`."""
+    if found := _DEMANGLED.search(symbol):
+        return found["namespace"], found["kernel"], found["short_form"]
+    # Itanium C++ ABI: N <length>name <length>name I <length>name E E
+    if (found := _MANGLED.search(symbol)) is None:
+        return None
+    names, rest = [], found["rest"]
+    while match := re.match(r"I?(\d+)", rest):
+        end = match.end() + int(match[1])
+        names.append(rest[match.end() : end])
+        rest = rest[end:]
+    return (names[0], names[1], names[2]) if len(names) > 2 else None
+
+
+def config_from_symbol(symbol: str) -> Config:
+    """The config of a kernel's symbol, demangled or as the object file has it.
+
+    Raises ValueError for a symbol that is no kernel of this library.
+    """
+    names = _names_in_symbol(symbol)
+    kernels = {family.kernel for family in FAMILIES.values()}
+    if names is None or names[1] not in kernels:
+        raise ValueError(
+            f"{symbol!r} is not the symbol of a forward kernel (vN::forward_kernel<config>)"
+        )
+    config = config_from_short_form(names[2])
+    if config.step.namespace != names[0]:
+        raise ValueError(
+            f"{symbol!r} instantiates a config of {config.step.id} in namespace {names[0]}"
+        )
+    return config
+
+
+def find_config(symbol: str) -> Config | None:
+    """The config of a kernel's symbol; None if it is no kernel of this library."""
+    try:
+        return config_from_symbol(symbol)
+    except ValueError:
+        return None
+
+
+def read_configs(document: object) -> list[Config]:
+    """The configs of a parsed JSON document: a list, or {"configs": list}.
+
+    An item is a short form or an object with the config's fields.
+    Raises ValueError, naming the item, for anything else.
+    """
+    items = document.get("configs") if isinstance(document, dict) else document
+    if not isinstance(items, list):
+        raise ValueError('expected a list of configs, or an object with a list called "configs"')
+    configs = []
+    for index, item in enumerate(items):
+        try:
+            if isinstance(item, str):
+                configs.append(config_from_short_form(item))
+            elif isinstance(item, dict):
+                configs.append(config_from_dict(item))
+            else:
+                raise ValueError(f"{item!r} is neither a short form nor an object of fields")
+        except ValueError as error:
+            raise ValueError(f"config {index}: {error}") from error
+    return configs
+
+
+def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
+    """The candidate that differs from `config` in the fewest fields; one of its own family, if
+    there is any.
+
+    Among equals, the one of the same dtype, then of the nearest step, then the first in order.
+    Raises ValueError without candidates.
+    """
+
+    def distance(other: Config) -> tuple[object, ...]:
+        if other.family is not config.family:
+            return (True, 0, False, 0, other)
+        differing = differing_fields(config, other)
+        steps = abs(other.step.number - config.step.number)
+        return (False, len(differing), "dtype" in differing, steps, other)
+
+    return min(candidates, key=distance)
+
+
+def progression() -> list[Config]:
+    """Every step of every family at its fixed config, in both dtypes, in order."""
+    return [config for family in FAMILIES.values() for config in family.progression()]
+
+
+def sweep() -> list[Config]:
+    """Every possible config that a sweep tries, of every step that has something to tune."""
+    return [config for family in FAMILIES.values() for config in family.sweep()]
+
+
+def with_siblings(configs: Iterable[Config]) -> list[Config]:
+    """The configs, and those that may take over for them; sorted, unique."""
+    return sorted({sibling for config in configs for sibling in config.siblings()})
+
+
+def kernels_to_build() -> list[Config]:
+    """The configs that the library holds in any case, sorted."""
+    fixed = progression()
+    large = [c.replace(**LARGE_TILE) for c in fixed if c.step.id in LARGE_TILE_STEPS]
+    stages = [c.replace(**TWO_STAGES) for c in fixed if c.step.id == STAGES_STEP]
+    return with_siblings([*fixed, *large, *stages])

@@ -1,0 +1,172 @@
+"""A family: one progression of kernels, each step one idea from its parent.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from flash_helpers import gpu
+from flash_helpers.registry.problem import DType
+
+if TYPE_CHECKING:
+    from flash_helpers.registry.config import Config
+    from flash_helpers.registry.launch import StructLayout
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """What the registry is told of a step.
+
+    slug: its idea in a word or two, as in names of pages. idea: in a line. source: the kernel's
+    file, relative to the root of the repository. sets: options that the step turns on, by name of
+    the config's field. opens: those that it makes tunable, with the values that a sweep tries.
+    traits: what else is true of the kernel from this step on and cannot be seen in its config.
+    parent: id of a step of another family; None stands for the step before it.
+    """
+
+    slug: str
+    idea: str
+    source: str
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    opens: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    traits: frozenset[str] = frozenset()
+    parent: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a family.
+
+    id: such as "v9", which names it everywhere. parent: id of the step that it is one idea from;
+    None for the first of all. fixed: config field to the only value that this step's kernel
+    accepts. tunable: config field to the values that a sweep tries; the kernel accepts any value
+    that the config lets through. options: the fixed config's, d_head and tile shape included.
+    """
+
+    id: str
+    number: int
+    family: str
+    slug: str
+    idea: str
+    parent: str | None
+    source: PurePosixPath
+    fixed: Mapping[str, Any]
+    tunable: Mapping[str, tuple[Any, ...]]
+    options: Mapping[str, Any]
+    traits: frozenset[str]
+
+    @property
+    def namespace(self) -> str:
+        """C++ namespace of the kernel."""
+        return self.id
+
+
+@dataclass(frozen=True)
+class Family:
+    """A progression of kernels that share a config class and an argument struct.
+
+    prefix: of the steps' ids. rank: families sort by it. base: the options of a step that sets
+    nothing. targets: what the kernels are compiled for, such as "80" or "90a", each with machine
+    code. arguments: the layout of the kernels' one parameter. map_header: the generated map from
+    config to kernel, relative to the root.
+    """
+
+    name: str
+    title: str
+    prefix: str
+    rank: int
+    config: type[Config]
+    base: Mapping[str, Any]
+    entries: tuple[StepEntry, ...]
+    targets: tuple[str, ...]
+    arguments: StructLayout
+    map_header: PurePosixPath
+    kernel: str = "forward_kernel"
+
+    def step_id(self, number: int) -> str:
+        """ "v9" of 9."""
+        return f"{self.prefix}{number}"
+
+    @cached_property
+    def steps(self) -> Mapping[str, Step]:
+        """By id, in order."""
+        options, tunable = dict(self.base), {}
+        traits: frozenset[str] = frozenset()
+        found = {}
+        for number, entry in enumerate(self.entries, start=1):
+            options |= entry.sets
+            tunable |= entry.opens
+            traits |= entry.traits
+            before = self.step_id(number - 1) if number > 1 else None
+            found[self.step_id(number)] = Step(
+                id=self.step_id(number),
+                number=number,
+                family=self.name,
+                slug=entry.slug,
+                idea=entry.idea,
+                parent=entry.parent or before,
+                source=PurePosixPath(entry.source),
+                fixed=MappingProxyType({k: v for k, v in options.items() if k not in tunable}),
+                tunable=MappingProxyType(dict(tunable)),
+                options=MappingProxyType(dict(options)),
+                traits=traits,
+            )
+        return MappingProxyType(found)
+
+    def fixed_config(self, step: Step, dtype: DType) -> Config:
+        """The config that the progression shows of a step."""
+        return self.config(step.number, dtype, **step.options)
+
+    def progression(self) -> list[Config]:
+        """Every step at its fixed config, in both dtypes, in order."""
+        return [self.fixed_config(step, dtype) for step in self.steps.values() for dtype in DType]
+
+    def sweep(self) -> list[Config]:
+        """Every possible config that a sweep tries, of each step that has something to tune."""
+        return sorted(
+            config
+            for step in self.steps.values()
+            if step.tunable
+            for dtype in DType
+            for config in self._candidates(step, dtype)
+        )
+
+    def _candidates(self, step: Step, dtype: DType) -> Iterator[Config]:
+        for values in itertools.product(*step.tunable.values()):
+            options = dict(zip(step.tunable, values, strict=True))
+            try:
+                yield self.config(step.number, dtype, **step.fixed, **options)
+            except ValueError:
+                continue  # this combination of values is impossible
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether the kernels run on what is later than their targets; those of one architecture's
+        own instructions, such as 90a, do not."""
+        return all(target.isdecimal() for target in self.targets)
+
+    def targets_for(self, architectures: Iterable[int]) -> tuple[str, ...]:
+        """What the kernels are compiled for when a library is built for architectures such as 90,
+        which includes 90a; none if the family has none of them."""
+        if self.is_portable:
+            return tuple(map(str, architectures))
+        numbers = [str(architecture) for architecture in architectures]
+        return tuple(target for target in self.targets if target[:-1] in numbers)
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of a compute capability such as (9, 0) can run the kernels."""
+        own = 10 * capability[0] + capability[1]
+        return own >= min(self.capabilities) if self.is_portable else own in self.capabilities
+
+    @property
+    def capabilities(self) -> tuple[int, ...]:
+        """Of the targets: 90 for 90a."""
+        return tuple(gpu.capability_of(f"sm_{target}") for target in self.targets)

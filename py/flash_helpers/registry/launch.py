@@ -1,0 +1,181 @@
+"""A launch as data: everything that it takes to run a kernel on a problem, but the memory.
+
+What runs it, the library, the driver or the simulator, adds the addresses of the tensors
+(`Launch.bind`); what only wants to know reads it: sweep, bounds and time estimates.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flash_helpers.gpu import WARP
+
+if TYPE_CHECKING:
+    from flash_helpers.registry.config import Config
+
+TENSOR_MAP_BYTES = 128  # of a CUtensorMap, which a kernel takes 64-byte aligned
+WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A C type of a member. code: as `struct` packs it, in standard sizes. align: bytes."""
+
+    code: str
+    align: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return struct.calcsize(f"<{self.code}")
+
+
+INT = Kind("i", 4)
+POINTER = Kind("Q", 8)
+STRIDES = Kind("3q", 8)  # TensorStrides: batch, row, head
+TENSOR_MAP = Kind(f"{TENSOR_MAP_BYTES}s", 64)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a struct and where it stands."""
+
+    name: str
+    kind: Kind
+    offset: int
+
+
+@dataclass(frozen=True)
+class StructLayout:
+    """A C struct by the rules of the x86-64 ABI: each member at the next multiple of its alignment.
+
+    name: in C++. kinds: of the members by name, in order.
+    """
+
+    name: str
+    kinds: Mapping[str, Kind]
+
+    @property
+    def members(self) -> Iterator[Member]:
+        """In order."""
+        end = 0
+        for name, kind in self.kinds.items():
+            offset = -(-end // kind.align) * kind.align
+            yield Member(name, kind, offset)
+            end = offset + kind.size
+
+    @property
+    def size(self) -> int:
+        """Bytes, padding at the end included."""
+        *_, last = self.members
+        align = max(kind.align for kind in self.kinds.values())
+        return -(-(last.offset + last.kind.size) // align) * align
+
+    def offset(self, name: str) -> int:
+        """Of a member, in bytes."""
+        return next(member.offset for member in self.members if member.name == name)
+
+    def pack(self, values: Mapping[str, tuple[int, ...]]) -> bytes:
+        """The struct's bytes; members that have no value are zeros, as the padding is."""
+        data = bytearray(self.size)
+        for member in self.members:
+            if member.name in values:
+                struct.pack_into(f"<{member.kind.code}", data, member.offset, *values[member.name])
+        return bytes(data)
+
+    def assertions(self) -> str:
+        """C++ that does not compile unless its own struct has this layout."""
+        checks = [f"sizeof({self.name}) == {self.size}"]
+        checks += [
+            f"offsetof({self.name}, {member.name}) == {member.offset} && "
+            f"sizeof({self.name}::{member.name}) == {member.kind.size}"
+            for member in self.members
+        ]
+        return "\n".join(f"static_assert({check});" for check in checks)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Boxes of a tensor that TMA copies, in the terms of cuTensorMapEncodeTiled (CUDA driver API).
+
+    dims: elements, innermost first. strides: bytes, of all dimensions but the innermost. box:
+    elements of each dimension that one copy takes. swizzle: bytes of the pattern in shared memory,
+    0, 32, 64 or 128. Elements outside of the tensor are read as 0.
+    """
+
+    tensor: str
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+
+@dataclass(frozen=True)
+class Address:
+    """A member of the arguments that points into a tensor, or into the workspace.
+
+    member: its offset in the arguments. offset: into the tensor. Both in bytes.
+    """
+
+    member: int
+    tensor: str
+    offset: int = 0
+
+
+# The 128 bytes of a tensor map, for a tensor that begins at an address.
+EncodeTensorMap = Callable[[TensorMap, int], bytes]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    config: of the kernel that is launched, which may be another than was asked for. grid, cluster:
+    blocks in x, y, z; a cluster divides the grid. block: threads. shared_bytes: dynamic shared
+    memory of a block. arguments: the kernel's one parameter, with zeros where addresses and tensor
+    maps belong. tensor_maps: by their offset in the arguments. workspace_bytes: device memory that
+    is all zeros when the kernel begins and that no other launch touches while it runs. outputs:
+    names of the tensors that are written.
+    """
+
+    config: Config
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int
+    arguments: bytes
+    addresses: tuple[Address, ...]
+    outputs: tuple[str, ...]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
+    workspace_bytes: int = 0
+
+    @property
+    def n_blocks(self) -> int:
+        """Thread blocks of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def n_warps(self) -> int:
+        """Warps of a block."""
+        return -(-self.block // WARP)
+
+    def bind(self, addresses: Mapping[str, int], encode: EncodeTensorMap | None = None) -> bytes:
+        """The arguments for memory that begins at these addresses, by name of the tensor.
+
+        encode: needed where there are tensor maps.
+        """
+        data = bytearray(self.arguments)
+        for found in self.addresses:
+            struct.pack_into("<Q", data, found.member, addresses[found.tensor] + found.offset)
+        for member, tensor_map in self.tensor_maps:
+            assert encode is not None, f"{self.config.short_form()} takes tensor maps"
+            data[member : member + TENSOR_MAP_BYTES] = encode(
+                tensor_map, addresses[tensor_map.tensor]
+            )
+        return bytes(data)

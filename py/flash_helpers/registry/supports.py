@@ -1,0 +1,77 @@
+"""The problems that a kernel takes, declared: refusals, tests' corners and the docs' table follow.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flash_helpers import gpu
+from flash_helpers.registry.problem import AttentionForward, DType
+
+MAX_SEQ_LEN = 2**31 - 1  # the kernels take it as an int
+
+
+@dataclass(frozen=True)
+class Supports:
+    """Attention forward problems.
+
+    d_heads: head sizes. blocks: numbers that the sequence length must be a multiple of, by what
+    they are called. chunk_bytes: tensors begin at, and all strides but the last are, multiples of
+    it. max_row_stride: elements.
+    """
+
+    dtype: DType
+    d_heads: tuple[int, ...]
+    blocks: Mapping[str, int]
+    chunk_bytes: int
+    max_row_stride: int
+    max_heads: int = gpu.MAX_GRID[1]
+    max_seq_len: int = MAX_SEQ_LEN
+
+    @property
+    def whole(self) -> int:
+        """The shortest sequence."""
+        return math.lcm(*self.blocks.values())
+
+    def refusal(self, problem: AttentionForward, kernel: str) -> str:
+        """Why the kernel does not take the problem, with the way out; "" if it does.
+
+        kernel: how the text names it.
+        """
+        if problem.dtype != self.dtype:
+            return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
+        if problem.d_head not in self.d_heads:
+            known = " and ".join(map(str, self.d_heads))
+            return (
+                f"d_head {problem.d_head}: {kernel} is built for {known}: pad the last dimension "
+                f"with zeros to {max(self.d_heads)} if it is smaller (and scale q, since the "
+                f"kernels divide by sqrt({max(self.d_heads)}))"
+            )
+        for name, rows in self.blocks.items():
+            if problem.seq_len % rows:
+                longer = -(-problem.seq_len // self.whole) * self.whole
+                return (
+                    f"seq_len {problem.seq_len} is not a multiple of {name} {rows} ({kernel}): use "
+                    f"{longer}, or choose a config whose {name} divides it"
+                )
+        if problem.seq_len > self.max_seq_len:
+            return (
+                f"seq_len {problem.seq_len} is over the limit {self.max_seq_len}: split the problem"
+            )
+        if problem.heads > self.max_heads:
+            return (
+                f"heads {problem.heads} is over the limit {self.max_heads} of a CUDA grid: split "
+                "the call by heads"
+            )
+        return ""
+
+    def corners(self) -> Iterator[AttentionForward]:
+        """Small problems at the edges of the declaration: one block; several, in which every index
+        that a kernel may confuse differs."""
+        for d_head in self.d_heads:
+            yield AttentionForward(1, 1, self.whole, d_head, self.dtype)
+            yield AttentionForward(2, 3, 3 * self.whole, d_head, self.dtype)
