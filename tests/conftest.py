@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import flash_attention._checks
-from flash_attention import _library
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.runtime import library
+from flash_helpers.runtime.tensors import check_device
 from flash_helpers.sass.read.cache import FOLDER_VARIABLE
 from flash_helpers.sass.read.disassembler import find_disassembler, run_program
 from flash_helpers.sass.read.reader import load_kernels
@@ -25,7 +26,7 @@ def why_no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        flash_attention._checks.check_device(torch.device("cuda", torch.cuda.current_device()))
+        check_device(AMPERE, torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         return str(error)
     return None
@@ -48,7 +49,7 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def package() -> Path:
     """The folder that the installed package lies in, with the library, PTX and logs."""
-    return _library.LIBRARY_PATH.parent
+    return library.package_folder()
 
 
 @pytest.fixture(scope="session", autouse=True)

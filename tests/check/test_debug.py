@@ -9,7 +9,7 @@ import torch
 from fake_backend import fake_backend, load_tool
 
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish, key_block_order
-from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement, shipped_ptx
+from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.check.trace import UntraceableKernel, trace_forward
@@ -20,6 +20,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
+from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
 SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
@@ -105,7 +106,7 @@ def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
 @pytest.mark.parametrize("config", [*PROGRESSION, *LARGE_TILES], ids=lambda c: c.short_form())
 def test_every_quantity_of_every_kernel_agrees(config):
     q, k, v = inputs(config, shape=replace(SHAPE, seq_len=2 * max(config.B_r, config.B_c)))
-    trace = trace_forward(config, load_kernel(config, shipped_ptx(config)), q, k, v)
+    trace = trace_forward(config, load_kernel(config, ptx_path(config)), q, k, v)
     steps = list(blockwise_forward(config, q, k, v))
     found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q.dtype))
     assert found is None
@@ -116,7 +117,7 @@ def test_two_stages_are_refused_with_a_way_out():
     config = next(config for config in get_kernels_to_build() if config.kv_stages == 2)
     q, k, v = inputs(config, shape=replace(SHAPE, seq_len=config.B_r))
     with pytest.raises(UntraceableKernel, match="the same config with kv_stages 1"):
-        trace_forward(config, load_kernel(config, shipped_ptx(config)), q, k, v)
+        trace_forward(config, load_kernel(config, ptx_path(config)), q, k, v)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
@@ -162,14 +163,14 @@ def test_a_wrong_output_alone_is_found():
 
 def test_a_kernel_of_another_tile_shape_is_refused():
     config = config_of(7)
-    kernel = load_kernel(config, shipped_ptx(config))
+    kernel = load_kernel(config, ptx_path(config))
     with pytest.raises(UntraceableKernel, match="mma instructions"):
         trace_forward(config.replace(B_c=128), kernel, *inputs(config))
 
 
 def test_a_trace_that_does_not_fit_is_refused():
     config = config_of(7)
-    kernel = load_kernel(config, shipped_ptx(config))
+    kernel = load_kernel(config, ptx_path(config))
     shape = AttentionForward(batch=16, heads=16, seq_len=1024)
     with pytest.raises(ValueError, match="use a shorter sequence"):
         trace_forward(config, kernel, *(torch.empty(1).expand(shape.shape) for _ in "qkv"))
@@ -212,7 +213,7 @@ def test_the_tool_writes_two_files_with_the_same_lines(tmp_path, capsys):
 
 def test_the_tool_names_the_first_difference_and_the_faults(tmp_path, capsys):
     config = config_of(4)
-    lines = shipped_ptx(config).read_text().split("\n")
+    lines = ptx_path(config).read_text().split("\n")
     barrier = max(n for n, line in enumerate(lines) if "bar.sync" in line)
     lines[barrier] = ""
     text = "\n".join(lines).replace(

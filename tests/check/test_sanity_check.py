@@ -150,9 +150,9 @@ def test_a_sequence_that_is_not_whole_blocks_is_refused_with_the_next_that_is() 
 def test_a_static_row_stride_gives_way_unless_it_is_the_tensors() -> None:
     static = next(config for config in BUILT if config.static_row_stride)
     n_heads = static.static_row_stride // static.d_head
-    assert config_that_runs(static, AttentionForward(1, n_heads, 64)) == static
-    assert config_that_runs(static, AttentionForward(1, n_heads + 1, 64)) == static.general()
-    assert config_that_runs(of_version(1), AttentionForward(1, 3, 64)) == of_version(1)
+    assert static.runs_as(AttentionForward(1, n_heads, 64).strides()) == static
+    assert static.runs_as(AttentionForward(1, n_heads + 1, 64).strides()) == static.general()
+    assert of_version(1).runs_as(AttentionForward(1, 3, 64).strides()) == of_version(1)
 
 
 # Verdicts

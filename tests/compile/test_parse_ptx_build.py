@@ -16,7 +16,7 @@ from listing_files import FILES, SEVERAL
 
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.compile.ptxas_tables import LogError, entries_as_csv, entries_as_json, read_logs
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.kernel_configs import config_from_short_form
 from flash_helpers.sass.read import reader
 
 TOOL = "tools/build/parse_ptx_build.py"
@@ -181,7 +181,7 @@ class TestReading:
         assert {f"{name}.log" for name in order} == {
             path.name for path in (package / "ptxas").iterdir()
         }
-        configs = [FlashForwardKernelConfig.from_short_form(name) for name in order]
+        configs = [config_from_short_form(name) for name in order]
         assert configs == sorted(configs)
         for name in order:
             numbers = [e.report.architecture for e in entries if e.kernel == name]

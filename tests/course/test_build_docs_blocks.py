@@ -32,7 +32,6 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.measure.kernel_profile import profile_kernels
 from flash_helpers.measure.results import BenchmarkResults, Measurement
 from flash_helpers.registry.selection import UsageError
-from flash_helpers.sass.analyse.phases import tensor_per_block
 
 Show = Callable[..., str]
 # what `counters` counts: one head of 512 rows, in tiles of 64, by 4 warps
@@ -138,7 +137,7 @@ def test_counters_show_what_the_swizzle_is_for(show: Show, evidence: Evidence) -
 def test_counters_are_those_of_the_algorithm(show: Show) -> None:
     table = show("counters 1")
     config = progression_config(1)
-    assert numbers(table, "mma") == [WARPS * BLOCKS * tensor_per_block(config)]
+    assert numbers(table, "mma") == [WARPS * BLOCKS * config.mma_per_key_block]
     row_bytes = config.d_head * 2
     # every block of rows reads Q once and all of K and V; O is written once
     read = (1 + 2 * BLOCKS) * 512 * row_bytes
@@ -186,7 +185,7 @@ def test_what_was_counted_is_kept_until_the_ptx_changes(package: Path, tmp_path:
 
 def test_sass_counts_the_tensor_instructions_of_a_block(show: Show) -> None:
     table = show("sass 8")
-    per_block = tensor_per_block(progression_config(8))
+    per_block = progression_config(8).mma_per_key_block
     assert numbers(table, "HMMA") == [per_block, per_block, 0]
     loop, hmma = numbers(table, "instructions of the main loop"), numbers(table, "HMMA")
     assert cells(table, "for each HMMA")[1] == f"{loop[1] / hmma[1]:.2f}"

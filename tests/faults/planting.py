@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from flash_helpers.check.debugging import shipped_ptx
 from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.kernel_configs import (
     AttentionForward,
@@ -30,6 +29,7 @@ from flash_helpers.ptx import (
     SimulatorError,
     UninitialisedReadError,
 )
+from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,12 +218,12 @@ FAULTS = {
 @functools.cache
 def kernel_of(config: FlashForwardKernelConfig) -> Kernel:
     """The kernel as it is shipped."""
-    return load_kernel(config, shipped_ptx(config))
+    return load_kernel(config, ptx_path(config))
 
 
 def plant(fault: Fault) -> Kernel:
     """The kernel with the fault in it; fails if there is nowhere to put it."""
-    lines = shipped_ptx(fault.config).read_text().split("\n")
+    lines = ptx_path(fault.config).read_text().split("\n")
     program = kernel_of(fault.config).program
     found = [
         instruction.line - 1

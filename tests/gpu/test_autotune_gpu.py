@@ -14,8 +14,6 @@ import pytest
 import torch
 
 import flash_attention
-from flash_attention._best_config import best_config
-from flash_attention._mma_loop import MmaLoop
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
 from flash_helpers.kernel_configs import (
@@ -29,6 +27,8 @@ from flash_helpers.measure.benchmark import make_input_sets
 from flash_helpers.measure.rates import default_rate_works, measure_rates
 from flash_helpers.measure.results import RATE_NAMES, Protocol, load_results
 from flash_helpers.measure.timing import CudaTimer, make_timer
+from flash_helpers.runtime.mma_loop import MmaLoop
+from flash_helpers.tune.best import best_config
 from flash_helpers.tune.process import KernelFile
 from flash_helpers.tune.sweep import DROPPED, FAILED, TIMED, SweepRow, load_sweep
 from flash_helpers.tune.winners import BestConfigs, best_file, load_best, sweep_file

@@ -13,15 +13,15 @@ from listing_files import SEVERAL, extract
 from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
+from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
     LARGE_TILE_VERSIONS,
     FlashForwardKernelConfig,
+    config_from_short_form,
     config_from_symbol,
     get_kernel_progression_configs,
 )
-from flash_helpers.gpu import WARP
-from flash_helpers.registry.families import with_siblings
 from flash_helpers.measure.baseline import (
     Baseline,
     KernelFigures,
@@ -32,6 +32,7 @@ from flash_helpers.measure.baseline import (
     natural,
     read_library,
 )
+from flash_helpers.registry.families import with_siblings
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, SassError
 
@@ -106,13 +107,13 @@ class TestCommitted:
         """The kernels declare none that is static."""
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
-                config = FlashForwardKernelConfig.from_short_form(figures.kernel)
+                config = config_from_short_form(figures.kernel)
                 assert figures.smem_bytes == config.smem_bytes, figures
 
     def test_has_blocks_that_fit_the_register_file(self, root) -> None:
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
-                config = FlashForwardKernelConfig.from_short_form(figures.kernel)
+                config = config_from_short_form(figures.kernel)
                 registers = figures.blocks_per_sm * config.n_warps * WARP * figures.registers
                 assert 0 < registers <= 64 * 1024, figures
 
@@ -318,7 +319,7 @@ class TestReading:
     def test_finds_what_the_headers_and_the_tiles_say(self, cubin) -> None:
         compiler, (figures,) = read_library(cubin)
         (kernel,) = reader.load_kernels(cubin)
-        config = FlashForwardKernelConfig.from_short_form(V1)
+        config = config_from_short_form(V1)
         assert compiler == replace(kernel.compiler, options="")
         assert (figures.kernel, figures.architecture) == (V1, kernel.architecture)
         assert figures.registers == kernel.resources.registers

@@ -497,8 +497,6 @@ def test_the_matmul_rate_counts_the_product_it_computes() -> None:
 def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
     import ctypes
 
-    from flash_attention import _library
-
     monkeypatch.setattr(_library, "load", lambda: ctypes.CDLL(None))
     with pytest.raises(RuntimeError, match="has no flash_mma_loop_describe: build it again"):
         mma_sync_work(DType.BF16, torch.device("cuda", 0))

@@ -33,7 +33,6 @@ from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import NsightCompute, parse_csv
 from flash_helpers.measure.simulator_check import load_check as load_simulator_check
 from flash_helpers.measure.simulator_check import shape_for
-from flash_helpers.sass.analyse.phases import tensor_per_block
 
 EXECUTED = "smsp__inst_executed.sum"
 CONFIG = of_version(1)
@@ -45,7 +44,7 @@ HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 
 
 def test_every_warp_of_the_launch_is_counted():
-    each = tensor_per_block(CONFIG)
+    each = CONFIG.mma_per_key_block
     planted = kernel(
         "MOV R1, R2\nloop: "
         + f"{HMMA}\n" * each

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from flash_attention import _best_config, _library
-from flash_attention._best_config import best_config
 from flash_helpers.compile.build import CONFIG_FOLDER
 from flash_helpers.kernel_configs import (
     VERSIONS,
@@ -21,6 +20,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
     read_configs,
 )
+from flash_helpers.tune.best import best_config
 from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, load_best
 
 BUILT = get_kernels_to_build()
@@ -159,10 +159,10 @@ def test_what_does_not_exist_is_refused(found, version, dtype, message: str) -> 
 def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monkeypatch) -> None:
     monkeypatch.setattr(_library, "_built", lambda: {LARGE: None})
     monkeypatch.setattr(_library, "kernels", lambda: [LARGE])
-    _library.resolve.cache_clear()
+    library.resolve.cache_clear()
     with pytest.raises(ValueError, match="was not built; the nearest that was is"):
         best_config(1, "bf16", "cpu")
-    _library.resolve.cache_clear()
+    library.resolve.cache_clear()
 
 
 # The file

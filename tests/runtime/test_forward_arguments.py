@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flash_attention
-from flash_attention import _checks
 from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.runtime import tensors
 
 CONFIG = next(
     config
@@ -107,7 +107,7 @@ class TestShapes:
 
     def check(self, *shape: int, config=CONFIG) -> None:
         q = tensor(*shape, device="meta")
-        _checks.check_shapes(config, {"q": q, "k": q, "v": q})
+        tensors.check_shapes(config, {"q": q, "k": q, "v": q})
 
     @pytest.mark.parametrize("shape", [(1, 64, 1, 128), (70_000, 64, 1, 128), (1, 64, 65535, 128)])
     def test_up_to_the_limits_pass(self, shape):
@@ -130,7 +130,7 @@ class TestShapes:
 
 class TestMemory:
     def check(self, q: torch.Tensor) -> None:
-        _checks.check_memory({"q": q})
+        tensors.check_memory({"q": q})
 
     @pytest.mark.parametrize(
         "q",
@@ -181,10 +181,10 @@ class TestMemory:
     def test_ignores_the_strides_of_single_items(self):
         q = tensor(64 * 128).as_strided((1, 64, 1, 128), (3, 128, 5, 1))
         self.check(q)
-        assert _checks.kernel_strides(q) == (0, 128, 0)
+        assert tensors.kernel_strides(q) == (0, 128, 0)
 
     def test_strides_are_batch_row_head(self):
-        assert _checks.kernel_strides(tensor(2, 3, 128, 128).transpose(1, 2)) == (
+        assert tensors.kernel_strides(tensor(2, 3, 128, 128).transpose(1, 2)) == (
             3 * 128 * 128,
             128,
             128 * 128,
@@ -199,7 +199,7 @@ def whole_row_views(count: int) -> tuple[torch.Tensor, ...]:
 
 class TestOutput:
     def check(self, o: torch.Tensor, *inputs: torch.Tensor) -> None:
-        _checks.check_output(dict(zip("qkv", inputs, strict=False)), o)
+        tensors.check_output(dict(zip("qkv", inputs, strict=False)), o)
 
     @pytest.mark.parametrize(
         "o",
@@ -222,7 +222,7 @@ class TestOutput:
     def test_that_is_an_input_is_refused(self, name):
         inputs = {letter: tensor() for letter in "qkv"}
         with pytest.raises(ValueError, match=f"o overlaps {name} in memory.*leave o out"):
-            _checks.check_output(inputs, inputs[name])
+            tensors.check_output(inputs, inputs[name])
 
     def test_that_shares_one_row_with_an_input_is_refused(self):
         heads = 3
@@ -262,11 +262,11 @@ class TestOutput:
 class TestDevice:
     def test_below_compute_capability_8_is_refused_by_name(self):
         with pytest.raises(RuntimeError, match=r"Tesla T4 has compute capability 7\.5 .* 8\.0"):
-            _checks.check_capability("Tesla T4", (7, 5))
+            tensors.check_capability("Tesla T4", (7, 5))
 
     @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
     def test_of_compute_capability_8_or_higher_is_accepted(self, capability):
-        _checks.check_capability("a GPU", capability)
+        tensors.check_capability("a GPU", capability)
 
 
 class Graphs:

@@ -14,7 +14,6 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 import flash_attention
-from flash_attention import _library
 from flash_attention.__main__ import main
 from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
 from flash_helpers.compile.ptxas import parse_ptxas_log
@@ -24,6 +23,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
+from flash_helpers.runtime import library
 
 NO_SUCH_DEVICE = 9999
 BUILT = flash_attention.kernels()
@@ -36,12 +36,12 @@ def short_form(config: FlashForwardKernelConfig) -> str:
 
 @pytest.fixture
 def library() -> ctypes.CDLL:
-    return _library.load()
+    return library.load()
 
 
 @pytest.fixture
-def unbuilt() -> _library.Config:
-    return _library.to_c(PROGRESSION[-1].replace(static_row_stride=128 * 1023))
+def unbuilt() -> library.Config:
+    return library.to_c(PROGRESSION[-1].replace(static_row_stride=128 * 1023))
 
 
 class TestKernels:
@@ -58,13 +58,13 @@ class TestKernels:
         (entry,) = re.findall(r"\.entry (\w+)\(", ptx)
         assert config_from_symbol(entry) == config
         (target,) = re.findall(r"^\.target sm_(\d+)", ptx, re.MULTILINE)
-        assert f"compute_{target}" in _library.architectures()
+        assert f"compute_{target}" in library.architectures()
 
     @pytest.mark.parametrize("config", BUILT, ids=short_form)
     def test_ship_what_ptxas_said_for_every_architecture(self, package, config):
         log = (package / "ptxas" / f"{config.short_form()}.log").read_text()
         reports = parse_ptxas_log(log)
-        machine_code = [name for name in _library.architectures() if name.startswith("sm_")]
+        machine_code = [name for name in library.architectures() if name.startswith("sm_")]
         assert [f"sm_{report.architecture}" for report in reports] == machine_code
         assert {config_from_symbol(report.symbol) for report in reports} == {config}
 
@@ -138,64 +138,62 @@ class TestCInterface:
         body = re.search(r"struct ForwardKernelArgs \{(.*?)\n\};", text, re.DOTALL)[1]
         body = re.sub(r"//.*|\b(const|void|TensorStrides|int)\b|\*|\s", "", body)
         names = [name for name in re.split("[,;]", body) if name]
-        assert names == [name for name, _ in _library.ForwardKernelArgs._fields_]
+        assert names == [name for name, _ in library.ForwardKernelArgs._fields_]
 
     def test_describe_writes_one_config_and_not_a_byte_more(self, library):
-        size, guard = ctypes.sizeof(_library.Config), b"\xab" * 64
+        size, guard = ctypes.sizeof(library.Config), b"\xab" * 64
         memory = ctypes.create_string_buffer(guard * 3, len(guard) * 3)
-        config = ctypes.cast(memory, ctypes.POINTER(_library.Config))
+        config = ctypes.cast(memory, ctypes.POINTER(library.Config))
         assert library.flash_kernel_describe(0, config) == 0
         assert memory.raw[size:] == (guard * 3)[size:]
-        assert memory.raw[:size] == bytes(_library.to_c(BUILT[0]))
+        assert memory.raw[:size] == bytes(library.to_c(BUILT[0]))
 
     @pytest.mark.parametrize("index", [-1, len(BUILT), 2**31 - 1])
     def test_describe_refuses_an_index_without_kernel(self, library, index):
-        assert library.flash_kernel_describe(index, _library.Config()) != 0
+        assert library.flash_kernel_describe(index, library.Config()) != 0
         assert str(index) in library.flash_last_error().decode()
 
     def test_forward_refuses_a_config_that_was_not_built(self, library, unbuilt):
-        args = _library.ForwardKernelArgs()
+        args = library.ForwardKernelArgs()
         assert library.flash_forward(unbuilt, args, 1, 1, 0, None) != 0
         assert library.flash_last_error()
 
     def test_resources_refuse_a_config_that_was_not_built(self, library, unbuilt):
-        assert library.flash_kernel_resources(unbuilt, 0, _library._Resources()) != 0
+        assert library.flash_kernel_resources(unbuilt, 0, library._Resources()) != 0
         assert library.flash_last_error()
 
     def test_forward_without_its_device_is_an_error_and_no_crash(self):
         with pytest.raises(RuntimeError, match=f"^{BUILT[0].short_form()}: .*(CUDA|device)"):
-            _library.launch(
-                BUILT[0], _library.ForwardKernelArgs(seq_len=64), 1, 1, NO_SUCH_DEVICE, 0
-            )
+            library.launch(BUILT[0], library.ForwardKernelArgs(seq_len=64), 1, 1, NO_SUCH_DEVICE, 0)
 
     def test_resources_without_their_device_are_an_error_and_no_crash(self):
         with pytest.raises(RuntimeError, match=r"CUDA|device"):
             flash_attention.resources(BUILT[0], NO_SUCH_DEVICE)
 
     def test_last_error_belongs_to_its_thread(self, library):
-        library.flash_kernel_describe(-1, _library.Config())
+        library.flash_kernel_describe(-1, library.Config())
         before = library.flash_last_error()
         thread = threading.Thread(
-            target=library.flash_kernel_describe, args=(12345, _library.Config())
+            target=library.flash_kernel_describe, args=(12345, library.Config())
         )
         thread.start()
         thread.join()
         assert library.flash_last_error() == before
 
     def test_tells_what_it_was_built_with(self):
-        assert _library.cuda_version() >= (12, 4)
-        assert all(re.fullmatch(r"(sm|compute)_\d+", name) for name in _library.architectures())
+        assert library.cuda_version() >= (12, 4)
+        assert all(re.fullmatch(r"(sm|compute)_\d+", name) for name in library.architectures())
 
 
 class TestResolve:
     def test_takes_a_config_or_its_short_form(self):
-        assert _library.resolve(BUILT[0]) == BUILT[0]
-        assert _library.resolve(BUILT[0].short_form()) == BUILT[0]
+        assert library.resolve(BUILT[0]) == BUILT[0]
+        assert library.resolve(BUILT[0].short_form()) == BUILT[0]
 
     def test_names_the_nearest_config_that_was_built_and_how_to_build_this_one(self):
         config = next(c for c in BUILT if c.version == 7 and c.B_r == 64).replace(n_warps=2, B_r=32)
         with pytest.raises(ValueError) as error:
-            _library.resolve(config)
+            library.resolve(config)
         message = str(error.value)
         assert f"{config.short_form()} was not built" in message
         assert "B_r 64 instead of 32, n_warps 4 instead of 2" in message
@@ -204,7 +202,7 @@ class TestResolve:
     @pytest.mark.parametrize("cfg", [7, None, b"v7"])
     def test_takes_nothing_else(self, cfg):
         with pytest.raises(TypeError, match="pass a FlashForwardKernelConfig or its short form"):
-            _library.resolve(cfg)
+            library.resolve(cfg)
 
     @pytest.mark.parametrize("device", ["cpu", "meta"])
     def test_resources_need_a_cuda_device(self, device):
@@ -214,7 +212,7 @@ class TestResolve:
 
 def test_missing_library_says_how_to_build_it(tmp_path):
     with pytest.raises(RuntimeError, match=r"cannot be loaded .*pip install \. \./py"):
-        _library.load(tmp_path / "libflash_attention.so")
+        library.load(tmp_path / "libflash_attention.so")
 
 
 class TestCommand:
@@ -222,8 +220,8 @@ class TestCommand:
         assert main([]) == 0
         lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:7])
         assert lines["kernels"] == str(len(BUILT))
-        assert lines["architectures"].split() == _library.architectures()
-        assert lines["cuda"] == ".".join(map(str, _library.cuda_version()))
+        assert lines["architectures"].split() == library.architectures()
+        assert lines["cuda"] == ".".join(map(str, library.cuda_version()))
         assert lines["device"].startswith(("none (", "cuda:"))
         assert lines["simulator"].startswith(
             f"CPU tensors run the PTX of {len(BUILT)} of {len(BUILT)} kernels"
@@ -252,5 +250,5 @@ class TestCommand:
 
 
 def test_config_structure_has_every_field():
-    names = [name for name, _ in _library.Config._fields_]
+    names = [name for name, _ in library.Config._fields_]
     assert names == [field.name for field in fields(FlashForwardKernelConfig)]

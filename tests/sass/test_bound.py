@@ -19,7 +19,7 @@ from flash_helpers.sass.analyse.bound import (
     predict,
 )
 from flash_helpers.sass.analyse.occupancy import config_occupancy
-from flash_helpers.sass.analyse.phases import main_loop, tensor_per_block, trip_counts
+from flash_helpers.sass.analyse.phases import main_loop, trip_counts
 from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
 
 LOOP = """
@@ -112,11 +112,11 @@ def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
         assert loop is not None
         bound = loop_bound(found, loop)
         assert bound.straight
-        assert bound.pipes["tensor"] == pytest.approx(tensor_per_block(config) * cycles)
+        assert bound.pipes["tensor"] == pytest.approx(config.mma_per_key_block * cycles)
         # S takes d_head / 16 steps into one accumulator
         assert bound.tensor_chain >= config.d_head // 16
         whole = kernel_bound(found, trip_counts(found, config, 4 * config.B_c))
-        assert whole.pipes["tensor"] == pytest.approx(4 * tensor_per_block(config) * cycles)
+        assert whole.pipes["tensor"] == pytest.approx(4 * config.mma_per_key_block * cycles)
 
 
 # -- a launch --------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
     per_head = seq_len // config.B_r
     launch = Launch(batch=1, n_heads=33, seq_len=seq_len, sms=132, mhz=1000.0)
     prediction = predict(found, config, launch)
-    tensor = tensor_per_block(config) * (seq_len // config.B_c) * 1.5
+    tensor = config.mma_per_key_block * (seq_len // config.B_c) * 1.5
     blocks = math.ceil(33 * per_head / 132)
     assert prediction.milliseconds["tensor"] == pytest.approx(
         blocks * config.n_warps * tensor / (1000.0 * 1e3)

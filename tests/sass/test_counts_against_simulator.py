@@ -9,11 +9,11 @@ import pytest
 import torch
 from sass_text import ARCHITECTURES, PROGRESSION, progression_kernels
 
-from flash_helpers.check.debugging import shipped_ptx
 from flash_helpers.check.inputs import make_inputs
-from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.execution_check import predict_launch
+from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
+from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel, run_forward
 from flash_helpers.sass.read.opcodes import (
     ASYNC_COPY,
@@ -50,7 +50,7 @@ def simulated(config: FlashForwardKernelConfig, blocks: int) -> dict[str, int]:
     inputs = make_inputs(
         "normal", shape_of(config, blocks), getattr(torch, config.dtype.torch_name)
     )
-    _, run = run_forward(config, load_kernel(config, shipped_ptx(config)), *inputs)
+    _, run = run_forward(config, load_kernel(config, ptx_path(config)), *inputs)
     return {name: c.instructions for name, c in run.counters.by_opcode().items()}
 
 

@@ -34,7 +34,6 @@ from flash_helpers.sass.analyse.matrix import (
     opcode_changes,
     parse_config_option,
 )
-from flash_helpers.sass.analyse.phases import tensor_per_block
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import NEVER
 from flash_helpers.sass.read.records import SassError
@@ -154,7 +153,7 @@ class TestFacts:
     def test_mma_of_the_loop_are_those_of_one_block_at_every_step(self, matrix) -> None:
         """2 * (16 rows a warp / 16) * (64 keys / 8) * (128 / 16)."""
         for facts in matrix.rows:
-            assert facts.phases.main_loop.tensor == tensor_per_block(facts.config) == 128
+            assert facts.phases.main_loop.tensor == facts.config.mma_per_key_block == 128
 
     def test_version_8_lowers_integer_work_and_registers(self, matrix) -> None:
         before, after = matrix.rows[6], matrix.rows[7]

@@ -134,7 +134,7 @@ def test_the_loop_of_a_kernel_handles_one_block_of_k_and_v(config, architecture)
     # 16x8x16 products: S = Q @ K^T is rows x B_c, deep d_head; O += P @ V rows x d_head, deep B_c
     scores = (rows // 16) * (config.B_c // 8) * (config.d_head // 16)
     output = (rows // 16) * (config.d_head // 8) * (config.B_c // 16)
-    assert tensor_per_block(config) == scores + output
+    assert config.mma_per_key_block == scores + output
     assert counts.main_loop.tensor == scores + output
     # from version 10 on the first block is peeled off
     peeled = scores + output if config.version >= 10 else 0
@@ -294,4 +294,4 @@ def test_the_loops_of_the_library_are_unrolled_by_pragmas_alone():
     signs = unrolling(found, found.loops[0])
     assert signs.by_ptxas == 1
     # one line holds mma; it is inlined into the two products of half the tensor instructions each
-    assert signs.by_source == tensor_per_block(config) // 2
+    assert signs.by_source == config.mma_per_key_block // 2

@@ -9,7 +9,7 @@ import pytest
 from fake_backend import load_tool
 from sass_text import kernel, of_version, progression_kernels
 
-from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import DType, config_from_short_form
 from flash_helpers.measure.results import load_results
 from flash_helpers.sass.analyse.bound import Launch, predict
 from flash_helpers.sass.analyse.report import LaunchShape, build_report, verdicts
@@ -68,7 +68,7 @@ def test_the_planted_kernel_spills_in_its_loop():
 
 
 def test_the_spills_of_the_big_tile_are_found_where_its_registers_run_out():
-    config = FlashForwardKernelConfig.from_short_form(BIG_TILE)
+    config = config_from_short_form(BIG_TILE)
     found = library_kernels("sm_90", [config])[config]
     report = build_report(found, config)
     by_place = {site.loop: site for site in report.spills}

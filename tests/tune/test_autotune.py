@@ -20,7 +20,6 @@ from fake_cubin import cubin
 from test_benchmark import FakeTimer
 
 import flash_attention._best_config
-from flash_attention import _library
 from flash_helpers.compile.build import LibraryBuild
 from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
 from flash_helpers.compile.cubins import CubinCompiler, read_code, sources
@@ -30,12 +29,14 @@ from flash_helpers.kernel_configs import (
     AttentionForward,
     DType,
     FlashForwardKernelConfig,
+    config_from_short_form,
     get_autotuning_kernel_configs,
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, read_records
 from flash_helpers.runtime import driver as cuda_driver
+from flash_helpers.runtime import library
 from flash_helpers.tune import worker as sweep_worker
 from flash_helpers.tune.process import (
     KernelFile,
@@ -317,9 +318,7 @@ def measuring(monkeypatch):
     monkeypatch.setattr(
         sweep_worker,
         "cubin_contender",
-        lambda kernel: kernel_contender(
-            FlashForwardKernelConfig.from_short_form(kernel.config), backend.forward
-        ),
+        lambda kernel: kernel_contender(config_from_short_form(kernel.config), backend.forward),
     )
     monkeypatch.setattr(sweep_worker, "make_timer", lambda device, protocol: FakeTimer())
     monkeypatch.setattr(sweep_worker, "default_shape", lambda n: AttentionForward(1, 2, n))
@@ -375,14 +374,14 @@ class FakeDriver:
 def test_a_kernel_is_loaded_and_launched_with_its_shared_memory(monkeypatch) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
-    args = _library.ForwardKernelArgs(seq_len=512)
+    args = library.ForwardKernelArgs(seq_len=512)
     cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 65536).launch((4, 16, 2), 128, 7, args)
     load, get, attribute, launch = driver.calls
     assert (load[0], load[2]) == ("cuModuleLoadData", b"ELF")
     assert (get[0], get[3]) == ("cuModuleGetFunction", b"_Zkernel")
     assert (attribute[0], *attribute[2:]) == ("cuFuncSetAttribute", 8, 65536)
     assert (launch[0], *launch[2:10]) == ("cuLaunchKernel", 4, 16, 2, 128, 1, 1, 65536, 7)
-    assert _library.ForwardKernelArgs.from_address(launch[10][0]).seq_len == 512
+    assert library.ForwardKernelArgs.from_address(launch[10][0]).seq_len == 512
 
 
 def test_what_the_driver_refuses_is_told_in_its_own_words(monkeypatch) -> None:
@@ -442,7 +441,7 @@ class Sweeper:
 
     def rows(self, gpu: str = H100) -> dict[FlashForwardKernelConfig, SweepRow]:
         table = load_sweep(sweep_file(self.root / "configs", gpu), gpu, "9.0")
-        return {FlashForwardKernelConfig.from_short_form(row.name): row for row in table.rows}
+        return {config_from_short_form(row.name): row for row in table.rows}
 
     def best(self, gpu: str = H100) -> BestConfigs:
         return load_best(best_file(self.root / "configs", gpu))

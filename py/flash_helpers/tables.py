@@ -1,0 +1,104 @@
+"""Tables: for a terminal, for Markdown, and as CSV and JSON for machines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+DASH = "-"  # where there is no number
+
+_ALIGNMENT = {"l": "left", "r": "right"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are shown. align: l or r for each column; those that are missing are r."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    align: str = "l"
+    title: str = ""
+
+    @property
+    def _letters(self) -> str:
+        return self.align.ljust(len(self.header), "r")
+
+    def text(self, **options: Any) -> str:
+        """For a terminal, below its title if it has one. options: of tabulate, such as
+        maxcolwidths."""
+        table = tabulate(
+            self.rows,
+            headers=self.header,
+            disable_numparse=True,
+            colalign=[_ALIGNMENT[letter] for letter in self._letters] if self.rows else None,
+            **options,
+        )
+        return f"{self.title}\n{table}" if self.title else table
+
+    def markdown(self) -> str:
+        """For a page, below its title in bold if it has one."""
+        marks = [":--" if letter == "l" else "--:" for letter in self._letters]
+        cells = ([_markdown_cell(cell) for cell in row] for row in self.rows)
+        rows = ([_markdown_cell(cell) for cell in self.header], marks, *cells)
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([f"**{self.title}**\n", *lines] if self.title else lines)
+
+
+def _markdown_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows below a header; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def records_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """A row a record, of which there is one at least; all have the first one's keys."""
+    return csv_text(list(records[0]), (list(record.values()) for record in records))
+
+
+def json_text(document: Any) -> str:
+    """JSON to be read by people too; numbers that are not finite become null."""
+    return json.dumps(_finite_or_null(document), indent=2) + "\n"
+
+
+def _finite_or_null(value: Any) -> Any:
+    # JSON has no NaN and no infinity
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_or_null(item) for item in value]
+    return value
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """With commas between thousands; a dash where there is none."""
+    return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1, signed: bool = False) -> str:
+    """A share in percent; a dash where there is none."""
+    return DASH if value is None else f"{100 * value:{'+' if signed else ''}.{digits}f}%"
+
+
+def change(before: float | None, after: float | None, digits: int = 0) -> str:
+    """The difference with its sign; "=" if there is none to be seen, "" if one of the two is
+    missing."""
+    if before is None or after is None:
+        return ""
+    text = f"{after - before:+,.{digits}f}"
+    return text if text.strip("+-0.,") else "="
