@@ -124,7 +124,7 @@ class TestOtherFamily:
     def test_config_reads_writes_and_sorts_like_any(self):
         assert X3.short_form() == "x3_bf16_B128_lazy"
         assert OtherConfig.from_short_form("x3_bf16_B128_st3_lazy").stages == 3
-        for text in ("x3_bf16_B128_st2", "x3_bf16_B128_lazy_st3", "x03_bf16_B128_lazy"):
+        for text in ("x3_bf16_B128_st2_lazy", "x3_bf16_B128_lazy_st3", "x03_bf16_B128_lazy"):
             with pytest.raises(ValueError, match="short form"):
                 OtherConfig.from_short_form(text)
         with pytest.raises(ValueError, match=r"lazy True: x1 fixes lazy False; choose x2 to x3"):
