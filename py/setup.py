@@ -13,6 +13,8 @@ setup(
     name="flash_helpers",
     version=__version__,
     description="Registry, reference, benchmarks and analysis for the flash_attention kernels",
+    license="MIT",
+    license_files=["LICENSE"],
     packages=find_packages(),
     package_data={"flash_helpers.sass.show": ["page_assets/*"]},
     python_requires=">=3.10",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -16,6 +19,7 @@ from pathlib import Path
 import pytest
 from other_family import OTHER, OtherConfig
 
+import flash_attention
 from flash_helpers.compile import toolchain
 from flash_helpers.compile.build import (
     LibraryBuild,
@@ -23,9 +27,10 @@ from flash_helpers.compile.build import (
     copy_built_files,
     dependencies,
     gencode_flags,
+    requested_configs,
     requested_jobs,
 )
-from flash_helpers.compile.codegen import kernel_map_header
+from flash_helpers.compile.codegen import configs_to_build, kernel_map_header
 from flash_helpers.compile.toolchain import (
     PYPI_TOOLCHAIN,
     BuildError,
@@ -50,6 +55,7 @@ V1, V2 = (
 )
 NAME_1, NAME_2 = V1.short_form(), V2.short_form()
 NOWHERE = Path("/nowhere")
+BACKEND = "tools/build/build_backend.py"
 
 
 def executable(path: Path, text: str) -> Path:
@@ -129,6 +135,42 @@ class TestJobs:
     def test_that_are_no_positive_number_are_refused(self, text):
         with pytest.raises(BuildError, match="MAX_JOBS"):
             requested_jobs({"MAX_JOBS": text})
+
+
+class TestSteps:
+    def test_default_to_all(self, root):
+        assert requested_configs(root, {}) == configs_to_build(root)
+
+    def test_are_those_that_the_environment_names(self, root):
+        found = requested_configs(root, {"FLASH_ATTENTION_STEPS": "v2 7..8"})
+        assert {config.step.id for config in found} == {"v2", "v7", "v8"}
+
+    def test_that_there_are_not_are_refused(self, root):
+        with pytest.raises(BuildError, match="FLASH_ATTENTION_STEPS: 'v99': the steps are v1 to"):
+            requested_configs(root, {"FLASH_ATTENTION_STEPS": "v99"})
+
+
+class TestOldPython:
+    """An older Python reads the metadata, so that pip can say which one this package needs."""
+
+    @pytest.mark.parametrize(
+        "name", ["setup.py", "py/setup.py", "py/flash_helpers/__init__.py", BACKEND]
+    )
+    def test_can_read_what_is_run_before_that(self, root, name):
+        ast.parse((root / name).read_text(), feature_version=(3, 9))
+
+    def test_is_not_sent_for_a_compiler(self, root, monkeypatch):
+        monkeypatch.syspath_prepend(root / Path(BACKEND).parent)
+        backend = importlib.import_module("build_backend")
+        monkeypatch.setattr(backend.sys, "version_info", (3, 9, 25))
+        assert backend._with_toolchain(["wheel"]) == ["wheel"]
+
+    def test_is_told_by_the_metadata_of_both_packages(self):
+        for name in ("flash_attention", "flash_helpers"):
+            metadata = importlib.metadata.metadata(name)
+            assert metadata["Requires-Python"] == ">=3.10"
+            assert metadata["License-Expression"] == "MIT"
+            assert metadata["Version"] == flash_attention.__version__
 
 
 class TestFindingNvcc:
