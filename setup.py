@@ -17,10 +17,6 @@ sys.path.insert(0, str(ROOT / "py"))
 from flash_helpers import __version__  # noqa: E402
 
 PACKAGE = "flash_attention"
-# The site's generator; these versions need Python 3.11.
-SITE = [
-    f"{name}; python_version >= '3.11'" for name in ("sphinx>=9", "myst-parser>=5", "furo>=2025.12")
-]
 
 
 class BuildKernels(Command):
@@ -74,28 +70,9 @@ class PlatformDistribution(Distribution):
 
 
 setup(
-    name=PACKAGE,
     version=__version__,
-    description="FlashAttention forward kernels in CUDA, each one idea from the last",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else "",
-    long_description_content_type="text/markdown",
-    license="MIT",
-    license_files=["LICENSE"],
     packages=[PACKAGE],
-    python_requires=">=3.10",
     install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
-    extras_require={
-        "docs": SITE,
-        "test": [
-            "pytest>=8",
-            "pytest-xdist>=3.6",
-            "ruff",
-            "clang-format",
-            "matplotlib",
-            "selenium",
-            *SITE,
-        ],
-    },
     distclass=PlatformDistribution,
     cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
 )

@@ -153,9 +153,7 @@ class TestSteps:
 class TestOldPython:
     """An older Python reads the metadata, so that pip can say which one this package needs."""
 
-    @pytest.mark.parametrize(
-        "name", ["setup.py", "py/setup.py", "py/flash_helpers/__init__.py", BACKEND]
-    )
+    @pytest.mark.parametrize("name", ["setup.py", "py/flash_helpers/__init__.py", BACKEND])
     def test_can_read_what_is_run_before_that(self, root, name):
         ast.parse((root / name).read_text(), feature_version=(3, 9))
 
@@ -532,7 +530,8 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
     root, tree, cuda_home, tmp_path, monkeypatch
 ):
     pytest.importorskip("setuptools", minversion="77")
-    shutil.copy(root / "setup.py", tree)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tree)
     shutil.copytree(root / "py" / "flash_helpers", tree / "py" / "flash_helpers")
     for step in STEPS.values():
         if not (tree / step.source).is_file():
