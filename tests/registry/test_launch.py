@@ -32,9 +32,9 @@ class TestLayout:
         assert [member.offset for member in layout.members] == [0, 8, 16, 24, 48]
         assert layout.size == 56
 
-    def test_puts_a_tensor_map_on_64_bytes(self):
-        assert ARGUMENTS.offset("Q") == 64
-        assert ARGUMENTS.size == 256  # as large as its alignment asks for
+    def test_puts_a_tensor_map_on_128_bytes(self):
+        assert ARGUMENTS.offset("Q") == 128
+        assert ARGUMENTS.size == 384  # as large as its alignment asks for
 
     def test_packs_values_and_zeros(self):
         data = ampere.ARGUMENTS.pack({"seq_len": (7,), "K_strides": (1, 2, 3)})
@@ -156,8 +156,8 @@ class TestOtherFamily:
         data = launch.bind({"q": 5, "o": 6, WORKSPACE: 7}, encode)
         assert asked == [("q", 5)]
         assert data[:4] == (2).to_bytes(4, "little")
-        assert data[64:192] == b"\x77" * 128
-        assert data[192:208] == struct.pack("<2Q", 6, 7)
+        assert data[128:256] == b"\x77" * 128
+        assert data[256:272] == struct.pack("<2Q", 6, 7)
 
     def test_generated_text_has_its_own_struct_arguments_and_map(self):
         text = kernel_map_header(OTHER, [X3, V16])
@@ -165,7 +165,7 @@ class TestOtherFamily:
         assert "v16" not in text
         unit = kernel_unit(X3)
         assert '#include "kernels/other/x3.cuh"' in unit
-        assert "sizeof(OtherArgs) == 256" in unit
+        assert "sizeof(OtherArgs) == 384" in unit
         header = "struct OtherConfig {\n    // fields:begin\n    // fields:end\n};\n"
         assert "    int tile; // rows\n    int stages;\n    bool lazy;\n" in with_fields(
             header, OTHER
