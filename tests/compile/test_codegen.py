@@ -22,7 +22,6 @@ from flash_helpers.compile.codegen import (
     kernel_map_header,
     kernel_unit,
 )
-from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
     FAMILIES,
     FlashForwardKernelConfig,
@@ -121,32 +120,6 @@ class TestListOfConfigs:
 
     def test_of_the_user_is_ignored_by_git(self, root):
         assert f"/{LOCAL_CONFIGS}" in (root / ".gitignore").read_text().splitlines()
-
-
-class TestWriteIfDifferent:
-    def test_writes_and_creates_the_folder(self, tmp_path):
-        path = tmp_path / "new" / "file"
-        assert write_if_different(path, "text")
-        assert path.read_text() == "text"
-
-    def test_leaves_an_equal_file_alone(self, tmp_path):
-        path = tmp_path / "file"
-        path.write_text("text")
-        os.utime(path, ns=(1, 1))
-        assert not write_if_different(path, "text")
-        assert path.stat().st_mtime_ns == 1
-
-    def test_leaves_the_old_file_whole_when_it_cannot_finish(self, tmp_path, monkeypatch):
-        path = tmp_path / "file"
-        path.write_text("old")
-
-        def fail(*_: object) -> None:
-            raise OSError("disk full")
-
-        monkeypatch.setattr("pathlib.Path.replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            write_if_different(path, "new")
-        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
 
 
 class TestCommand:
