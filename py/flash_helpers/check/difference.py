@@ -76,11 +76,11 @@ class OutputDifference:
 def output_difference(
     output: torch.Tensor, expected: torch.Tensor, max_abs_bound: float
 ) -> OutputDifference:
-    """Compare `output` with the float64 `expected`, both (batch, seq_len, n_heads, d_head).
+    """Compare `output` with the float64 `expected`, both (batch, seq_len, heads, d_head).
 
     An element is wrong if it differs by more than `max_abs_bound` or is not finite.
     """
-    # (batch, n_heads, seq_len, d_head), the order in which elements are named
+    # (batch, heads, seq_len, d_head), the order in which elements are named
     error = (output.double() - expected).abs().transpose(1, 2)
     wrong = ~(error <= max_abs_bound)
     row_errors = error.amax(-1)  # NaN if any element is
