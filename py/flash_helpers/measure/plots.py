@@ -233,24 +233,25 @@ _TITLES = MappingProxyType(
 
 def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     steps, fixed, best = numbers["steps"], numbers["fixed"], numbers["best"]
-    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    places = range(len(steps))
+    edges = [place - 0.5 for place in range(len(steps) + 1)]
     heights = [float("nan") if value is None else value for value in fixed]
     axes.stairs(heights, edges, color=_BLUE, linewidth=2.2, baseline=None)
     axes.stairs(heights, edges, color=_BLUE, alpha=0.12, fill=True)
     axes.axhline(100, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
     axes.annotate(
         LIBRARY_NAMES[FLASH],
-        (steps[0] - 0.4, 100),
+        (edges[0] + 0.1, 100),
         xytext=(0, 4),
         textcoords="offset points",
         color=_TEXT,
     )
-    for step, value, tuned in zip(steps, fixed, best, strict=True):
+    for place, value, tuned in zip(places, fixed, best, strict=True):
         if value is not None:
-            _number(axes, step, value, _BLUE, -13)
+            _number(axes, place, value, _BLUE, -13)
         if tuned is not None:
-            axes.hlines(tuned, step - 0.5, step + 0.5, color=_ORANGE, linewidth=3)
-            _number(axes, step, tuned, _ORANGE, 4)
+            axes.hlines(tuned, place - 0.5, place + 0.5, color=_ORANGE, linewidth=3)
+            _number(axes, place, tuned, _ORANGE, 4)
     if any(value is not None for value in best):
         axes.plot([], [], color=_BLUE, linewidth=2.2, label="fixed config")
         axes.plot([], [], color=_ORANGE, linewidth=3, label="best config measured")
@@ -258,15 +259,15 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     top = max(value for value in (*fixed, *best, 100.0) if value is not None)
     axes.set_ylim(0, 1.12 * top)
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_xticks(steps)
+    axes.set_xticks(places, steps)
     axes.set_xlabel("step")
     axes.set_ylabel("% of flash")
 
 
-def _number(axes: Axes, step: int, value: float, color: str, points_above: int) -> None:
+def _number(axes: Axes, place: int, value: float, color: str, points_above: int) -> None:
     axes.annotate(
         f"{value:.0f}",
-        (step, value),
+        (place, value),
         xytext=(0, points_above),
         textcoords="offset points",
         ha="center",
