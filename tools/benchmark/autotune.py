@@ -28,6 +28,7 @@ from flash_helpers.compile.codegen import read_config_file
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import (
+    STEPS,
     Config,
     DType,
     get_autotuning_kernel_configs,
@@ -35,7 +36,6 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.measure.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.registry.config import ranges_text
-from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import (
     ALL,
     DTYPE_CHOICES,
@@ -159,22 +159,23 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
     steps = parse_steps(arguments.steps or [ALL])
     chosen = [config for config in configs if config.dtype in dtypes and config.step in steps]
     if not chosen:
+        tuned = [config.step for config in configs]
         raise UsageError(
             f"no config to try for --steps {' '.join(arguments.steps) or ALL} and dtype "
             f"{arguments.dtype}: steps that can be tuned are "
-            f"{ranges_text(dict.fromkeys(config.step for config in configs))}"
+            f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
     for seq_len in (*arguments.seq, *arguments.screen_seq):
         require_supported(chosen, default_shape(seq_len))
     return chosen
 
 
-def known_winners(best: BestConfigs, kernels: Sequence[tuple[Step, DType]]) -> list[Config]:
+def known_winners(best: BestConfigs, kernels: Sequence[tuple[str, DType]]) -> list[Config]:
     """The winners of earlier sweeps, but for those that the registry has no more."""
     found = []
     for step, dtype in kernels:
         with contextlib.suppress(ValueError):
-            config = best.find(step.id, dtype.short)
+            config = best.find(step, dtype.short)
             found += [config] if config is not None else []
     return found
 
@@ -213,7 +214,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     own = (info.gpu, info.compute_capability)
     best = load_own(best_file(folder, info.gpu), *own)
     table = load_sweep(sweep_file(folder, info.gpu), *own)
-    kernels = list(dict.fromkeys((config.step, config.dtype) for config in configs))
+    kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in configs))
     champions = known_winners(best, kernels)
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
@@ -239,7 +240,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     n_candidates = len({*configs, *champions})
     with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
         sweep.screen(configs, Bar(bar), champions)
-    found: dict[tuple[Step, DType], BestConfig | None] = {}
+    found: dict[tuple[str, DType], BestConfig | None] = {}
     for kernel in tqdm(kernels, desc="last round", unit="kernel"):
         found[kernel] = sweep.choose(*kernel)
     winners = [winner for winner in found.values() if winner is not None]
@@ -248,7 +249,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
         best.updated(winners).save(best_file(folder, info.gpu))
     print(outcomes_text(sweep.rows()))
     print("\n".join([*sweep.notes, *map(winner_text, winners)]))
-    missing = [f"{s.id} {dtype.short}" for (s, dtype), winner in found.items() if winner is None]
+    missing = [f"{step} {dtype.short}" for (step, dtype), winner in found.items() if winner is None]
     if missing:
         print(f"no config could be timed: {', '.join(missing)}", file=sys.stderr)
     return 1 if missing else 0

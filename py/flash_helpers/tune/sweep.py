@@ -34,7 +34,6 @@ from flash_helpers.measure.results import (
     measured_json,
     read_records,
 )
-from flash_helpers.registry.family import Step
 from flash_helpers.tune.process import (
     Answer,
     KernelFile,
@@ -238,13 +237,13 @@ class Sweep:
                 reason = "the time budget was spent"
                 self._keep(self._row(config, None, NOT_RUN, reason), progress)
 
-    def choose(self, step: Step, dtype: DType) -> BestConfig | None:
+    def choose(self, step: str, dtype: DType) -> BestConfig | None:
         """The fastest config of a step in a dtype by a run of the fastest few at all lengths;
         None if none was timed."""
         rows = [
             row
             for config, row in self._rows.items()
-            if (config.step, config.dtype) == (step, dtype) and row.of_flash is not None
+            if (config.step.id, config.dtype) == (step, dtype) and row.of_flash is not None
         ]
         fastest: dict[str, Config] = {}
         for row in sorted(rows, key=lambda row: (-(row.of_flash or 0), row.name)):
@@ -264,7 +263,7 @@ class Sweep:
         mean = mean_tflops(measurements, name)
         assert mean is not None
         return BestConfig(
-            step=step.id,
+            step=step,
             dtype=dtype.short,
             config=name,
             mean_tflops=round(mean, 2),
