@@ -267,8 +267,8 @@ def test_the_tool_exits_with_1_if_a_kernel_was_not_counted(tool, capsys) -> None
         (["--runs", "0"], "--runs 0 is not positive"),
         (["--seq", "0"], "--seq 0 is not positive"),
         (["--seq", "100"], "seq_len 100 is not a multiple"),
-        (["--kernel", "99"], "versions go from"),
-        (["--heads", "0"], "n_heads 0 is not positive"),
+        (["--kernel", "99"], "the steps are v1 to v16"),
+        (["--heads", "0"], "heads 0 is not positive"),
     ],
 )
 def test_wrong_usage_exits_with_2(tool, capsys, options: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_backend import fake_backend, load_tool
 
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import (
     NsightCompute,
@@ -39,7 +39,7 @@ from flash_helpers.measure.simulator_check import (
     with_hardware,
 )
 
-V1, V2 = (c for c in get_kernel_progression_configs() if c.version in (1, 2) and c.dtype == 0)
+V1, V2 = (c for c in get_kernel_progression_configs() if c.step.id in ("v1", "v2") and c.dtype == 0)
 MMA = "sm__inst_executed_pipe_tensor_op_hmma.sum"
 LDSM_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm.sum"
 
@@ -188,7 +188,7 @@ def test_a_static_row_stride_gets_its_heads_at_the_same_cost():
     static = next(c for c in get_kernel_progression_configs() if c.static_row_stride)
     shape = shape_for(static, 512)
     assert (shape.row_stride, shape.seq_len) == (static.static_row_stride, 128)
-    assert shape_for(V1, 512).size == (1, 512, 1, 128)
+    assert shape_for(V1, 512) == AttentionForward(1, 1, 512)
 
 
 @pytest.fixture(scope="module")
