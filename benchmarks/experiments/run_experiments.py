@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from experiment_tables import Table, loop_table, provenance_line, speed_table
-from machine_code import ARCHITECTURE, load_machine_code, read_machine_code
+from machine_code import ARCHITECTURE, MachineCode, read_machine_code
 from overlap import DTYPE, EXPERIMENTS, contender, resources, source_digest, sources
 from tabulate import tabulate
 from tqdm import tqdm
@@ -28,7 +28,6 @@ from flash_helpers.command_line import (
 from flash_helpers.compile.build import requested_jobs
 from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.files import write_if_different
 from flash_helpers.measure.benchmark import (
     default_shape,
     library_contender,
@@ -192,7 +191,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         resources=tuple(map(resources, compiled)),
         measurements=tuple(measurements),
     )
-    results.save_json(arguments.json)
+    results.save(arguments.json)
     return results
 
 
@@ -206,7 +205,7 @@ def documented(root: Path, results: Path) -> tuple[str, str]:
     if results.exists():
         measured = load_results(results)
         speed = f"{speed_table(measured).markdown()}\n\n{provenance_line(measured)}"
-    code = load_machine_code(root / MACHINE_CODE)
+    code = MachineCode.load(root / MACHINE_CODE)
     made = f"{code.compiler}, {code.architecture}."
     new = replace_between_markers(old, speed, *SPEED_MARKERS)
     new = replace_between_markers(new, f"{loop_table(code).markdown()}\n\n{made}", *LOOP_MARKERS)
@@ -217,7 +216,7 @@ def write_docs(arguments: argparse.Namespace) -> int:
     """Update or check the log; returns the exit status. Raises as `documented` does."""
     old, new = documented(ROOT, arguments.json)
     status = write_or_check(ROOT / DOCS, old, new, arguments.check)
-    if arguments.check and load_machine_code(ROOT / MACHINE_CODE).sources != source_digest(ROOT):
+    if arguments.check and MachineCode.load(ROOT / MACHINE_CODE).sources != source_digest(ROOT):
         print(f"{MACHINE_CODE} was made from other sources: run with --sass, then --write-docs")
         return 1
     return status
@@ -227,7 +226,7 @@ def write_machine_code() -> int:
     """Compile, read and write what ptxas made of the loops. Raises BuildError and SassError."""
     compiled = compile_experiments(ARCHITECTURE)
     code = read_machine_code(tqdm(compiled, desc="disassembling", unit="kernel"), ROOT)
-    write_if_different(ROOT / MACHINE_CODE, code.to_json())
+    code.save(ROOT / MACHINE_CODE)
     print(terminal_text(loop_table(code)))
     return 0
 

@@ -530,7 +530,7 @@ def test_a_library_that_does_not_run_here_is_no_failure() -> None:
 def test_json_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.json"
     results = full_results()
-    results.save_json(path)
+    results.save(path)
     assert load_results(path) == results
 
 
@@ -555,13 +555,51 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message:
         load_results(path)
 
 
-def test_a_record_with_other_fields_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("colour", "red", r"\$\.measurements\[0\] lacks or does not know the fields colour"),
+        ("batch", None, r"\$\.measurements\[0\]\.batch is null, which is no int"),
+        ("batch", 16.0, r"batch is 16\.0, which is no int"),
+        ("batch", True, r"batch is true, which is no int"),
+        ("name", 7, r"name is 7, which is no str"),
+        ("samples_ms", [1.0, "2"], r'samples_ms\[1\] is "2", which is no float'),
+        ("samples_ms", 1.0, r"samples_ms is 1\.0, which is no tuple"),
+        ("relative_error", "small", r'relative_error is "small", which is no float'),
+        ("relative_error", float("nan"), "NaN is no number"),
+    ],
+)
+def test_a_record_with_something_else_in_it_is_refused_by_file_and_place(
+    tmp_path: Path, field: str, value: object, said: str
+) -> None:
     path = tmp_path / "results.json"
     data = json.loads(full_results().to_json())
-    data["measurements"][0]["colour"] = "red"
+    data["measurements"][0][field] = value
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="colour"):
+    with pytest.raises(ValueError, match=f"{path} holds no benchmark results: .*{said}"):
         load_results(path)
+
+
+def test_a_record_that_lacks_a_field_is_refused_even_if_the_field_has_a_default(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "results.json"
+    data = json.loads(full_results().to_json())
+    del data["protocol"]["timing"], data["clocks"][0]["sm_mhz"][2]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"\$\.protocol lacks or does not know the fields timing"):
+        load_results(path)
+    data["protocol"]["timing"] = "graph"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"\$\.clocks\[0\]\.sm_mhz is .* which is no tuple"):
+        load_results(path)
+
+
+def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
+    broken = dataclasses.replace(measurement(FLASH, 1024, 300.0), relative_error=math.nan)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        synthetic_results(broken).save(tmp_path / "results.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
@@ -616,14 +654,14 @@ def test_every_kind_of_record_round_trips(tmp_path: Path) -> None:
         skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
         resources=(ResourceRecord(BF16[0].short_form(), 168, 0, 49152, 3),),
     )
-    results.save_json(path)
+    results.save(path)
     assert load_results(path) == results
 
 
 def test_a_file_of_another_gpu_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     refuse_another_gpu(path, "NVIDIA A100")
-    full_results().save_json(path)
+    full_results().save(path)
     refuse_another_gpu(path, "NVIDIA H100 80GB HBM3")
     with pytest.raises(ValueError, match=r"holds results of NVIDIA H100 .* this is NVIDIA A100"):
         refuse_another_gpu(path, "NVIDIA A100")
@@ -757,7 +795,7 @@ def repository(tmp_path: Path) -> Path:
         path = tmp_path / step.source
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"// {step.id}\n{HEADER_BEGIN_MARKER}\n{HEADER_END_MARKER}\ncode\n")
-    full_results().save_json(tmp_path / "results.json")
+    full_results().save(tmp_path / "results.json")
     return tmp_path
 
 
@@ -866,7 +904,7 @@ def test_the_tool_does_not_write_over_results_of_another_gpu(
     pt_bench, tmp_path: Path, capsys
 ) -> None:
     path = tmp_path / "out.json"
-    full_results().save_json(path)
+    full_results().save(path)
     before = path.read_text()
     assert pt_bench.main(["--kernel", "2", "--seq", "64", "--json", str(path)]) == 2
     assert "holds results of NVIDIA H100" in capsys.readouterr().err

@@ -46,7 +46,6 @@ from flash_helpers.sass.read.records import Block, Kernel, Loop, Operation
 
 sys.path.insert(0, str(ROOT / "benchmarks/experiments"))
 
-import machine_code
 import overlap
 from experiment_tables import loop_table, speed_table
 from machine_code import LoopFacts, MachineCode, always_executed, facts_of_body
@@ -207,7 +206,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def test_the_facts_of_the_machine_code_are_of_these_sources_and_complete(tool) -> None:
-    code = machine_code.load_machine_code(ROOT / tool.MACHINE_CODE)
+    code = MachineCode.load(ROOT / tool.MACHINE_CODE)
     assert code.sources == source_digest(ROOT), "run run_experiments.py --sass, then --write-docs"
     assert [loop.name for loop in code.loops] == NAMES
     for loop in code.loops:
@@ -360,7 +359,7 @@ def test_not_measured_yet_is_right_only_until_there_is_data(tool, repository, ca
     assert tool.NOT_MEASURED in (repository / tool.DOCS).read_text()
     assert run(tool, "--write-docs", "--check") == 0
     results = made_up_results({FLASH: {1024: 200.0}, "one_stage": {1024: 250.0}})
-    results.save_json(repository / tool.RESULTS)
+    results.save(repository / tool.RESULTS)
     capsys.readouterr()
     assert run(tool, "--write-docs", "--check") == 1
     assert f"-{tool.NOT_MEASURED}" in capsys.readouterr().out
@@ -460,7 +459,7 @@ def test_an_experiment_that_is_wrong_fails_the_run(gpu, tmp_path, capsys) -> Non
 )
 def test_bad_input_is_one_line_and_2(gpu, tmp_path, monkeypatch, capsys, options, said) -> None:
     monkeypatch.chdir(tmp_path)
-    made_up_results({FLASH: {1024: 200.0}}).save_json(Path("another.json"))
+    made_up_results({FLASH: {1024: 200.0}}).save(Path("another.json"))
     before = Path("another.json").read_text()
     assert run(gpu, *(("--json", "new.json") if "--json" not in options else ()), *options) == 2
     said_all = capsys.readouterr().err

@@ -22,7 +22,6 @@ from flash_helpers.measure.ncu_bench import (
     METRICS,
     STALL_REASONS,
     NcuResults,
-    available_metrics,
     average_launches,
     ncu_table,
     profile_kernels,
@@ -167,7 +166,7 @@ def test_a_kernel_that_ncu_did_not_see_is_told_and_stops_no_other() -> None:
 
 def test_metrics_that_the_gpu_lacks_are_not_asked_for() -> None:
     ncu = FakeNcu({}, lacks=[stall("gmma"), TENSOR])
-    wanted = available_metrics(NsightCompute("ncu", run=ncu))
+    wanted = NsightCompute("ncu", run=ncu).available(METRICS)
     assert set(METRICS) - set(wanted) == {stall("gmma"), TENSOR}
     assert REGISTERS in wanted  # which --query-metrics does not list
 
@@ -202,7 +201,7 @@ def test_the_table_has_a_row_a_kernel_and_dashes_where_there_is_no_number() -> N
     text = ncu_table(results())
     row = next(line for line in text.splitlines() if line.startswith(V1.short_form()))
     cells = row.split()
-    assert cells[2:4] == ["1100.0", "1800000"]
+    assert cells[2:4] == ["1,100.0", "1,800,000"]
     assert "-" in cells
     assert "mio_throttle 4.00" in row
     assert "batch 2, heads 16, seq 512: mean of 2 launches" in text

@@ -230,7 +230,7 @@ def test_a_plot_of_other_numbers_is_found_without_matplotlib(
         for m in full_results().measurements
     ]
     results: BenchmarkResults = dataclasses.replace(full_results(), measurements=tuple(faster))
-    results.save_json(repository / "results.json")
+    results.save(repository / "results.json")
     capsys.readouterr()
     assert update_tables(repository, "--check") == 1
     assert "docs/images/progression.svg is absent or shows other" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, read_records
+from flash_helpers.measure.results import FLASH, Protocol, read_record
 from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
@@ -55,6 +55,7 @@ from flash_helpers.tune.sweep import (
     NOT_RUN,
     TIMED,
     Journal,
+    JournalEntry,
     SweepRow,
     in_search_order,
     load_sweep,
@@ -66,7 +67,6 @@ from flash_helpers.tune.winners import (
     best_file,
     gpu_slug,
     load_best,
-    load_own,
     sweep_file,
 )
 from flash_helpers.tune.worker import serve
@@ -254,7 +254,7 @@ def worker(monkeypatch):
 
 
 def test_a_request_survives_the_way() -> None:
-    assert Request.from_json(request().to_json()) == request()
+    assert read_record(Request, json.loads(json.dumps(asdict(request())))) == request()
 
 
 def test_a_worker_says_what_it_runs_on_and_answers(worker) -> None:
@@ -319,12 +319,12 @@ def measuring(monkeypatch):
 
 def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> None:
     answer = measuring.answer(replace(request(), seq_lens=(64, 128)))
-    found = read_records(Measurement, answer["measurements"])
+    found = answer.measurements
     assert [(m.name, m.seq_len) for m in found] == [
         (name, seq_len) for seq_len in (64, 128) for name in (FLASH, V7.short_form())
     ]
     assert all(m.valid and m.max_abs_error for m in found)
-    assert answer["skipped"] == []
+    assert answer.skipped == ()
 
 
 def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monkeypatch) -> None:
@@ -339,10 +339,10 @@ def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monk
     monkeypatch.setattr(sweep_worker, "make_input_sets", make_or_fail)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     answer = measuring.answer(replace(request(), seq_lens=(64, 128, 256)))
-    assert {m["seq_len"] for m in answer["measurements"]} == {64, 128}
-    (skipped,) = answer["skipped"]
-    assert skipped["seq_len"] == 256
-    assert "Tried to allocate 9 GiB" in skipped["reason"]
+    assert {m.seq_len for m in answer.measurements} == {64, 128}
+    (skipped,) = answer.skipped
+    assert skipped.seq_len == 256
+    assert "Tried to allocate 9 GiB" in skipped.reason
 
 
 class FakeDriver:
@@ -414,15 +414,17 @@ def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, t
 
 def test_a_journal_is_read_back_and_a_line_cut_short_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal.jsonl"
-    Journal(path).note("a", [], "hangs")
+    hung = JournalEntry("a", "hangs", ())
+    Journal(path).note(hung)
     with path.open("a") as file:
         file.write('{"key": "b", "fail')
     journal = Journal(path)
-    assert journal.find("a") == ([], "hangs")
+    assert journal.find("a") == hung
     assert journal.find("b") is None
-    journal.note("c", [], "")
-    assert Journal(path).find("c") == ([], "")
-    assert Journal(path).find("a") == ([], "hangs")
+    right = JournalEntry("c", "", ())
+    journal.note(right)
+    assert Journal(path).find("c") == right
+    assert Journal(path).find("a") == hung
 
 
 # The sweep, through its command line
@@ -645,7 +647,10 @@ def test_files_of_another_gpu_are_refused(sweep, capsys) -> None:
         text = path.read_text()
         path.write_text(text.replace(H100, "NVIDIA H100 PCIe"))
         assert sweep([V7]) == 2
-        assert "is of NVIDIA H100 PCIe and this is NVIDIA H100 80GB" in capsys.readouterr().err
+        assert (
+            "holds results of NVIDIA H100 PCIe and this is NVIDIA H100 80GB"
+            in capsys.readouterr().err
+        )
         path.write_text(text)
 
 
@@ -709,7 +714,7 @@ def test_a_mean_needs_every_length(sweep, worker) -> None:
 def test_outcomes_are_counted(sweep, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_SPILLS", "Br128")
     assert sweep([V7, OTHER_LOADS, LARGE]) == 0
-    text = outcomes_text(sweep.rows().values())
+    text = outcomes_text(list(sweep.rows().values()))
     assert text == "2 timed, 1 of them by the same code as another; 1 dropped"
 
 
@@ -757,7 +762,7 @@ def test_files_are_named_by_the_gpu(name: str, slug: str) -> None:
 
 
 def test_a_file_that_is_not_there_yet_holds_nothing(tmp_path: Path) -> None:
-    assert load_own(tmp_path / "best.json", H100, "9.0") == BestConfigs(H100, "9.0", ())
+    assert BestConfigs.load_own(tmp_path / "best.json", H100, "9.0") == BestConfigs(H100, "9.0", ())
 
 
 # From the sweep to the config that the package picks

@@ -60,7 +60,6 @@ from flash_helpers.tune.winners import (
     BestConfigs,
     best_file,
     gpu_slug,
-    load_own,
     sweep_file,
 )
 
@@ -212,7 +211,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     info = worker.start()
     folder = arguments.root / "configs"
     own = (info.gpu, info.compute_capability)
-    best = load_own(best_file(folder, info.gpu), *own)
+    best = BestConfigs.load_own(best_file(folder, info.gpu), *own)
     table = load_sweep(sweep_file(folder, info.gpu), *own)
     kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in configs))
     champions = known_winners(best, kernels)
@@ -232,10 +231,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
         sorted(set(arguments.seq)),
         sorted(set(arguments.screen_seq)),
         Limits(arguments.allow_spills, arguments.timeout, begin + arguments.budget),
-        (
-            datetime.now(timezone.utc).date().isoformat(),
-            arguments.commit or git_commit(arguments.root),
-        ),
+        datetime.now(timezone.utc).date().isoformat(),
+        arguments.commit or git_commit(arguments.root),
     )
     n_candidates = len({*configs, *champions})
     with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:

@@ -177,9 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measurements=tuple(run.measurements),
     )
     if arguments.json:
-        results.save_json(arguments.json)
+        results.save(arguments.json)
     if arguments.csv:
-        results.save_csv(arguments.csv)
+        write_if_different(arguments.csv, results.to_csv())
     print(report_text(results))
     if arguments.plot:
         try:

@@ -315,6 +315,12 @@ def measure_problem(
     return [entry.measurement(shape, dtype, len(sets)) for entry in entries]
 
 
+def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
+    """Of a problem that `measure_problem` found no room for."""
+    reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
+    return SkippedRecord(dtype.short, seq_len, reason)
+
+
 class Monitor(AbstractContextManager["Monitor"], Interface):
     """Reads (SM clock in MHz, power in W, temperature in degrees C) while its block runs."""
 
@@ -389,8 +395,7 @@ def run_benchmark(
                 contenders, sets, shape, dtype, timer, protocol, monitor, now + share, step
             )
         except torch.cuda.OutOfMemoryError as error:
-            reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
-            run.skipped.append(SkippedRecord(dtype.short, shape.seq_len, reason))
+            run.skipped.append(skipped_record(dtype, shape.seq_len, error))
             advance(n_steps(len(contenders), protocol) - done)
         record = clock_record(dtype.short, shape.seq_len, monitor.readings)
         if record is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FORWARD_KERNEL = "forward_kernel"  # what the names of this library's kernels match
+EXECUTED_METRICS = ("smsp__inst_executed.sum", "sm__inst_executed.sum")
 TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
 _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
@@ -30,6 +31,11 @@ class ProfilerError(RuntimeError):
 
 class ProfilerDenied(ProfilerError):
     """This user may not read the GPU's performance counters."""
+
+
+def operation_metrics(name: str) -> tuple[str, ...]:
+    """Metrics of the instructions executed of a kind, such as "ldsm"."""
+    return (f"smsp__inst_executed_op_{name}.sum", f"smsp__sass_inst_executed_op_{name}.sum")
 
 
 @dataclass(frozen=True)
@@ -118,24 +124,6 @@ def find_launch(config: str, launches: Iterable[ProfiledLaunch]) -> ProfiledLaun
     return next((launch for launch in launches if launched_config(launch.kernel) == config), None)
 
 
-def launch_commands(
-    launcher: Sequence[str], kernels: Iterable[tuple[str, tuple[int, int, int]]]
-) -> dict[str, list[str]]:
-    """A command for each shape, which launches its kernels; by a name such as "1x2x512".
-
-    launcher: command of a program that takes --kernel, --batch, --heads and --seq.
-    kernels: short form, and (batch, heads, sequence length).
-    """
-    by_shape: dict[tuple[int, int, int], list[str]] = {}
-    for name, shape in kernels:
-        by_shape.setdefault(shape, []).append(name)
-    commands = {}
-    for (batch, heads, seq_len), names in by_shape.items():
-        sizes = ["--batch", str(batch), "--heads", str(heads), "--seq", str(seq_len)]
-        commands[f"{batch}x{heads}x{seq_len}"] = [*launcher, *sizes, "--kernel", *names]
-    return commands
-
-
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -180,6 +168,19 @@ class NsightCompute:
         text = self.run([self.executable, "--query-metrics"]).stdout
         self._keep("query_metrics.txt", text)
         return parse_metric_names(text)
+
+    def available(self, metrics: Iterable[str]) -> list[str]:
+        """Those of the metrics that this GPU has; all of them if Nsight Compute does not tell.
+
+        A launch's own numbers, and what is counted by patching the code, are never listed: they are
+        taken to be there.
+        """
+        known = self.metric_names()
+
+        def is_there(metric: str) -> bool:
+            return _base(metric) in known or metric.startswith("launch__") or "sass" in metric
+
+        return [metric for metric in metrics if not known or is_there(metric)]
 
     def profile(
         self,

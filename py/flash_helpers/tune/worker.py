@@ -31,14 +31,21 @@ from flash_helpers.measure.benchmark import (
     library_contender,
     make_input_sets,
     measure_problem,
+    skipped_record,
 )
 from flash_helpers.measure.machine import query_gpu
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
+from flash_helpers.measure.results import (
+    FLASH,
+    Measurement,
+    Protocol,
+    SkippedRecord,
+    read_record,
+)
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.driver import LoadedKernel
 from flash_helpers.runtime.library import encode_tensor_map
 from flash_helpers.runtime.tensors import kernel_strides
-from flash_helpers.tune.process import KernelFile, Request, WorkerInfo
+from flash_helpers.tune.process import Answer, KernelFile, Request, WorkerInfo
 
 
 def cubin_contender(kernel: KernelFile) -> Contender:
@@ -89,7 +96,7 @@ class Worker:
         self._device = device
         self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
 
-    def answer(self, request: Request) -> dict[str, Any]:
+    def answer(self, request: Request) -> Answer:
         """Measure every kernel of a request, all of one dtype, at every length."""
         contenders = [library_contender(FLASH), *map(cubin_contender, request.kernels)]
         dtype = config_from_short_form(request.kernels[0].config).dtype
@@ -99,12 +106,8 @@ class Worker:
             try:
                 measurements += self._measure(contenders, seq_len, dtype, request.protocol)
             except torch.cuda.OutOfMemoryError as error:
-                reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
-                skipped.append(SkippedRecord(dtype.short, seq_len, reason))
-        return {
-            "measurements": [asdict(m) for m in measurements],
-            "skipped": [asdict(s) for s in skipped],
-        }
+                skipped.append(skipped_record(dtype, seq_len, error))
+        return Answer(tuple(measurements), tuple(skipped))
 
     def _measure(
         self, contenders: Sequence[Contender], seq_len: int, dtype: DType, protocol: Protocol
@@ -154,7 +157,7 @@ def serve(requests: TextIO, answers: TextIO) -> int:
         worker = Worker(device)
         say(asdict(worker_info(device)))
         for line in requests:
-            say(worker.answer(Request.from_json(line)))
+            say(asdict(worker.answer(read_record(Request, json.loads(line)))))
     except Exception as error:
         text = str(error).strip().splitlines() or ["no message"]
         say({"error": f"{type(error).__name__}: {text[0]}"})
