@@ -205,7 +205,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ClockRecord:
-    """The GPU while one problem was timed, as nvidia-smi read it n_readings times.
+    """The GPU while one problem was timed, read n_readings times.
 
     sm_mhz, power_w: lowest, median, highest. temperature_c: highest.
     """

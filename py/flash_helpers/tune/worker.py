@@ -33,7 +33,7 @@ from flash_helpers.measure.benchmark import (
     measure_problem,
     skipped_record,
 )
-from flash_helpers.measure.machine import query_gpu
+from flash_helpers.measure.machine import driver_version
 from flash_helpers.measure.results import (
     FLASH,
     Measurement,
@@ -76,12 +76,11 @@ def cubin_contender(kernel: KernelFile) -> Contender:
 def worker_info(device: torch.device) -> WorkerInfo:
     """What this process runs on."""
     properties = torch.cuda.get_device_properties(device)
-    driver = query_gpu(device, ("driver_version",))
     return WorkerInfo(
         gpu=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
         smem_bytes=properties.shared_memory_per_block_optin,
-        driver=driver[0] if driver else "",
+        driver=driver_version(device),
         torch=torch.__version__,
     )
 
