@@ -14,14 +14,10 @@ from typing import Any
 
 from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.cubins import Cubin, Source, included_files
-from flash_helpers.kernel_configs import (
-    TWO_STAGES,
-    DType,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import TWO_STAGES, DType, FlashForwardKernelConfig
 from flash_helpers.measure.benchmark import Contender
 from flash_helpers.measure.results import ResourceRecord
+from flash_helpers.registry.ampere import AMPERE, STAGES_STEP
 from flash_helpers.sass.analyse.occupancy import occupancy
 from flash_helpers.tune.process import KernelFile
 from flash_helpers.tune.worker import cubin_contender
@@ -49,7 +45,7 @@ class Experiment:
     @property
     def config(self) -> FlashForwardKernelConfig:
         """What the kernel is launched as; experiments may share it."""
-        fixed = next(c for c in reversed(get_kernel_progression_configs()) if c.dtype == DTYPE)
+        fixed = AMPERE.fixed_config(AMPERE.steps[STAGES_STEP], DTYPE)
         return fixed.replace(**{**TWO_STAGES, **self.options})
 
     def unit(self) -> str:

@@ -287,12 +287,16 @@ def test_progress_is_told_as_often_as_announced() -> None:
     assert len(steps) == n_steps(2, Protocol(rounds=4))
 
 
+def contenders_of(step: str) -> dict[DType, list[Contender]]:
+    configs = [c for c in get_kernel_progression_configs() if c.step.id == step]
+    return {dtype: contenders_for(configs, dtype, fake_backend()) for dtype in DType}
+
+
 def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> None:
-    configs = [c for c in get_kernel_progression_configs() if c.step.id == "v1"]
     run = run_benchmark(
-        configs,
+        contenders_of("v1"),
         (64, 128),
-        fake_backend(),
+        CPU,
         FakeTimer(),
         Protocol(rounds=2),
         FakeMonitor,
@@ -307,7 +311,7 @@ def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> No
     assert run.clocks[0] == ClockRecord(
         "fp16", 64, 2, (1755.0, 1867.5, 1980.0), (650.0, 675.0, 700.0), 65.0
     )
-    assert run.skipped == []
+    assert run.skipped == ()
 
 
 def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -> None:
@@ -318,9 +322,9 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
     steps: list[int] = []
     protocol = Protocol(rounds=2)
     run = run_benchmark(
-        BF16[:1],
+        {DType.BF16: contenders_for(BF16[:1], DType.BF16, fake_backend(exhaust))},
         (64, 128, 192),
-        fake_backend(exhaust),
+        CPU,
         FakeTimer(),
         protocol,
         FakeMonitor,
@@ -349,9 +353,9 @@ def test_rates_are_measured_in_every_dtype_of_the_run() -> None:
         return RateWork(10**9, lambda: launched.append(dtype))
 
     run = run_benchmark(
-        [c for c in get_kernel_progression_configs() if c.step.id == "v1"],
+        contenders_of("v1"),
         (64,),
-        fake_backend(),
+        CPU,
         FakeTimer(),
         Protocol(rounds=2),
         FakeMonitor,
@@ -861,7 +865,7 @@ def pt_bench(monkeypatch):
         tool, "make_timer", lambda device, protocol: FakeTimer(flushes=protocol.cache == "flush")
     )
     monkeypatch.setattr(tool, "default_rate_works", lambda device: {})
-    monkeypatch.setattr(tool, "GpuMonitor", lambda device: FakeMonitor())
+    monkeypatch.setattr(tool, "GpuMonitor", FakeMonitor)
     monkeypatch.setattr(
         tool,
         "resource_record",

@@ -263,16 +263,21 @@ def test_the_tool_exits_with_1_if_a_kernel_was_not_counted(tool, capsys) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--runs", "0"], "--runs 0 is not positive"),
-        (["--seq", "0"], "--seq 0 is not positive"),
         (["--seq", "100"], "seq_len 100 is not a multiple"),
         (["--kernel", "99"], "the steps are v1 to v16"),
-        (["--heads", "0"], "heads 0 is not positive"),
     ],
 )
 def test_wrong_usage_exits_with_2(tool, capsys, options: list[str], message: str) -> None:
     assert tool.main(options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--runs", "--seq", "--batch", "--heads"])
+def test_a_size_that_is_not_positive_is_wrong_usage(tool, capsys, option: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tool.main([option, "0"])
+    assert stopped.value.code == 2
+    assert f"{option}: 0 is not positive" in capsys.readouterr().err
 
 
 def test_without_ncu_that_is_said_in_a_line(tool, monkeypatch, capsys) -> None:

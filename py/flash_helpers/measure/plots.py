@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from flash_helpers.kernel_configs import (
-    STEPS,
+    FAMILIES,
     Config,
-    config_from_short_form,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.benchmark_tables import main_dtype
+from flash_helpers.measure.benchmark_tables import best_configs, main_dtype
 from flash_helpers.measure.results import (
     CUDNN,
     FLASH,
@@ -78,17 +77,6 @@ def _rounded(value: float | None, factor: float = 1) -> float | None:
     return None if value is None else round(factor * value, 1)
 
 
-def _best_configs(results: BenchmarkResults, dtype: str) -> Mapping[str, Config | None]:
-    """The fastest config of each step by its mean, among two or more that were measured."""
-    found: dict[str, list[tuple[float, Config]]] = {step: [] for step in STEPS}
-    for name in results.names(dtype):
-        mean = results.mean_tflops(name, dtype)
-        if name not in LIBRARY_NAMES and mean is not None:
-            config = config_from_short_form(name)
-            found[config.step.id].append((mean, config))
-    return {n: max(configs)[1] if len(configs) > 1 else None for n, configs in found.items()}
-
-
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     """By step: percent of PyTorch's flash backend in the harmonic mean over all lengths, at the
     fixed config and at the best one.
@@ -96,7 +84,7 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     Raises PlotError if no step or not the flash backend was measured at every length.
     """
     fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
-    best = _best_configs(results, dtype)
+    best = best_configs(results, dtype)
 
     def percent(config: Config | None) -> float | None:
         return _rounded(results.of_flash(config.short_form(), dtype) if config else None, 100)
@@ -104,7 +92,7 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     numbers = {
         "steps": [config.step.id for config in fixed],
         "fixed": [percent(config) for config in fixed],
-        "best": [percent(best[config.step.id]) for config in fixed],
+        "best": [percent(best.get(config.step.id)) for config in fixed],
     }
     if not any(value is not None for value in numbers["fixed"]):
         raise PlotError(f"no step of {dtype} was measured beside {LIBRARY_NAMES[FLASH]}")
@@ -112,19 +100,19 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
 
 def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
-    """Names of the steps to draw, with their labels: the first, those that gained, the last, and
-    the best config of the last."""
+    """Names of the steps to draw, with their labels: the first, those that gained, the last of each
+    family, and its best config."""
     labels = {}
     highest = 0.0
-    fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
-    for config in fixed:
-        mean = results.mean_tflops(config.short_form(), dtype) or 0.0
-        if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
-            labels[config.short_form()] = config.step.id
-        highest = max(highest, mean)
-    best = _best_configs(results, dtype)[fixed[-1].step.id]
-    if best is not None:
-        labels[best.short_form()] = f"{best.step.id}, best config"
+    for family in FAMILIES.values():
+        fixed = [config for config in family.progression() if config.dtype.short == dtype]
+        for config in fixed:
+            mean = results.mean_tflops(config.short_form(), dtype) or 0.0
+            if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
+                labels[config.short_form()] = config.step.id
+            highest = max(highest, mean)
+        if best := best_configs(results, dtype).get(fixed[-1].step.id):
+            labels[best.short_form()] = f"{best.step.id}, best config"
     return labels
 
 
@@ -133,8 +121,7 @@ def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
     Raises PlotError if nothing was measured.
     """
-    libraries = {name: title for name, title in LIBRARY_NAMES.items()}
-    shown = {**libraries, **_milestones(results, dtype)}
+    shown = {**LIBRARY_NAMES, **_milestones(results, dtype)}
     lines = {}
     for name, label in shown.items():
         speeds = [_rounded(results.tflops(name, dtype, n)) for n in results.seq_lens]
