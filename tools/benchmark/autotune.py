@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import sys
@@ -27,12 +26,7 @@ from flash_helpers.command_line import (
 from flash_helpers.compile.codegen import read_config_file
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.kernel_configs import (
-    STEPS,
-    Config,
-    DType,
-    get_autotuning_kernel_configs,
-)
+from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.registry.config import ranges_text
@@ -49,19 +43,12 @@ from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProces
 from flash_helpers.tune.sweep import (
     SCREEN_SEQ_LENS,
     Journal,
-    Limits,
     Sweep,
     SweepRow,
     load_sweep,
     outcomes_text,
 )
-from flash_helpers.tune.winners import (
-    BestConfig,
-    BestConfigs,
-    best_file,
-    gpu_slug,
-    sweep_file,
-)
+from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, gpu_slug, sweep_file
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE_TIMEOUT_S = 300.0
@@ -169,16 +156,6 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
     return chosen
 
 
-def known_winners(best: BestConfigs, kernels: Sequence[tuple[str, DType]]) -> list[Config]:
-    """The winners of earlier sweeps, but for those that the registry has no more."""
-    found = []
-    for step, dtype in kernels:
-        with contextlib.suppress(ValueError):
-            config = best.find(step, dtype.short)
-            found += [config] if config is not None else []
-    return found
-
-
 class Bar:
     """A progress bar that shows the best candidate so far."""
 
@@ -214,7 +191,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     best = BestConfigs.load_own(best_file(folder, info.gpu), *own)
     table = load_sweep(sweep_file(folder, info.gpu), *own)
     kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in configs))
-    champions = known_winners(best, kernels)
+    found = (best.find(step, dtype.short) for step, dtype in kernels)
+    champions = [config for config in found if config is not None]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
         CubinCompiler(
@@ -230,23 +208,26 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
         Journal(work / "journal.jsonl"),
         sorted(set(arguments.seq)),
         sorted(set(arguments.screen_seq)),
-        Limits(arguments.allow_spills, arguments.timeout, begin + arguments.budget),
+        arguments.allow_spills,
+        arguments.timeout,
+        begin + arguments.budget,
         datetime.now(timezone.utc).date().isoformat(),
         arguments.commit or git_commit(arguments.root),
     )
     n_candidates = len({*configs, *champions})
     with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
         sweep.screen(configs, Bar(bar), champions)
-    found: dict[tuple[str, DType], BestConfig | None] = {}
-    for kernel in tqdm(kernels, desc="last round", unit="kernel"):
-        found[kernel] = sweep.choose(*kernel)
-    winners = [winner for winner in found.values() if winner is not None]
+    bar = tqdm(kernels, desc="last round", unit="kernel")
+    chosen = {kernel: sweep.choose(*kernel) for kernel in bar}
+    winners = [winner for winner in chosen.values() if winner is not None]
     table.updated(sweep.rows()).save(sweep_file(folder, info.gpu))
     if winners:
         best.updated(winners).save(best_file(folder, info.gpu))
     print(outcomes_text(sweep.rows()))
     print("\n".join([*sweep.notes, *map(winner_text, winners)]))
-    missing = [f"{step} {dtype.short}" for (step, dtype), winner in found.items() if winner is None]
+    missing = [
+        f"{step} {dtype.short}" for (step, dtype), winner in chosen.items() if winner is None
+    ]
     if missing:
         print(f"no config could be timed: {', '.join(missing)}", file=sys.stderr)
     return 1 if missing else 0

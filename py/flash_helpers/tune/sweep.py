@@ -78,19 +78,6 @@ class SweepRow:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a sweep allows.
-
-    spill_bytes: stores and loads of a thread. kernel_s: seconds that one kernel's measurement may
-        take. deadline: of `time.monotonic`, after which no candidate is begun.
-    """
-
-    spill_bytes: int
-    kernel_s: float
-    deadline: float
-
-
-@dataclass(frozen=True)
 class JournalEntry:
     """What became of one question to the measuring process. failure: why the measurements are not
     to be trusted, or empty."""
@@ -156,8 +143,10 @@ def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> 
 class Sweep:
     """One search, on the GPU of one worker.
 
-    worker must have been started: info is what it said. seq_lens: of the final round. date, commit:
-    what rows are marked with. notes: what to tell of it.
+    worker must have been started: info is what it said. seq_lens: of the final round. spill_bytes:
+    stores and loads of a thread that are allowed. kernel_s: seconds that one kernel's measurement
+    may take. deadline: of `time.monotonic`, after which no candidate is begun. date, commit: what
+    rows are marked with. notes: what to tell of it.
     """
 
     compiler: CubinCompiler
@@ -166,7 +155,9 @@ class Sweep:
     journal: Journal
     seq_lens: Sequence[int]
     screen_seq_lens: Sequence[int]
-    limits: Limits
+    spill_bytes: int
+    kernel_s: float
+    deadline: float
     date: str
     commit: str
     notes: list[str] = field(default_factory=list, init=False)
@@ -176,10 +167,7 @@ class Sweep:
     _rows: dict[Config, SweepRow] = field(default_factory=dict, init=False)
 
     def screen(
-        self,
-        configs: Iterable[Config],
-        progress: Progress,
-        champions: Iterable[Config] = (),
+        self, configs: Iterable[Config], progress: Progress, champions: Iterable[Config] = ()
     ) -> None:
         """Compile, drop, verify and time the candidates.
 
@@ -203,7 +191,7 @@ class Sweep:
         ) as results:
             for compiled in results:
                 self._keep(self._screened(compiled), progress)
-                if time.monotonic() >= self.limits.deadline:
+                if time.monotonic() >= self.deadline:
                     break
         for config in fitting:
             if config not in self._rows:
@@ -287,7 +275,7 @@ class Sweep:
         config, cubin = compiled.source.config, compiled.cubin
         if cubin is None:
             return self._row(config, None, DROPPED, compiled.failure)
-        report, limit = cubin.report, self.limits.spill_bytes
+        report, limit = cubin.report, self.spill_bytes
         spilled = report.spill_store_bytes + report.spill_load_bytes
         if spilled > limit and config not in self._champions:
             reason = (
@@ -354,7 +342,7 @@ class Sweep:
 
     def _ask(self, key: str, request: Request) -> JournalEntry:
         n_kernels = len(request.kernels)
-        timeout_s = self.limits.kernel_s * (1 + n_kernels * len(request.seq_lens))
+        timeout_s = self.kernel_s * (1 + n_kernels * len(request.seq_lens))
         try:
             answer = self.worker.ask(request, timeout_s)
         except WorkerNotStarted:

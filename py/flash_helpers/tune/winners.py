@@ -3,6 +3,7 @@ and `flash_attention.best_config` read, and all candidates (flash_helpers.tune.s
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -85,13 +86,12 @@ class BestConfigs(GpuFile):
     best: tuple[BestConfig, ...]
 
     def find(self, step: str, dtype: str) -> Config | None:
-        """The fastest config of a step in a dtype ("bf16"), if one is known.
-
-        Raises ValueError if the registry has no such config any more.
-        """
+        """The fastest config of a step in a dtype, if one is known and the registry still has
+        it."""
         for entry in self.best:
             if (entry.step, entry.dtype) == (step, dtype):
-                return config_from_short_form(entry.config)
+                with contextlib.suppress(ValueError):
+                    return config_from_short_form(entry.config)
         return None
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:

@@ -34,13 +34,7 @@ from flash_helpers.measure.benchmark import (
     skipped_record,
 )
 from flash_helpers.measure.machine import driver_version
-from flash_helpers.measure.results import (
-    FLASH,
-    Measurement,
-    Protocol,
-    SkippedRecord,
-    read_record,
-)
+from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.driver import LoadedKernel
 from flash_helpers.runtime.library import encode_tensor_map
@@ -128,13 +122,7 @@ class Worker:
         if key not in self._sets:
             self._sets[key] = make_input_sets(shape, dtype, self._device, timer, protocol)
         found = measure_problem(
-            contenders,
-            self._sets[key],
-            shape,
-            dtype,
-            timer,
-            protocol,
-            contextlib.nullcontext(),
+            contenders, self._sets[key], shape, dtype, timer, protocol, contextlib.nullcontext()
         )
         # an error of the GPU stays: better here than in the next kernel's measurement
         torch.cuda.synchronize(self._device)
