@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import fields
 
-from machine_code import MachineCode
+from machine_code import LoopFacts, MachineCode
 from overlap import DTYPE, EXPERIMENTS
 
 from flash_helpers.measure.benchmark_tables import share_text
@@ -54,28 +54,14 @@ def speed_table(results: BenchmarkResults) -> Table:
     return Table(header, rows, "ll")
 
 
-_LOOP_COLUMNS: Mapping[str, str] = {
-    "instructions": "instructions",
-    "hmma": "HMMA",
-    "ldmatrix": "LDSM",
-    "mufu": "MUFU",
-    "ffma": "FFMA",
-    "fmul": "FMUL",
-    "fadd": "FADD",
-    "moves": "moves",
-    "local": "local memory",
-    "gap": "most between two HMMA",
-    "hmma_behind": "HMMA behind half of MUFU",
-}
-
-
 def loop_table(code: MachineCode) -> Table:
     """A row an experiment."""
+    _, *columns = fields(LoopFacts)
     rows = [
-        [f"`{loop.name}`", *(str(getattr(loop, key)) for key in _LOOP_COLUMNS)]
+        [f"`{loop.name}`", *(str(getattr(loop, column.name)) for column in columns)]
         for loop in code.loops
     ]
-    return Table(["experiment", *_LOOP_COLUMNS.values()], rows)
+    return Table(["experiment", *(column.metadata["title"] for column in columns)], rows)
 
 
 def provenance_line(results: BenchmarkResults) -> str:

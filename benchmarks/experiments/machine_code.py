@@ -6,9 +6,9 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from overlap import EXPERIMENTS, source_digest
 
@@ -24,6 +24,11 @@ ARCHITECTURE = 90
 _MOVE = re.compile(r"MOV\b|IMAD\.MOV")  # from register to register
 
 
+def column(title: str) -> Any:
+    """A number that the table shows under this title."""
+    return field(metadata={"title": title})
+
+
 @dataclass(frozen=True)
 class LoopFacts:
     """One pass of a warp through the main loop's machine code, when no maximum has grown: what a
@@ -35,17 +40,17 @@ class LoopFacts:
     """
 
     name: str
-    instructions: int
-    hmma: int
-    ldmatrix: int
-    mufu: int
-    ffma: int
-    fmul: int
-    fadd: int
-    moves: int
-    local: int
-    gap: int
-    hmma_behind: int
+    instructions: int = column("instructions")
+    hmma: int = column("HMMA")
+    ldmatrix: int = column("LDSM")
+    mufu: int = column("MUFU")
+    ffma: int = column("FFMA")
+    fmul: int = column("FMUL")
+    fadd: int = column("FADD")
+    moves: int = column("moves")
+    local: int = column("local memory")
+    gap: int = column("most between two HMMA")
+    hmma_behind: int = column("HMMA behind half of MUFU")
 
 
 @dataclass(frozen=True)
