@@ -118,9 +118,8 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         return launch(arguments.launch)
     profiler = NsightCompute.find()
     launches = [each for dtype in DType for each in count(profiler, dtype.short)]
-    commit = arguments.commit or git_commit(ROOT)
     found = MmaCycles(
-        provenance(backend.device, backend.library, command, commit),
+        provenance(backend, command, arguments.commit or git_commit(ROOT)),
         f"Nsight Compute {profiler.version()}",
         tuple(launches),
     )

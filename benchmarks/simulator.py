@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     small, scaling = records[: len(configs)], records[len(configs) :]
     document = {
         "provenance": {
-            **asdict(provenance(backend.device, backend.library, command, git_commit(ROOT))),
+            **asdict(provenance(backend, command, git_commit(ROOT))),
             "cpu": processor(),
             "cores": os.cpu_count(),
             "numpy": np.__version__,

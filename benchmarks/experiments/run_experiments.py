@@ -27,12 +27,7 @@ from flash_helpers.command_line import (
 from flash_helpers.compile.build import requested_jobs
 from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.measure.benchmark import (
-    default_shape,
-    library_contender,
-    n_steps,
-    run_benchmark,
-)
+from flash_helpers.measure.benchmark import default_shape, library_contender, n_steps, run_benchmark
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.machine import GpuMonitor, git_commit, provenance
 from flash_helpers.measure.rates import mma_sync_work
@@ -148,9 +143,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     Raises KernelsNotRun without a GPU, BuildError, and ValueError or OSError for a bad file.
     """
     backend = find_backend("cuda")
-    found = provenance(
-        backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-    )
+    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     refuse_another_gpu(arguments.json, found.gpu)
     seq_lens = sorted(set(arguments.seq))
     for seq_len in seq_lens:
@@ -177,10 +170,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         skipped = run.skipped[0]
         raise UsageError(f"seq {skipped.seq_len} {skipped.reason}: use shorter --seq")
     results = BenchmarkResults(
-        provenance=found,
-        protocol=protocol,
-        resources=tuple(map(resources, compiled)),
-        **vars(run),
+        provenance=found, protocol=protocol, resources=tuple(map(resources, compiled)), **vars(run)
     )
     results.save(arguments.json)
     return results

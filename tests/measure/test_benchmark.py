@@ -468,7 +468,8 @@ def test_default_problems_are_the_projects() -> None:
 
 
 def test_provenance_names_the_machine(tmp_path: Path) -> None:
-    found = provenance(CPU, "CUDA 13.0 for sm_90", "pt_bench.py", "abc")
+    backend = dataclasses.replace(fake_backend(), library="CUDA 13.0 for sm_90")
+    found = provenance(backend, "pt_bench.py", "abc")
     assert found.torch == torch.__version__
     assert (found.library, found.commit) == ("CUDA 13.0 for sm_90", "abc")
     assert git_commit(tmp_path) == ""

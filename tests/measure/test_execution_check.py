@@ -157,7 +157,7 @@ def measured(
 def check_of(
     found: Sequence[ExecutionRecord], failure: str = "", unavailable: tuple[str, ...] = ()
 ) -> ExecutionCheck:
-    where = provenance(torch.device("cpu"), "CUDA 13.0", "check_executed_counts.py", "abc")
+    where = provenance(fake_backend(), "check_executed_counts.py", "abc")
     return ExecutionCheck(
         provenance=where,
         profiler="Nsight Compute 2025.3",

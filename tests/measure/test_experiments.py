@@ -287,7 +287,7 @@ def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
         return Measurement(name, "", "bf16", *size, 1, 1, (ms,), 0.0, 0.0, 1.0, 1.0, "")
 
     return BenchmarkResults(
-        provenance=provenance(torch.device("cpu"), "", "a command", "68cfc22"),
+        provenance=provenance(fake_backend(), "a command", "68cfc22"),
         protocol=Protocol(),
         clocks=(),
         resources=(ResourceRecord("one_stage", 254, 40, 65536, 2),),
@@ -410,14 +410,12 @@ def gpu(tool, monkeypatch) -> ModuleType:
 
     broken = [""]
     tool.broken = broken
-    h100 = replace(
-        provenance(torch.device("cpu"), "", "", ""), gpu="an H100", compute_capability="9.0"
-    )
+    h100 = replace(provenance(fake_backend(), "", ""), gpu="an H100", compute_capability="9.0")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
     monkeypatch.setattr(
         tool,
         "provenance",
-        lambda device, library, command, commit: replace(h100, command=command, commit=commit),
+        lambda backend, command, commit: replace(h100, command=command, commit=commit),
     )
     monkeypatch.setattr(tool, "compile_experiments", compiled)
     monkeypatch.setattr(tool, "contender", contender)

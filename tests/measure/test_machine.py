@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_backend import fake_backend
 
 from flash_helpers.measure import machine
 from flash_helpers.measure.machine import (
@@ -18,6 +20,7 @@ from flash_helpers.measure.machine import (
 )
 
 GPU = torch.device("cuda", 0)
+ON_GPU = replace(fake_backend(), device=GPU)
 
 
 class FakeNvml:
@@ -95,7 +98,7 @@ def test_a_monitor_reads_until_its_block_ends(nvml: FakeNvml) -> None:
 
 
 def test_provenance_names_driver_and_limits_as_nvidia_smi_prints_them(nvml: FakeNvml) -> None:
-    found = provenance(GPU, "", "pt_bench.py", "")
+    found = provenance(ON_GPU, "pt_bench.py", "")
     assert (found.gpu, found.compute_capability) == ("NVIDIA H100 80GB HBM3", "9.0")
     assert (found.driver, found.max_sm_mhz, found.power_limit_w) == ("580.1", "1980", "700.00")
 
@@ -112,7 +115,7 @@ def test_what_the_driver_does_not_tell_leaves_no_reading(nvml: FakeNvml, silent:
 def test_without_a_driver_its_version_and_the_limits_are_empty(nvml: FakeNvml) -> None:
     nvml.silent = ("init",)
     assert driver_version(GPU) == ""
-    found = provenance(GPU, "", "pt_bench.py", "")
+    found = provenance(ON_GPU, "pt_bench.py", "")
     assert (found.driver, found.max_sm_mhz, found.power_limit_w) == ("", "", "")
 
 

@@ -206,7 +206,7 @@ class TestCommand:
         _, text, _ = run_tool(capsys, "1", "--seq", "64", "--csv", "--dtype", "fp16")
         assert {row["dtype"] for row in csv.DictReader(text.splitlines())} == {"fp16"}
         _, text, _ = run_tool(capsys, "1", "--seq", "64", "--heads", "2", "--json")
-        assert json.loads(text)["shape"]["heads"] == 2
+        assert json.loads(text)["shape"]["n_heads"] == 2
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -14,7 +14,7 @@ import torch
 from fake_backend import fake_backend, load_tool
 
 from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
-from flash_helpers.measure.counter_check import shape_for, with_hardware
+from flash_helpers.measure.counter_check import shape_for, with_counters, with_hardware
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import (
     NsightCompute,
@@ -31,7 +31,6 @@ from flash_helpers.measure.simulator_check import (
     SimulatorCheck,
     compare_kernel,
     compare_outputs,
-    profile_kernels,
 )
 
 V1, V2 = (c for c in get_kernel_progression_configs() if c.step.id in ("v1", "v2") and c.dtype == 0)
@@ -239,19 +238,19 @@ def test_a_launch_is_found_by_the_kernel_in_its_symbol(records):
 
 def test_each_shape_is_profiled_in_one_process(records):
     ncu = FakeNcu()
-    found, failure = profile_kernels(records, profiler(ncu), ["python", "run.py"])
-    assert not failure
+    found, failures = with_counters(records, profiler(ncu), ["python", "run.py"], METRICS)
+    assert not failures
     assert all(record.hardware[MMA] == 7 for record in found)
     (command,) = ncu.commands
     assert command[-2:] == [V1.short_form(), V2.short_form()]
     other = replace(records[0], n_heads=16)
-    profile_kernels([*records, other], profiler(ncu), ["python", "run.py"])
+    with_counters([*records, other], profiler(ncu), ["python", "run.py"], METRICS)
     assert len(ncu.commands) == 3
 
 
 def test_without_counters_the_outputs_still_count(records):
     ncu = FakeNcu(lacks=METRICS)
-    found, failure = profile_kernels(records, profiler(ncu), ["python", "run.py"])
+    found, (failure,) = with_counters(records, profiler(ncu), ["python", "run.py"], METRICS)
     assert found == records
     assert "counted nothing" in failure
 
@@ -271,7 +270,7 @@ def agreeing(record: KernelRecord) -> KernelRecord:
 @pytest.fixture
 def check(records) -> SimulatorCheck:
     return SimulatorCheck(
-        provenance=provenance(torch.device("cpu"), "CUDA 13.0", "check_simulator.py", "abc"),
+        provenance=provenance(fake_backend(), "check_simulator.py", "abc"),
         profiler="Nsight Compute 2025.3",
         profiler_failure="",
         kernels=tuple(agreeing(record) for record in records),

@@ -102,9 +102,7 @@ def measure(arguments: argparse.Namespace, command: str) -> ExecutionCheck:
     launcher = [sys.executable, str(ROOT / LAUNCHER)]
     records, failure = profile_launches(records, ncu, launcher, metrics)
     return ExecutionCheck(
-        provenance=provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-        ),
+        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
         profiler=f"Nsight Compute {ncu.version()}",
         profiler_failure=failure,
         unavailable=unavailable,

@@ -11,10 +11,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flash_helpers.command_line import make_parser, run_tool, typed_command
-from flash_helpers.measure.counter_check import add_check_arguments, run_check, shape_for
+from flash_helpers.measure.counter_check import (
+    add_check_arguments,
+    run_check,
+    shape_for,
+    with_counters,
+)
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.simulator_check import SimulatorCheck, compare_kernel, profile_kernels
+from flash_helpers.measure.simulator_check import METRICS, SimulatorCheck, compare_kernel
 from flash_helpers.registry.selection import chosen_kernels
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -70,13 +75,12 @@ def measure(arguments: argparse.Namespace, command: str) -> SimulatorCheck:
             profiler = f"Nsight Compute {ncu.version()}"
             print("counting with Nsight Compute", file=sys.stderr)
             launcher = [sys.executable, str(ROOT / LAUNCHER)]
-            records, failure = profile_kernels(records, ncu, launcher)
+            records, failures = with_counters(records, ncu, launcher, METRICS)
+            failure = "\n".join(failures)
         except ProfilerError as error:
             failure = str(error)
     return SimulatorCheck(
-        provenance=provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-        ),
+        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
         profiler=profiler,
         profiler_failure=failure,
         kernels=tuple(records),

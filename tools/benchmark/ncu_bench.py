@@ -21,11 +21,7 @@ from flash_helpers.measure.benchmark import default_shape
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.registry.selection import (
-    add_kernel_arguments,
-    chosen_kernels,
-    require_supported,
-)
+from flash_helpers.registry.selection import add_kernel_arguments, chosen_kernels, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,9 +95,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     if not kernels:
         return 2
     results = NcuResults(
-        provenance=provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-        ),
+        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
         profiler=f"Nsight Compute {profiler.version()}",
         kernels=tuple(kernels),
     )

@@ -133,9 +133,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     protocol = Protocol(rounds=arguments.rounds, timing=arguments.timing, cache=arguments.cache)
     seq_lens = sorted(set(arguments.seq))
     backend = find_backend("cuda")
-    found = provenance(
-        backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-    )
+    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     if arguments.json:
         refuse_another_gpu(arguments.json, found.gpu)
     if arguments.plot:

@@ -30,10 +30,7 @@ from flash_helpers.measure.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
-PLOTS = {
-    Path("docs/images/progression.svg"): PROGRESSION,
-    Path("docs/images/seq_len.svg"): SEQ_LEN,
-}
+PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}
 
 EXAMPLES = f"""\
 examples:

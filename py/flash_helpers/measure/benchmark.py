@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol as Interface
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,7 +30,7 @@ from flash_helpers.check.reference import (
     measure_error,
 )
 from flash_helpers.kernel_configs import AttentionForward, Config, DType
-from flash_helpers.measure.machine import clock_record
+from flash_helpers.measure.machine import GpuMonitor, clock_record
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
     CUDNN,
@@ -45,7 +44,7 @@ from flash_helpers.measure.results import (
     RateRecord,
     SkippedRecord,
 )
-from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
+from flash_helpers.measure.timing import CudaTimer, Sample, Work, interleaved_rounds, record_sample
 from flash_helpers.runtime.backend import Backend, Forward
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -161,7 +160,7 @@ class _Entry:
     """What is known of one contender on one problem so far. outputs: where a sample leaves the
     result of each input set."""
 
-    def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: Timer) -> None:
+    def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: CudaTimer) -> None:
         self.contender, self.sets, self.timer = contender, sets, timer
         self.outputs: list[torch.Tensor] = []
         self.sample: Sample | None = None
@@ -237,7 +236,7 @@ def make_input_sets(
     shape: AttentionForward,
     dtype: DType,
     device: torch.device,
-    timer: Timer,
+    timer: CudaTimer,
     protocol: Protocol,
 ) -> list[InputSet]:
     """The inputs that launches go round: one set if the timer flushes the cache."""
@@ -255,7 +254,7 @@ def measure_problem(
     sets: Sequence[InputSet],
     shape: AttentionForward,
     dtype: DType,
-    timer: Timer,
+    timer: CudaTimer,
     protocol: Protocol,
     monitor: AbstractContextManager[object],
     deadline: float = math.inf,
@@ -306,12 +305,6 @@ def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryErro
     return SkippedRecord(dtype.short, seq_len, reason)
 
 
-class Monitor(AbstractContextManager["Monitor"], Interface):
-    """Reads (SM clock in MHz, power in W, temperature in degrees C) while its block runs."""
-
-    readings: list[tuple[float, ...]]
-
-
 def n_steps(n_contenders: int, protocol: Protocol) -> int:
     """How often `measure_problem` calls `advance`, unless a deadline ends it early."""
     return 2 * n_contenders + protocol.rounds
@@ -337,9 +330,9 @@ def run_benchmark(
     contenders: Mapping[DType, Sequence[Contender]],
     seq_lens: Sequence[int],
     device: torch.device,
-    timer: Timer,
+    timer: CudaTimer,
     protocol: Protocol,
-    make_monitor: Callable[[torch.device], Monitor],
+    make_monitor: Callable[[torch.device], GpuMonitor],
     rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,

@@ -160,13 +160,8 @@ class CounterCheck(RecordFile):
             verdict = "yes" if is_claimed else self.UNCLAIMED
         metrics = sorted({m for r in self.kernels if (m := r.metric(quantity)) is not None})
         names = ", ".join(f"`{metric}`" for metric in metrics)
-        return [
-            quantity.name,
-            f"{equal} of {len(measured)}",
-            f"{100 * worst:.2g}%",
-            verdict,
-            names,
-        ]
+        shares = [f"{equal} of {len(measured)}", f"{100 * worst:.2g}%"]
+        return [quantity.name, *shares, verdict, names]
 
 
 Record = TypeVar("Record", bound=CountedLaunch)
@@ -218,6 +213,18 @@ def with_hardware(record: Record, launch: ProfiledLaunch | None, metrics: Sequen
     if launch is None:
         return record
     return replace(record, hardware={metric: launch.values.get(metric) for metric in metrics})
+
+
+def with_counters(
+    records: Sequence[Record],
+    profiler: NsightCompute,
+    launcher: Sequence[str],
+    metrics: Sequence[str],
+) -> tuple[list[Record], list[str]]:
+    """The records with hardware counters, and why some have none; as of `count_launches`."""
+    launches, failures = count_launches(records, profiler, launcher, metrics)
+    pairs = zip(records, launches, strict=True)
+    return [with_hardware(record, launch, metrics) for record, launch in pairs], failures
 
 
 # -- the command line ------------------------------------------------------------------------------

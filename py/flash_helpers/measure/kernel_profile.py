@@ -13,7 +13,7 @@ from flash_helpers.check.inputs import make_inputs
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.ptx import Counts, Phase, Run
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
-from flash_helpers.tables import Table, change, csv_text, number
+from flash_helpers.tables import Table, change, number, records_csv
 
 # (config, q, k, v): the output and what the simulator counted
 Simulate = Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]]
@@ -196,12 +196,13 @@ def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> 
     """The profiles for a reader: side by side, or a line each if they are many."""
     shape = profiles[0].shape
     parts = [f"{shape}; counted in the simulator; PTX instructions of one warp"]
-    parts += [
-        f"{profile.config.short_form()} was run by {profile.ran.short_form()}: the row stride is "
-        f"{shape.row_stride} (--heads {profile.config.static_row_stride // shape.d_head} is its)"
-        for profile in profiles
-        if profile.ran != profile.config
-    ]
+    for profile in profiles:
+        if profile.ran != profile.config:
+            heads = profile.config.own_row_stride(shape) // shape.d_head
+            parts.append(
+                f"{profile.config.short_form()} was run by {profile.ran.short_form()}: the row "
+                f"stride is {shape.row_stride} (--heads {heads} is its)"
+            )
     if len(profiles) > _MOST_SIDE_BY_SIDE:
         parts.append(overview_text(profiles))
     else:
@@ -245,12 +246,11 @@ def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -
     header = f"{margin}      % | line | {profile.ran.step.source}"
     rows = [header, "-" * len(header)]
     for line in lines:
-        cells, share = [], ""
-        for name, width in widths.items():
-            value = getattr(line.counts, name) if line.counts else 0
-            cells.append(f"{value or '':>{width},}" if value else " " * width)
+        counts, share = line.counts or Counts(), ""
+        values = {name: getattr(counts, name) for name in widths}
+        cells = (f"{f'{values[n]:,}' if values[n] else '':>{w}}" for n, w in widths.items())
         if line.counts:
-            share = f"{100 * line.counts.instructions / total.instructions:.1f}"
+            share = f"{100 * counts.instructions / total.instructions:.1f}"
         rows.append(f"{' '.join(cells)} {share:>6} | {line.number:4} | {line.text}".rstrip())
     inside = sum(line.counts.instructions for line in lines if line.counts)
     rows.append(
@@ -262,8 +262,14 @@ def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -
 
 def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
     """Everything but the source lines, for a machine."""
+    shape = profiles[0].shape
     return {
-        "shape": asdict(profiles[0].shape),
+        "shape": {
+            "batch": shape.batch,
+            "n_heads": shape.heads,
+            "seq_len": shape.seq_len,
+            "d_head": shape.d_head,
+        },
         "kernels": [
             {
                 "step": profile.config.step.id,
@@ -297,44 +303,30 @@ def source_as_json(profile: KernelProfile, lines: Sequence[SourceLine]) -> dict[
     }
 
 
-def _csv(head: Sequence[str], rows: Iterable[tuple[Sequence[Any], Counts]]) -> str:
-    header = [*head, *as_dict(Counts())]
-    return csv_text(header, ([*keys, *as_dict(counts).values()] for keys, counts in rows))
-
-
 def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
     """One row for each opcode of each phase of each kernel."""
-    return _csv(
-        ("config", "step", "dtype", "batch", "heads", "seq", "phase", "opcode"),
-        (
-            (
-                (
-                    p.ran.short_form(),
-                    p.ran.step.id,
-                    p.ran.dtype.short,
-                    p.shape.batch,
-                    p.shape.heads,
-                    p.shape.seq_len,
-                    phase.value,
-                    opcode,
-                ),
-                counts,
-            )
+    return records_csv(
+        [
+            {
+                "config": p.ran.short_form(),
+                "step": p.ran.step.id,
+                "dtype": p.ran.dtype.short,
+                "batch": p.shape.batch,
+                "heads": p.shape.heads,
+                "seq": p.shape.seq_len,
+                "phase": phase.value,
+                "opcode": opcode,
+                **as_dict(counts),
+            }
             for p in profiles
             for phase in Phase
             for opcode, counts in p.run.counters.by_opcode(phase).items()
-        ),
+        ]
     )
 
 
 def source_as_csv(profile: KernelProfile, lines: Sequence[SourceLine]) -> str:
     """One row for each line that executes something."""
-    file = str(profile.ran.step.source)
-    return _csv(
-        ("config", "file", "line", "text"),
-        (
-            ((profile.ran.short_form(), file, line.number, line.text.strip()), line.counts)
-            for line in lines
-            if line.counts
-        ),
-    )
+    found = source_as_json(profile, lines)
+    own = {"config": found["ran"], "file": found["file"]}
+    return records_csv([own | line | {"text": line["text"].strip()} for line in found["lines"]])

@@ -22,6 +22,7 @@ import torch
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import ClockRecord, Provenance, ResourceRecord
+from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.call import resources
 
 READING_INTERVAL_S = 0.25
@@ -142,11 +143,9 @@ def _git(root: Path, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-def provenance(device: torch.device, library: str, command: str, commit: str) -> Provenance:
-    """The record of this machine and moment.
-
-    library: what the kernels were built with. commit: of their sources, "" if unknown.
-    """
+def provenance(backend: Backend, command: str, commit: str) -> Provenance:
+    """The record of this machine and moment. commit: of the kernels' sources, "" if unknown."""
+    device = backend.device
     gpu, capability, driver = platform.machine(), "", ""
     max_sm_mhz = milliwatts = None
     if device.type == "cuda":
@@ -170,5 +169,5 @@ def provenance(device: torch.device, library: str, command: str, commit: str) ->
         cudnn=str(torch.backends.cudnn.version() or ""),
         torch=torch.__version__,
         python=platform.python_version(),
-        library=library,
+        library=backend.library,
     )

@@ -47,56 +47,36 @@ class Counter:
     digits: int = 0
 
 
+_SHARE = "avg.pct_of_peak_sustained_active"
+
 # Nsight Compute's documentation, "Metrics Reference". The pipe of mma.sync is counted apart from
 # that of Hopper's own instructions where a GPU has both.
 COUNTERS = (
     Counter("duration_us", "us", ("gpu__time_duration.sum",), 1e-3, 1),
     Counter("cycles", "cycles", ("gpc__cycles_elapsed.max", "sm__cycles_elapsed.max")),
     Counter("registers_per_thread", "registers", ("launch__registers_per_thread",)),
-    Counter(
-        "occupancy_percent",
-        "occupancy %",
-        ("sm__warps_active.avg.pct_of_peak_sustained_active",),
-        digits=1,
-    ),
+    Counter("occupancy_percent", "occupancy %", (f"sm__warps_active.{_SHARE}",), digits=1),
     Counter("l2_hit_percent", "L2 hit %", ("lts__t_sector_hit_rate.pct",), digits=1),
     Counter(
         "tensor_pipe_percent",
         "tensor pipe %",
         (
-            "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+            f"sm__pipe_tensor_op_hmma_cycles_active.{_SHARE}",
+            f"sm__pipe_tensor_cycles_active.{_SHARE}",
+            f"sm__inst_executed_pipe_tensor.{_SHARE}",
         ),
         digits=1,
     ),
     Counter(
-        "bank_conflicts",
-        "bank conflicts",
-        ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
+        "bank_conflicts", "bank conflicts", ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",)
     ),
     Counter("instructions", "instructions", EXECUTED_METRICS),
 )
 # Why a warp did not issue: the same document, "Warp Stall Reasons".
 STALL_REASONS = (
-    "barrier",
-    "branch_resolving",
-    "dispatch_stall",
-    "drain",
-    "gmma",
-    "imc_miss",
-    "lg_throttle",
-    "long_scoreboard",
-    "math_pipe_throttle",
-    "membar",
-    "mio_throttle",
-    "misc",
-    "no_instruction",
-    "not_selected",
-    "short_scoreboard",
-    "sleeping",
-    "tex_throttle",
-    "wait",
+    *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
+    *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction"),
+    *("not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait"),
 )
 
 

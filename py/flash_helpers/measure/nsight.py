@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import math
 import re
 import shutil
 import subprocess
@@ -20,7 +22,6 @@ _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 _REFUSED = re.compile(r"metric\w*\W+(?:regex:)?\^?([a-z]\w*__\w+)", flags=re.IGNORECASE)
 _DENIED = "ERR_NVGPUCTRPERM"
 _INSTANCE = re.compile(r"([A-Za-z_][\w.]*)\s*[:=]\s*(\d[\d,]*(?:\.\d+)?)")
-_ABSENT = ("", "n/a", "nan", "(!) n/a", "N/A")
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
@@ -52,13 +53,12 @@ class ProfiledLaunch:
 
 
 def _number(text: str) -> float | None:
-    text = text.partition(" (")[0].strip()
-    if text in _ABSENT:
-        return None
+    """Of a cell such as "1,024 (HMMA: 512)"; None for one without a number, such as n/a."""
     try:
-        return float(text.replace(",", ""))
+        found = float(text.partition(" (")[0].replace(",", ""))
     except ValueError:
         return None
+    return found if math.isfinite(found) else None
 
 
 def _instances(text: str) -> dict[str, float]:
@@ -200,61 +200,39 @@ class NsightCompute:
 
         Raises ProfilerError if no launch could be counted, ProfilerDenied if that is not allowed.
         """
-        wanted = list(metrics)
-        said = ""
+        wanted, dropped, said = list(metrics), True, ""
         for attempt in range(_ATTEMPTS):
-            if not wanted:
+            if not wanted or not dropped:
                 break
             table, said = self._attempt(target, kernel, wanted, f"{name}_{attempt}", instances)
-            try:
-                launches = parse_csv(table)
-            except ProfilerError:
-                launches = []
-            if launches:
-                return launches
+            with contextlib.suppress(ProfilerError):
+                if launches := parse_csv(table):
+                    return launches
             if _DENIED in said:
                 raise ProfilerDenied(
                     f"ncu may not read the GPU's performance counters ({_DENIED}): run as root, or "
                     f"let all users read them, https://developer.nvidia.com/{_DENIED}"
                 )
-            refused = _refused(said)
-            kept = [metric for metric in wanted if _base(metric) not in refused]
-            if len(kept) == len(wanted):
-                known = self.metric_names()
-                kept = [metric for metric in wanted if _base(metric) in known]
-            if len(kept) == len(wanted):
-                break
-            wanted = kept
+            bases = {_base(metric) for metric in wanted}
+            dropped = bases & _refused(said) or bases - self.metric_names()
+            wanted = [metric for metric in wanted if _base(metric) not in dropped]
         raise ProfilerError(f"ncu counted nothing: {said.strip()[-2000:] or '(it said nothing)'}")
 
     def _attempt(
-        self,
-        target: Sequence[str],
-        kernel: str,
-        metrics: Sequence[str],
-        name: str,
-        instances: bool,
+        self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str, instances: bool
     ) -> tuple[str, str]:
         """The table that it wrote, and everything that it said."""
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log.csv"
-            result = self.run(
-                [
-                    self.executable,
-                    "--csv",
-                    *("--page", "raw"),
-                    *("--print-units", "base"),
-                    *(("--print-metric-instances", "details") if instances else ()),
-                    # counters only: the clocks of a shared machine are not ours to set
-                    *("--clock-control", "none"),
-                    *("--cache-control", "none"),
-                    *("--target-processes", "all"),
-                    *("--log-file", str(log)),
-                    *("--kernel-name", f"regex:{kernel}"),
-                    *("--metrics", ",".join(metrics)),
-                    *target,
-                ]
-            )
+            command = [
+                *(self.executable, "--csv", "--page", "raw", "--print-units", "base"),
+                *(("--print-metric-instances", "details") if instances else ()),
+                # counters only: the clocks of a shared machine are not ours to set
+                *("--clock-control", "none", "--cache-control", "none"),
+                *("--target-processes", "all", "--log-file", str(log)),
+                *("--kernel-name", f"regex:{kernel}", "--metrics", ",".join(metrics)),
+            ]
+            result = self.run([*command, *target])
             table = log.read_text() if log.is_file() else ""
         said = "\n".join((*_messages(table), result.stderr, result.stdout))
         self._keep(f"{name}.csv", table)

@@ -8,6 +8,7 @@ matplotlib (`plotted_numbers`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -165,11 +166,9 @@ def drawable_panels(results: BenchmarkResults) -> list[str]:
     """The panels that the results have numbers for."""
     panels = []
     for panel in _NUMBERS:
-        try:
+        with contextlib.suppress(PlotError):
             description(results, [panel])
-        except PlotError:
-            continue
-        panels.append(panel)
+            panels.append(panel)
     return panels
 
 

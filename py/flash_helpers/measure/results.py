@@ -33,18 +33,8 @@ TIMING_CHOICES = ("graph", "events")
 CACHE_CHOICES = ("rotate", "flush")
 
 CSV_COLUMNS = (
-    "name",
-    "step",
-    "dtype",
-    "batch",
-    "n_heads",
-    "seq_len",
-    "d_head",
-    "median_ms",
-    "first_quartile_ms",
-    "third_quartile_ms",
-    "tflops",
-    "percent_of_flash",
+    *("name", "step", "dtype", "batch", "n_heads", "seq_len", "d_head"),
+    *("median_ms", "first_quartile_ms", "third_quartile_ms", "tflops", "percent_of_flash"),
     *(f"percent_of_{name}" for name in RATE_NAMES),
     "failure",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -10,14 +9,8 @@ import torch
 
 from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.measure.counter_check import (
-    CountedLaunch,
-    CounterCheck,
-    Quantity,
-    count_launches,
-    with_hardware,
-)
-from flash_helpers.measure.nsight import EXECUTED_METRICS, NsightCompute, operation_metrics
+from flash_helpers.measure.counter_check import CountedLaunch, CounterCheck, Quantity
+from flash_helpers.measure.nsight import EXECUTED_METRICS, operation_metrics
 from flash_helpers.ptx import Run
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.library import ptx_path
@@ -174,14 +167,9 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelRecord(CountedLaunch):
-    """bit_equal and those below: as of `OutputComparison`."""
-
-    bit_equal: float
-    max_ulps: int
-    max_row_ulps: float
-    max_abs: float
+@dataclass(frozen=True)
+class KernelRecord(OutputComparison, CountedLaunch):
+    """One kernel on one problem: its outputs compared, and its counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,13 +238,3 @@ def compare_kernel(config: Config, shape: AttentionForward, backend: Backend) ->
         predicted=simulated_counts(run),
         **asdict(compare_outputs(output.cpu(), tensors["o"])),
     )
-
-
-def profile_kernels(
-    records: Sequence[KernelRecord], profiler: NsightCompute, launcher: Sequence[str]
-) -> tuple[list[KernelRecord], str]:
-    """The records with hardware counters, and why some have none. launcher: as of
-    `count_launches`."""
-    launches, failures = count_launches(records, profiler, launcher, METRICS)
-    pairs = zip(records, launches, strict=True)
-    return [with_hardware(record, launch, METRICS) for record, launch in pairs], "\n".join(failures)
