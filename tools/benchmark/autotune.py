@@ -195,7 +195,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     champions = [config for config in found if config is not None]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
-        CubinCompiler(
+        compiler=CubinCompiler(
             arguments.root,
             work / "cubins",
             find_toolchain((info.architecture,)),
@@ -203,16 +203,16 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
             arguments.jobs,
             COMPILE_TIMEOUT_S,
         ),
-        worker,
-        info,
-        Journal(work / "journal.jsonl"),
-        sorted(set(arguments.seq)),
-        sorted(set(arguments.screen_seq)),
-        arguments.allow_spills,
-        arguments.timeout,
-        begin + arguments.budget,
-        datetime.now(timezone.utc).date().isoformat(),
-        arguments.commit or git_commit(arguments.root),
+        worker=worker,
+        info=info,
+        journal=Journal(work / "journal.jsonl"),
+        seq_lens=sorted(set(arguments.seq)),
+        screen_seq_lens=sorted(set(arguments.screen_seq)),
+        spill_bytes=arguments.allow_spills,
+        kernel_s=arguments.timeout,
+        deadline=begin + arguments.budget,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        commit=arguments.commit or git_commit(arguments.root),
     )
     n_candidates = len({*configs, *champions})
     with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
