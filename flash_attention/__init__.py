@@ -8,6 +8,11 @@ On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` g
 `best_config()` is the fastest of a version on a GPU, as far as sweeps have found out.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:  # on the way to __main__
+    import flash_helpers.quiet_start  # noqa: F401
+
 from flash_attention._forward import forward, forward_timed, simulate
 from flash_helpers import __version__
 from flash_helpers.runtime.call import resources

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flash_helpers.command_line import print_text, run_tool
 from flash_helpers.compile.build import PTX_FOLDER
 from flash_helpers.runtime import library
 
@@ -50,12 +51,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flash_attention", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
+    return run_tool(lambda: print_summary(arguments.json))
+
+
+def print_summary(as_json: bool) -> int:
+    """Print what is there; returns 1 if the library cannot be loaded."""
     try:
         found = summary()
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    if arguments.json:
+    if as_json:
         print(json.dumps(found, indent=2))
         return 0
     kernels = found.pop("kernels")
@@ -63,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{name:14}{' '.join(value) if isinstance(value, list) else value}"
         for name, value in [*found.items(), ("kernels", len(kernels))]
     ]
-    print("\n".join([*lines, *(f"  {name}" for name in kernels)]))
+    print_text("\n".join([*lines, *(f"  {name}" for name in kernels)]) + "\n")
     return 0
 
 

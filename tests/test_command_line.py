@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +75,15 @@ class TestRunTool:
     def test_returns_the_status_of_the_work(self, returned, status) -> None:
         assert run_tool(lambda: returned, ValueError) == status
 
+    @pytest.mark.parametrize(
+        ("name", "reason"), [("a_folder", "Is a directory"), ("no/such/file", "No such file")]
+    )
+    def test_names_the_path_that_was_typed(self, name, reason, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        Path("a_folder").mkdir()
+        assert run_tool(lambda: len(Path(name).read_text()), OSError) == 2
+        assert re.fullmatch(rf"{name}: {reason}.*\n", capsys.readouterr().err)
+
     @pytest.mark.parametrize("error", [FileNotFoundError, ValueError])
     def test_tells_bad_input_in_a_line(self, error, capsys) -> None:
         def work() -> None:
@@ -93,6 +105,43 @@ class TestRunTool:
 
         assert run_tool(work, ValueError, **options) == 130
         assert capsys.readouterr() == ("", f"{said}\n")
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# what is run as a file or as python -m, by the line that runs it
+PROGRAMS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("tools", "benchmarks", "flash_attention", "py/flash_helpers")
+    for path in (ROOT / folder).rglob("*.py")
+    if '\nif __name__ == "__main__":\n    sys.exit(' in path.read_text()
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_an_interrupt_while_a_tool_starts_ends_it_without_a_traceback(program, root):
+    module = ".".join(program.with_suffix("").parts).removeprefix("py.")
+    is_module = program.parts[0] in ("flash_attention", "py")
+    command = ["-m", module.removesuffix(".__main__")] if is_module else [str(program)]
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", *command, "--help"],  # tells what it imports, when
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        imported = []
+        for line in process.stderr:
+            imported.append(line.rpartition("|")[2].strip())
+            if imported[-1] == "flash_helpers.quiet_start":
+                break
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert imported[-1] == "flash_helpers.quiet_start"
+    assert not {"torch", "numpy", "argparse"} & set(imported)  # those take their time
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in said
 
 
 def test_the_command_can_be_pasted_into_a_shell(monkeypatch) -> None:

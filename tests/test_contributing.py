@@ -68,7 +68,8 @@ def insert(root: Path, block: Block) -> None:
     path = root / block.file
     before, closing, after = path.read_text().rpartition(CLOSINGS[block.file])
     assert closing, f"{block.file} has no {CLOSINGS[block.file]!r}"
-    path.write_text(before + block.text + closing + after)
+    entry = block.text.rstrip().removesuffix(",") + ",\n"
+    path.write_text(before + entry + closing + after)
 
 
 def run(root: Path, commands: str) -> str:

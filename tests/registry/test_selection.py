@@ -82,7 +82,7 @@ class TestSteps:
             ("0", "the nearest is v1"),
             ("9..7", "goes from the lower to the higher one"),
             ("v9..99", "the steps are v1 to"),
-            ("q3", r"no family has steps q1, q2, …; there are v1 to v\d+"),
+            ("q3", r"no family has steps q1, q2, …; there are v1 to v\d+.*; the nearest is v3"),
         ],
     )
     def test_that_do_not_exist_are_refused_with_the_nearest(self, selector, reason):
@@ -94,6 +94,15 @@ class TestSteps:
         assert find_steps(selector) is None
         with pytest.raises(UsageError, match="is not a step"):
             parse_steps([selector])
+
+    @pytest.mark.parametrize(
+        ("misspelt", "nearest"), [("ampare", "ampere"), ("Ampere", "ampere"), ("al", "all")]
+    )
+    def test_that_are_misspelt_name_the_nearest(self, misspelt, nearest):
+        with pytest.raises(UsageError, match=f"the nearest is {nearest}$"):
+            parse_steps([misspelt])
+        with pytest.raises(UsageError, match=f"the nearest is {nearest}$"):
+            select_kernels(BUILT, [misspelt], DType, PROGRESSION)
 
     def test_are_given_in_order_each_once(self):
         assert [step.id for step in parse_steps(["9", "7..8", "v8"])] == ["v7", "v8", "v9"]

@@ -4,6 +4,9 @@ configs' C++ structs, and the list of the configs that are built in this checkou
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import flash_helpers.quiet_start  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Iterable, Sequence

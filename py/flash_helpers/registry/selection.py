@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -79,7 +80,7 @@ def find_steps(selector: str) -> list[Step] | None:
     if not own:
         raise UsageError(
             f"{selector!r}: no family has steps {prefix}1, {prefix}2, …; there are "
-            f"{_all_steps_text()}"
+            f"{_all_steps_text()}{_nearest_text(selector)}"
         )
     if to_prefix and to_prefix != prefix:
         raise UsageError(
@@ -101,6 +102,12 @@ def _all_steps_text() -> str:
     return ", ".join(ranges_text(family.steps.values()) for family in FAMILIES.values())
 
 
+def _nearest_text(name: str) -> str:
+    """What a name that means nothing may have been meant as, after a semicolon; "" for nothing."""
+    near = difflib.get_close_matches(name, [*FAMILIES, *STEPS, ALL], n=1, cutoff=0.5)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
 def parse_steps(selectors: Iterable[str]) -> list[Step]:
     """The steps that the selectors name, in the registry's order, each once.
 
@@ -110,7 +117,7 @@ def parse_steps(selectors: Iterable[str]) -> list[Step]:
     for selector in selectors:
         steps = find_steps(selector)
         if steps is None:
-            raise UsageError(f"{selector!r} is not {STEP_NAMES}")
+            raise UsageError(f"{selector!r} is not {STEP_NAMES}{_nearest_text(selector)}")
         found.update(step.id for step in steps)
     return [step for step in STEPS.values() if step.id in found]
 
@@ -120,7 +127,9 @@ def built_config(built: Sequence[Config], selector: str) -> Config:
     try:
         config = config_from_short_form(selector)
     except ValueError as error:
-        raise UsageError(f"kernel {selector!r} is not {KERNEL_NAMES}: {error}") from error
+        raise UsageError(
+            f"kernel {selector!r} is not {KERNEL_NAMES}: {error}{_nearest_text(selector)}"
+        ) from error
     if config not in built:
         raise UsageError(
             f"kernel {selector} is not built; the nearest that is: "
