@@ -117,7 +117,12 @@ class TestArchitectures:
     def test_become_machine_code_each_and_ptx_of_the_lowest(self):
         assert gencode_flags(("80", "90")) == [
             *("-gencode", "arch=compute_80,code=[sm_80,compute_80]"),
-            *("-gencode", "arch=compute_90,code=sm_90"),
+            *("-gencode", "arch=compute_90,code=[sm_90]"),
+        ]
+        assert gencode_flags(("80", "86", "90", "90a")) == [
+            *("-gencode", "arch=compute_80,code=[sm_80,sm_86,compute_80]"),
+            *("-gencode", "arch=compute_90,code=[sm_90]"),
+            *("-gencode", "arch=compute_90a,code=[sm_90a]"),
         ]
         assert gencode_flags(("90a",)) == ["-gencode", "arch=compute_90a,code=[sm_90a,compute_90a]"]
         assert architecture_names(("80", "90", "90a")) == "sm_80 sm_90 sm_90a compute_80"

@@ -11,8 +11,8 @@ import pytest
 from benchmark_results import BF16, full_results, measurement
 
 from flash_helpers.kernel_configs import STEPS, DType, FlashForwardKernelConfig
-from flash_helpers.measure import plots
-from flash_helpers.measure.benchmark_tables import progression_table
+from flash_helpers.measure import benchmark_tables, plots
+from flash_helpers.measure.benchmark_tables import progression_table, supports_table
 from flash_helpers.measure.plots import PROGRESSION, plot_svg, progression_numbers, seq_len_numbers
 from flash_helpers.measure.results import CUDNN, FLASH, LIBRARY_NAMES, BenchmarkResults
 from flash_helpers.registry import families
@@ -74,6 +74,15 @@ def test_the_table_has_a_row_for_each_step_of_each_family(results: BenchmarkResu
     assert [row[0] for row in rows] == [*STEPS, "o1", "o2", "", ""]
     assert rows[-4][1:3] == ["a first idea", "290"]
     assert (rows[-3][5], rows[-3][8]) == ("360", "B_r 128")
+
+
+def test_what_the_kernels_take_has_a_row_for_each_family(
+    results: BenchmarkResults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark_tables, "FAMILIES", families.FAMILIES)
+    _, _, first, second = supports_table().splitlines()
+    assert first.startswith("| ampere | fp16, bf16 | 128 | multiples of B_r and B_c,")
+    assert second == first.replace("ampere", "other")
 
 
 def test_the_plots_have_a_place_for_each_step_and_a_line_for_the_last_of_each_family(

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write what was measured into README.md, into the headers of the kernels, and as plots."""
+"""Write what was measured into README.md, into the headers of the kernels, and as plots; and into
+README.md what the kernels take."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import (
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
+    SUPPORTS_MARKERS,
     header_lines,
     progression_table,
     replace_between_markers,
+    supports_table,
 )
 from flash_helpers.measure.plots import (
     PROGRESSION,
@@ -51,8 +54,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(
         "Replace what stands between the benchmark markers of the README and of each "
-        "kernel's header, and draw the plots that are absent or show other numbers (needs "
-        f"matplotlib): {', '.join(map(str, PLOTS))}.",
+        "kernel's header and the README's table of what the kernels take, and draw the plots that "
+        f"are absent or show other numbers (needs matplotlib): {', '.join(map(str, PLOTS))}.",
         EXAMPLES,
     )
     parser.add_argument(
@@ -75,7 +78,8 @@ def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str
     """Each file's text as it is and as it should be. Raises OSError, or ValueError for markers."""
     readme = root / "README.md"
     old = readme.read_text(encoding="utf-8")
-    texts = {readme: (old, replace_between_markers(old, progression_table(results)))}
+    new = replace_between_markers(old, progression_table(results))
+    texts = {readme: (old, replace_between_markers(new, supports_table(), *SUPPORTS_MARKERS))}
     for step in STEPS.values():
         path = root / step.source
         old = path.read_text(encoding="utf-8")

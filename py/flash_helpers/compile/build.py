@@ -83,11 +83,20 @@ def architecture_names(targets: Sequence[str]) -> str:
 
 
 def gencode_flags(targets: Sequence[str]) -> list[str]:
-    """nvcc's flags for machine code for each target, and PTX for the first."""
-    flags = []
+    """nvcc's flags for machine code for each target, and PTX for the first.
+
+    Targets of one major version are assembled from the PTX of the first of them: to make PTX is most
+    of the work, and that for the others differs in the name of the target only.
+    """
+    sharing: dict[str, list[str]] = {}
     for target in targets:
-        code = f"[sm_{target},compute_{target}]" if target == targets[0] else f"sm_{target}"
-        flags += ["-gencode", f"arch=compute_{target},code={code}"]
+        sharing.setdefault(target[:-1] if target.isdecimal() else target, []).append(target)
+    flags = []
+    for own in sharing.values():
+        code = [f"sm_{target}" for target in own]
+        if own[0] == targets[0]:
+            code.append(f"compute_{own[0]}")
+        flags += ["-gencode", f"arch=compute_{own[0]},code=[{','.join(code)}]"]
     return flags
 
 

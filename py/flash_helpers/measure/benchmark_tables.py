@@ -20,6 +20,7 @@ from flash_helpers.tables import Table, number
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
+SUPPORTS_MARKERS = ("<!-- supports:begin -->", "<!-- supports:end -->")
 TABLE_SEQ_LEN = 4096
 MAIN_DTYPE = "bf16"
 HEADER_BEGIN_MARKER = "// benchmark:begin"
@@ -55,6 +56,17 @@ def best_configs(results: BenchmarkResults, dtype: str) -> dict[str, Config]:
             config = config_from_short_form(name)
             found.setdefault(config.step.id, []).append((mean, config))
     return {step: max(configs)[1] for step, configs in found.items() if len(configs) > 1}
+
+
+def supports_table() -> str:
+    """The problems that each family's kernels take, for a Markdown file."""
+    rows = []
+    for family in FAMILIES.values():
+        fixed = family.progression()
+        dtypes = ", ".join(dict.fromkeys(config.dtype.short for config in fixed))
+        taken = {"family": family.name, "dtype": dtypes} | fixed[0].supports.described()
+        rows.append(list(taken.values()))
+    return Table(list(taken), rows, align="l" * len(taken)).markdown()
 
 
 def _length_table(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flash_helpers import gpu
-from flash_helpers.registry.problem import AttentionForward, DType
+from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType
 
 MAX_SEQ_LEN = 2**31 - 1  # the kernels take it as an int
 
@@ -68,6 +68,18 @@ class Supports:
                 "the call by heads"
             )
         return ""
+
+    def described(self) -> dict[str, str]:
+        """What is taken, in words: quantities by name."""
+        chunk = self.chunk_bytes // ELEMENT_BYTES
+        return {
+            "d_head": ", ".join(map(str, self.d_heads)),
+            "seq_len": f"multiples of {' and '.join(self.blocks)}, up to {self.max_seq_len:,}",
+            "heads": f"up to {self.max_heads:,}",
+            "batches": "any number",
+            "strides": f"1 along d_head; else multiples of {chunk}, from row to row up to "
+            f"{self.max_row_stride:,}",
+        }
 
     def corners(self) -> Iterator[AttentionForward]:
         """Small problems at the edges of the declaration: one block; several, in which every index
