@@ -32,7 +32,23 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker a core, but no more than the work and a GPU's memory are good for."""
+    return min(len(os.sched_getaffinity(0)), 4 if torch.cuda.is_available() else 8)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)  # the other cores have workers of their own
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("slow", "gpu")):
+            item.add_marker("quick")
+    # what takes long begins first, so that no worker is left with it in the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     reason = why_no_gpu()
     if reason is not None:
         for item in items:

@@ -1,4 +1,4 @@
-"""The registry of versions and configs."""
+"""The registry's face: steps and configs."""
 
 from __future__ import annotations
 

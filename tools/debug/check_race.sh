@@ -11,8 +11,8 @@ barrier between. Where there is a GPU, NVIDIA's compute-sanitizer watches the ke
 elsewhere the PTX simulator does, which also sees memory that was never written and asynchronous
 copies that nobody waited for.
 
-KERNEL is a version, a range of versions or a config, as in sanity_check.py --kernel; by default
-every version at its fixed config. PYTHON names the interpreter (default: python3).
+KERNEL is a step, a range of steps, a family or a config, as in sanity_check.py --kernel; by default
+every step at its fixed config. PYTHON names the interpreter (default: python3).
 
 examples:
   tools/debug/check_race.sh

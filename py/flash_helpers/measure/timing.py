@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +42,7 @@ class CudaTimer:
         if not self._has_graphs:
             return work
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_garbage_collection(), torch.cuda.graph(graph):
             work()
 
         def replay(keep: Work = work) -> None:  # a graph keeps addresses, not the tensors there
@@ -78,6 +80,18 @@ class FlushingTimer(CudaTimer):
             self._overwritten.zero_()
             parts.append(super().start(work))
         return lambda: sum(part() for part in parts)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An older graph that the collector destroys would invalidate the one that is captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def make_timer(device: torch.device, protocol: Protocol) -> CudaTimer:
