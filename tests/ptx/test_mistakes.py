@@ -28,7 +28,7 @@ from flash_helpers.ptx.read.module import (
 )
 from flash_helpers.ptx.read.types import TYPE_NAMES
 from flash_helpers.ptx.run import operations
-from flash_helpers.ptx.run.forms import Form
+from flash_helpers.ptx.run.forms import Form, by_name
 
 KERNELS = Path(__file__).parent / "kernels"
 MISTAKES = (KeyError, TypeError, ValueError, IndexError, StopIteration, AttributeError)
@@ -45,7 +45,8 @@ def test_a_mistake_while_an_instruction_is_bound_is_not_called_unsupported(monke
     def build(machine, instruction):
         raise mistake("ours")
 
-    monkeypatch.setitem(operations.FORMS, "add", [Form("add", build, (3,), ("u32",))])
+    broken = by_name([Form("add", build, (3,), ("u32",))])
+    monkeypatch.setitem(operations.FORMS, "add", broken["add"])
     with pytest.raises(mistake, match="ours"):
         launch("add.u32 %a, %a, 1;")
 
@@ -55,9 +56,9 @@ def test_a_mistake_while_an_instruction_runs_is_not_called_unsupported(monkeypat
     def compute(a):
         raise mistake("ours")
 
-    (form,) = operations.FORMS["popc"]
+    (form,) = operations.FORMS["popc"]["b32",]
     broken = replace(form, build=lambda m, i: replace(form.build(m, i), compute=compute))
-    monkeypatch.setitem(operations.FORMS, "popc", [broken])
+    monkeypatch.setitem(operations.FORMS, "popc", by_name([broken])["popc"])
     with pytest.raises(mistake, match="ours"):
         launch("popc.b32 %a, %b;")
 

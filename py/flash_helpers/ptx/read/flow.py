@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.graph import strongly_connected_components
-from flash_helpers.ptx.read.module import Function, Instruction, Symbol
+from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbol
 
 BARRIERS = frozenset({"bar", "barrier"})
 EXITS = frozenset({"ret", "exit"})
@@ -66,6 +67,13 @@ class Program:
     instructions: tuple[Instruction, ...]
     blocks: tuple[Block, ...]
     block_of: tuple[int, ...]
+
+    @cached_property
+    def registers(self) -> dict[str, str]:
+        """Types of the registers that instructions name: fewer than nvcc declares."""
+        named = (operand for instruction in self.instructions for operand in instruction.named())
+        used = dict.fromkeys(o.name for o in named if isinstance(o, Register))
+        return {name: self.function.registers[name] for name in used}
 
     def block_at(self, position: int) -> Block:
         """The block of an instruction."""

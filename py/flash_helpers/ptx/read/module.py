@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 
@@ -102,6 +102,20 @@ class Sink:
 Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Arguments | Sink
 
 
+def parts(operand: Operand) -> Iterator[Operand]:
+    """The operand, and all that it is made of."""
+    yield operand
+    inner: tuple[Operand, ...] = ()
+    if isinstance(operand, Vector | Arguments):
+        inner = operand.elements
+    elif isinstance(operand, Pair):
+        inner = (operand.first, operand.second)
+    elif isinstance(operand, Address):
+        inner = (operand.base,)
+    for part in inner:
+        yield from parts(part)
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One instruction.
@@ -118,6 +132,11 @@ class Instruction:
     name: str
     modifiers: tuple[str, ...]
     types: tuple[str, ...]
+
+    def named(self) -> Iterator[Operand]:
+        """All operands with their parts, and the guard."""
+        for operand in (*self.operands, *([self.guard] if self.guard else [])):
+            yield from parts(operand)
 
     def has(self, modifier: str) -> bool:
         """Whether the opcode has a modifier."""

@@ -7,10 +7,10 @@ orders, cache hints).
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from operator import contains
 
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.read.types import TYPE_NAMES
@@ -65,25 +65,20 @@ class Form:
     operands: tuple[int, ...]
     types: tuple[str, ...] = ()
 
-    @cached_property
-    def _known(self) -> list[list[str]]:
-        return [known.split() for known in self.types]
 
-    def takes(self, types: tuple[str, ...]) -> bool:
-        """Whether an opcode with these types has this form."""
-        return len(types) == len(self._known) and all(map(contains, self._known, types))
-
-
-Forms = Mapping[str, list[Form]]
+# By name and types; several of them differ in the number of operands.
+Forms = Mapping[str, Mapping[tuple[str, ...], list[Form]]]
 
 
 def by_name(forms: Iterable[Form]) -> Forms:
     """The forms that each opcode may have."""
-    found: dict[str, list[Form]] = {}
+    found: defaultdict[str, defaultdict[tuple[str, ...], list[Form]]]
+    found = defaultdict(lambda: defaultdict(list))
     for form in forms:
         for name in form.names.split():
-            found.setdefault(name, []).append(form)
-    return found
+            for types in itertools.product(*(known.split() for known in form.types)):
+                found[name][types].append(form)
+    return {name: dict(of_types) for name, of_types in found.items()}
 
 
 def check_modifiers(machine: Machine, instruction: Instruction) -> None:
@@ -101,8 +96,8 @@ def find_form(machine: Machine, instruction: Instruction, forms: Forms) -> Form:
     known = forms.get(instruction.name)
     if known is None:
         raise machine.unsupported()
-    fitting = [form for form in known if form.takes(instruction.types)]
-    if not fitting:
+    fitting = known.get(instruction.types)
+    if fitting is None:
         types = ".".join(instruction.types)
         raise machine.unsupported(f"the type .{types} is not known" if types else "it has no type")
     count = len(instruction.operands)

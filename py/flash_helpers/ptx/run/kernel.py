@@ -81,12 +81,8 @@ class Kernel:
     @cached_property
     def _variables(self) -> list[Variable]:
         """The function's own, and the module's; of those in shared memory, the ones it names."""
-        used = {
-            name.name
-            for instruction in self.function.instructions
-            for operand in instruction.operands
-            if isinstance(name := getattr(operand, "base", operand), Symbol)
-        }
+        named = (o for i in self.function.instructions for o in i.named())
+        used = {operand.name for operand in named if isinstance(operand, Symbol)}
         module = self.module.variables.values()
         named = [v for v in module if v.space != "shared" or v.name in used]
         return [*named, *self.function.variables]

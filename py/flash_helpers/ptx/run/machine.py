@@ -125,7 +125,7 @@ class Machine:
     def _allocate_registers(self) -> dict[str, np.ndarray]:
         by_dtype: dict[np.dtype, list[str]] = {}
         registers: dict[str, np.ndarray] = {}
-        for name, type_name in self.program.function.registers.items():
+        for name, type_name in self.program.registers.items():
             if type_name == B128:
                 registers[name] = np.zeros((self.lanes, 2), np.uint64)
                 continue
