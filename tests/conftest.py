@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulated_work import SimulatedWork
 
+from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import library
 from flash_helpers.runtime.tensors import check_device
@@ -30,6 +32,17 @@ def why_no_gpu() -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SimulatedWork(FAMILIES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Workers share the cores: with a thread for every core in each of them, torch spends twice the
+    time of the CPU on the same tests."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -163,8 +163,7 @@ def test_no_instruction_however_wrong_is_a_traceback():
             except PtxError:
                 refused += 1
             except Exception as error:
-                error.add_note(f"{wrong.opcode} {wrong.operands}")
-                raise
+                raise AssertionError(f"{wrong.opcode} {wrong.operands}") from error
     # some are right all the same: a register of another type that is wide enough, say
     assert tried > 1000 and refused > tried / 2
 
