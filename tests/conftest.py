@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulated_work import SimulatedWork
 
+from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import library
 from flash_helpers.runtime.tensors import check_device
@@ -32,14 +34,19 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SimulatedWork(FAMILIES))
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """A worker a core, but no more than the work and a GPU's memory are good for."""
     return min(len(os.sched_getaffinity(0)), 4 if torch.cuda.is_available() else 8)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        torch.set_num_threads(1)  # the other cores have workers of their own
+def pytest_xdist_setupnodes() -> None:
+    """Workers share the cores: with a thread for every core in each of them, torch spends twice the
+    time of the CPU on the same tests."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

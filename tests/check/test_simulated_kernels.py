@@ -2,231 +2,180 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
 import flash_attention
-from flash_helpers.check.inputs import DISTRIBUTIONS, make_inputs
+from flash_helpers.check.inputs import DISTRIBUTIONS, QKV, make_inputs, tensors_for
 from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
-from flash_helpers.check.sanity import SMALL_SHAPE
 from flash_helpers.kernel_configs import (
-    LAST_VERSION,
-    VERSIONS,
+    STEPS,
     AttentionForward,
+    Config,
     DType,
-    FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
 from flash_helpers.ptx import Phase, Run
+from flash_helpers.registry.ampere import MMA_M
 
+BUILT = get_kernels_to_build()
 PROGRESSION = get_kernel_progression_configs()
-OTHERS = [config for config in get_kernels_to_build() if config not in PROGRESSION]
-BATCH_AND_HEADS = AttentionForward(batch=2, heads=3, seq_len=128)
+IN_ONE_DTYPE = [config for config in BUILT if config.dtype == DType.BF16]
+WITH_SIBLING = [config for config in PROGRESSION if len(config.siblings()) > 1]
+LAZY = next(config for config in BUILT if config.lazy_rescale and not config.static_row_stride)
 
 
 def short_form(value: object) -> str | None:
-    return value.short_form() if isinstance(value, FlashForwardKernelConfig) else None
+    return value.short_form() if isinstance(value, Config) else None
 
 
-def of_version(number: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
-    return next(c for c in PROGRESSION if c.version == number and c.dtype == dtype)
-
-
-def torch_dtype(config: FlashForwardKernelConfig) -> torch.dtype:
+def torch_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.dtype.torch_name)
 
 
-class Problems:
-    """Inputs and their float64 result, each made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple, tuple[tuple[torch.Tensor, ...], AttentionReference]] = {}
-
-    def get(self, shape: AttentionForward, dtype: torch.dtype, distribution: str = "normal"):
-        key = (shape, dtype, distribution)
-        if key not in self._made:
-            inputs = make_inputs(distribution, shape, dtype)
-            self._made[key] = inputs, attention_reference(*inputs)
-        return self._made[key]
+def shape_of(tensor: torch.Tensor) -> AttentionForward:
+    batch, seq_len, heads, d_head = tensor.shape
+    return AttentionForward(batch, heads, seq_len, d_head)
 
 
-@pytest.fixture(scope="module")
-def problems() -> Problems:
-    return Problems()
+def inputs_of(config: Config, problem: AttentionForward) -> QKV:
+    return make_inputs("normal", problem, torch_dtype(config))
 
 
-def check(
-    problems: Problems,
-    config: FlashForwardKernelConfig,
-    shape: AttentionForward,
-    distribution: str = "normal",
-) -> Run:
-    """Simulates a kernel on an output full of NaN; any fault that the watcher finds is raised."""
-    inputs, reference = problems.get(shape, torch_dtype(config), distribution)
-    output = torch.full_like(inputs[0], torch.nan)
-    result, run = flash_attention.simulate(config, *inputs, output)
-    assert result is output
+def assert_right(output: torch.Tensor, reference: AttentionReference) -> None:
     error = measure_error(output, reference.expected)
     assert error.within(reference.bound), f"{error} is over {reference.bound}"
-    return run
 
 
-@pytest.mark.parametrize("config", PROGRESSION, ids=short_form)
-def test_every_version_is_right_in_both_dtypes(problems, config) -> None:
-    run = check(problems, config, SMALL_SHAPE)
+# -- every kernel, once, on all that can go wrong --------------------------------------------------
+
+BATCH, HEADS = 2, 3  # each of the six with inputs of its own
+
+
+@functools.cache
+def mixed(seq_len: int, d_head: int, dtype: torch.dtype) -> tuple[QKV, list[AttentionReference]]:
+    """Inputs whose heads are of different distributions, all of them, and what is right for each
+    head of each batch."""
+    names = list(DISTRIBUTIONS)
+    one = AttentionForward(1, 1, seq_len, d_head)
+    heads = [
+        make_inputs(names[n % len(names)], one, dtype, seed=n // len(names))
+        for n in range(BATCH * HEADS)
+    ]
+    inputs = tuple(
+        torch.cat(of_all, dim=2).unflatten(2, (BATCH, HEADS)).squeeze(0).transpose(0, 1)
+        for of_all in zip(*heads, strict=True)
+    )
+    return inputs, [attention_reference(*head) for head in heads]
+
+
+def blocks_of(config: Config) -> int:
+    """The shortest sequence of two blocks of the longer kind and three of the shorter."""
+    whole = config.supports.whole
+    wanted = max(2 * whole, 3 * min(config.supports.blocks.values()))
+    return -(-wanted // whole) * whole
+
+
+def strided(config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """q, k, v and o as views of one packed tensor, and the rest of it; NaN where nothing is.
+
+    Rows are as far apart as the config asks for itself; without a wish, V has its heads before its
+    sequence, so that strides differ.
+    """
+    problem = shape_of(q)
+    own = config.own_row_stride(problem)
+    chosen = own if own > problem.row_stride else 5 * problem.row_stride
+    packed = torch.full((*q.shape[:2], chosen), torch.nan, dtype=q.dtype)
+    parts = packed.unflatten(2, (-1, problem.d_head)).split(problem.heads, dim=2)
+    q_at, o_at, k_at, v_at, *rest = parts
+    if own == problem.row_stride:
+        rest.append(v_at)
+        v_at = torch.empty_like(v.transpose(1, 2)).transpose(1, 2)
+    for view, values in ((q_at, q), (k_at, k), (v_at, v)):
+        view.copy_(values)
+    return (q_at, k_at, v_at, o_at), rest
+
+
+@pytest.mark.parametrize("config", BUILT, ids=short_form)
+def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> None:
+    seq_len, d_head = blocks_of(config), config.supports.d_heads[0]
+    inputs, references = mixed(seq_len, d_head, torch_dtype(config))
+    views, rest = strided(config, *inputs)
+
+    output, run = flash_attention.simulate(config, *views)
+
+    assert output is views[-1]
+    assert config.short_form() in run.kernel and run.faults == ()
+    for n, reference in enumerate(references):
+        batch, head = divmod(n, HEADS)
+        assert_right(output[batch : batch + 1, :, head : head + 1], reference)
+    assert all(torch.equal(view, x) for view, x in zip(views, inputs, strict=False))
+    assert all(part.isnan().all() for part in rest)
+    assert_counts(config, AttentionForward(BATCH, HEADS, seq_len, d_head), run)
+
+
+def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
+    """What the shape of the problem says that a kernel must do."""
     total = run.counters.total
-    seq, d = SMALL_SHAPE.seq_len, SMALL_SHAPE.d_head
-    assert total.mma_flops == 4 * seq * seq * d
+    (launch,) = config.launch(problem, problem.strides())
+    blocks = len(config.key_blocks(problem.seq_len))
+    assert total.mma == launch.n_blocks * launch.n_warps * blocks * config.mma_per_key_block
+    if not config.mma_row_sum:
+        assert total.mma_flops == problem.operations
     # Q and O once; K and V once for each block of queries
-    assert total.global_bytes == (2 + 2 * seq // config.B_r) * seq * d * 2
+    tensor_bytes = problem.bytes // 4
+    assert total.global_bytes == (2 + 2 * problem.seq_len // config.B_r) * tensor_bytes
     assert total.global_sectors * 32 == total.global_bytes
     if config.swizzled:
         assert total.bank_conflicts == 0
     else:
         # eight rows of an 8x8 matrix, 256 bytes apart, fall on the same banks
-        ldmatrix = [
-            counts
-            for opcode, counts in run.counters.by_opcode().items()
-            if opcode.startswith("ldmatrix")
-        ]
-        assert {c.shared_wavefronts for c in ldmatrix} == {
-            8 * c.shared_ideal_wavefronts for c in ldmatrix
+        opcodes = run.counters.by_opcode().items()
+        loads = [counts for opcode, counts in opcodes if opcode.startswith("ldmatrix")]
+        assert {c.shared_wavefronts for c in loads} == {
+            8 * c.shared_ideal_wavefronts for c in loads
         }
 
 
-def test_the_first_version_has_bank_conflicts_and_the_second_has_none(problems) -> None:
-    conflicts = [
-        check(
-            problems, of_version(number), AttentionForward(1, 1, 128)
-        ).counters.total.bank_conflicts
-        for number in (1, 2)
-    ]
-    assert conflicts[0] > 0
-    assert conflicts[1] == 0
-
-
-@pytest.mark.parametrize("config", OTHERS, ids=short_form)
-def test_every_other_config_that_is_built_is_right(problems, config) -> None:
-    check(problems, config, AttentionForward(1, 1, 256))
-
-
-@pytest.mark.parametrize("number", VERSIONS)
-def test_every_version_is_right_for_one_block(problems, number) -> None:
-    check(problems, of_version(number), AttentionForward(1, 1, 64))
-
-
-@pytest.mark.parametrize("number", [1, 3, 10, LAST_VERSION])
-def test_batches_and_heads_are_kept_apart(problems, number) -> None:
-    check(problems, of_version(number), BATCH_AND_HEADS)
-
-
-@pytest.mark.parametrize("config", [c for c in PROGRESSION if c.static_row_stride], ids=short_form)
-@pytest.mark.parametrize("seq_len", [64, 128])
-def test_a_static_row_stride_is_right_for_its_tensors(problems, config, seq_len) -> None:
-    n_heads = config.static_row_stride // config.d_head
-    run = check(problems, config, AttentionForward(1, n_heads, seq_len))
+@pytest.mark.parametrize("config", IN_ONE_DTYPE, ids=short_form)
+def test_every_kernel_is_right_for_one_block(config) -> None:
+    one_block = next(config.supports.corners())
+    inputs = inputs_of(config, one_block)
+    tensors = tensors_for(config, *inputs)
+    _, run = flash_attention.simulate(config, **tensors)
     assert config.short_form() in run.kernel
+    assert_right(tensors["o"], attention_reference(*inputs))
 
 
-TWO_STAGES = [config for config in OTHERS if config.kv_stages == 2]
+# -- which kernel runs, and on what ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("config", TWO_STAGES, ids=short_form)
-def test_two_stages_are_right_for_other_inputs(problems, config, distribution) -> None:
-    n_heads = config.static_row_stride // config.d_head or 1
-    check(problems, config, AttentionForward(1, n_heads, 128), distribution)
-
-
-@pytest.mark.parametrize("seq_len", [128, 384])
-@pytest.mark.parametrize("dtype", DType)
-def test_two_stages_take_an_even_and_an_odd_number_of_turns(problems, dtype, seq_len) -> None:
-    config = next(c for c in TWO_STAGES if c.dtype == dtype and not c.static_row_stride)
-    check(problems, config, AttentionForward(2, 3, seq_len))
-
-
-@pytest.mark.parametrize(
-    ("growth", "blocks_rescaled"),
-    [(0.0, 1), (2.5, 1), (8.5, 4), (4.5, 2)],
-    ids=["constant", "below the limit in all", "above it", "above it every second block"],
-)
-def test_lazy_rescale_multiplies_only_where_the_maximum_has_grown(growth, blocks_rescaled) -> None:
-    config = next(c for c in TWO_STAGES if c.dtype == DType.BF16 and not c.static_row_stride)
-    assert config.lazy_rescale
-    n_blocks, d_head = 4, config.d_head
-    shape = (1, n_blocks * config.B_c, 1, d_head)
-    # Every logit of a block of keys is the same power of two; blocks are walked backwards.
-    exponents = growth * torch.arange(n_blocks - 1, -1, -1).repeat_interleave(config.B_c)
-    unit = math.log(2) * math.sqrt(d_head)  # one power of two in P, before the scale
-    q = torch.zeros(shape)
-    q[..., 0] = 2**6
-    k = torch.zeros(shape)
-    k[0, :, 0, 0] = exponents * unit / 2**6
-    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.5
-    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-
-    output, run = flash_attention.simulate(config, q, k, v)
-
-    reference = attention_reference(q, k, v)
-    assert measure_error(output, reference.expected).within(reference.bound)
-    multiplications = sum(
-        counts.instructions
-        for opcode, counts in run.counters.by_opcode().items()
-        if opcode.startswith("mul") and opcode.endswith("f32")
-    )
-    warps = config.n_warps * shape[1] // config.B_r
-    row_tiles = config.B_r // config.n_warps // 16
-    # O's and l's accumulators, of which l's have two columns alike
-    rescale = row_tiles * (d_head // 8 * 4 + 4)
-    once = row_tiles * (d_head // 8 * 4)  # O / l at the end
-    a_block = row_tiles * 2  # the maximum's own scale
-    assert multiplications == warps * (blocks_rescaled * rescale + n_blocks * a_block + once)
-
-
-def test_a_static_row_stride_gives_way_to_the_general_sibling(problems) -> None:
-    config = of_version(LAST_VERSION)
-    run = check(problems, config, BATCH_AND_HEADS)
-    assert config.short_form() not in run.kernel
-    assert config.general().short_form() in run.kernel
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("number", [1, 10, LAST_VERSION])
-def test_other_inputs_are_right(problems, number, distribution) -> None:
-    check(problems, of_version(number), AttentionForward(1, 1, 192), distribution)
-
-
-@pytest.mark.parametrize("number", [1, LAST_VERSION])
-def test_strided_views_are_read_and_written_in_place(problems, number) -> None:
-    config = of_version(number)
-    inputs, reference = problems.get(BATCH_AND_HEADS, torch_dtype(config))
-    batch, seq, heads, d_head = inputs[0].shape
-    packed = torch.full((batch, seq, 4, heads, d_head), torch.nan, dtype=inputs[0].dtype)
-    packed[:, :, 0] = inputs[0]
-    packed[:, :, 2] = inputs[1]
-    head_major = inputs[2].transpose(1, 2).contiguous().transpose(1, 2)
-    output = packed[:, :, 1]
-    flash_attention.forward(config, packed[:, :, 0], packed[:, :, 2], head_major, output)
-    error = measure_error(output.contiguous(), reference.expected)
-    assert error.within(reference.bound)
-    assert torch.equal(packed[:, :, 0], inputs[0]) and torch.equal(packed[:, :, 2], inputs[1])
-    assert packed[:, :, 3].isnan().all()
+@pytest.mark.parametrize("config", WITH_SIBLING, ids=short_form)
+def test_a_kernel_gives_way_to_its_sibling_for_other_row_strides(config) -> None:
+    problem = next(config.supports.corners())
+    other = config.runs_as(problem.strides())
+    assert other != config
+    inputs = inputs_of(config, problem)
+    output, run = flash_attention.simulate(config, *inputs)
+    assert other.short_form() in run.kernel and config.short_form() not in run.kernel
+    assert_right(output, attention_reference(*inputs))
 
 
 def test_one_head_expanded_to_all_is_right() -> None:
-    config = of_version(LAST_VERSION)
-    q, k, v = make_inputs("normal", AttentionForward(2, 1, 64), torch.bfloat16)
+    config = PROGRESSION[-1]
+    q, k, v = inputs_of(config, AttentionForward(2, 1, 64))
     wide = [x.expand(2, 64, 3, 128) for x in (q, k, v)]
     o = flash_attention.forward(config, *wide)
     assert torch.equal(o, flash_attention.forward(config, *(x.contiguous() for x in wide)))
 
 
 def test_the_result_does_not_depend_on_how_it_is_asked_for() -> None:
-    config = of_version(7)
-    inputs = make_inputs("normal", AttentionForward(1, 1, 64), torch.bfloat16)
+    config = PROGRESSION[0]
+    inputs = inputs_of(config, next(config.supports.corners()))
     o = flash_attention.forward(config, *inputs)
     by_name = flash_attention.forward(config.short_form(), *inputs)
     given = torch.empty_like(o)
@@ -236,14 +185,59 @@ def test_the_result_does_not_depend_on_how_it_is_asked_for() -> None:
     assert run.faults == ()
 
 
-def test_counts_grow_with_blocks_and_phases_are_told_apart(problems) -> None:
-    config = of_version(3)
+# -- counts ----------------------------------------------------------------------------------------
+
+
+def test_counts_grow_with_blocks_and_phases_are_told_apart() -> None:
+    step = STEPS["v3"]
+    config = step_config = next(c for c in PROGRESSION if c.step is step)
     small, large = (
-        check(problems, config, AttentionForward(1, 1, seq)).counters for seq in (128, 256)
+        flash_attention.simulate(config, *inputs_of(step_config, AttentionForward(1, 1, n)))[1]
+        for n in (64, 128)
     )
+    before, after = small.counters.by_phase(), large.counters.by_phase()
     for phase in (Phase.PROLOGUE, Phase.EPILOGUE):
-        assert large.by_phase()[phase].global_bytes >= 2 * small.by_phase()[phase].global_bytes > 0
-    assert large.by_phase()[Phase.MAIN_LOOP].mma == 4 * small.by_phase()[Phase.MAIN_LOOP].mma
-    assert sum(counts.instructions for counts in large.by_phase().values()) == (
-        large.total.instructions
+        assert after[phase].global_bytes >= 2 * before[phase].global_bytes > 0
+    assert after[Phase.MAIN_LOOP].mma == 4 * before[Phase.MAIN_LOOP].mma
+    assert sum(counts.instructions for counts in after.values()) == (
+        large.counters.total.instructions
+    )
+
+
+@pytest.mark.parametrize(
+    ("growth", "blocks_rescaled"),
+    [(0.0, 1), (2.5, 1), (8.5, 4), (4.5, 2)],
+    ids=["constant", "below the limit in all", "above it", "above it every second block"],
+)
+def test_lazy_rescale_multiplies_only_where_the_maximum_has_grown(growth, blocks_rescaled) -> None:
+    config = LAZY
+    n_blocks, d_head = 4, config.d_head
+    problem = AttentionForward(1, 1, n_blocks * config.B_c, d_head)
+    # Every logit of a block of keys is the same power of two, greater from block to block.
+    exponents = torch.zeros(problem.seq_len)
+    for turn, block in enumerate(config.key_blocks(problem.seq_len)):
+        exponents[block * config.B_c :][: config.B_c] = growth * turn
+    unit = math.log(2) * math.sqrt(d_head)  # one power of two in P, before the scale
+    q, k = torch.zeros(2, *problem.shape)
+    q[..., 0] = 2**6
+    k[0, :, 0, 0] = exponents * unit / 2**6
+    v = torch.randn(problem.shape, generator=torch.Generator().manual_seed(0)) + 0.5
+    q, k, v = (x.to(torch_dtype(config)) for x in (q, k, v))
+
+    output, run = flash_attention.simulate(config, q, k, v)
+
+    assert_right(output, attention_reference(q, k, v))
+    multiplications = sum(
+        counts.instructions
+        for opcode, counts in run.counters.by_opcode().items()
+        if opcode.startswith("mul") and opcode.endswith("f32")
+    )
+    (launch,) = config.launch(problem, problem.strides())
+    row_tiles = config.B_r // config.n_warps // MMA_M
+    # O's and l's accumulators, of which l's have two columns alike
+    rescale = row_tiles * (d_head // 8 * 4 + 4)
+    once = row_tiles * (d_head // 8 * 4)  # O / l at the end
+    a_block = row_tiles * 2  # the maximum's own scale
+    assert multiplications == launch.n_blocks * launch.n_warps * (
+        blocks_rescaled * rescale + n_blocks * a_block + once
     )

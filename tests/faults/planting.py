@@ -12,9 +12,10 @@ import torch
 
 from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.kernel_configs import (
+    STEPS,
     AttentionForward,
+    Config,
     DType,
-    FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
 from flash_helpers.ptx import (
@@ -73,16 +74,16 @@ def leave(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of a version's kernel, and how it comes to light.
+    """An edit of a step's kernel, and how it comes to light.
 
-    instruction: regular expression of the PTX lines; of those in `phase`, the ones of the slice
-        `which` (None for all) are edited, in the order in which they are executed.
+    step: its id. instruction: regular expression of the PTX lines; of those in `phase`, the ones of
+    the slice `which` (None for all) are edited, in the order in which they are executed.
     Either the watcher raises `error`, at an instruction that comes from a line of CUDA source
     holding `source`; or the output is wrong, and the first wrong quantity is `quantity`, in the
-    step-th block of keys that the kernel takes.
+    turn-th block of keys that the kernel takes.
     """
 
-    version: int
+    step: str
     dtype: DType
     phase: Phase
     instruction: str
@@ -91,13 +92,17 @@ class Fault:
     error: type[SimulatorError] | None = None
     source: str = ""
     quantity: str = ""
-    step: int = 0
+    turn: int = 0
 
     @property
-    def config(self) -> FlashForwardKernelConfig:
-        """The version's kernel in the progression, with the row stride of SHAPE."""
-        configs = {(c.version, c.dtype): c for c in get_kernel_progression_configs()}
-        return configs[self.version, self.dtype].general()
+    def config(self) -> Config:
+        """The step's kernel in the progression."""
+        (found,) = (
+            config
+            for config in get_kernel_progression_configs()
+            if config.step is STEPS[self.step] and config.dtype == self.dtype
+        )
+        return found
 
 
 def nth(n: int) -> slice:
@@ -110,7 +115,7 @@ BARRIER, WAIT, COMMIT = r"bar\.sync", r"cp\.async\.wait_group", r"cp\.async\.com
 COPY, LOAD, LOAD_V = r"cp\.async\.cg", r"ldmatrix\S*x4\.shared", r"ldmatrix\S*trans"
 SHUFFLE, MMA = r"shfl\.sync", r"mma\.sync"
 ROW_BYTES = 256
-"""Of a row in shared memory before v15, and in global memory with one head."""
+"""Of a row in shared memory before v15, and in global memory with one head before v16."""
 LOG2_E, SCALED_LOG2_E = "0f3FB8AA3B", "0f3E0293EE"
 """log2(e), and the same divided by sqrt(d_head)."""
 N_SCORE_MMAS = 64
@@ -118,105 +123,107 @@ N_SCORE_MMAS = 64
 
 FAULTS = {
     "v1: copies of the next V begin before all have read the last": Fault(
-        1, FP16, MAIN_LOOP, BARRIER, drop, nth(0), RaceError,
+        "v1", FP16, MAIN_LOOP, BARRIER, drop, nth(0), RaceError,
         "copy_tile_async<B_c, kThreads>(V_smem",
     ),
     "v1: K is read without a barrier after the wait": Fault(
-        1, BF16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError, "load_fragments(K_rmem"
+        "v1", BF16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError, "load_fragments(K_rmem"
     ),
     "v1: two warps write the same row of O": Fault(
-        1, FP16, EPILOGUE, r"st\.shared", swap(r"\[(%r\d+)\]", rf"[\1+{24 * ROW_BYTES}]"), nth(0),
-        RaceError, "store_smem_4(",
+        "v1", FP16, EPILOGUE, r"st\.shared", swap(r"\[(%r\d+)\]", rf"[\1+{24 * ROW_BYTES}]"),
+        nth(0), RaceError, "store_smem_4(",
     ),
     "v1: O and l of half the rows are not rescaled": Fault(
-        1, BF16, MAIN_LOOP, r"ex2\.", swap(r"ex2\S+\s+(%f\d+), .*", r"mov.f32 \1, 0f3F800000;"),
-        nth(0), quantity="l", step=1,
+        "v1", BF16, MAIN_LOOP, r"ex2\.", swap(r"ex2\S+\s+(%f\d+), .*", r"mov.f32 \1, 0f3F800000;"),
+        nth(0), quantity="l", turn=1,
     ),
     "v2: the wait for Q is missing": Fault(
-        2, BF16, PROLOGUE, WAIT, drop, nth(0), PendingCopyError, "load_fragments(Q_rmem"
+        "v2", BF16, PROLOGUE, WAIT, drop, nth(0), PendingCopyError, "load_fragments(Q_rmem"
     ),
     "v2: copies and loads of K disagree about the swizzle": Fault(
-        2, FP16, MAIN_LOOP, LOAD, other_chunk, quantity="K"
+        "v2", FP16, MAIN_LOOP, LOAD, other_chunk, quantity="K"
     ),
     "v3: the wait for K is off by one": Fault(
-        3, FP16, MAIN_LOOP, WAIT, swap("1;", "2;"), nth(0), PendingCopyError,
+        "v3", FP16, MAIN_LOOP, WAIT, swap("1;", "2;"), nth(0), PendingCopyError,
         "load_fragments(K_rmem",
     ),
     "v3: the last rows of Q are not copied": Fault(
-        3, BF16, PROLOGUE, COPY, drop, nth(7), UninitialisedReadError, "load_fragments(Q_rmem"
+        "v3", BF16, PROLOGUE, COPY, drop, nth(7), UninitialisedReadError, "load_fragments(Q_rmem"
     ),
     "v3: l is not rescaled": Fault(
-        3, FP16, MAIN_LOOP, r"fma\.rn\.f32",
+        "v3", FP16, MAIN_LOOP, r"fma\.rn\.f32",
         swap(r"fma\S+\s+(%f\d+), %f\d+, (%f\d+), (%f\d+);", r"add.f32 \1, \2, \3;"),
-        quantity="l", step=1,
+        quantity="l", turn=1,
     ),
     "v4: the next K is copied over the one that is read": Fault(
-        4, FP16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError,
+        "v4", FP16, MAIN_LOOP, BARRIER, drop, nth(1), RaceError,
         "copy_tile_async<B_c, kThreads>(K_smem",
     ),
     "v5: the copies of K are not committed": Fault(
-        5, BF16, MAIN_LOOP, COMMIT, drop, nth(0), PendingCopyError, "ldmatrix_x4_trans("
+        "v5", BF16, MAIN_LOOP, COMMIT, drop, nth(0), PendingCopyError, "ldmatrix_x4_trans("
     ),
     "v6: a maximum goes to the wrong lane": Fault(
-        6, BF16, MAIN_LOOP, SHUFFLE, swap(r"(shfl\S+\s+\S+ \S+) \S+,", r"\1 1,"), nth(1),
+        "v6", BF16, MAIN_LOOP, SHUFFLE, swap(r"(shfl\S+\s+\S+ \S+) \S+,", r"\1 1,"), nth(1),
         quantity="m",
     ),
     "v6: the scale is missing in the exponent": Fault(
-        6, FP16, MAIN_LOOP, ".*" + SCALED_LOG2_E, swap(SCALED_LOG2_E, LOG2_E), quantity="l"
+        "v6", FP16, MAIN_LOOP, ".*" + SCALED_LOG2_E, swap(SCALED_LOG2_E, LOG2_E), quantity="l"
     ),
     "v7: a shuffle names too few lanes": Fault(
-        7, FP16, MAIN_LOOP, SHUFFLE, swap(r"[^ ]+;", "268435455;"), nth(0), MissingLanesError,
+        "v7", FP16, MAIN_LOOP, SHUFFLE, swap(r"[^ ]+;", "268435455;"), nth(0), MissingLanesError,
         "__shfl_xor_sync(0xffffffff, x, 1)",
     ),
     "v8: the loads of V do not transpose": Fault(
-        8, FP16, MAIN_LOOP, LOAD_V, swap(r"\.trans", ""), quantity="V"
+        "v8", FP16, MAIN_LOOP, LOAD_V, swap(r"\.trans", ""), quantity="V"
     ),
     "v8: neighbours in P are exchanged": Fault(
-        8, BF16, MAIN_LOOP, r"cvt\.rn\.bf16x2", swap(r"(%f\d+), (%f\d+);", r"\2, \1;"), quantity="P"
+        "v8", BF16, MAIN_LOOP, r"cvt\.rn\.bf16x2", swap(r"(%f\d+), (%f\d+);", r"\2, \1;"),
+        quantity="P",
     ),
     "v9: the two registers of K are exchanged": Fault(
-        9, BF16, MAIN_LOOP, MMA, swap(r"\{(%r\d+), (%r\d+)\}", r"{\2, \1}"), slice(N_SCORE_MMAS),
+        "v9", BF16, MAIN_LOOP, MMA, swap(r"\{(%r\d+), (%r\d+)\}", r"{\2, \1}"), slice(N_SCORE_MMAS),
         quantity="K",
     ),
     "v10: the next V is copied over the one that is read, in the peeled block": Fault(
-        10, BF16, PROLOGUE, BARRIER, drop, nth(-1), RaceError,
+        "v10", BF16, PROLOGUE, BARRIER, drop, nth(-1), RaceError,
         "copy_tile_async<B_c, kThreads>(V_smem",
     ),
     "v11: the swizzle of O is encoded wrongly": Fault(
-        11, BF16, EPILOGUE, r"xor\.b32\s.*, 16;", swap(", 16;", ", 32;"), quantity="output"
+        "v11", BF16, EPILOGUE, r"xor\.b32\s.*, 16;", swap(", 16;", ", 32;"), quantity="output"
     ),
     "v12: the rows of O are stored one too low": Fault(
-        12, BF16, EPILOGUE, r"st\.global", swap(r"\[(%rd\d+)\]", rf"[\1+{ROW_BYTES}]"), None,
+        "v12", BF16, EPILOGUE, r"st\.global", swap(r"\[(%rd\d+)\]", rf"[\1+{ROW_BYTES}]"), None,
         OutOfBoundsError, "store_gmem_16(",
     ),
     "v12: a fragment begins between two chunks": Fault(
-        12, FP16, PROLOGUE, LOAD, swap(r"\[(%r\d+)\]", r"[\1+8]"), nth(0), MisalignedError,
+        "v12", FP16, PROLOGUE, LOAD, swap(r"\[(%r\d+)\]", r"[\1+8]"), nth(0), MisalignedError,
         "load_fragments(",
     ),
     "v13: the wait for V is off by one": Fault(
-        13, BF16, MAIN_LOOP, WAIT, swap("1;", "2;"), nth(1), PendingCopyError, "ldmatrix_x4_trans("
+        "v13", BF16, MAIN_LOOP, WAIT, swap("1;", "2;"), nth(1), PendingCopyError,
+        "ldmatrix_x4_trans(",
     ),
     "v13: one warp leaves before the barrier": Fault(
-        13, FP16, PROLOGUE, r"mov\.u32\s+%r\d+, %tid\.x", leave, nth(0), BarrierError,
+        "v13", FP16, PROLOGUE, r"mov\.u32\s+%r\d+, %tid\.x", leave, nth(0), BarrierError,
         "__syncthreads()",
     ),
     "v14: V is copied from one row past the end": Fault(
-        14, FP16, PROLOGUE, COPY, swap(r"\[(%rd\d+)\]", rf"[\1+{ROW_BYTES}]"), slice(16, 24),
+        "v14", FP16, PROLOGUE, COPY, swap(r"\[(%rd\d+)\]", rf"[\1+{ROW_BYTES}]"), slice(16, 24),
         OutOfBoundsError, "copy_tile_async<B_c, kThreads>(V_smem",
     ),
     "v15: the loop ends one block early": Fault(
-        15, BF16, MAIN_LOOP, r"setp\.gt\.s32", swap(", 63;", ", 127;"), nth(-1), quantity="Q",
-        step=2,
+        "v15", BF16, MAIN_LOOP, r"setp\.gt\.s32", swap(", 63;", ", 127;"), nth(-1), quantity="Q",
+        turn=2,
     ),
     "v16: the lanes of a row do not add up all of l": Fault(
-        16, FP16, EPILOGUE, SHUFFLE, swap(r"(shfl\S+\s+\S+ \S+) \S+,", r"\1 1,"), nth(1),
+        "v16", FP16, EPILOGUE, SHUFFLE, swap(r"(shfl\S+\s+\S+ \S+) \S+,", r"\1 1,"), nth(1),
         quantity="output",
     ),
 }  # fmt: skip
 
 
 @functools.cache
-def kernel_of(config: FlashForwardKernelConfig) -> Kernel:
+def kernel_of(config: Config) -> Kernel:
     """The kernel as it is shipped."""
     return load_kernel(config, ptx_path(config))
 
@@ -232,13 +239,13 @@ def plant(fault: Fault) -> Kernel:
         and re.match(fault.instruction, lines[instruction.line - 1].strip())
     ]
     chosen = found[fault.which or slice(None)]
-    assert chosen, f"no {fault.instruction} in the {fault.phase.value} of v{fault.version}"
+    assert chosen, f"no {fault.instruction} in the {fault.phase.value} of {fault.step}"
     for index in chosen:
         lines[index] = fault.edit(lines[index])
     return load_kernel(fault.config, "\n".join(lines))
 
 
-def inputs_of(config: FlashForwardKernelConfig) -> QKV:
+def inputs_of(config: Config) -> QKV:
     """Inputs in which the maximum of most rows changes from block to block."""
     return make_inputs("normal", SHAPE, getattr(torch, config.dtype.torch_name))
 
@@ -253,7 +260,7 @@ def source_lines(text: str) -> list[str]:
     ]
 
 
-def built_from_these_sources(config: FlashForwardKernelConfig) -> bool:
+def built_from_these_sources(config: Config) -> bool:
     """Whether the shipped PTX still names the right lines: its barriers stand where it says."""
     barriers = [i for i in kernel_of(config).program.instructions if i.opcode == "bar.sync"]
     locations = [str(i.location) for i in barriers]

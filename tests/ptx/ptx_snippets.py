@@ -51,10 +51,8 @@ def evaluate(
 ) -> np.ndarray:
     """The values of ``%d`` after ``body``, one for each thread.
 
-    Args:
-        inputs: register name to PTX type and values; values are repeated to fill the threads.
-        result: PTX type of ``%d``.
-        declarations: further declarations of the function.
+    inputs: register name to PTX type and values; values are repeated to fill the threads. result:
+    PTX type of ``%d``. declarations: further declarations of the function.
     """
     inputs = inputs or {}
     memory = DeviceMemory()

@@ -17,6 +17,7 @@ from flash_helpers.ptx import (
     RaceError,
     TrapError,
     UninitialisedReadError,
+    UnsupportedInstruction,
     load_ptx,
 )
 
@@ -307,6 +308,41 @@ def test_faults_are_collected_once_for_each_instruction():
     assert found.counters.total.instructions > 0
 
 
+def test_a_launch_goes_on_with_the_counts_and_faults_of_the_one_before():
+    body = """
+    mov.u32 %r6, %ctaid.x;
+    ld.shared.u32 %r7, [%r3];
+    st.shared.u32 [%r3+2], 0;
+    bar.sync 0;
+    """
+    kernel = load_ptx(entry(START + body, declarations=DECLARATIONS)).kernel("k")
+
+    def launch(blocks, before=None):
+        return kernel.launch(grid=blocks, block=64, keep_going=True, before=before)
+
+    alone = launch(5)
+    together = launch(2, launch(1, launch(2)))
+    assert together.counters.by_opcode() == alone.counters.by_opcode()
+    assert together.counters.total == alone.counters.total
+    assert together.report() == alone.report()
+    assert [fault.count for fault in together.faults] == [5 * 64, 5 * 64]
+
+
+def test_a_launch_keeps_the_faults_that_only_the_one_before_had():
+    body = """
+    ld.param.u32 %r6, [bad];
+    setp.ne.u32 %q, %r6, 0;
+    @%q ld.shared.u32 %r7, [%r3];
+    """
+    text = entry(START + body, ".param .u32 bad", DECLARATIONS)
+    kernel = load_ptx(text).kernel("k")
+    run = None
+    for bad in (0, 1, 0):
+        run = kernel.launch(grid=1, block=32, args=[bad], keep_going=True, before=run)
+    (fault,) = run.faults
+    assert (type(fault), fault.count) == (UninitialisedReadError, 32)
+
+
 # -- launches and text -------------------------------------------------------------------------
 
 
@@ -325,8 +361,13 @@ def test_a_launch_that_cannot_exist():
         kernel.launch(grid=1, block=32, args=[1 << 32])
     with pytest.raises(LaunchError, match="3 bytes, its parameter 4"):
         kernel.launch(grid=1, block=32, args=[b"abc"])
-    with pytest.raises(LaunchError, match="unknown target"):
-        kernel.launch(grid=1, block=32, args=[1], target="sm_10")
+    for target in ("sm_10", "H100", "sm_"):
+        with pytest.raises(LaunchError, match=f"unknown target {target}: choose from sm_80, sm_8"):
+            kernel.launch(grid=1, block=32, args=[1], target=target)
+    with pytest.raises(LaunchError, match=r"sm_90a has 232448"):
+        kernel.launch(grid=1, block=32, shared_bytes=230 * 1024, args=[1], target="sm_90a")
+    with pytest.raises(LaunchError, match="64 in z"):
+        kernel.launch(grid=1, block=(1, 1, 65), args=[1])
     with pytest.raises(LaunchError, match="limits are"):
         kernel.launch(grid=(1, 70000), block=32, args=[1])
     with pytest.raises(LaunchError, match="positive"):
@@ -350,11 +391,37 @@ def test_text_that_is_cut_off(end):
     ("body", "words"),
     [("mov.u32 %nobody, 1;", "%nobody is not declared"), ("bra NOWHERE;", "does not exist"),
      ("add.u32 %r0, ], 1;", "cannot read"), ("add.u32 {%r0,}, 1;", "an operand is missing"),
-     ("mov.u32 %r0, %tid.x", "closing brace|inside")],
+     ("mov.u32 %r0, %tid.x", "closing brace|inside"), ("add.u32 %+r0, 1;", "cannot read"),
+     ("add.u32 %r0, %r0, 09;", "cannot read"), (".reg .b64 %rd<7;", "cannot read the register"),
+     (".shared .b8 t[many];", "the size 'many' is no number"),
+     ("ts: .branchtargets NOWHERE;\nbrx.idx %r0, ts;", "does not exist")],
 )  # fmt: skip
 def test_text_that_is_wrong(body, words):
     with pytest.raises(PtxSyntaxError, match=words):
         load_ptx(entry(body, "", ".reg .b32 %r0;").replace("ret;", ""))
+
+
+@pytest.mark.parametrize("line", [".version", ".target", ".file one"])
+def test_directives_that_are_wrong(line):
+    with pytest.raises(PtxSyntaxError, match=rf"PTX line 5: .*{line}"):
+        load_ptx(entry("", before=f"\n{line}"))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("call.uni (one), f, (one, one);", "3 arguments and results, f 2"),
+        ("call.uni f;", "0 arguments and results, f 2"),
+        ("call.uni (one), f, (%r0);", "arguments in registers"),
+        ("call.uni vprintf, (one);", "vprintf is not defined in this module"),
+        ("call.uni %r0;", "a pointer is not defined"),
+    ],
+)
+def test_calls_that_cannot_be(call, words):
+    function = ".func (.param .b32 out) f(.param .b32 in)\n{\nret;\n}"
+    text = entry(f".param .b32 one;\n{call}", "", ".reg .b32 %r0;", function)
+    with pytest.raises(UnsupportedInstruction, match=words):
+        load_ptx(text).kernel("k")
 
 
 def test_text_that_is_not_ptx():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 
 import flash_attention
-from flash_attention import _simulator
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.check.inputs import tensors_for
+from flash_helpers.kernel_configs import (
+    STEPS,
+    AttentionForward,
+    DType,
+    get_kernel_progression_configs,
+)
 from flash_helpers.ptx import (
     DeviceMemory,
     InstructionLimitError,
@@ -22,25 +26,27 @@ from flash_helpers.ptx import (
     UnsupportedInstruction,
     load_ptx,
 )
+from flash_helpers.runtime import simulator
+from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import (
     duration_text,
     estimate_seconds,
     load_kernel,
-    run_forward,
+    run_kernel,
 )
 
 CONFIG = next(
     config
     for config in get_kernel_progression_configs()
-    if config.version == 7 and config.dtype == DType.BF16
+    if config.step is STEPS["v7"] and config.dtype == DType.BF16
 )
 SHAPE = (1, 128, 1, 128)
 
 
 @pytest.fixture(scope="module")
-def ptx(package: Path) -> str:
+def ptx() -> str:
     """The PTX that the package ships for CONFIG."""
-    return (package / "ptx" / f"{CONFIG.short_form()}.ptx").read_text()
+    return ptx_path(CONFIG).read_text()
 
 
 @pytest.fixture
@@ -53,11 +59,17 @@ def shipped(monkeypatch, tmp_path):
     """Makes the package ship another text for CONFIG."""
 
     def ship(text: str | None) -> None:
-        monkeypatch.setattr(_simulator, "PTX_FOLDER", tmp_path)
+        path = tmp_path / ptx_path(CONFIG).name
+        monkeypatch.setattr(simulator, "ptx_path", lambda config: path)
         if text is not None:
-            (tmp_path / f"{CONFIG.short_form()}.ptx").write_text(text)
+            path.write_text(text)
 
     return ship
+
+
+def run(text: str, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Run CONFIG's kernel of a PTX text."""
+    run_kernel(CONFIG, load_kernel(CONFIG, text), tensors_for(CONFIG, *inputs))
 
 
 def edited(text: str, pattern: str, replacement: str, count: int = 1) -> str:
@@ -144,7 +156,7 @@ class TestBadPtx:
         text = edited(ptx, pattern, replacement)
         line = next(n for n, x in enumerate(text.splitlines(), start=1) if opcode in x)
         with pytest.raises(UnsupportedInstruction, match=f"PTX line {line}:.*{opcode}"):
-            run_forward(CONFIG, load_kernel(CONFIG, text), *inputs)
+            run(text, inputs)
 
     def test_no_modifier_is_ignored(self, ptx, inputs) -> None:
         opcodes = set(re.findall(r"^\t(?:@!?%p\d+ )?([a-z][a-z0-9]*)[.\w:]*[ \t;]", ptx, re.M))
@@ -152,7 +164,7 @@ class TestBadPtx:
         for opcode in sorted(opcodes):
             text = edited(ptx, rf"^(\t(?:@!?%p\d+ )?{opcode})\b", r"\1.twice")
             with pytest.raises(UnsupportedInstruction, match=rf"{opcode}\.twice.*\.twice is not"):
-                run_forward(CONFIG, load_kernel(CONFIG, text), *inputs)
+                run(text, inputs)
 
     def test_without_the_kernel_is_refused_with_those_there_are(self, ptx) -> None:
         other = CONFIG.replace(dtype=DType.FP16)
@@ -161,7 +173,7 @@ class TestBadPtx:
 
     def test_that_never_ends_is_stopped(self, ptx, inputs) -> None:
         with pytest.raises(InstructionLimitError, match="may never end"):
-            run_forward(CONFIG, load_kernel(CONFIG, endless(ptx)), *inputs)
+            run(endless(ptx), inputs)
 
 
 class TestBadArguments:
@@ -230,23 +242,23 @@ class TestAnnouncement:
     def test_of_a_long_run_gives_an_estimate_and_progress(
         self, inputs, capsys, monkeypatch
     ) -> None:
-        monkeypatch.setattr(_simulator, "ANNOUNCE_FROM_SECONDS", 0.0)
+        monkeypatch.setattr(simulator, "ANNOUNCE_FROM_SECONDS", 0.0)
         flash_attention.forward(CONFIG, *inputs)
         err = capsys.readouterr().err
         assert f"simulating {CONFIG.short_form()}, about " in err
         assert "0/2" in err
 
     def test_estimates_grow_with_the_work(self) -> None:
-        one = estimate_seconds(CONFIG, 1, 512, 1)
-        assert estimate_seconds(CONFIG, 2, 512, 3) == pytest.approx(6 * one)
-        assert estimate_seconds(CONFIG, 1, 1024, 1) == pytest.approx(4 * one)
+        one = estimate_seconds(AttentionForward(1, 1, 512))
+        assert estimate_seconds(AttentionForward(2, 3, 512)) == pytest.approx(6 * one)
+        assert estimate_seconds(AttentionForward(1, 1, 1024)) == pytest.approx(4 * one)
 
     @pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (200, "3 min"), (50_000, "14 h")])
     def test_durations_are_in_the_unit_that_suits(self, seconds, text) -> None:
         assert duration_text(seconds) == text
 
 
-def test_every_kernel_ships_its_ptx_under_its_name(package: Path) -> None:
+def test_every_kernel_ships_its_ptx_under_its_name() -> None:
     for config in flash_attention.kernels():
-        (name,) = load_ptx(package / "ptx" / f"{config.short_form()}.ptx").kernels
+        (name,) = load_ptx(ptx_path(config)).kernels
         assert config.short_form() in name

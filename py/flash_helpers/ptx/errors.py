@@ -33,13 +33,13 @@ class LaunchError(PtxError, ValueError):
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the kernel a fault happened."""
+    """Where in the kernel a fault happened. source: file:line of the CUDA source, with the chain of
+    inlined calls; None without `.loc`."""
 
     kernel: str
     ptx_line: int
     opcode: str
     source: str | None
-    """``file:line`` of the CUDA source, with the chain of inlined calls; None without ``.loc``."""
 
     def __str__(self) -> str:
         source = self.source or "no source line (compile with -lineinfo)"
@@ -62,11 +62,9 @@ class Thread:
 class SimulatorError(PtxError, RuntimeError):
     """A fault of the kernel found while it ran.
 
-    Attributes:
-        site: the instruction.
-        thread: the first thread that shows the fault, None if the fault has no single thread.
-        address: the address as the instruction saw it, None if no address is involved.
-        count: number of faulting lanes, over the whole run where faults are collected.
+    site: the instruction. thread: the first that shows the fault, None if it has no single one.
+    address: as the instruction saw it, None if no address is involved. count: of faulting lanes,
+    over the whole run where faults are collected.
     """
 
     title = "fault"
@@ -117,7 +115,7 @@ class UninitialisedReadError(SimulatorError):
 
 
 class PendingCopyError(SimulatorError):
-    """Shared memory touched between a ``cp.async`` and the wait that completes it."""
+    """Shared memory touched between a `cp.async` and the wait that completes it."""
 
     title = "asynchronous copy not waited for"
 
@@ -141,7 +139,7 @@ class MissingLanesError(SimulatorError):
 
 
 class TrapError(SimulatorError):
-    """The kernel executed ``trap``."""
+    """The kernel executed `trap`."""
 
     title = "trap"
 

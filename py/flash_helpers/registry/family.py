@@ -76,7 +76,8 @@ class Family:
     prefix: of the steps' ids. rank: families sort by it. base: the options of a step that sets
     nothing. targets: what the kernels are compiled for, such as "80" or "90a", each with machine
     code. arguments: the layout of the kernels' one parameter. map_header: the generated map from
-    config to kernel, relative to the root.
+    config to kernel, relative to the root. simulated_budget: warp instructions of its kernels that
+    one run of all tests may simulate; none of a family that no test simulates.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Family:
     arguments: StructLayout
     map_header: PurePosixPath
     kernel: str = "forward_kernel"
+    simulated_budget: int = 0
 
     def step_id(self, number: int) -> str:
         """ "v9" of 9."""

@@ -186,7 +186,8 @@ def _announced(config: Config, shape: torch.Size) -> Iterator[Progress | None]:
     with tqdm(desc=description, unit="block", leave=False) as bar:
 
         def advance(done: int, total: int) -> None:
-            bar.total = total
+            if bar.total is None:
+                bar.reset(total)
             bar.update(done - bar.n)
 
         yield advance

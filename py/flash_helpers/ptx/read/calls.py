@@ -1,7 +1,7 @@
 """Device functions, put in place of the calls to them.
 
 A simulated thread has no call stack: every call becomes a copy of the function's instructions, with
-its registers, labels and variables renamed. Parameters and results, which PTX keeps in ``.param``
+its registers, labels and variables renamed. Parameters and results, which PTX keeps in `.param`
 space, become variables in local memory.
 """
 
@@ -32,9 +32,8 @@ _DEPTH = 64
 def without_calls(module: Module, function: Function) -> Function:
     """The function with every call replaced by what it calls.
 
-    Raises:
-        UnsupportedInstruction: a call through a pointer, to a function that the module does not
-            define (``vprintf``, ``malloc``), or recursive.
+    Raises UnsupportedInstruction for a call through a pointer, to a function that the module does
+    not define (`vprintf`, `malloc`), or a recursive one.
     """
     if not any(i.name == "call" for i in function.instructions):
         return function
@@ -81,39 +80,32 @@ class _Inliner:
 
     def copy(self, call: Instruction, depth: int) -> tuple[Function, str]:
         """A renamed copy of what is called, and the label that its returns branch to."""
-        lists = [o for o in call.operands if isinstance(o, Arguments)]
-        names = [o for o in call.operands if isinstance(o, Symbol)]
-        name = names[0].name if names else "a pointer"
+        names = [o.name for o in call.operands if isinstance(o, Symbol)]
+        name = names[0] if names else "a pointer"
         callee = self.module.functions.get(name)
         if callee is None:
-            raise UnsupportedInstruction(
-                call.opcode, call.line, f"{name} is not defined in this module"
-            )
+            raise _unsupported(call, f"{name} is not defined in this module")
         if depth >= _DEPTH:
-            raise UnsupportedInstruction(call.opcode, call.line, f"{name} is recursive")
+            raise _unsupported(call, f"{name} is recursive")
         callee = self.expand(callee, depth + 1)
+        formal = [v.name for v in (*callee.results, *callee.parameters)]
+        lists = [o.elements for o in call.operands if isinstance(o, Arguments)]
+        given = [element for elements in lists for element in elements]
+        if len(given) != len(formal):
+            raise _unsupported(call, f"{len(given)} arguments and results, {name} {len(formal)}")
+        if not all(isinstance(element, Symbol) for element in given):
+            raise _unsupported(call, "arguments in registers")
         self.copies += 1
         suffix = f"#{self.copies}"
-        results = lists.pop(0).elements if callee.results else ()
-        arguments = lists.pop(0).elements if lists else ()
-        actual: dict[str, str] = {}
-        for formal, given in zip(
-            (*callee.results, *callee.parameters), (*results, *arguments), strict=True
-        ):
-            if not isinstance(given, Symbol):
-                raise UnsupportedInstruction(call.opcode, call.line, "arguments in registers")
-            actual[formal.name] = given.name
-        symbols = {v.name: v.name + suffix for v in callee.variables}
-        symbols.update({label: label + suffix for label in callee.labels})
-        symbols.update({table: table + suffix for table in callee.branch_targets})
-        symbols.update(actual)
+        own = (*(v.name for v in callee.variables), *callee.labels, *callee.branch_targets)
+        symbols = {n: n + suffix for n in own}
+        symbols |= {n: g.name for n, g in zip(formal, given, strict=True)}
         after = f"{name}{suffix}.return"
-        instructions = tuple(_renamed(i, symbols, suffix, after) for i in callee.instructions)
         body = replace(
             callee,
             registers={n + suffix: t for n, t in callee.registers.items()},
             variables=tuple(replace(v, name=v.name + suffix) for v in callee.variables),
-            instructions=instructions,
+            instructions=tuple(_renamed(i, symbols, suffix, after) for i in callee.instructions),
             labels={n + suffix: i for n, i in callee.labels.items()},
             branch_targets={
                 n + suffix: tuple(t + suffix for t in labels)
@@ -121,6 +113,10 @@ class _Inliner:
             },
         )
         return body, after
+
+
+def _unsupported(call: Instruction, reason: str) -> UnsupportedInstruction:
+    return UnsupportedInstruction(call.opcode, call.line, reason)
 
 
 def _as_local(variable: Variable) -> Variable:
@@ -131,14 +127,8 @@ def _to_local(instruction: Instruction, passed: set[str], *, everything: bool) -
     """Turns an access to a parameter of a device function into one to local memory."""
     if instruction.name not in ("ld", "st") or not instruction.has("param"):
         return instruction
-    symbol = next(
-        (
-            o.base.name
-            for o in instruction.operands
-            if isinstance(o, Address) and isinstance(o.base, Symbol)
-        ),
-        None,
-    )
+    bases = [o.base for o in instruction.operands if isinstance(o, Address)]
+    symbol = next((base.name for base in bases if isinstance(base, Symbol)), None)
     if symbol not in passed and not (everything and symbol is None):
         return instruction
     modifiers = tuple("local" if m == "param" else m for m in instruction.modifiers)
@@ -150,7 +140,7 @@ def _renamed(
 ) -> Instruction:
     guard = instruction.guard
     if guard is not None:
-        guard = Register(guard.name + suffix, guard.negated)
+        guard = replace(guard, name=guard.name + suffix)
     if instruction.name == "ret":
         return replace(
             instruction, name="bra", modifiers=(), operands=(Symbol(after),), guard=guard
@@ -160,18 +150,17 @@ def _renamed(
 
 
 def _operand(operand: Operand, symbols: Mapping[str, str], suffix: str) -> Operand:
+    def renamed(*operands: Operand) -> tuple[Operand, ...]:
+        return tuple(_operand(o, symbols, suffix) for o in operands)
+
     if isinstance(operand, Register):
         return replace(operand, name=operand.name + suffix)
     if isinstance(operand, Symbol):
         return replace(operand, name=symbols.get(operand.name, operand.name))
     if isinstance(operand, Address):
-        return replace(operand, base=_operand(operand.base, symbols, suffix))
+        return replace(operand, base=renamed(operand.base)[0])
     if isinstance(operand, Vector | Arguments):
-        return replace(
-            operand, elements=tuple(_operand(e, symbols, suffix) for e in operand.elements)
-        )
+        return replace(operand, elements=renamed(*operand.elements))
     if isinstance(operand, Pair):
-        return Pair(
-            _operand(operand.first, symbols, suffix), _operand(operand.second, symbols, suffix)
-        )
+        return Pair(*renamed(operand.first, operand.second))
     return operand

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.graph import strongly_connected_components
-from flash_helpers.ptx.read.module import Function, Instruction, Symbol
+from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbol
 
 BARRIERS = frozenset({"bar", "barrier"})
 EXITS = frozenset({"ret", "exit"})
 
 
 class Phase(str, Enum):
-    """Part of the kernel relative to its main loop (the loops that hold ``mma``)."""
+    """Part of the kernel relative to its main loop (the loops that hold `mma`)."""
 
     PROLOGUE = "prologue"
     MAIN_LOOP = "main loop"
@@ -39,32 +40,44 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Block:
-    """A basic block; instructions ``[start, end)`` of the program, the last one may end it."""
+    """A basic block: instructions [start, end) of the program, the last one may end it.
+
+    targets: blocks that a taken branch leads to. next: the block that follows when no branch is
+    taken; -1 if there is none.
+    """
 
     start: int
     end: int
     ending: Ending
     targets: tuple[int, ...]
-    """Blocks that a taken branch leads to."""
     next: int
-    """Block that follows when no branch is taken; -1 if there is none."""
     phase: Phase
-    loop_depth: int
+
+    @property
+    def body_end(self) -> int:
+        """Where the instructions end that are not control flow."""
+        return self.end if self.ending is Ending.NEXT else self.end - 1
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function's instructions in execution order."""
+    """A function's instructions in execution order. block_of: index of each one's block."""
 
     function: Function
     instructions: tuple[Instruction, ...]
     blocks: tuple[Block, ...]
     block_of: tuple[int, ...]
-    """Index of the block of every instruction."""
 
+    @cached_property
+    def registers(self) -> dict[str, str]:
+        """Types of the registers that instructions name: fewer than nvcc declares."""
+        named = (operand for instruction in self.instructions for operand in instruction.named())
+        used = dict.fromkeys(o.name for o in named if isinstance(o, Register))
+        return {name: self.function.registers[name] for name in used}
 
-def is_warp_barrier(instruction: Instruction) -> bool:
-    return instruction.name in BARRIERS and instruction.has("warp")
+    def block_at(self, position: int) -> Block:
+        """The block of an instruction."""
+        return self.blocks[self.block_of[position]]
 
 
 def _ending(instruction: Instruction) -> Ending:
@@ -74,17 +87,14 @@ def _ending(instruction: Instruction) -> Ending:
         return Ending.INDEXED
     if instruction.name in EXITS:
         return Ending.EXIT
-    if instruction.name in BARRIERS and not is_warp_barrier(instruction):
+    if instruction.name in BARRIERS and not instruction.has("warp"):
         return Ending.BARRIER
     return Ending.NEXT
 
 
 def build_program(function: Function) -> Program:
-    """Cuts a function into basic blocks and orders them.
-
-    Raises:
-        UnsupportedInstruction: the function is empty, or branches to a list it does not declare.
-    """
+    """Cuts a function into basic blocks and orders them. Raises UnsupportedInstruction if the
+    function is empty, or branches to a list that it does not declare."""
     instructions = function.instructions
     leaders = {0} | set(function.labels.values())
     for i, instruction in enumerate(instructions):
@@ -111,7 +121,7 @@ def build_program(function: Function) -> Program:
         if ending is Ending.BRANCH:
             targets = (block_at(_label(last)),)
         elif ending is Ending.INDEXED:
-            table = last.operands[1]
+            table = last.operands[-1] if len(last.operands) == 2 else None
             if not isinstance(table, Symbol) or table.name not in function.branch_targets:
                 raise UnsupportedInstruction(last.opcode, last.line, "unknown list of targets")
             targets = tuple(block_at(name) for name in function.branch_targets[table.name])
@@ -127,7 +137,12 @@ def build_program(function: Function) -> Program:
     order: list[int] = []
     loops: list[frozenset[int]] = []
     _order(set(_reachable(successors, [0])), 0, successors, order, loops)
-    phases = _phases(order, loops, successors, instructions, starts, ends)
+    holds_mma = {
+        b
+        for b, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if any(i.name in ("mma", "wmma") for i in instructions[start:end])
+    }
+    phases = _phases(order, loops, successors, holds_mma)
     rank = {b: i for i, b in enumerate(order)}
     placed: list[Instruction] = []
     blocks: list[Block] = []
@@ -144,7 +159,6 @@ def build_program(function: Function) -> Program:
                 targets=tuple(rank.get(t, -1) for t in taken[b]),
                 next=rank.get(following[b], -1),
                 phase=phases[b],
-                loop_depth=sum(b in loop for loop in loops),
             )
         )
     return Program(function, tuple(placed), tuple(blocks), tuple(block_of))
@@ -174,7 +188,7 @@ def _order(
     order: list[int],
     loops: list[frozenset[int]],
 ) -> None:
-    """Appends ``nodes`` to ``order``: topological once the edges back to a loop's head are cut."""
+    """Appends `nodes` to `order`: topological once the edges back to a loop's head are cut."""
     for component in reversed(strongly_connected_components(successors, nodes, entry)):
         if len(component) == 1:
             (node,) = component
@@ -195,16 +209,9 @@ def _phases(
     order: list[int],
     loops: list[frozenset[int]],
     successors: list[list[int]],
-    instructions: tuple[Instruction, ...],
-    starts: list[int],
-    ends: list[int],
+    holds_mma: set[int],
 ) -> dict[int, Phase]:
-    def holds_mma(loop: frozenset[int]) -> bool:
-        return any(
-            i.name in ("mma", "wmma") for b in loop for i in instructions[starts[b] : ends[b]]
-        )
-
-    main = frozenset().union(*(loop for loop in loops if holds_mma(loop)))
+    main = frozenset().union(*(loop for loop in loops if loop & holds_mma))
     if not main:
         # A kernel without a matrix loop: its loops are the main part, or everything is.
         main = frozenset().union(*loops) if loops else frozenset(order)

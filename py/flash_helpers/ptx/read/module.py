@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 
@@ -33,23 +34,23 @@ class Location:
 
 @dataclass(frozen=True)
 class Register:
-    """A virtual register; ``name`` is unique within its function."""
+    """A virtual register, by a name that is unique within its function. negated: `!%p`, the
+    complement of a predicate."""
 
     name: str
     negated: bool = False
-    """``!%p``: the complement of a predicate."""
 
 
 @dataclass(frozen=True)
 class Special:
-    """A special register such as ``%tid.x``."""
+    """A special register such as `%tid.x`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Immediate:
-    """A literal; ``float_bits`` is 32 or 64 for ``0f...``/``0d...``, whose bits are in value."""
+    """A literal. float_bits: 32 or 64 for `0f...` and `0d...`, whose bits are in value."""
 
     value: int | float
     float_bits: int = 0
@@ -65,7 +66,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """``[base + offset]``."""
+    """`[base + offset]`."""
 
     base: Register | Symbol | Immediate
     offset: int = 0
@@ -73,14 +74,14 @@ class Address:
 
 @dataclass(frozen=True)
 class Vector:
-    """``{a, b, ...}``."""
+    """`{a, b, ...}`."""
 
     elements: tuple[Operand, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """``a|b``: two destinations."""
+    """`a|b`: two destinations."""
 
     first: Operand
     second: Operand
@@ -88,49 +89,73 @@ class Pair:
 
 @dataclass(frozen=True)
 class Arguments:
-    """``(a, b, ...)`` of a call."""
+    """`(a, b, ...)` of a call."""
 
     elements: tuple[Operand, ...]
 
 
 @dataclass(frozen=True)
 class Sink:
-    """``_``: a destination that nobody reads."""
+    """`_`: a destination that nobody reads."""
 
 
 Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Arguments | Sink
 
 
+def parts(operand: Operand) -> Iterator[Operand]:
+    """The operand, and all that it is made of."""
+    yield operand
+    inner: tuple[Operand, ...] = ()
+    if isinstance(operand, Vector | Arguments):
+        inner = operand.elements
+    elif isinstance(operand, Pair):
+        inner = (operand.first, operand.second)
+    elif isinstance(operand, Address):
+        inner = (operand.base,)
+    for part in inner:
+        yield from parts(part)
+
+
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction."""
+    """One instruction.
+
+    opcode: with all modifiers, as written. line: of the PTX text, from 1. name: the opcode before
+    the first dot. types: the modifiers that are types, in order.
+    """
 
     opcode: str
-    """With all modifiers, as written."""
     operands: tuple[Operand, ...]
     guard: Register | None
     line: int
-    """Line of the PTX text, from 1."""
     location: Location | None
     name: str
-    """The opcode before the first dot."""
     modifiers: tuple[str, ...]
     types: tuple[str, ...]
-    """The modifiers that are types, in order."""
+
+    def named(self) -> Iterator[Operand]:
+        """All operands with their parts, and the guard."""
+        for operand in (*self.operands, *([self.guard] if self.guard else [])):
+            yield from parts(operand)
 
     def has(self, modifier: str) -> bool:
+        """Whether the opcode has a modifier."""
         return modifier in self.modifiers
+
+    def first(self, names: Collection[str]) -> str | None:
+        """The first of its modifiers that is one of these."""
+        return next((m for m in self.modifiers if m in names), None)
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable in ``.shared``, ``.local``, ``.const``, ``.global`` or ``.param`` space."""
+    """A variable in shared, local, const, global or param space. size: bytes; 0 for an `extern`
+    array whose size the launch gives."""
 
     name: str
     space: str
     type: str
     size: int
-    """Bytes; 0 for an ``extern`` array whose size the launch gives."""
     alignment: int
     initial: bytes | tuple[int | Symbol, ...] | None = None
     external: bool = False
@@ -138,23 +163,24 @@ class Variable:
 
 @dataclass(frozen=True)
 class Function:
-    """An entry (kernel) or a device function."""
+    """An entry (kernel) or a device function.
+
+    registers: type of each by its name. labels: index of the instruction that follows each.
+    branch_targets: the labels of each `.branchtargets` list, by its name. directives: `.maxntid`,
+    `.reqntid`, `.minnctapersm` and the like.
+    """
 
     name: str
     is_entry: bool
     parameters: tuple[Variable, ...]
     results: tuple[Variable, ...]
     registers: dict[str, str]
-    """Register name to type name."""
     variables: tuple[Variable, ...]
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
-    """Label to the index of the instruction that follows it."""
     branch_targets: dict[str, tuple[str, ...]]
-    """Name of a ``.branchtargets`` list to its labels."""
     line: int
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """``.maxntid``, ``.reqntid``, ``.minnctapersm`` and the like."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +189,10 @@ class Module:
 
     version: str
     target: str
-    files: dict[int, str]
     functions: dict[str, Function]
     variables: dict[str, Variable]
 
     @property
     def entries(self) -> tuple[Function, ...]:
+        """The kernels."""
         return tuple(f for f in self.functions.values() if f.is_entry)

@@ -6,7 +6,8 @@ import bisect
 import itertools
 import re
 import struct
-from dataclasses import dataclass, field
+from collections import ChainMap
+from dataclasses import dataclass, field, replace
 
 from flash_helpers.ptx.errors import PtxSyntaxError
 from flash_helpers.ptx.read.module import (
@@ -28,30 +29,37 @@ from flash_helpers.ptx.read.module import (
 )
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
 
+_INTEGER = r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?"
+_NAME = r"[A-Za-z_$%][\w$]*"
 _COMMENT = re.compile(r'("[^"\n]*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _SPACE = re.compile(r"\s+")
-_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _LINE = re.compile(r"[^\n]*")
+_DIRECTIVE = re.compile(r"\.\w+[ \t]+([\w.]+)[^\n]*")
+_FILE = re.compile(r'\.file[ \t]+(\d+)[ \t]+"([^"]*)"[^\n]*')
+_LABEL = re.compile(rf"({_NAME})\s*:(?!:)")
 _LOC = re.compile(
     r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)"
-    r"(?:\s*,\s*function_name\s+[\w$.+ ]+?\s*,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?"
+    r"(?:\s*,\s*function_name\s+[\w$.+ ]+?\s*,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?[^\n]*"
 )
 _INSTRUCTION = re.compile(r"(?:@(!?)([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*)\s*(?:,|$)")
 _NUMBER = re.compile(
-    r"-?(?:0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?"
-    r"|\d+\.\d*(?:[eE][-+]?\d+)?|\d+U?)$"
+    rf"(?:-?0[fF][0-9a-fA-F]{{8}}|-?0[dD][0-9a-fA-F]{{16}}|-?\d+\.\d*(?:[eE][-+]?\d+)?|{_INTEGER})$"
 )
-_NAME = re.compile(r"[A-Za-z_$%][\w$]*$")
-_SYMBOL_PLUS = re.compile(r"([A-Za-z_$%][\w$.]*?)\s*([+-])\s*(-?\w+)$")
+_WHOLE_INTEGER = re.compile(rf"{_INTEGER}$")
+_WHOLE_NAME = re.compile(rf"{_NAME}$")
+_SYMBOL_PLUS = re.compile(rf"([A-Za-z_$%][\w$.]*?)\s*([+-])\s*({_INTEGER})$")
+_REGISTERS = re.compile(r"\.reg\s*(?:\.v\d\s*)?\.(\w+)\s+(.*)", re.DOTALL)
+_REGISTER_NAMES = re.compile(r"([\w$%]+)\s*(?:<\s*(\d+)\s*>)?$")
 _VARIABLE = re.compile(
     r"(?P<attributes>(?:\.\w+(?:\s+\d+)?\s+)+)(?P<name>[\w$%]+)\s*(?:<(?P<count>\d+)>)?"
     r"\s*(?P<dimensions>(?:\[\s*\w*\s*\]\s*)*)(?:=\s*(?P<initial>.*))?$",
     re.DOTALL,
 )
-_FUNCTION_HEAD = re.compile(
-    r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func)\s*", re.DOTALL
-)
+_FUNCTION = re.compile(r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func)\s*", re.DOTALL)
+_FUNCTION_NAME = re.compile(r"[\w$%]+")
+_FUNCTION_DIRECTIVE = re.compile(r"\.(\w+)([\s\d,]*)")
+_BRACE_OR_LABEL = re.compile(rf"[{{}}]|^\s*({_NAME})\s*:(?!:)", re.M)
 _SPACES = frozenset({"shared", "local", "const", "global", "param", "reg"})
 _SPECIAL_NAMES = (
     r"n?tid|n?ctaid|laneid|n?warpid|n?smid|gridid|clock(?:64|_hi)?|globaltimer(?:_lo|_hi)?"
@@ -62,38 +70,15 @@ _SPECIAL = re.compile(rf"%(?:{_SPECIAL_NAMES})(?:\.[xyzw])?$")
 _CONSTANTS = {"WARP_SZ": 32}
 
 
-def parse_integer(text: str) -> int:
-    """The value of a PTX integer literal (decimal, hexadecimal, octal or binary)."""
-    text = text.rstrip("U")
-    negative = text.startswith("-")
-    digits = text.lstrip("-")
-    base = 10
-    if digits[:2] in ("0x", "0X"):
-        base = 16
-    elif digits[:2] in ("0b", "0B"):
-        base = 2
-    elif len(digits) > 1 and digits.startswith("0"):
-        base = 8
-    value = int(digits, base)
-    return -value if negative else value
-
-
 def read_ptx(text: str) -> Module:
-    """Reads a PTX module.
-
-    Raises:
-        PtxSyntaxError: the text is not a whole PTX module; the message names the line.
-    """
+    """Reads a PTX module. Raises PtxSyntaxError, which names the line, for a text that is no whole
+    one."""
     return _Reader(text).module()
 
 
-@dataclass
-class _Scope:
-    """Names declared between two braces."""
-
-    registers: dict[str, str] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
+def _integer(text: str) -> int:
+    """The value of a PTX integer literal (decimal, hexadecimal, octal or binary)."""
+    return int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.rstrip("U")), 0)
 
 
 @dataclass
@@ -114,14 +99,16 @@ class _Reader:
         self.position = 0
         self.line_starts = [0] + [m.end() for m in re.finditer("\n", self.text)]
         self.files: dict[int, str] = {}
-        self.raw_locations: dict[tuple[int, int, int], Location] = {}
+        self.raw_locations: dict[tuple[int, ...], Location] = {}
         self.location: Location | None = None
-        self.scopes: list[_Scope] = []
-        self.operands: dict[str, Operand] = {}
+        # Unique names of what is declared between braces, the innermost braces first.
+        self.registers: ChainMap[str, str] = ChainMap()
+        self.symbols: ChainMap[str, str] = ChainMap()
         self.scope_count = 0
+        self.operands: dict[str, Operand] = {}
         self.opcodes: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {}
 
-    # -- text ------------------------------------------------------------------------------
+    # -- text --------------------------------------------------------------------------------------
 
     def line(self, position: int | None = None) -> int:
         position = self.position if position is None else position
@@ -137,6 +124,9 @@ class _Reader:
             self.position = match.end()
         return self.position < len(self.text)
 
+    def starts(self, word: str) -> bool:
+        return self.text.startswith(word, self.position)
+
     def until(self, character: str, what: str) -> str:
         end = self.text.find(character, self.position)
         if end < 0:
@@ -145,12 +135,15 @@ class _Reader:
         self.position = end + 1
         return text
 
-    def rest_of_line(self) -> str:
-        match = _LINE.match(self.text, self.position)
+    def take(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        """Moves over what has to come next."""
+        match = pattern.match(self.text, self.position)
+        if match is None:
+            raise self.error(f"{what} {_LINE.match(self.text, self.position).group()[:60]!r}")
         self.position = match.end()
-        return match.group()
+        return match
 
-    # -- module ----------------------------------------------------------------------------
+    # -- module ------------------------------------------------------------------------------------
 
     def module(self) -> Module:
         version = target = ""
@@ -158,62 +151,55 @@ class _Reader:
         variables: dict[str, Variable] = {}
         while self.skip_space():
             if self.starts(".version"):
-                version = self.rest_of_line().split()[1]
+                version = self.take(_DIRECTIVE, "cannot read")[1]
             elif self.starts(".target"):
-                target = self.rest_of_line().split()[1].rstrip(",")
+                target = self.take(_DIRECTIVE, "cannot read")[1]
             elif self.starts(".address_size"):
-                if self.rest_of_line().split()[1] != "64":
+                if self.take(_DIRECTIVE, "cannot read")[1] != "64":
                     raise self.error("only 64-bit addresses are supported")
             elif self.starts(".file"):
-                self.read_file()
+                self.take(_FILE, "an index and a quoted path are due in")
             elif self.starts(".section"):
                 self.until("{", "a section")
                 self.until("}", "a section")
             elif self.starts(".pragma") or self.starts(".alias"):
                 self.until(";", "a directive")
-            elif _FUNCTION_HEAD.match(self.text, self.position):
+            elif _FUNCTION.match(self.text, self.position):
                 function = self.function()
                 if function is not None:
                     functions[function.name] = function
-            elif self.text[self.position] == ".":
+            elif self.starts("."):
                 start = self.position
                 variable = self.variable(self.until(";", "a variable"), start)
                 variables[variable.name] = variable
             else:
-                raise self.error(f"not a PTX directive: {self.rest_of_line()[:60]!r}")
+                found = _LINE.match(self.text, self.position).group()
+                raise self.error(f"not a PTX directive: {found[:60]!r}")
         if not version or not target:
             raise PtxSyntaxError("no .version and .target: this is not a PTX module", 1)
-        return Module(version, target, self.files, functions, variables)
-
-    def starts(self, word: str) -> bool:
-        return self.text.startswith(word, self.position)
-
-    def read_file(self) -> None:
-        match = re.match(r'\.file\s+(\d+)\s+"([^"]*)"', self.rest_of_line())
-        if match is None:
-            raise self.error("a .file directive needs an index and a quoted path")
-        self.files[int(match[1])] = match[2]
+        return Module(version, target, functions, variables)
 
     def variable(self, text: str, start: int) -> Variable:
-        match = _VARIABLE.match(text.strip())
+        text = text.strip()
+        match = _VARIABLE.match(text)
         if match is None:
-            raise self.error(f"cannot read the declaration {text.strip()[:80]!r}", start)
+            raise self.error(f"cannot read the declaration {text[:80]!r}", start)
         words = match["attributes"].replace(".", " ").split()
         alignment = 0
         for name, value in itertools.pairwise(words):
-            if name == "align":
+            if name == "align" and value.isdecimal():
                 alignment = int(value)
         spaces = [w for w in words if w in _SPACES]
         types = [w for w in words if w in TYPE_NAMES]
         if not spaces or not types:
-            raise self.error(
-                f"a declaration needs a space and a type: {text.strip()[:80]!r}", start
-            )
+            raise self.error(f"a declaration needs a space and a type: {text[:80]!r}", start)
         element = size_of(types[0])
         lanes = 4 if "v4" in words else 2 if "v2" in words else 1
         count = lanes
         for dimension in re.findall(r"\[\s*(\w*)\s*\]", match["dimensions"]):
-            count *= parse_integer(dimension) if dimension else 0
+            if dimension and not _WHOLE_INTEGER.match(dimension):
+                raise self.error(f"the size {dimension!r} is no number", start)
+            count *= _integer(dimension) if dimension else 0
         initial = None
         if match["initial"] is not None:
             initial = self.initial(match["initial"], types[0], start)
@@ -230,76 +216,62 @@ class _Reader:
         )
 
     def initial(self, text: str, type_name: str, start: int) -> bytes | tuple[int | Symbol, ...]:
-        values = re.findall(r"[^{},\s][^{},]*", text)
-        if any(not _NUMBER.match(v.strip()) for v in values):
+        values = [v.strip() for v in re.findall(r"[^{},\s][^{},]*", text)]
+        if not all(map(_NUMBER.match, values)):
             # Addresses of other variables: resolved when the module is loaded.
             return tuple(
-                parse_integer(v.strip()) if _NUMBER.match(v.strip()) else self.symbol(v.strip())
-                for v in values
+                _integer(v) if _WHOLE_INTEGER.match(v) else self.symbol(v, start) for v in values
             )
         size = size_of(type_name)
         data = b""
         for value in values:
-            literal = self.number(value.strip())
+            literal = self.number(value)
             if literal.float_bits:
-                data += int(literal.value).to_bytes(literal.float_bits // 8, "little")
+                data += literal.value.to_bytes(literal.float_bits // 8, "little")
             elif isinstance(literal.value, float):
                 data += struct.pack("<f" if size == 4 else "<d", literal.value)
             else:
                 data += (literal.value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
         return data
 
-    # -- functions -------------------------------------------------------------------------
+    # -- functions ---------------------------------------------------------------------------------
 
     def function(self) -> Function | None:
         start = self.position
-        head = _FUNCTION_HEAD.match(self.text, self.position)
-        self.position = head.end()
-        external, is_entry = "extern" in head[1], head[2] == "entry"
-        self.operands = {}
-        self.scopes = [_Scope()]
+        head = self.take(_FUNCTION, "")
+        self.operands, self.registers, self.symbols = {}, ChainMap(), ChainMap()
         results: tuple[Variable, ...] = ()
         self.skip_space()
         if self.starts("("):
             results = self.parameter_list()
             self.skip_space()
-        match = re.compile(r"[\w$%]+").match(self.text, self.position)
-        if match is None:
-            raise self.error("a function needs a name")
-        name = match.group()
-        self.position = match.end()
+        name = self.take(_FUNCTION_NAME, "a function needs a name:").group()
         if not self.skip_space():
             raise self.error(f"the text ends inside the head of {name}")
         parameters = self.parameter_list() if self.starts("(") else ()
         directives: dict[str, tuple[int, ...]] = {}
-        while True:
-            if not self.skip_space():
-                raise self.error(f"the text ends before the body of {name}")
-            character = self.text[self.position]
-            if character == ";":
+        while self.skip_space() and not self.starts("{"):
+            if self.starts(";"):
                 self.position += 1
                 return None
-            if character == "{":
-                break
-            match = re.compile(r"\.(\w+)([\s\d,]*)").match(self.text, self.position)
-            if match is None:
-                raise self.error(f"cannot read the head of {name}")
+            match = self.take(_FUNCTION_DIRECTIVE, f"cannot read the head of {name}:")
             directives[match[1]] = tuple(int(v) for v in re.findall(r"\d+", match[2]))
-            self.position = match.end()
-        if external:
+        if not self.starts("{"):
+            raise self.error(f"the text ends before the body of {name}")
+        if "extern" in head[1]:
             raise self.error(f"an external function has no body: {name}")
         self.position += 1
         body = _Body()
         for variable in (*parameters, *results):
             if variable.space == "reg":
                 body.registers[variable.name] = variable.type
-                self.scopes[0].registers[variable.name] = variable.name
+                self.registers[variable.name] = variable.name
         self.location = None
         self.raw_locations = {}
         self.body(body, name)
         return Function(
             name=name,
-            is_entry=is_entry,
+            is_entry=head[2] == "entry",
             parameters=parameters,
             results=results,
             registers=body.registers,
@@ -320,30 +292,26 @@ class _Reader:
         return tuple(self.variable(p, start) for p in text.split(",")) if text else ()
 
     def body(self, body: _Body, name: str) -> None:
-        depth = 1
         while True:
             if not self.skip_space():
                 raise self.error(f"the text ends inside {name}: a closing brace is missing")
             character = self.text[self.position]
-            if character == "{":
+            if character in "{};":
                 self.position += 1
-                depth += 1
+            if character == "{":
                 self.scope_count += 1
-                self.scopes.append(self.scan_scope())
+                self.registers = self.registers.new_child()
+                self.symbols = self.symbols.new_child(self.labels_of_scope())
                 self.operands = {}
             elif character == "}":
-                self.position += 1
-                depth -= 1
-                if depth == 0:
+                if len(self.symbols.maps) == 1:
                     self.check_labels(body)
                     return
-                self.scopes.pop()
+                self.registers, self.symbols = self.registers.parents, self.symbols.parents
                 self.operands = {}
             elif character == ".":
                 self.directive(body)
-            elif character == ";":
-                self.position += 1
-            else:
+            elif character != ";":
                 match = _LABEL.match(self.text, self.position)
                 if match:
                     self.position = match.end()
@@ -351,38 +319,28 @@ class _Reader:
                 else:
                     self.instruction(body)
 
-    def scan_scope(self) -> _Scope:
+    def labels_of_scope(self) -> dict[str, str]:
         """Labels of the block that opens here: a branch may precede its label."""
-        scope = _Scope()
-        depth, position = 1, self.position
-        for match in re.compile(r"[{}]|^\s*([A-Za-z_$%][\w$]*)\s*:(?!:)", re.M).finditer(
-            self.text, position
-        ):
+        labels, depth = {}, 1
+        for match in _BRACE_OR_LABEL.finditer(self.text, self.position):
             depth += {"{": 1, "}": -1}.get(match.group(), 0)
             if depth == 0:
                 break
             if match[1] and depth == 1:
-                scope.labels[match[1]] = f"{match[1]}@{self.scope_count}"
-        return scope
+                labels[match[1]] = f"{match[1]}@{self.scope_count}"
+        return labels
 
     def label(self, name: str, body: _Body) -> None:
-        if self.text.startswith(".branchtargets", self.position) or (
-            self.skip_space() and self.starts(".branchtargets")
-        ):
-            text = self.until(";", "a .branchtargets list")
-            targets = [t.strip() for t in text.split(None, 1)[1].split(",")]
-            body.branch_targets[name] = tuple(self.resolve_label(t) for t in targets)
-            return
-        if self.starts(".callprototype"):
+        self.skip_space()
+        if self.starts(".branchtargets"):
+            names = self.until(";", "a .branchtargets list").removeprefix(".branchtargets")
+            body.branch_targets[name] = tuple(
+                self.symbol(n.strip(), self.position).name for n in names.split(",")
+            )
+        elif self.starts(".callprototype"):
             self.until(";", "a .callprototype")
-            return
-        body.labels[self.resolve_label(name)] = len(body.instructions)
-
-    def resolve_label(self, name: str) -> str:
-        for scope in reversed(self.scopes):
-            if name in scope.labels:
-                return scope.labels[name]
-        return name
+        else:
+            body.labels[self.symbol(name, self.position).name] = len(body.instructions)
 
     def check_labels(self, body: _Body) -> None:
         for instruction in body.instructions:
@@ -391,11 +349,13 @@ class _Reader:
             target = instruction.operands[0] if instruction.operands else None
             if not isinstance(target, Symbol) or target.name not in body.labels:
                 raise PtxSyntaxError("a branch to a label that does not exist", instruction.line)
+        if not {n for names in body.branch_targets.values() for n in names} <= set(body.labels):
+            raise self.error("a list of branches to a label that does not exist")
 
     def directive(self, body: _Body) -> None:
         start = self.position
         if self.starts(".loc ") or self.starts(".loc\t"):
-            self.read_location(self.rest_of_line(), start)
+            self.read_location(self.take(_LOC, "cannot read"))
             return
         text = self.until(";", "a declaration").strip()
         if text.startswith(".pragma"):
@@ -404,70 +364,55 @@ class _Reader:
             self.declare_registers(text, body, start)
             return
         variable = self.variable(text, start)
-        unique = variable.name
-        if len(self.scopes) > 1:
-            unique = f"{variable.name}@{self.scope_count}"
-            self.scopes[-1].variables[variable.name] = unique
+        if len(self.symbols.maps) > 1:
+            self.symbols[variable.name] = unique = f"{variable.name}@{self.scope_count}"
             self.operands = {}
-        body.variables.append(
-            Variable(
-                unique,
-                variable.space,
-                variable.type,
-                variable.size,
-                variable.alignment,
-                variable.initial,
-                variable.external,
-            )
-        )
+            variable = replace(variable, name=unique)
+        body.variables.append(variable)
 
     def declare_registers(self, text: str, body: _Body, start: int) -> None:
-        match = re.match(r"\.reg\s*(?:\.v\d\s*)?\.(\w+)\s+(.*)", text, re.DOTALL)
-        if match is None or match[1] not in TYPE_NAMES:
+        match = _REGISTERS.match(text)
+        names = (
+            [_REGISTER_NAMES.match(item.strip()) for item in match[2].split(",")] if match else []
+        )
+        if match is None or match[1] not in TYPE_NAMES or not all(names):
             raise self.error(f"cannot read the register declaration {text[:80]!r}", start)
-        suffix = "" if len(self.scopes) == 1 else f"@{self.scope_count}"
-        for item in match[2].split(","):
-            name, _, count = item.strip().partition("<")
-            names = [f"{name}{i}" for i in range(int(count.rstrip("> ")))] if count else [name]
-            for register in names:
-                self.scopes[-1].registers[register] = register + suffix
-                body.registers[register + suffix] = match[1]
+        suffix = "" if len(self.registers.maps) == 1 else f"@{self.scope_count}"
+        for name, count in (item.groups() for item in names):
+            declared = [f"{name}{i}" for i in range(int(count))] if count else [name]
+            unique = [register + suffix for register in declared]
+            self.registers.update(zip(declared, unique, strict=True))
+            body.registers.update(dict.fromkeys(unique, match[1]))
         self.operands = {}
 
-    def read_location(self, text: str, start: int) -> None:
-        match = _LOC.match(text)
-        if match is None:
-            raise self.error(f"cannot read {text[:80]!r}", start)
-        file, line, column = int(match[1]), int(match[2]), int(match[3])
+    def read_location(self, match: re.Match[str]) -> None:
+        numbers = [int(n) for n in match.groups() if n is not None]
+        key, call = tuple(numbers[:3]), tuple(numbers[3:])
+        file, line, column = key
         if line == 0:
             return
-        key = (file, line, column)
-        known = self.raw_locations.get(key)
-        if match[4] is None and known is not None:
-            # nvcc repeats a line of an inlined function without its call: keep the call.
-            self.location = known
-            return
-        parent = None
-        if match[4] is not None:
-            call = (int(match[4]), int(match[5]), int(match[6]))
-            parent = self.raw_locations.get(call) or Location(self.file(call[0]), *call[1:])
-        self.location = Location(self.file(file), line, column, parent)
-        self.raw_locations[key] = self.location
+        # nvcc repeats a line of an inlined function without its call: keep the call.
+        if call or key not in self.raw_locations:
+            parent = None
+            if call:
+                parent = self.raw_locations.get(call) or Location(self.file(call[0]), *call[1:])
+            self.raw_locations[key] = Location(self.file(file), line, column, parent)
+        self.location = self.raw_locations[key]
 
     def file(self, index: int) -> str:
         # The .file directives stand at the end of the text, after the functions that use them.
         if not self.files:
-            self.files.update(
-                (int(m[1]), m[2])
+            self.files = {
+                int(m[1]): m[2]
                 for m in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', self.text, re.M)
-            )
+            }
         if index not in self.files:
             raise self.error(
                 f"a .loc names file {index}, but no .file {index} follows: the text is cut off"
             )
         return self.files[index]
 
-    # -- instructions ----------------------------------------------------------------------
+    # -- instructions ------------------------------------------------------------------------------
 
     def instruction(self, body: _Body) -> None:
         start = self.position
@@ -486,32 +431,22 @@ class _Reader:
             self.opcodes[opcode] = (name, tuple(modifiers), types)
         name, modifiers, types = self.opcodes[opcode]
         operands = []
-        position = 0
-        rest = rest.strip()
+        position, rest = 0, rest.strip()
         while position < len(rest):
             item = _OPERAND.match(rest, position)
             if item is None:
                 raise self.error(f"cannot read the operands {rest[:80]!r}", start)
             operands.append(self.operand(item[1].strip(), start))
             position = item.end()
+        line = self.line(start)
         body.instructions.append(
-            Instruction(
-                opcode,
-                tuple(operands),
-                guard,
-                self.line(start),
-                self.location,
-                name,
-                modifiers,
-                types,
-            )
+            Instruction(opcode, tuple(operands), guard, line, self.location, name, modifiers, types)
         )
 
     def register(self, name: str, start: int) -> str:
-        for scope in reversed(self.scopes):
-            if name in scope.registers:
-                return scope.registers[name]
-        raise self.error(f"the register {name} is not declared", start)
+        if name not in self.registers:
+            raise self.error(f"the register {name} is not declared", start)
+        return self.registers[name]
 
     def operand(self, text: str, start: int) -> Operand:
         cached = self.operands.get(text)
@@ -522,72 +457,61 @@ class _Reader:
     def read_operand(self, text: str, start: int) -> Operand:
         if not text:
             raise self.error("an operand is missing", start)
-        first = text[0]
+        first, inner = text[0], text[1:-1].strip()
         if first == "{":
-            return Vector(tuple(self.operand(t.strip(), start) for t in text[1:-1].split(",")))
-        if first == "[":
-            if "," in text:
-                # Coordinates of a texture: no instruction that is known has them.
-                return Arguments(())
-            return self.address(text[1:-1].strip(), start)
+            return Vector(self.operand_list(inner, start))
         if first == "(":
-            inner = text[1:-1].strip()
-            items = inner.split(",") if inner else []
-            return Arguments(tuple(self.operand(t.strip(), start) for t in items))
+            return Arguments(self.operand_list(inner, start) if inner else ())
+        if first == "[":
+            # With a comma, coordinates of a texture: no instruction that is known has them.
+            return Arguments(()) if "," in text else self.address(inner, start)
         if text == "_":
             return Sink()
         if first == "!":
             return Register(self.register(text[1:].strip(), start), negated=True)
         if "|" in text:
-            a, b = (self.operand(t.strip(), start) for t in text.split("|"))
-            return Pair(a, b)
+            return Pair(*(self.operand(t.strip(), start) for t in text.split("|", 1)))
         if _NUMBER.match(text):
             return self.number(text)
         if text in _CONSTANTS:
             return Immediate(_CONSTANTS[text])
-        for scope in reversed(self.scopes):
-            if text in scope.registers:
-                return Register(scope.registers[text])
-        if _SPECIAL.match(text):
-            return Special(text)
-        return self.symbol(text, start)
+        if text in self.registers:
+            return Register(self.registers[text])
+        return Special(text) if _SPECIAL.match(text) else self.symbol(text, start)
 
-    def symbol(self, text: str, start: int | None = None) -> Symbol:
-        match = _SYMBOL_PLUS.match(text)
-        name, offset = text, 0
-        if match:
-            name, offset = match[1], parse_integer(match[3])
-            offset = -offset if match[2] == "-" else offset
+    def operand_list(self, text: str, start: int) -> tuple[Operand, ...]:
+        return tuple(self.operand(t.strip(), start) for t in text.split(","))
+
+    def symbol(self, text: str, start: int) -> Symbol:
+        name, offset = _base_and_offset(text)
         generic = re.match(r"generic\((.*)\)$", name)
         name = generic[1] if generic else name
-        if not _NAME.match(name):
+        if not _WHOLE_NAME.match(name):
             raise self.error(f"cannot read the operand {text[:60]!r}", start)
         if name.startswith("%"):
             raise self.error(f"the register {name} is not declared", start)
-        for scope in reversed(self.scopes):
-            if name in scope.variables:
-                return Symbol(scope.variables[name], offset)
-        return Symbol(self.resolve_label(name), offset)
+        return Symbol(self.symbols.get(name, name), offset)
 
     def address(self, text: str, start: int) -> Address:
-        base, offset = text, 0
-        match = _SYMBOL_PLUS.match(text)
-        if match:
-            base, offset = match[1], parse_integer(match[3])
-            offset = -offset if match[2] == "-" else offset
+        base, offset = _base_and_offset(text)
         operand = self.operand(base, start)
-        if isinstance(operand, Register | Immediate):
-            return Address(operand, offset)
         if isinstance(operand, Symbol):
             return Address(operand, operand.offset + offset)
-        raise self.error(f"cannot read the address [{text}]", start)
+        if not isinstance(operand, Register | Immediate):
+            raise self.error(f"cannot read the address [{text}]", start)
+        return Address(operand, offset)
 
     def number(self, text: str) -> Immediate:
         negative, digits = text.startswith("-"), text.lstrip("-")
-        if digits[:2] in ("0f", "0F", "0d", "0D") and len(digits) in (10, 18):
-            bits = 32 if len(digits) == 10 else 64
-            value = int(digits[2:], 16) ^ (negative << (bits - 1))
-            return Immediate(value, bits)
-        if "." in text:
-            return Immediate(float(text))
-        return Immediate(parse_integer(text))
+        if digits[:2] in ("0f", "0F", "0d", "0D"):
+            bits = 4 * (len(digits) - 2)
+            return Immediate(int(digits[2:], 16) ^ (negative << (bits - 1)), bits)
+        return Immediate(float(text) if "." in text else _integer(text))
+
+
+def _base_and_offset(text: str) -> tuple[str, int]:
+    match = _SYMBOL_PLUS.match(text)
+    if match is None:
+        return text, 0
+    offset = _integer(match[3])
+    return match[1], -offset if match[2] == "-" else offset

@@ -11,14 +11,14 @@ import numpy as np
 class ScalarType:
     """A PTX fundamental type.
 
-    ``dtype`` is the NumPy type of one value. Types that NumPy does not have (bf16, packed pairs,
-    tf32) are held as the unsigned integer of their width.
+    dtype: the NumPy type of one value. Types that NumPy does not have (bf16, packed pairs, tf32)
+    are held as the unsigned integer of their width. kind: s signed, u unsigned, b bits, f NumPy
+    float, x other float, p bool.
     """
 
     name: str
     dtype: np.dtype
     kind: str
-    """``s`` signed, ``u`` unsigned, ``b`` bits, ``f`` NumPy float, ``x`` other float, ``p`` bool"""
 
     @property
     def size(self) -> int:
@@ -27,10 +27,12 @@ class ScalarType:
 
     @property
     def bits(self) -> int:
+        """Bits of one value."""
         return 8 * self.size
 
     @property
     def is_float(self) -> bool:
+        """Whether it is a floating-point type, packed ones included."""
         return self.kind in "fx"
 
 
@@ -56,6 +58,11 @@ B128 = "b128"
 TYPE_NAMES = frozenset(SCALAR_TYPES) | {B128}
 
 
+def dtype_of(name: str) -> np.dtype:
+    """How NumPy holds a value of a PTX type; of B128 it is one of two words."""
+    return np.dtype(np.uint64) if name == B128 else SCALAR_TYPES[name].dtype
+
+
 def size_of(name: str) -> int:
-    """Bytes of a value of the PTX type ``name``."""
+    """Bytes of a value of a PTX type."""
     return 16 if name == B128 else SCALAR_TYPES[name].size

@@ -2,90 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError, UnsupportedInstruction
-from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol, Vector
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
-from flash_helpers.ptx.run.integers import Builder
-from flash_helpers.ptx.run.machine import Action, Machine, pick
+from flash_helpers.ptx.errors import Thread, UnsupportedInstruction
+from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, dtype_of, size_of
+from flash_helpers.ptx.run.forms import MEMORY, Form
+from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory import (
     ARENA_BASE,
-    LOCAL_WINDOW,
-    PARAM_WINDOW,
-    SHARED_WINDOW,
     WINDOW_SIZE,
+    WINDOWS,
+    empty_words,
     word_view,
 )
 from flash_helpers.ptx.run.rounding import F16, bf16_to_f32, f32_to_bf16
 from flash_helpers.ptx.run.shared import ALL, Selection
 
 SPACES = ("shared", "global", "local", "param", "const")
-_MORALLY_STRONG = frozenset({"volatile", "relaxed", "acquire", "release"})
+STRONG = frozenset({"volatile", "relaxed", "acquire", "release"})
+"""Accesses with one of these do not race with their like (PTX ISA 9.0, "Morally Strong")."""
 
-Addresses = Callable[[Selection], np.ndarray]
-
-
-def is_whole(selection: Selection) -> bool:
-    return isinstance(selection, slice) and selection == ALL
+# The memory as words, the index of each lane's word, and which lanes may access it; None for all.
+Located = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def space_of(instruction: Instruction) -> str:
-    """The state space an instruction names, ``generic`` if none."""
-    return next((m for m in instruction.modifiers if m in SPACES), "generic")
+    """The state space that an instruction names, "generic" if none."""
+    return instruction.first(SPACES) or "generic"
 
 
 def vector_length(instruction: Instruction) -> int:
     """Elements that one lane moves."""
-    return next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
+    return int((instruction.first(("v2", "v4", "v8")) or "v1")[1:])
 
 
 def access_size(instruction: Instruction) -> int:
-    """Bytes that one lane moves.
-
-    Raises:
-        UnsupportedInstruction: the instruction names no type.
-    """
-    if not instruction.types:
-        raise UnsupportedInstruction(instruction.opcode, instruction.line, "it names no type")
-    return vector_length(instruction) * size_of(instruction.types[-1])
-
-
-def elements_of(instruction: Instruction, operand: Operand) -> tuple[Operand, ...]:
-    """The registers that a load or store moves.
-
-    Raises:
-        ValueError: they are not as many as the instruction's vector has.
-    """
-    elements = operand.elements if isinstance(operand, Vector) else (operand,)
-    if len(elements) != vector_length(instruction):
-        raise ValueError(f"{len(elements)} registers for a vector of {vector_length(instruction)}")
-    return elements
+    """Bytes that one lane moves. Raises UnsupportedInstruction for an instruction that names no
+    type, or more than 32 bytes."""
+    reason = "it has no type"
+    if instruction.types:
+        size = vector_length(instruction) * size_of(instruction.types[-1])
+        if size <= 32:
+            return size
+        reason = f"an access of {size} bytes"
+    raise UnsupportedInstruction(instruction.opcode, instruction.line, reason)
 
 
-def addresses_of(machine: Machine, operand: Operand) -> Addresses:
-    """The operand ``[base + offset]`` as int64 addresses, one for each selected lane."""
+def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np.ndarray]:
+    """The operand `[base + offset]` as int64 addresses, one for each selected lane."""
     if not isinstance(operand, Address):
         raise machine.unsupported("an address in brackets is expected")
-    offset = operand.offset
-    if isinstance(operand.base, Symbol):
-        fixed = np.array([machine.symbol(operand.base) + offset], np.int64)
-        everywhere = np.broadcast_to(fixed, (machine.lanes,))
-        return lambda selection: everywhere[selection]
-    array = (
-        machine.register(operand.base)
-        if isinstance(operand.base, Register)
-        else np.full(machine.lanes, operand.base.value, np.uint64)
-    )
-    if offset == 0:
-        return lambda selection: array[selection].astype(np.int64)
+    base, offset = operand.base, operand.offset
+    if isinstance(base, Register):
+        array = machine.register(base)
+        if array.ndim == 2 or array.dtype == bool:
+            raise machine.unsupported("a register of this type holds no address")
+    else:
+        start = machine.symbol(base) if isinstance(base, Symbol) else int(base.value)
+        array = np.broadcast_to(np.array(start, np.int64), (machine.lanes,))
 
     def compute(selection: Selection) -> np.ndarray:
         addresses = array[selection].astype(np.int64)
-        addresses += offset
+        if offset:
+            addresses += offset
         return addresses
 
     return compute
@@ -102,99 +84,60 @@ class GlobalChecker:
 
     def check(self, addresses: np.ndarray, selection: Selection) -> np.ndarray | None:
         """Which lanes may access memory; None when all may."""
+        machine, size = self.machine, self.size
         low, high = int(addresses.min()), int(addresses.max())
-        if low < self.low or high + self.size > self.high:
-            extent = self.machine.memory.extent(low)
+        if low < self.low or high + size > self.high:
+            extent = machine.memory.extent(low)
             if extent is not None:
                 self.low, self.high = extent
-        misaligned = int(np.bitwise_or.reduce(addresses)) & (self.size - 1)
-        if self.low <= low and high + self.size <= self.high and not misaligned:
+        misaligned = int(np.bitwise_or.reduce(addresses)) & (size - 1)
+        if self.low <= low and high + size <= self.high and not misaligned:
             return None
-        inside = self.machine.memory.inside(addresses, self.size)
-        aligned = addresses & (self.size - 1) == 0
-        lanes = self.machine.lanes_of(selection)
-        if not inside.all():
-            bad = np.flatnonzero(~inside)
-            where = self.machine.memory.nearest(int(addresses[bad[0]]))
-            self._report(OutOfBoundsError, f"{self.size} bytes, {where}", addresses, lanes, bad)
-        elif not aligned.all():
-            bad = np.flatnonzero(~aligned)
-            self._report(
-                MisalignedError,
-                f"{self.size} bytes at a global address that is not a multiple of {self.size}",
-                addresses,
-                lanes,
-                bad,
-            )
-        else:
-            # All lanes are right, they only lie in several allocations.
-            return None
-        return inside & aligned
 
-    def _report(
-        self, kind: type, detail: str, addresses: np.ndarray, lanes: np.ndarray, bad: np.ndarray
-    ) -> None:
-        self.machine.log.report(
-            kind,
-            detail,
-            self.position,
-            self.machine.geometry.thread(lanes[bad[0]]),
-            int(addresses[bad[0]]),
-            bad.size,
-        )
+        def thread(i: int) -> Thread:
+            return machine.geometry.thread(machine.lanes_of(selection)[i])
+
+        def outside(address: int) -> str:
+            return f"{size} bytes, {machine.memory.nearest(address)}"
+
+        def misaligned(address: int) -> str:
+            return f"{size} bytes at a global address that is not a multiple of {size}"
+
+        inside = machine.memory.inside(addresses, size)
+        position, log = self.position, machine.log
+        return log.refuse(position, addresses, size, inside, thread, outside, misaligned)
 
 
 class Port:
-    """Reads and writes words of one size in one state space, for one instruction.
+    """Reads and writes words of one size in one state space, for one instruction; checks, watches
+    and counts."""
 
-    ``read`` returns one row of words for each lane (zeros where an access was refused); ``write``
-    takes one. Both check, watch and count.
-    """
-
-    def __init__(self, machine: Machine, instruction: Instruction, space: str, size: int) -> None:
+    def __init__(self, machine: Machine, instruction: Instruction, size: int) -> None:
         self.machine = machine
         self.position = machine.position
         self.size = size
         self.shift = size.bit_length() - 1
-        self.watched = not any(instruction.has(m) for m in _MORALLY_STRONG)
+        self.space = space_of(instruction)
+        self.watched = not instruction.first(STRONG)
         self.checker = GlobalChecker(machine, size)
-        self.counts_global = space != "const"
 
-    def spread(
+    def parts(
         self, addresses: np.ndarray, selection: Selection
-    ) -> list[tuple[str, np.ndarray, Selection, np.ndarray | slice]]:
-        """Generic addresses by state space: space, addresses in it, lanes, which of the rows."""
-        parts = []
-        lanes = self.machine.lanes_of(selection)
+    ) -> Iterator[tuple[str, np.ndarray, Selection, Selection]]:
+        """Addresses by state space: space, addresses in it, lanes, which of the given ones."""
+        if self.space != "generic":
+            yield self.space, addresses, selection, ALL
+            return
         rest = np.ones(addresses.shape, bool)
-        for space, start in (
-            ("shared", SHARED_WINDOW),
-            ("local", LOCAL_WINDOW),
-            ("param", PARAM_WINDOW),
-        ):
-            hit = (addresses >= start) & (addresses < start + WINDOW_SIZE)
-            if hit.any():
-                everyone = hit.all()
-                parts.append(
-                    (
-                        space,
-                        addresses - start if everyone else addresses[hit] - start,
-                        selection if everyone else lanes[hit],
-                        ALL if everyone else hit,
-                    )
-                )
-                rest &= ~hit
-        if rest.any():
-            everyone = rest.all()
-            parts.append(
-                (
-                    "global",
-                    addresses if everyone else addresses[rest],
-                    selection if everyone else lanes[rest],
-                    ALL if everyone else rest,
-                )
-            )
-        return parts
+        for space, start in (*WINDOWS.items(), ("global", 0)):
+            hit = rest
+            if start:
+                hit = (addresses >= start) & (addresses < start + WINDOW_SIZE)
+                rest = rest & ~hit
+            if hit.all():
+                yield space, addresses - start, selection, ALL
+            elif hit.any():
+                yield space, addresses[hit] - start, self.machine.lanes_of(selection)[hit], hit
 
     def locate(
         self,
@@ -203,33 +146,25 @@ class Port:
         selection: Selection,
         action: str,
         value: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The memory as words, the index of each lane's word, and which lanes may go on.
-
-        Args:
-            action: ``read``, ``write`` or ``atomic``.
-            value: what is written, one word a lane.
-        """
+    ) -> Located:
+        """Where the words are. action: read, write or atomic. value: what is written, one word a
+        lane."""
         if space == "shared":
             return self._shared(addresses, selection, action, value)
-        resolve = {
-            "global": self._global,
-            "const": self._global,
-            "local": self._local,
-            "param": self._param,
-        }[space]
-        return resolve(addresses, selection)
+        if space in ("global", "const"):
+            return self._global(addresses, selection, counted=self.space != "const")
+        launch = self.machine.launch
+        if space == "param":
+            return self._private(addresses, selection, launch.parameters, "parameters")
+        size = launch.local_bytes
+        return self._private(addresses, selection, self.machine.local, "local memory", size)
 
     def _shared(
-        self,
-        addresses: np.ndarray,
-        selection: Selection,
-        action: str,
-        value: np.ndarray | None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        self, addresses: np.ndarray, selection: Selection, action: str, value: np.ndarray | None
+    ) -> Located:
         shared = self.machine.shared
         rows, good = shared.rows(self.position, addresses, self.size, selection)
-        lanes: Selection = selection
+        lanes = selection
         if good is not None:
             rows, addresses = rows[good], addresses[good]
             lanes = self.machine.lanes_of(selection)[good]
@@ -242,67 +177,48 @@ class Port:
             else:
                 shared.note_write(self.position, rows, self.size, lanes, value)
             self.machine.tally.shared_access(
-                self.position, addresses, self.size, self._whole(lanes)
+                self.position, addresses, self.size, self.machine.counted(lanes)
             )
         return shared.words(self.size), rows, good
 
-    def _whole(self, selection: Selection) -> np.ndarray | None:
-        """None for the selection of all lanes, else the lanes: the form that counting takes."""
-        return None if is_whole(selection) else self.machine.lanes_of(selection)
-
-    def _global(
-        self, addresses: np.ndarray, selection: Selection
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _global(self, addresses: np.ndarray, selection: Selection, *, counted: bool) -> Located:
         good = self.checker.check(addresses, selection)
-        lanes: Selection = selection
+        lanes = selection
         if good is not None:
             addresses = addresses[good]
             lanes = self.machine.lanes_of(selection)[good]
-        if self.counts_global and addresses.size:
+        if counted and addresses.size:
             self.machine.tally.global_access(
-                self.position, addresses, self.size, self._whole(lanes)
+                self.position, addresses, self.size, self.machine.counted(lanes)
             )
-        rows = (addresses - ARENA_BASE) >> self.shift
-        return self.machine.memory.view(self.size), rows, good
+        return self.machine.memory.view(self.size), (addresses - ARENA_BASE) >> self.shift, good
 
-    def _offsets(
-        self, addresses: np.ndarray, selection: Selection, size: int, name: str
-    ) -> np.ndarray | None:
-        inside = (addresses >= 0) & (addresses + self.size <= size)
-        aligned = addresses & (self.size - 1) == 0
-        good = inside & aligned
-        if good.all():
-            return None
-        bad = np.flatnonzero(~good)
-        first = int(addresses[bad[0]])
-        kind = MisalignedError if inside.all() else OutOfBoundsError
-        self.machine.log.report(
-            kind,
-            f"{self.size} bytes at offset {first} of {size} bytes of {name}",
+    def _private(
+        self,
+        addresses: np.ndarray,
+        selection: Selection,
+        data: np.ndarray,
+        name: str,
+        each: int | None = None,
+    ) -> Located:
+        """Of the parameters, or of the local memory, of which each lane has so many bytes."""
+        machine, size = self.machine, data.size if each is None else each
+
+        def detail(at: int) -> str:
+            return f"{self.size} bytes at offset {at} of {size} bytes of {name}"
+
+        good = machine.log.refuse(
             self.position,
-            self.machine.geometry.thread(self.machine.lanes_of(selection)[bad[0]]),
-            first,
-            bad.size,
+            addresses,
+            self.size,
+            (addresses >= 0) & (addresses + self.size <= size),
+            lambda i: machine.geometry.thread(machine.lanes_of(selection)[i]),
+            detail,
+            detail,
         )
-        return good
-
-    def _local(
-        self, addresses: np.ndarray, selection: Selection
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        size = self.machine.launch.local_bytes
-        good = self._offsets(addresses, selection, size, "local memory")
-        lanes = self.machine.lanes_of(selection)
-        flat = lanes * size + addresses
+        flat = addresses if each is None else machine.lanes_of(selection) * each + addresses
         flat = flat if good is None else flat[good]
-        return word_view(self.machine.local, self.size), flat >> self.shift, good
-
-    def _param(
-        self, addresses: np.ndarray, selection: Selection
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        data = self.machine.launch.parameters
-        good = self._offsets(addresses, selection, data.size, "parameters")
-        rows = (addresses if good is None else addresses[good]) >> self.shift
-        return word_view(data, self.size), rows, good
+        return word_view(data, self.size), flat >> self.shift, good
 
 
 def _fill(rows: np.ndarray, good: np.ndarray) -> np.ndarray:
@@ -312,219 +228,179 @@ def _fill(rows: np.ndarray, good: np.ndarray) -> np.ndarray:
     return full
 
 
-def load(machine: Machine, instruction: Instruction) -> Action:
+def _load(machine: Machine, instruction: Instruction) -> Action:
     """ld, ldu and ld.global.nc, scalar and vector."""
     target, address = instruction.operands[:2]
-    space = space_of(instruction)
-    type_name = instruction.types[-1]
-    size = access_size(instruction)
-    destinations = [machine.destination(e, type_name) for e in elements_of(instruction, target)]
-    if space == "param" and isinstance(address, Address) and isinstance(address.base, Symbol):
-        return _load_parameter(machine, address, type_name, destinations)
+    type_name, size = instruction.types[-1], access_size(instruction)
+    registers = machine.elements(target, vector_length(instruction))
+    destinations = [machine.destination(e, type_name) for e in registers]
+    fixed = isinstance(address, Address) and isinstance(address.base, Symbol)
+    if space_of(instruction) == "param" and fixed:
+        return _load_parameter(machine, address, size, destinations)
     addresses = addresses_of(machine, address)
-    port = Port(machine, instruction, space, size)
-    dtype = np.dtype(np.uint64) if type_name == B128 else SCALAR_TYPES[type_name].dtype
-
-    def fetch(where: str, at: np.ndarray, selection: Selection) -> np.ndarray:
-        words, rows, good = port.locate(where, at, selection, "read")
-        value = words[rows]
-        return value if good is None else _fill(value, good)
+    port = Port(machine, instruction, size)
+    dtype = dtype_of(type_name)
 
     def run_some(selection: Selection) -> None:
         at = addresses(selection)
-        if space == "generic":
-            parts = port.spread(at, selection)
-            if len(parts) == 1:
-                value = fetch(*parts[0][:3])
-            else:
-                shape = (at.size,) if size <= 8 else (at.size, size // 4)
-                value = np.zeros(shape, np.dtype(f"u{min(size, 8) if size <= 8 else 4}"))
-                for where, part, lanes, chosen in parts:
-                    value[chosen] = fetch(where, part, lanes)
-        else:
-            value = fetch(space, at, selection)
-        rows = value.view(dtype)
-        if type_name == B128:
-            destinations[0].put_some(selection, rows)
-        elif len(destinations) == 1:
-            if destinations[0] is not None:
-                destinations[0].put_some(selection, rows.reshape(-1))
-        else:
-            rows = rows.reshape(value.shape[0], -1)
-            for i, destination in enumerate(destinations):
-                if destination is not None:
-                    destination.put_some(selection, rows[:, i])
-
-    return Action(partial(run_some, ALL), run_some)
-
-
-def _load_parameter(
-    machine: Machine, address: Address, type_name: str, destinations: list
-) -> Action:
-    """A parameter at a known offset: the same value in all lanes."""
-    start = machine.symbol(address.base) + address.offset
-    data = machine.launch.parameters
-    size = size_of(type_name) * len(destinations)
-    if start < 0 or start + size > data.size or start % size:
-        raise machine.unsupported(
-            f"{size} bytes at offset {start} of {data.size} bytes of parameters"
-        )
-    dtype = SCALAR_TYPES[type_name].dtype
-    values = data[start : start + size].view(dtype)
-
-    def run_some(selection: Selection) -> None:
-        for destination, value in zip(destinations, values, strict=True):
-            if destination is not None:
-                destination.put_some(selection, value)
+        value = None
+        for space, part, lanes, chosen in port.parts(at, selection):
+            words, rows, good = port.locate(space, part, lanes, "read")
+            found = words[rows] if good is None else _fill(words[rows], good)
+            if chosen is ALL:
+                value = found
+                break
+            value = empty_words(at.size, size) if value is None else value
+            value[chosen] = found
+        rows = value.view(dtype).reshape(at.size, len(destinations), -1)
+        for i, destination in enumerate(destinations):
+            destination[selection] = rows[:, i].reshape(at.size, *destination.shape[1:])
 
     return machine.from_some(run_some)
 
 
-def store(machine: Machine, instruction: Instruction) -> Action:
+def _load_parameter(
+    machine: Machine, address: Address, size: int, destinations: list[np.ndarray]
+) -> Action:
+    """A parameter at a known offset: the same value in all lanes."""
+    start = machine.symbol(address.base) + address.offset
+    data = machine.launch.parameters
+    type_name = machine.instruction().types[-1]
+    if start < 0 or start + size > data.size or start % size or type_name == B128:
+        raise machine.unsupported(
+            f"{size} bytes at offset {start} of {data.size} bytes of parameters"
+        )
+    values = data[start : start + size].view(dtype_of(type_name))
+
+    def run_some(selection: Selection) -> None:
+        for destination, value in zip(destinations, values, strict=True):
+            destination[selection] = value
+
+    return machine.from_some(run_some)
+
+
+def _store(machine: Machine, instruction: Instruction) -> Action:
     """st, scalar and vector."""
     address, source = instruction.operands[:2]
-    space = space_of(instruction)
-    if space in ("param", "const"):
+    if space_of(instruction) in ("param", "const"):
         raise machine.unsupported("this space is read-only in a kernel")
-    type_name = instruction.types[-1]
-    size = access_size(instruction)
-    if type_name not in (B128,):
-        scalar = SCALAR_TYPES[type_name]
-        bits = type_name if scalar.is_float else f"u{scalar.bits}"
-    else:
-        bits = B128
-    sources = [machine.source(e, bits) for e in elements_of(instruction, source)]
+    type_name, size = instruction.types[-1], access_size(instruction)
+    if type_name != B128 and not SCALAR_TYPES[type_name].is_float:
+        type_name = f"u{SCALAR_TYPES[type_name].bits}"
+    elements = machine.elements(source, vector_length(instruction))
+    sources = [machine.source(e, type_name) for e in elements]
     addresses = addresses_of(machine, address)
-    port = Port(machine, instruction, space, size)
-    word = np.dtype(f"u{size}") if size <= 8 else np.dtype(np.uint32)
-
-    def gather(selection: Selection, lanes: int) -> np.ndarray:
-        if len(sources) == 1 and bits != B128:
-            value = pick(sources[0], selection)
-            value = np.ascontiguousarray(np.broadcast_to(value, (lanes,)))
-            return value.view(word)
-        if bits == B128:
-            return np.ascontiguousarray(sources[0][selection]).view(np.uint32).reshape(lanes, 4)
-        rows = np.empty((lanes, len(sources)), sources[0].dtype)
-        for i, value in enumerate(sources):
-            rows[:, i] = pick(value, selection)
-        value = rows.view(word)
-        return value.reshape(-1) if size <= 8 else value
-
-    def put(where: str, at: np.ndarray, selection: Selection, value: np.ndarray) -> None:
-        words, rows, good = port.locate(where, at, selection, "write", value)
-        words[rows] = value if good is None else value[good]
+    port = Port(machine, instruction, size)
+    dtype = dtype_of(type_name)
 
     def run_some(selection: Selection) -> None:
         at = addresses(selection)
-        value = gather(selection, at.size)
-        if space != "generic":
-            put(space, at, selection, value)
-            return
-        for where, part, lanes, chosen in port.spread(at, selection):
-            put(where, part, lanes, value[chosen])
+        rows = np.empty((at.size, len(sources), *sources[0].shape[1:]), dtype)
+        for i, element in enumerate(sources):
+            rows[:, i] = pick(element, selection)
+        value = word_view(rows.reshape(-1).view(np.uint8), size)
+        for space, part, lanes, chosen in port.parts(at, selection):
+            chosen_value = value[chosen]
+            words, places, good = port.locate(space, part, lanes, "write", chosen_value)
+            words[places] = chosen_value if good is None else chosen_value[good]
 
-    return Action(partial(run_some, ALL), run_some)
-
-
-# -- atomics -----------------------------------------------------------------------------------
-
-
-def _packed_add(type_name: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    def add_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x, y = np.ascontiguousarray(a).view(F16), np.ascontiguousarray(b).view(F16)
-        return (x.astype(np.float32) + y.astype(np.float32)).astype(F16).view(a.dtype)
-
-    def add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x, y = (bf16_to_f32(np.ascontiguousarray(v).view(np.uint16)) for v in (a, b))
-        return f32_to_bf16(x + y).view(a.dtype)
-
-    return add_bf16 if type_name.startswith("bf16") else add_f16
+    return machine.from_some(run_some)
 
 
-def _atomic_function(machine: Machine, name: str, type_name: str) -> Callable[..., np.ndarray]:
-    """The new value from the old one and the sources."""
-    if name == "add" and type_name in ("f16", "f16x2", "bf16", "bf16x2"):
-        return _packed_add(type_name)
-    if type_name in ("f16x2", "bf16x2", "bf16", "f16"):
-        raise machine.unsupported("only addition for 16-bit floats")
-    functions: dict[str, Callable[..., np.ndarray]] = {
-        "add": np.add,
-        "min": np.minimum,
-        "max": np.maximum,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-        "exch": lambda old, b: b,
-        "cas": lambda old, b, c: np.where(old == b, c, old),
-        "inc": lambda old, b: np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1)),
-        "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
-    }
-    return functions[name]
+# -- atomics ---------------------------------------------------------------------------------------
 
 
-_ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+def _add_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    x, y = (np.ascontiguousarray(v).view(F16).astype(np.float32) for v in (a, b))
+    return (x + y).astype(F16).view(a.dtype)
 
 
-def atomic(machine: Machine, instruction: Instruction) -> Action:
+def _add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    x, y = (bf16_to_f32(np.ascontiguousarray(v).view(np.uint16)) for v in (a, b))
+    return f32_to_bf16(x + y).view(a.dtype)
+
+
+_ADD_HALVES = {"f16": _add_f16, "f16x2": _add_f16, "bf16": _add_bf16, "bf16x2": _add_bf16}
+
+# The new value from the old one and the sources.
+_ATOMICS: Mapping[str, Compute] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda old, b: b,
+    "cas": lambda old, b, c: np.where(old == b, c, old),
+    "inc": lambda old, b: np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1)),
+    "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
+}
+
+
+def _turns(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Lanes that meet at one word take turns: turn n is every word's n-th lane."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    turn = np.empty(rows.size, np.int64)
+    turn[order] = np.arange(rows.size) - np.repeat(starts, np.diff(np.r_[starts, rows.size]))
+    for n in range(int(turn.max()) + 1 if rows.size else 0):
+        yield np.flatnonzero(turn == n)
+
+
+def _atomic(machine: Machine, instruction: Instruction) -> Action:
     """atom and red: lanes act one after the other, in the order of their numbers."""
     operands = list(instruction.operands)
-    space = space_of(instruction)
     type_name = instruction.types[-1]
-    if type_name == B128 or any(instruction.has(v) for v in ("v2", "v4", "v8")):
-        raise machine.unsupported("only scalar atomics of at most 64 bits")
-    name = next((m for m in instruction.modifiers if m in _ATOMICS), None)
-    if name is None:
-        raise machine.unsupported(f"known operations are {', '.join(_ATOMICS)}")
-    destination = None
-    if instruction.name == "atom":
-        destination = machine.destination(operands.pop(0), type_name)
-    addresses = addresses_of(machine, operands[0])
+    if vector_length(instruction) > 1:
+        raise machine.unsupported("only scalar atomics")
+    name = machine.one_of(_ATOMICS)
+    function = _ATOMICS[name]
+    if type_name in _ADD_HALVES:
+        if name != "add":
+            raise machine.unsupported("only addition for 16-bit floats")
+        function = _ADD_HALVES[type_name]
+    elif SCALAR_TYPES[type_name].is_float and name in ("and", "or", "xor"):
+        raise machine.unsupported("a logic operation of floats")
+    sink = instruction.name == "red"
+    destination = None if sink else machine.destination(operands.pop(0), type_name)
     count = 2 if name == "cas" else 1
+    if len(operands) <= count:
+        raise machine.unsupported(f"{name} has {count} sources")
+    addresses = addresses_of(machine, operands[0])
     sources = [machine.source(o, type_name) for o in operands[1 : 1 + count]]
-    function = _atomic_function(machine, name, type_name)
-    dtype = SCALAR_TYPES[type_name].dtype
-    size = dtype.itemsize
-    port = Port(machine, instruction, space, size)
+    dtype = dtype_of(type_name)
+    port = Port(machine, instruction, dtype.itemsize)
 
-    def perform(where: str, at: np.ndarray, selection: Selection) -> np.ndarray:
-        words, rows, good = port.locate(where, at, selection, "atomic")
+    def perform(space: str, at: np.ndarray, selection: Selection) -> np.ndarray:
+        words, rows, good = port.locate(space, at, selection, "atomic")
         words = words.view(dtype)
         values = [np.broadcast_to(pick(s, selection), at.shape) for s in sources]
         if good is not None:
             values = [v[good] for v in values]
         old = np.zeros(rows.shape, dtype)
-        # Lanes that meet at one address take turns: turn n is every address's n-th lane.
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-        turn = np.empty(rows.size, np.int64)
-        turn[order] = np.arange(rows.size) - np.repeat(starts, np.diff(np.r_[starts, rows.size]))
-        for n in range(int(turn.max()) + 1 if rows.size else 0):
-            mine = np.flatnonzero(turn == n)
-            before = words[rows[mine]]
-            old[mine] = before
-            words[rows[mine]] = function(before, *[v[mine] for v in values])
+        for mine in _turns(rows):
+            old[mine] = words[rows[mine]]
+            words[rows[mine]] = function(old[mine], *[v[mine] for v in values])
         return old if good is None else _fill(old, good)
 
     def run_some(selection: Selection) -> None:
         at = addresses(selection)
-        if space != "generic":
-            old = perform(space, at, selection)
-        else:
-            old = np.zeros(at.shape, dtype)
-            for where, part, lanes, chosen in port.spread(at, selection):
-                old[chosen] = perform(where, part, lanes)
+        old = np.zeros(at.shape, dtype)
+        for space, part, lanes, chosen in port.parts(at, selection):
+            old[chosen] = perform(space, part, lanes)
         if destination is not None:
-            destination.put_some(selection, old)
+            destination[selection] = old
 
-    return Action(partial(run_some, ALL), run_some)
+    return machine.from_some(run_some)
 
 
-OPERATIONS: Mapping[str, Builder] = {
-    "ld": load,
-    "ldu": load,
-    "st": store,
-    "atom": atomic,
-    "red": atomic,
-}
+_ALL = f"{MEMORY} {B128}"
+
+FORMS = (
+    # An operand more is a cache policy, which has no effect.
+    Form("ld ldu", _load, (2, 3), (_ALL,)),
+    Form("st", _store, (2, 3), (_ALL,)),
+    Form("atom", _atomic, (3, 4, 5), (MEMORY,)),
+    Form("red", _atomic, (2, 3, 4), (MEMORY,)),
+)

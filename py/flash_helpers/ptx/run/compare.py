@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from flash_helpers.ptx.read.module import Instruction, Pair, Register
+from flash_helpers.ptx.read.module import Instruction, Pair
 from flash_helpers.ptx.read.types import SCALAR_TYPES
-from flash_helpers.ptx.run.integers import Builder
+from flash_helpers.ptx.run.forms import BITS, FLOATS, INTEGERS, Form
 from flash_helpers.ptx.run.machine import Alu, Machine
 from flash_helpers.ptx.run.rounding import F16, bf16_to_f32, flush
 
@@ -59,133 +59,84 @@ _COMBINE: Mapping[str, Comparison] = {
 
 
 def _comparison(machine: Machine, instruction: Instruction, type_name: str) -> Comparison:
-    scalar = SCALAR_TYPES[type_name]
-    table = _FLOAT if scalar.is_float else _INTEGER
-    name = next((m for m in instruction.modifiers if m in table), None)
-    if name is None:
-        raise machine.unsupported(f"unknown comparison; known are {', '.join(table)}")
-    comparison = table[name]
+    """Of values in registers of the type; of a packed one, both halves, (values, 2)."""
+    is_float = SCALAR_TYPES[type_name].is_float
+    table = _FLOAT if is_float else _INTEGER
+    compare = table[machine.one_of(table)]
+    if type_name.endswith("x2"):
+        return lambda a, b: compare(_halves(a, type_name), _halves(b, type_name))
     if type_name == "bf16":
-        return lambda a, b: comparison(bf16_to_f32(a), bf16_to_f32(b))
-    if instruction.has("ftz") and scalar.is_float:
-        return lambda a, b: comparison(flush(a), flush(b))
-    return comparison
+        return lambda a, b: compare(bf16_to_f32(a), bf16_to_f32(b))
+    if instruction.has("ftz") and is_float:
+        return lambda a, b: compare(flush(a), flush(b))
+    return compare
 
 
-def _combination(instruction: Instruction) -> Comparison | None:
-    return next((_COMBINE[m] for m in instruction.modifiers if m in _COMBINE), None)
+def _halves(x: np.ndarray, type_name: str) -> np.ndarray:
+    pairs = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
+    return pairs.view(F16) if type_name == "f16x2" else bf16_to_f32(pairs)
 
 
-def setp(machine: Machine, instruction: Instruction) -> Alu:
+def _combination(machine: Machine, instruction: Instruction) -> Comparison:
+    """How the result is combined with a predicate, if there is one."""
+    if len(instruction.operands) == 3:
+        return lambda result: result
+    return _COMBINE[machine.one_of(_COMBINE)]
+
+
+def _sources(instruction: Instruction) -> tuple:
+    _, a, b, *rest = instruction.operands
     type_name = instruction.types[-1]
-    target, a, b, *rest = instruction.operands
-    if type_name in ("f16x2", "bf16x2"):
-        return _setp_pair(machine, instruction)
-    comparison = _comparison(machine, instruction, type_name)
-    combine = _combination(instruction)
-    sources = ((a, type_name), (b, type_name))
-    if not isinstance(target, Pair) and combine is None:
-        ufunc = isinstance(comparison, np.ufunc)
-        return Alu(((target, "pred"),), sources, comparison, ufunc)
-    if combine is not None:
-        sources = (*sources, (rest[0], "pred"))
+    return (a, type_name), (b, type_name), *((c, "pred") for c in rest)
 
-    def compute(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> tuple[np.ndarray, ...]:
-        first = comparison(x, y)
-        second = ~first
-        if combine is not None:
-            first, second = combine(first, c[0]), combine(second, c[0])
-        return first, second
+
+def _setp(machine: Machine, instruction: Instruction) -> Alu:
+    type_name, target = instruction.types[-1], instruction.operands[0]
+    compare = _comparison(machine, instruction, type_name)
+    combine = _combination(machine, instruction)
+    sources = _sources(instruction)
+    if isinstance(target, Pair):
+        results = ((target.first, "pred"), (target.second, "pred"))
+    elif type_name.endswith("x2"):
+        raise machine.unsupported("two destinations are expected")
+    else:
+        results = ((target, "pred"),)
+
+    def both(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = compare(x, y)
+        first, second = found.T if found.ndim == 2 else (found, ~found)
+        return combine(first, *c), combine(second, *c)
 
     if isinstance(target, Pair):
-        return Alu(((target.first, "pred"), (target.second, "pred")), sources, compute)
-    return Alu(((target, "pred"),), sources, lambda *arrays: compute(*arrays)[0])
+        return Alu(results, sources, both)
+    if len(sources) == 2:
+        return Alu(results, sources, compare)
+    return Alu(results, sources, lambda x, y, c: combine(compare(x, y), c))
 
 
-def _halves(type_name: str) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    def split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pairs = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
-        if type_name == "f16x2":
-            pairs = pairs.view(F16)
-            return pairs[:, 0], pairs[:, 1]
-        return bf16_to_f32(pairs[:, 0]), bf16_to_f32(pairs[:, 1])
-
-    return split
-
-
-def _pair_comparison(
-    machine: Machine, instruction: Instruction, type_name: str
-) -> Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    comparison = _comparison(machine, instruction, "f16" if type_name == "f16x2" else "f32")
-    split = _halves(type_name)
-
-    def compute(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        (x0, x1), (y0, y1) = split(x), split(y)
-        return comparison(x0, y0), comparison(x1, y1)
-
-    return compute
-
-
-def _setp_pair(machine: Machine, instruction: Instruction) -> Alu:
-    type_name = instruction.types[-1]
-    target, a, b, *rest = instruction.operands
-    compare = _pair_comparison(machine, instruction, type_name)
-    combine = _combination(instruction)
-    sources = ((a, type_name), (b, type_name))
-    if combine is not None:
-        sources = (*sources, (rest[0], "pred"))
-    if not isinstance(target, Pair):
-        raise machine.unsupported("two destinations are expected")
-
-    def compute(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> tuple[np.ndarray, ...]:
-        first, second = compare(x, y)
-        return (combine(first, c[0]), combine(second, c[0])) if combine else (first, second)
-
-    return Alu(((target.first, "pred"), (target.second, "pred")), sources, compute)
-
-
-def set_(machine: Machine, instruction: Instruction) -> Alu:
+def _set(machine: Machine, instruction: Instruction) -> Alu:
     """set: 1.0 or all ones where the comparison holds."""
     target_type, type_name = instruction.types
-    target, a, b, *rest = instruction.operands
-    combine = _combination(instruction)
-    sources = ((a, type_name), (b, type_name))
-    if combine is not None:
-        sources = (*sources, (rest[0], "pred"))
-    if type_name in ("f16x2", "bf16x2"):
-        compare_pair = _pair_comparison(machine, instruction, type_name)
-        one = {"f16x2": 0x3C00, "bf16x2": 0x3F80}.get(target_type, 0xFFFF)
-
-        def compute_pair(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> np.ndarray:
-            low, high = compare_pair(x, y)
-            if combine is not None:
-                low, high = combine(low, c[0]), combine(high, c[0])
-            return low * np.uint32(one) | (high * np.uint32(one)) << np.uint32(16)
-
-        return Alu(((target, target_type),), sources, compute_pair)
-    comparison = _comparison(machine, instruction, type_name)
+    compare = _comparison(machine, instruction, type_name)
+    combine = _combination(machine, instruction)
+    ones = {"bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}
     scalar = SCALAR_TYPES[target_type]
-    if target_type == "bf16":
-        true = np.uint16(0x3F80)
-    else:
-        true = scalar.dtype.type(1) if scalar.is_float else ~scalar.dtype.type(0)
+    true = scalar.dtype.type(1) if scalar.kind == "f" else ~scalar.dtype.type(0)
 
     def compute(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> np.ndarray:
-        result = comparison(x, y)
-        if combine is not None:
-            result = combine(result, c[0])
-        return np.where(result, true, scalar.dtype.type(0))
+        found = compare(x, y)
+        if found.ndim == 2:
+            low, high = (np.uint32(ones.get(target_type, 0xFFFF)) * combine(h, *c) for h in found.T)
+            return low | high << np.uint32(16)
+        one = scalar.dtype.type(ones[target_type]) if target_type in ones else true
+        return np.where(combine(found, *c), one, scalar.dtype.type(0))
 
-    return Alu(((target, target_type),), sources, compute)
+    return Alu(((instruction.operands[0], target_type),), _sources(instruction), compute)
 
 
-def selp(machine: Machine, instruction: Instruction) -> Alu:
+def _selp(machine: Machine, instruction: Instruction) -> Alu:
     target, a, b, c = instruction.operands
     type_name = instruction.types[-1]
-    if isinstance(a, Register) or isinstance(b, Register):
-        scalar = SCALAR_TYPES[type_name]
-        if scalar.kind != "f":
-            type_name = f"b{scalar.bits}"
     return Alu(
         ((target, type_name),),
         ((c, "pred"), (a, type_name), (b, type_name)),
@@ -193,7 +144,7 @@ def selp(machine: Machine, instruction: Instruction) -> Alu:
     )
 
 
-def slct(machine: Machine, instruction: Instruction) -> Alu:
+def _slct(machine: Machine, instruction: Instruction) -> Alu:
     type_name, chooser = instruction.types
     target, a, b, c = instruction.operands
     return Alu(
@@ -203,4 +154,11 @@ def slct(machine: Machine, instruction: Instruction) -> Alu:
     )
 
 
-OPERATIONS: Mapping[str, Builder] = {"setp": setp, "set": set_, "selp": selp, "slct": slct}
+_ALL = f"{BITS} {INTEGERS} {FLOATS}"
+
+FORMS = (
+    Form("setp", _setp, (3, 4), (_ALL,)),
+    Form("set", _set, (3, 4), (f"u16 s16 u32 s32 {FLOATS}", _ALL)),
+    Form("selp", _selp, (4,), (_ALL,)),
+    Form("slct", _slct, (4,), (_ALL, "s32 f32")),
+)

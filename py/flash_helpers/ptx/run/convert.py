@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction, Register, Symbol, Vector
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
-from flash_helpers.ptx.run.integers import Builder
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, dtype_of, size_of
+from flash_helpers.ptx.run.forms import FLOATS, MEMORY, WORDS, Form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, pick
-from flash_helpers.ptx.run.memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW_SIZE
+from flash_helpers.ptx.run.memory import WINDOW_SIZE, WINDOWS
 from flash_helpers.ptx.run.rounding import (
     F16,
     F32,
     INTEGER_ROUNDINGS,
     ROUNDINGS,
     bf16_to_f32,
+    clamp_to_one,
     f32_to_bf16,
     f64_to_bf16,
     flush,
+    not_negative,
     odd_f32,
     round_f64,
     round_to_integer,
 )
 from flash_helpers.ptx.run.shared import Selection
 
-_WINDOWS = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 
 def _to_float(x: np.ndarray, type_name: str) -> np.ndarray:
@@ -39,11 +39,11 @@ def _to_float(x: np.ndarray, type_name: str) -> np.ndarray:
 def _narrow(x: np.ndarray, target: str, mode: str) -> np.ndarray:
     """NumPy floats rounded to a float type of PTX."""
     if target == "bf16":
-        return f64_to_bf16(x, mode) if x.dtype == np.float64 else f32_to_bf16(
-            x.astype(F32), mode)  # fmt: skip
+        wide = x.dtype == np.float64
+        return f64_to_bf16(x, mode) if wide else f32_to_bf16(x.astype(F32), mode)
     if target == "tf32":
         return _to_tf32(x.astype(F32), mode)
-    dtype = SCALAR_TYPES[target].dtype
+    dtype = dtype_of(target)
     if mode == "rn":
         if dtype == F16 and x.dtype == np.float64:
             x = odd_f32(x)
@@ -59,94 +59,29 @@ def _to_tf32(x: np.ndarray, mode: str) -> np.ndarray:
         rounded = bits
     else:
         rounded = bits + np.uint32(0x0FFF) + ((bits >> np.uint32(13)) & np.uint32(1))
-    rounded = rounded & np.uint32(0xFFFF_E000)
-    return np.where(np.isfinite(x), rounded, bits)
+    return np.where(np.isfinite(x), rounded & np.uint32(0xFFFF_E000), bits)
 
 
 def _float_to_integer(x: np.ndarray, dtype: np.dtype, mode: str) -> np.ndarray:
     """Rounded, then clamped to the type; NaN becomes 0 (u8, s8, ... too: cvt always clamps)."""
     rounded = round_to_integer(x.astype(np.float64), mode)
     limits = np.iinfo(dtype)
-    low, high = float(limits.min), float(limits.max)
     # 2**63 - 1 and 2**64 - 1 are not doubles: test against the next power of two.
-    too_big = rounded >= (high if dtype.itemsize < 8 else 2.0 ** (8 * dtype.itemsize - (
-        dtype.kind == "i")))  # fmt: skip
-    too_small = rounded <= low
+    high = float(limits.max) if dtype.itemsize < 8 else 2.0 ** (64 - (dtype.kind == "i"))
+    too_big, too_small = rounded >= high, rounded <= float(limits.min)
     safe = np.where(too_big | too_small | np.isnan(rounded), 0.0, rounded)
-    result = safe.astype(dtype)
-    result = np.where(too_big, dtype.type(limits.max), result)
+    result = np.where(too_big, dtype.type(limits.max), safe.astype(dtype))
     result = np.where(too_small, dtype.type(limits.min), result)
     # A NaN converts to 0, except to a 64-bit integer: there the top bit is set.
-    nan = dtype.type(0)
-    if dtype.itemsize == 8:
-        nan = np.uint64(1 << 63).astype(dtype)
+    nan = dtype.type(0) if dtype.itemsize < 8 else np.uint64(1 << 63).astype(dtype)
     return np.where(np.isnan(rounded), nan, result)
 
 
-def _integer_to_integer(target: str, saturate: bool) -> Callable[[np.ndarray], np.ndarray]:
-    dtype = SCALAR_TYPES[target].dtype
-
-    def compute(a: np.ndarray) -> np.ndarray:
-        if not saturate:
-            return a.astype(dtype)
-        limits = np.iinfo(dtype)
-        bounds = np.iinfo(a.dtype)
-        low = a.dtype.type(max(limits.min, bounds.min))
-        high = a.dtype.type(min(limits.max, bounds.max))
-        return np.clip(a, low, high).astype(dtype)
-
-    return compute
-
-
-def cvt(machine: Machine, instruction: Instruction) -> Alu:
-    ops = instruction.operands
-    if instruction.has("pack"):
-        return _cvt_pack(machine, instruction)
-    if len(instruction.types) != 2:
-        raise machine.unsupported("unknown types")
-    target, source = instruction.types
-    mode = next((m for m in instruction.modifiers if m in ROUNDINGS), "rn")
-    if target in ("f16x2", "bf16x2"):
-        return _cvt_pair(instruction, mode)
-    integer_mode = next((m for m in instruction.modifiers if m in INTEGER_ROUNDINGS), None)
-    source_float = SCALAR_TYPES[source].is_float
-    target_float = SCALAR_TYPES[target].is_float
-    saturate, relu, ftz = (instruction.has(m) for m in ("sat", "relu", "ftz"))
-    saturate = saturate or instruction.has("satfinite")
-
-    def float_to_float(a: np.ndarray) -> np.ndarray:
-        x = _to_float(a, source)
-        if ftz and x.dtype == F32:
-            x = flush(x)
-        if integer_mode is not None:
-            x = round_to_integer(x, integer_mode)
-        if relu:
-            x = np.where(x < 0, x.dtype.type(0), x)
-        if instruction.has("sat"):
-            x = np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1))
-        result = _narrow(x, target, mode)
-        return flush(result) if ftz and result.dtype == F32 else result
-
-    def float_to_integer(a: np.ndarray) -> np.ndarray:
-        x = _to_float(a, source)
-        x = flush(x) if ftz and x.dtype == F32 else x
-        return _float_to_integer(x, SCALAR_TYPES[target].dtype, integer_mode or "rzi")
-
-    def integer_to_float(a: np.ndarray) -> np.ndarray:
-        if target in ("f64", "f32") and mode == "rn":
-            return a.astype(SCALAR_TYPES[target].dtype)
-        # A 64-bit integer may not fit a double: keep what is below as a sticky bit.
-        return _narrow(_exact_double(a), target, mode)
-
-    if source_float and target_float:
-        compute = float_to_float
-    elif source_float:
-        compute = float_to_integer
-    elif target_float:
-        compute = integer_to_float
-    else:
-        compute = _integer_to_integer(target, saturate)
-    return Alu(((ops[0], target),), ((ops[1], source),), compute)
+def _integer_to_integer(a: np.ndarray, dtype: np.dtype, saturate: bool) -> np.ndarray:
+    if saturate:
+        limits, bounds = np.iinfo(dtype), np.iinfo(a.dtype)
+        a = np.clip(a, max(limits.min, bounds.min), min(limits.max, bounds.max))
+    return a.astype(dtype)
 
 
 def _exact_double(a: np.ndarray) -> np.ndarray:
@@ -162,57 +97,88 @@ def _exact_double(a: np.ndarray) -> np.ndarray:
     return np.where(inexact, down | 1, bits).view(np.float64)
 
 
-def _cvt_pair(instruction: Instruction, mode: str) -> Alu:
+def _cvt(machine: Machine, instruction: Instruction) -> Alu:
+    if instruction.has("pack"):
+        raise machine.unsupported("it packs a single source")
+    to, what = instruction.operands
+    target, source = instruction.types
+    mode = instruction.first(ROUNDINGS) or "rn"
+    integer_mode = instruction.first(INTEGER_ROUNDINGS)
+    sat, relu, ftz = (instruction.has(m) for m in ("sat", "relu", "ftz"))
+    dtype = dtype_of(target)
+    if mode == "rna" and target != "tf32":
+        raise machine.unsupported("this rounding of the type")
+
+    def from_float(a: np.ndarray) -> np.ndarray:
+        x = _to_float(a, source)
+        return flush(x) if ftz and x.dtype == F32 else x
+
+    def float_to_float(a: np.ndarray) -> np.ndarray:
+        x = from_float(a)
+        x = round_to_integer(x, integer_mode) if integer_mode else x
+        x = not_negative(x) if relu else x
+        x = clamp_to_one(x) if sat else x
+        result = _narrow(x, target, mode)
+        return flush(result) if ftz and result.dtype == F32 else result
+
+    def float_to_integer(a: np.ndarray) -> np.ndarray:
+        return _float_to_integer(from_float(a), dtype, integer_mode or "rzi")
+
+    def integer_to_float(a: np.ndarray) -> np.ndarray:
+        if target in ("f64", "f32") and mode == "rn":
+            return a.astype(dtype)
+        # A 64-bit integer may not fit a double: keep what is below as a sticky bit.
+        return _narrow(_exact_double(a), target, mode)
+
+    def integer_to_integer(a: np.ndarray) -> np.ndarray:
+        return _integer_to_integer(a, dtype, sat or instruction.has("satfinite"))
+
+    compute = {
+        (True, True): float_to_float,
+        (True, False): float_to_integer,
+        (False, True): integer_to_float,
+        (False, False): integer_to_integer,
+    }[SCALAR_TYPES[source].is_float, SCALAR_TYPES[target].is_float]
+    return Alu(((to, target),), ((what, source),), compute)
+
+
+def _cvt_pair(machine: Machine, instruction: Instruction) -> Alu:
     """cvt.rn.f16x2.f32 d, a, b: a goes to the upper half."""
-    target = instruction.types[0][:-2]
-    ops = instruction.operands
-    relu, ftz = instruction.has("relu"), instruction.has("ftz")
-    finite = instruction.has("satfinite")
+    target, (to, *sources) = instruction.types[0][:-2], instruction.operands
+    relu, ftz, finite = (instruction.has(m) for m in ("relu", "ftz", "satfinite"))
+    mode, limit = instruction.first(ROUNDINGS) or "rn", np.float32(_LARGEST[target])
 
     def half(x: np.ndarray) -> np.ndarray:
-        if ftz:
-            x = flush(x)
-        if relu:
-            x = np.where(x < 0, np.float32(0), x)
-        if finite:
-            limit = np.float32(65504.0) if target == "f16" else np.float32(3.3895313892515355e38)
-            x = np.where(np.isnan(x), x, np.clip(x, -limit, limit))
+        x = flush(x) if ftz else x
+        x = not_negative(x) if relu else x
+        x = np.where(np.isnan(x), x, np.clip(x, -limit, limit)) if finite else x
         return _narrow(x, target, mode).view(np.uint16)
 
     def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return half(a).astype(np.uint32) << np.uint32(16) | half(b)
 
-    return Alu(((ops[0], "b32"),), ((ops[1], "f32"), (ops[2], "f32")), compute)
+    return Alu(((to, "b32"),), tuple((s, "f32") for s in sources), compute)
 
 
 def _cvt_pack(machine: Machine, instruction: Instruction) -> Alu:
     """cvt.pack.sat: two s32 saturated and packed, above the low part of a third source."""
-    target, source = instruction.types[:2]
-    scalar = SCALAR_TYPES[target]
-    if scalar.size > 2:
-        raise machine.unsupported()
-    limits = np.iinfo(scalar.dtype)
-    unsigned = np.dtype(f"u{scalar.size}")
+    target, (to, a, b, *low) = instruction.types[0], instruction.operands
+    bits = SCALAR_TYPES[target].bits
+    if not instruction.has("pack"):
+        raise machine.unsupported("only cvt.pack has so many sources")
 
-    def part(a: np.ndarray) -> np.ndarray:
-        clipped = np.clip(a.astype(np.int64), limits.min, limits.max)
-        return clipped.astype(scalar.dtype).view(unsigned).astype(np.uint32)
+    def part(x: np.ndarray) -> np.ndarray:
+        clipped = _integer_to_integer(x.astype(np.int64), dtype_of(target), saturate=True)
+        return clipped.view(f"u{bits // 8}").astype(np.uint32)
 
-    def compute(a: np.ndarray, b: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        bits = np.uint32(scalar.bits)
-        both = part(a) << bits | part(b)
-        if scalar.size == 2:
-            return both
-        return both if not rest else rest[0] << np.uint32(16) | both
+    def compute(x: np.ndarray, y: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        both = part(x) << np.uint32(bits) | part(y)
+        return rest[0] << np.uint32(16) | both if rest else both
 
-    ops = instruction.operands
-    sources = [(ops[1], source), (ops[2], source)]
-    if len(ops) > 3:
-        sources.append((ops[3], "u32"))
-    return Alu(((ops[0], "u32"),), tuple(sources), compute)
+    return Alu(((to, "u32"),), ((a, "s32"), (b, "s32"), *((c, "u32") for c in low)), compute)
 
 
-def mov(machine: Machine, instruction: Instruction) -> Alu | Action:
+def _mov(machine: Machine, instruction: Instruction) -> Alu | Action:
     target, source = instruction.operands
     type_name = instruction.types[-1]
     if isinstance(target, Vector):
@@ -220,85 +186,83 @@ def mov(machine: Machine, instruction: Instruction) -> Alu | Action:
     if isinstance(source, Vector):
         return _pack(machine, target, source, type_name)
     if isinstance(source, Symbol):
-        value = np.array([machine.symbol(source)], np.uint64)
-        dtype = SCALAR_TYPES[type_name].dtype
-        return Alu(((target, type_name),), (), lambda: value.astype(dtype))
-    if type_name == B128:
-        return Alu(((target, type_name),), ((source, type_name),), lambda a: a)
-    if isinstance(source, Register) and type_name != "pred":
+        value = np.array([machine.symbol(source)], np.uint64).astype(dtype_of(type_name))
+        return Alu(((target, type_name),), (), lambda: value)
+    if isinstance(source, Register) and type_name not in ("pred", B128):
         type_name = f"b{SCALAR_TYPES[type_name].bits}"
     return Alu(((target, type_name),), ((source, type_name),), lambda a: a)
 
 
+def _part_type(machine: Machine, vector: Vector, type_name: str) -> str:
+    count = len(vector.elements)
+    bits, rest = divmod(8 * size_of(type_name), count) if count else (0, 0)
+    if rest or bits not in (8, 16, 32, 64):
+        raise machine.unsupported(f"{count} parts of a .{type_name}")
+    return f"b{bits}"
+
+
 def _unpack(machine: Machine, target: Vector, source: np.ndarray, type_name: str) -> Action:
-    size = size_of(type_name) // len(target.elements)
-    part_type = f"b{8 * size}"
+    part_type = _part_type(machine, target, type_name)
     parts = [machine.destination(e, part_type) for e in target.elements]
 
     def run_some(selection: Selection) -> None:
         value = np.ascontiguousarray(pick(source, selection))
-        rows = value.view(f"u{size}").reshape(value.shape[0], -1)
+        rows = value.view(dtype_of(part_type)).reshape(value.shape[0], -1)
         for i, part in enumerate(parts):
-            if part is not None:
-                part.put_some(selection, rows[:, i])
+            part[selection] = rows[:, i]
 
     return machine.from_some(run_some)
 
 
 def _pack(machine: Machine, target: Register, source: Vector, type_name: str) -> Action:
-    count = len(source.elements)
-    size = size_of(type_name) // count
-    parts = [machine.source(e, f"b{8 * size}") for e in source.elements]
-    into = machine.register(target)
-    wide = into.dtype
-    length = into.shape[1:] or (1,)
+    part_type = _part_type(machine, source, type_name)
+    parts = [machine.source(e, part_type) for e in source.elements]
+    into = machine.destination(target, type_name)
 
     def run_some(selection: Selection) -> None:
         lanes = into[selection].shape[0]
-        rows = np.empty((lanes, count), f"u{size}")
+        rows = np.empty((lanes, len(parts)), dtype_of(part_type))
         for i, part in enumerate(parts):
             rows[:, i] = pick(part, selection)
-        value = rows.view(wide).reshape(lanes, *length)
-        into[selection] = value if into.ndim == 2 else value[:, 0]
+        into[selection] = rows.view(dtype_of(type_name)).reshape(lanes, *into.shape[1:])
 
     return machine.from_some(run_some)
 
 
-def cvta(machine: Machine, instruction: Instruction) -> Alu:
+def _cvta(machine: Machine, instruction: Instruction) -> Alu:
     """Between a state space and generic addresses; global addresses are generic already."""
     target, source = instruction.operands
     type_name = instruction.types[-1]
-    space = next((m for m in instruction.modifiers if m in _WINDOWS), None)
-    offset = np.uint64(_WINDOWS[space] if space else 0)
-    to_space = instruction.has("to")
-
-    def compute(a: np.ndarray) -> np.ndarray:
-        return a - offset if to_space else a + offset
-
-    return Alu(((target, type_name),), ((source, type_name),), compute)
+    offset = np.uint64(WINDOWS.get(instruction.first(WINDOWS), 0))
+    function = np.subtract if instruction.has("to") else np.add
+    return Alu(((target, type_name),), ((source, type_name),), lambda a: function(a, offset))
 
 
-def isspacep(machine: Machine, instruction: Instruction) -> Alu:
+def _isspacep(machine: Machine, instruction: Instruction) -> Alu:
     target, source = instruction.operands
-    space = instruction.modifiers[0]
-    if space not in ("shared", "local", "param", "global", "const"):
-        raise machine.unsupported()
+    space = machine.one_of((*WINDOWS, "global", "const"))
+
+    def within(a: np.ndarray, window: str) -> np.ndarray:
+        start = WINDOWS[window]
+        return (a >= np.uint64(start)) & (a < np.uint64(start + WINDOW_SIZE))
 
     def compute(a: np.ndarray) -> np.ndarray:
-        if space in _WINDOWS:
-            start = np.uint64(_WINDOWS[space])
-            return (a >= start) & (a < start + np.uint64(WINDOW_SIZE))
-        windows = np.zeros(a.shape, bool)
-        for start in _WINDOWS.values():
-            windows |= (a >= np.uint64(start)) & (a < np.uint64(start + WINDOW_SIZE))
-        return ~windows if space == "global" else np.zeros(a.shape, bool)
+        if space in WINDOWS:
+            return within(a, space)
+        is_global = ~np.any([within(a, window) for window in WINDOWS], axis=0)
+        return is_global & (space == "global")
 
     return Alu(((target, "pred"),), ((source, "u64"),), compute)
 
 
-OPERATIONS: Mapping[str, Builder] = {
-    "cvt": cvt,
-    "mov": mov,
-    "cvta": cvta,
-    "isspacep": isspacep,
-}
+_NUMBERS = f"u8 s8 {WORDS} f16 bf16 f32 f64 tf32"
+
+FORMS = (
+    Form("cvt", _cvt, (2,), (_NUMBERS, _NUMBERS)),
+    Form("cvt", _cvt_pair, (3,), ("f16x2 bf16x2", "f32")),
+    Form("cvt", _cvt_pack, (3,), ("u16 s16", "s32")),
+    Form("cvt", _cvt_pack, (4,), ("u8 s8", "s32", "b32")),
+    Form("mov", _mov, (2,), (f"pred {MEMORY} {FLOATS} {B128}",)),
+    Form("cvta", _cvta, (2,), ("u32 u64",)),
+    Form("isspacep", _isspacep, (2,)),
+)

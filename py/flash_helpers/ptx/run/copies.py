@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 import numpy as np
 
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register
-from flash_helpers.ptx.run.access import GlobalChecker, addresses_of, is_whole
-from flash_helpers.ptx.run.integers import Builder
+from flash_helpers.ptx.run.access import GlobalChecker, addresses_of
+from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Machine, pick
-from flash_helpers.ptx.run.memory import ARENA_BASE
-from flash_helpers.ptx.run.shared import ALL, Selection
+from flash_helpers.ptx.run.memory import ARENA_BASE, empty_words
+from flash_helpers.ptx.run.shared import Selection
 
 
-def cp(machine: Machine, instruction: Instruction) -> Action:
+def _cp(machine: Machine, instruction: Instruction) -> Action:
     """cp.async and the instructions that order it."""
-    opcode = instruction.opcode
     if not instruction.has("async") or instruction.has("bulk") or instruction.has("mbarrier"):
         raise machine.unsupported("only cp.async of compute capability 8.x, without mbarrier")
+    what = machine.one_of(("commit_group", "wait_group", "wait_all", "ca", "cg"))
+    counts = {"commit_group": (0,), "wait_group": (1,), "wait_all": (0,)}.get(what, (3, 4, 5))
+    if len(instruction.operands) not in counts:
+        raise machine.unsupported(f"{len(instruction.operands)} operands")
     copies = machine.copies
-    if instruction.has("commit_group"):
+    if what == "commit_group":
         return machine.from_some(copies.commit)
-    if instruction.has("wait_group") or instruction.has("wait_all"):
-        allowed = None
-        if instruction.has("wait_group"):
-            count = instruction.operands[0]
-            if not isinstance(count, Immediate):
-                raise machine.unsupported("the number of groups must be a literal")
-            allowed = int(count.value)
-        return machine.from_some(lambda selection: copies.wait(selection, allowed))
-    if not (instruction.has("ca") or instruction.has("cg")):
-        raise machine.unsupported(opcode)
+    if what == "wait_all":
+        return machine.from_some(lambda selection: copies.wait(selection, None))
+    if what == "wait_group":
+        count = instruction.operands[0]
+        if not isinstance(count, Immediate):
+            raise machine.unsupported("the number of groups must be a literal")
+        return machine.from_some(lambda selection: copies.wait(selection, int(count.value)))
     return _copy(machine, instruction)
 
 
@@ -75,38 +72,35 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
             if not lanes.size:
                 return
         shared.begin_copy(position, rows, size, chosen)
-        tally.shared_access(position, to, size, None if is_whole(chosen) else lanes)
+        tally.shared_access(position, to, size, machine.counted(chosen))
         copies.issue(position, size, lanes, rows, fetch(start, length, lanes, chosen))
 
     def fetch(
         start: np.ndarray, length: np.ndarray, lanes: np.ndarray, chosen: Selection
     ) -> np.ndarray:
         """The bytes to write; those beyond a copy's own length are zeros."""
-        reading = length > 0
-        everyone = reading.all()
-        shape = (start.size,) if size <= 8 else (start.size, size // 4)
-        data = np.zeros(shape, np.dtype(f"u{min(size, 8)}") if size <= 8 else np.uint32)
-        picked = ALL if everyone else np.flatnonzero(reading)
+        data = empty_words(start.size, size)
+        picked: Selection = slice(None)
+        if not length.all():
+            picked = np.flatnonzero(length)
+            chosen = lanes[picked]
+        if not start[picked].size:
+            return data
+        good = checker.check(start[picked], chosen)
+        if good is not None:
+            picked = np.arange(start.size)[picked][good]
+            chosen = lanes[picked]
         at = start[picked]
         if not at.size:
             return data
-        selection = chosen if everyone else lanes[picked]
-        good = checker.check(at, selection)
-        if good is not None:
-            picked = np.flatnonzero(reading)[good]
-            at = start[picked]
-            selection = lanes[picked]
-            if not at.size:
-                return data
-        tally.global_access(position, at, size, None if is_whole(selection) else lanes[picked])
+        tally.global_access(position, at, size, machine.counted(chosen))
         data[picked] = machine.memory.view(size)[(at - ARENA_BASE) >> shift]
-        short = np.flatnonzero(length < size)
-        if short.size:
+        if (length < size).any():
             octets = data.view(np.uint8).reshape(start.size, size)
             octets[np.arange(size) >= length[:, None]] = 0
         return data
 
-    return Action(partial(run_some, ALL), run_some)
+    return machine.from_some(run_some)
 
 
-OPERATIONS: Mapping[str, Builder] = {"cp": cp}
+FORMS = (Form("cp", _cp, ()),)

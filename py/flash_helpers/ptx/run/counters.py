@@ -3,25 +3,28 @@
 Units follow Nsight Compute: a *wavefront* is one pass through the shared-memory banks (32 banks of
 4 bytes, so at most 128 bytes), a *sector* is 32 bytes of global memory, a *request* is one memory
 instruction of one warp. Accesses of 8 and 16 bytes a lane are served by half and quarter warps, so
-an access without conflicts takes 1, 2 or 4 wavefronts for 4, 8 or 16 bytes a lane, and ``ldmatrix``
+an access without conflicts takes 1, 2 or 4 wavefronts for 4, 8 or 16 bytes a lane, and `ldmatrix`
 takes one for each 8x8 matrix. Conflicts are the wavefronts beyond that.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from flash_helpers.ptx.read.flow import Phase, Program
-from flash_helpers.ptx.read.module import Instruction, Location
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.read.flow import BARRIERS, Phase, Program
+from flash_helpers.ptx.read.module import Instruction
 
 Key = TypeVar("Key", bound=Hashable)
 
-_MMA_SIZES = {"m16n8k4": 512, "m16n8k8": 1024, "m16n8k16": 2048, "m16n8k32": 4096, "m8n8k4": 256}
+_SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
 
 @dataclass
@@ -47,8 +50,10 @@ class Counts:
         return self.shared_wavefronts - self.shared_ideal_wavefronts
 
     def add(self, other: Counts) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        """Adds all counts of another."""
+        own = vars(self)
+        for name, count in vars(other).items():
+            own[name] += count
 
 
 @dataclass(frozen=True)
@@ -78,21 +83,20 @@ class Tally:
     def shared_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
     ) -> None:
-        """Counts a shared access of ``size`` bytes a lane; ``lanes`` None means whole warps."""
+        """Counts a shared access of `size` bytes a lane. lanes: None for all of whole warps."""
         unit = max(size, 4)
         width = 128 // unit
         units = addresses >> (unit.bit_length() - 1)
         if lanes is None:
-            segments = units.size // width
-            ideal = segments
+            segments = ideal = units.size // width
             phase = np.repeat(np.arange(segments) * width, width)
-            self.shared_requests[position] += units.size // 32
+            self.shared_requests[position] += units.size // WARP
         else:
             owners = lanes // width
             ideal = _distinct(owners)
             segments = int(owners.max()) + 1
             phase = owners * width
-            self.shared_requests[position] += _distinct(lanes // 32)
+            self.shared_requests[position] += _distinct(lanes // WARP)
         banks = phase + (units & (width - 1))
         load = np.bincount(banks, minlength=segments * width)
         wavefronts = ideal
@@ -109,22 +113,24 @@ class Tally:
     def global_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
     ) -> None:
-        """Counts a global access of ``size`` bytes a lane; ``lanes`` None means whole warps."""
+        """Counts a global access of `size` bytes a lane. lanes: None for all of whole warps."""
         sectors = addresses >> 5
         if lanes is None:
-            rows = np.sort(sectors.reshape(-1, 32), axis=1)
+            rows = np.sort(sectors.reshape(-1, WARP), axis=1)
             self.global_requests[position] += rows.shape[0]
             self.sectors[position] += rows.shape[0] + int(np.count_nonzero(np.diff(rows, axis=1)))
         else:
-            warps = lanes // 32
+            warps = lanes // WARP
             self.global_requests[position] += _distinct(warps)
             self.sectors[position] += _distinct((warps << 48) + sectors)
         self.global_bytes[position] += sectors.size * size
 
     def counts(self, position: int) -> Counts:
+        """Of one instruction."""
         instruction = self.program.instructions[position]
         issued = int(self.issued[position])
         mma = issued if instruction.name == "mma" else 0
+        is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
         return Counts(
             instructions=issued,
             shared_requests=self.shared_requests[position],
@@ -135,19 +141,16 @@ class Tally:
             global_sectors=self.sectors[position],
             global_bytes=self.global_bytes[position],
             mma=mma,
-            mma_flops=2 * mma * mma_products(instruction) if mma else 0,
-            barriers=issued if _is_barrier(instruction) else 0,
+            mma_flops=2 * mma * _products(instruction) if mma else 0,
+            barriers=issued if is_barrier else 0,
             waits=issued if instruction.opcode.startswith("cp.async.wait") else 0,
         )
 
 
-def mma_products(instruction: Instruction) -> int:
-    """Multiplications of one ``mma``."""
-    return next(_MMA_SIZES[m] for m in instruction.modifiers if m in _MMA_SIZES)
-
-
-def _is_barrier(instruction: Instruction) -> bool:
-    return instruction.name in ("bar", "barrier") and not instruction.has("warp")
+def _products(instruction: Instruction) -> int:
+    """Multiplications of one `mma`: the product of the sizes in its shape, such as m16n8k16."""
+    shapes = (_SHAPE.fullmatch(modifier) for modifier in instruction.modifiers)
+    return math.prod(map(int, next(filter(None, shapes)).groups()))
 
 
 def _distinct(values: np.ndarray) -> int:
@@ -169,21 +172,25 @@ class Counters:
             if self.tally.issued[position]:
                 yield position, self.tally.counts(position)
 
-    def _group(self, key: Callable[[int], Key]) -> dict[Key, Counts]:
+    def _group(self, key: Callable[[int], Key | None]) -> dict[Key, Counts]:
+        """Sums of what has one key; what has None is left out."""
         grouped: dict[Key, Counts] = defaultdict(Counts)
         for position, counts in self._each():
-            grouped[key(position)].add(counts)
+            if (found := key(position)) is not None:
+                grouped[found].add(counts)
         return dict(grouped)
 
     def _instruction(self, position: int) -> Instruction:
         return self.tally.program.instructions[position]
 
     def by_opcode(self, phase: Phase | None = None) -> dict[str, Counts]:
-        """Counts by full opcode, most executed first; of one phase only if ``phase`` is given."""
-        grouped: dict[str, Counts] = defaultdict(Counts)
-        for position, counts in self._each():
-            if phase is None or self._phase(position) is phase:
-                grouped[self._instruction(position).opcode].add(counts)
+        """Counts by full opcode, most executed first; of one phase only, if one is given."""
+
+        def key(position: int) -> str | None:
+            is_counted = phase is None or self._phase(position) is phase
+            return self._instruction(position).opcode if is_counted else None
+
+        grouped = self._group(key)
         return dict(sorted(grouped.items(), key=lambda item: (-item[1].instructions, item[0])))
 
     def by_phase(self) -> dict[Phase, Counts]:
@@ -192,19 +199,14 @@ class Counters:
         return {phase: found.get(phase, Counts()) for phase in Phase}
 
     def _phase(self, position: int) -> Phase:
-        program = self.tally.program
-        return program.blocks[program.block_of[position]].phase
+        return self.tally.program.block_at(position).phase
 
     def by_line(self, *, outermost: bool = False) -> list[LineCounts]:
-        """Counts by line of CUDA source, in order of file and line.
-
-        Args:
-            outermost: attribute inlined code to the line of the kernel that called it, rather than
-                to its own line.
-        """
+        """Counts by line of CUDA source, in order of file and line. outermost: of inlined code the
+        line of the kernel that called it, rather than its own."""
 
         def key(position: int) -> tuple[str, int]:
-            location: Location | None = self._instruction(position).location
+            location = self._instruction(position).location
             if location is None:
                 return "", 0
             location = location.outermost if outermost else location
@@ -215,16 +217,12 @@ class Counters:
     def lines_of(self, file: str) -> dict[int, Counts]:
         """Counts by line of one file: each instruction at its innermost frame in that file.
 
-        ``file`` is compared with the end of the recorded path, so a relative path will do.
+        file: compared with the end of the recorded path, so a relative path will do.
         """
 
-        def key(position: int) -> int:
+        def key(position: int) -> int | None:
             location = self._instruction(position).location
-            for frame in location.frames() if location else ():
-                if frame.file == file or frame.file.endswith(f"/{file}"):
-                    return frame.line
-            return 0
+            frames = location.frames() if location else ()
+            return next((f.line for f in frames if f"/{f.file}".endswith(f"/{file}")), None)
 
-        grouped = self._group(key)
-        grouped.pop(0, None)
-        return dict(sorted(grouped.items()))
+        return dict(sorted(self._group(key).items()))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from flash_helpers.ptx.errors import SimulatorError, Site, Thread
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import (
+    MisalignedError,
+    OutOfBoundsError,
+    SimulatorError,
+    Site,
+    Thread,
+)
 from flash_helpers.ptx.read.flow import Program
 
 
@@ -16,9 +24,14 @@ class FaultLog:
 
     program: Program
     keep_going: bool
-    faults: dict[tuple[type[SimulatorError], int], SimulatorError] = field(default_factory=dict)
+    faults: dict[tuple[type[SimulatorError], Site], SimulatorError] = field(default_factory=dict)
+
+    def go_on_with(self, faults: Iterable[SimulatorError]) -> None:
+        """Adds faults of an earlier launch of the kernel, which count on."""
+        self.faults |= {(type(fault), fault.site): fault for fault in faults}
 
     def site(self, position: int) -> Site:
+        """Where in the kernel an instruction of the program stands."""
         instruction = self.program.instructions[position]
         location = instruction.location
         return Site(
@@ -37,47 +50,72 @@ class FaultLog:
         address: int | None = None,
         count: int = 1,
     ) -> None:
-        """Raises the fault, or adds it to the log.
-
-        Args:
-            position: index of the instruction in the program.
-            count: number of lanes that show it.
-        """
-        known = self.faults.get((kind, position))
+        """Raises the fault, or adds it to the log. position: index of the instruction in the
+        program. count: of the lanes that show it."""
+        site = self.site(position)
+        known = self.faults.get((kind, site))
         if known is not None:
             known.count += count
             return
-        error = kind(detail, self.site(position), thread, address, count)
+        error = kind(detail, site, thread, address, count)
         if not self.keep_going:
             raise error
-        self.faults[kind, position] = error
+        self.faults[kind, site] = error
+
+    def refuse(
+        self,
+        position: int,
+        addresses: np.ndarray,
+        size: int,
+        inside: np.ndarray,
+        thread: Callable[[int], Thread],
+        outside: Callable[[int], str],
+        misaligned: Callable[[int], str],
+    ) -> np.ndarray | None:
+        """Reports accesses of `size` bytes that are not all inside of memory, or else not at a
+        multiple of their size; returns which may go on, None for all.
+
+        thread: of the i-th access. outside, misaligned: what is said of the first bad address.
+        """
+        aligned = addresses & (size - 1) == 0
+        kind, bad, detail = OutOfBoundsError, np.flatnonzero(~inside), outside
+        if not bad.size:
+            kind, bad, detail = MisalignedError, np.flatnonzero(~aligned), misaligned
+        if not bad.size:
+            return None
+        address = int(addresses[bad[0]])
+        self.report(kind, detail(address), position, thread(bad[0]), address, bad.size)
+        return inside & aligned
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which thread every lane of a batch is."""
+    """Which thread every lane of a batch is. blocks: `ctaid` of each. threads: of a block."""
 
     blocks: tuple[tuple[int, int, int], ...]
-    """``ctaid`` of every block of the batch."""
     threads: int
-    """Threads of a block."""
 
     @property
     def warps_per_block(self) -> int:
-        return -(-self.threads // 32)
+        """Warps of a block, the last of which may be short."""
+        return -(-self.threads // WARP)
 
     @property
     def lanes_per_block(self) -> int:
-        return 32 * self.warps_per_block
+        """Lanes of a block's warps, those beyond its threads included."""
+        return WARP * self.warps_per_block
 
     @property
     def lanes(self) -> int:
+        """Lanes of all blocks."""
         return len(self.blocks) * self.lanes_per_block
 
     @property
     def warps(self) -> int:
+        """Warps of all blocks."""
         return len(self.blocks) * self.warps_per_block
 
     def thread(self, lane: int | np.integer) -> Thread:
+        """The thread that a lane of the batch is."""
         block, rest = divmod(int(lane), self.lanes_per_block)
-        return Thread(self.blocks[block], rest // 32, rest % 32)
+        return Thread(self.blocks[block], rest // WARP, rest % WARP)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from flash_helpers import gpu
 from flash_helpers.ptx.errors import LaunchError, SimulatorError
 from flash_helpers.ptx.read.calls import without_calls
 from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Symbol, Variable
 from flash_helpers.ptx.read.reader import read_ptx
-from flash_helpers.ptx.run.access import access_size, space_of
+from flash_helpers.ptx.run.access import STRONG, access_size, space_of
 from flash_helpers.ptx.run.counters import Counters, LineCounts, Tally
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.machine import Launch, Machine
@@ -27,43 +29,22 @@ Argument = int | float | bool | np.generic | bytes
 Progress = Callable[[int, int], None]
 
 _BATCH_LANES = 2048
-"""Lanes run together: enough to hide the cost of a NumPy call, few enough to stay in cache."""
+"""Lanes run together, about: enough to hide the cost of a NumPy call, few enough to stay in
+cache."""
 
-_GRID_X, _GRID_YZ = 2**31 - 1, 65535
+_WORD = 32  # bytes: the widest access
 
 DEFAULT_MAX_INSTRUCTIONS = 20_000_000
 
 
 @dataclass(frozen=True)
-class Target:
-    """Limits of a compute capability (CUDA Programming Guide, "Technical Specifications")."""
-
-    name: str
-    shared_bytes: int
-    """Largest shared memory of a block."""
-    threads: int = 1024
-
-
-TARGETS: Mapping[str, Target] = {
-    t.name: t
-    for t in (
-        Target("sm_80", 163 * 1024),
-        Target("sm_86", 99 * 1024),
-        Target("sm_87", 163 * 1024),
-        Target("sm_89", 99 * 1024),
-        Target("sm_90", 227 * 1024),
-    )
-}
-
-
-@dataclass(frozen=True)
 class Run:
-    """A finished launch."""
+    """A finished launch. faults: those that `keep_going` collected, one for each instruction and
+    kind."""
 
     kernel: str
     counters: Counters
     faults: tuple[SimulatorError, ...]
-    """Faults collected by ``keep_going``, one for each instruction and kind."""
 
     @cached_property
     def by_line(self) -> list[LineCounts]:
@@ -84,51 +65,38 @@ class Kernel:
 
     @property
     def name(self) -> str:
+        """The entry's name, as mangled."""
         return self.function.name
 
     @cached_property
     def program(self) -> Program:
+        """Its instructions in the order in which the simulator runs them."""
         return build_program(self.function)
 
-    @cached_property
+    @property
     def static_shared_bytes(self) -> int:
         """Shared memory that the kernel declares with a size."""
         return self._shared_layout[1]
 
     @cached_property
-    def _symbols_used(self) -> set[str]:
-        return {
-            o.name if isinstance(o, Symbol) else o.base.name
-            for i in self.function.instructions
-            for o in i.operands
-            if isinstance(o, Symbol) or isinstance(getattr(o, "base", None), Symbol)
-        }
-
-    def _variables(self) -> Iterator[Variable]:
-        used = self._symbols_used
-        for variable in self.module.variables.values():
-            if variable.space != "shared" or variable.name in used:
-                yield variable
-        yield from self.function.variables
+    def _variables(self) -> list[Variable]:
+        """The function's own, and the module's; of those in shared memory, the ones it names."""
+        named = (o for i in self.function.instructions for o in i.named())
+        used = {operand.name for operand in named if isinstance(operand, Symbol)}
+        module = self.module.variables.values()
+        named = [v for v in module if v.space != "shared" or v.name in used]
+        return [*named, *self.function.variables]
 
     @cached_property
     def _shared_layout(self) -> tuple[dict[str, int], int]:
         """Offsets of shared variables, and the size of those whose size is known."""
-        offsets, end = {}, 0
-        dynamic = []
-        for variable in self._variables():
-            if variable.space == "shared":
-                if variable.external and variable.size == 0:
-                    dynamic.append(variable)
-                    continue
-                end = -(-end // variable.alignment) * variable.alignment
-                offsets[variable.name] = end
-                end += variable.size
-        static = end
-        alignment = max((v.alignment for v in dynamic), default=1)
-        start = -(-end // alignment) * alignment
-        offsets.update((v.name, start) for v in dynamic)
-        return offsets, start if dynamic else static
+        shared = [v for v in self._variables if v.space == "shared"]
+        dynamic = [v for v in shared if v.external and v.size == 0]
+        offsets, end = _placed([v for v in shared if v not in dynamic])
+        if dynamic:
+            end = _aligned(end, max(v.alignment for v in dynamic))
+            offsets.update((v.name, end) for v in dynamic)
+        return offsets, end
 
     def launch(
         self,
@@ -145,66 +113,66 @@ class Kernel:
         target: str = "sm_80",
         before: Run | None = None,
     ) -> Run:
-        """Runs the kernel.
+        """Runs the kernel; returns what was counted, and the faults if they were collected.
 
-        Args:
-            grid: blocks in x, y and z.
-            block: threads of a block in x, y and z.
-            shared_bytes: dynamic shared memory of a block.
-            args: one value for each parameter: an int or a NumPy scalar, or bytes for a structure
-                passed by value.
-            memory: the global memory that pointers in ``args`` refer to.
-            keep_going: collect faults in ``Run.faults`` rather than raise the first one.
-            max_instructions: a warp that runs more raises ``InstructionLimitError``.
-            progress: called with the number of blocks done and the number of blocks.
-            observer: is shown registers and shared memory while the kernel runs.
-            target: compute capability whose limits the launch must keep.
-            before: a run of this kernel whose counts and faults this one goes on with.
+        grid: blocks in x, y and z. block: threads of a block in x, y and z. shared_bytes: dynamic
+        shared memory of a block. args: one value for each parameter: an int or a NumPy scalar, or
+        bytes for a structure passed by value. memory: the global memory that pointers among them
+        refer to. keep_going: collect faults in `Run.faults` rather than raise the first one.
+        max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
+        the number of blocks done and the number of blocks. observer: is shown registers and shared
+        memory while the kernel runs. target: compute capability whose limits the launch must keep.
+        before: a run of this kernel whose counts and faults this one goes on with; it is used up.
 
-        Returns:
-            What was counted, and the faults if they were collected.
-
-        Raises:
-            LaunchError: the launch cannot exist; nothing has run.
-            UnsupportedInstruction: the kernel holds an instruction that is not known.
-            SimulatorError: a fault of the kernel, unless ``keep_going``.
+        Raises LaunchError for a launch that cannot exist, of which nothing has run;
+        UnsupportedInstruction for an instruction that is not known; SimulatorError for a fault of
+        the kernel, unless keep_going.
         """
         grid3, block3 = _three(grid, "grid"), _three(block, "block")
         threads = math.prod(block3)
         memory = DeviceMemory() if memory is None else memory
-        if max(grid3[1:]) > _GRID_YZ or grid3[0] > _GRID_X:
-            raise LaunchError(
-                f"a grid of {grid3}: the limits are {_GRID_X}, {_GRID_YZ}, {_GRID_YZ}"
-            )
-        self._check_launch(block3, threads, shared_bytes, target)
+        self._check_launch(grid3, block3, shared_bytes, target)
         parameters, offsets = self._pack(args)
         launch = self._launch(grid3, block3, shared_bytes, parameters, offsets, memory)
         log = FaultLog(self.program, keep_going)
-        tally = before.counters.tally if before else Tally(self.program)
-        lanes_per_block = -(-threads // 32) * 32
-        per_batch = max(1, _BATCH_LANES // lanes_per_block)
-        blocks = [
-            (x, y, z) for z in range(grid3[2]) for y in range(grid3[1]) for x in range(grid3[0])
-        ]
+        tally = Tally(self.program)
+        if before is not None:
+            tally = before.counters.tally
+            log.go_on_with(before.faults)
+        x, y, z = map(range, grid3)
+        blocks = [(i, j, k) for k, j, i in itertools.product(z, y, x)]
+        n_batches = max(1, round(len(blocks) * _aligned(threads, gpu.WARP) / _BATCH_LANES))
+        per_batch = -(-len(blocks) // n_batches)
         for start in range(0, len(blocks), per_batch):
             geometry = Geometry(tuple(blocks[start : start + per_batch]), threads)
             machine = Machine(self.program, launch, geometry, memory, log, tally)
-            Scheduler(machine, max_instructions, observer).run()
+            with np.errstate(all="ignore"):
+                Scheduler(machine, max_instructions, observer).run()
             if progress is not None:
                 progress(min(start + per_batch, len(blocks)), len(blocks))
-        earlier = before.faults if before else ()
-        return Run(self.name, Counters(tally), (*earlier, *log.faults.values()))
+        return Run(self.name, Counters(tally), tuple(log.faults.values()))
 
     def _check_launch(
-        self, block: tuple[int, int, int], threads: int, shared_bytes: int, target: str
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        target: str,
     ) -> None:
-        limits = TARGETS.get(target)
-        if limits is None:
-            raise LaunchError(f"unknown target {target}: choose from {', '.join(TARGETS)}")
-        if threads > limits.threads or block[2] > 64:
+        if any(n > most for n, most in zip(grid, gpu.MAX_GRID, strict=True)):
             raise LaunchError(
-                f"a block of {block} has {threads} threads; {target} allows {limits.threads} "
-                "and 64 in z: use a smaller block"
+                f"a grid of {grid}: the limits are {', '.join(map(str, gpu.MAX_GRID))}"
+            )
+        try:
+            limits = gpu.LIMITS[gpu.capability_of(target)]
+        except (ValueError, KeyError):
+            known = ", ".join(f"sm_{capability}" for capability in gpu.LIMITS)
+            raise LaunchError(f"unknown target {target}: choose from {known}") from None
+        threads = math.prod(block)
+        if threads > gpu.MAX_THREADS or block[2] > gpu.MAX_BLOCK_Z:
+            raise LaunchError(
+                f"a block of {block} has {threads} threads; {target} allows {gpu.MAX_THREADS} "
+                f"and {gpu.MAX_BLOCK_Z} in z: use a smaller block"
             )
         bound = self.function.directives.get("maxntid") or self.function.directives.get("reqntid")
         if bound and threads > math.prod(bound):
@@ -215,27 +183,24 @@ class Kernel:
         if shared_bytes < 0:
             raise LaunchError(f"shared_bytes is {shared_bytes}: give 0 or more")
         total = self.static_shared_bytes + shared_bytes
-        if total > limits.shared_bytes:
+        if total > limits.smem_bytes:
             raise LaunchError(
                 f"{total} bytes of shared memory a block ({self.static_shared_bytes} static, "
-                f"{shared_bytes} dynamic), but {target} has {limits.shared_bytes}: use smaller "
+                f"{shared_bytes} dynamic), but {target} has {limits.smem_bytes}: use smaller "
                 "tiles or another target"
             )
 
     def _pack(self, args: Sequence[Argument]) -> tuple[np.ndarray, dict[str, int]]:
-        """Arguments laid out as the kernel reads them."""
+        """Arguments laid out as the kernel reads them, and the parameters' offsets."""
         parameters = self.function.parameters
         if len(args) != len(parameters):
             raise LaunchError(f"{self.name} takes {len(parameters)} arguments, got {len(args)}")
-        offsets: dict[str, int] = {}
-        data = bytearray()
+        offsets, end = _placed(parameters)
+        data = np.zeros(_aligned(end, _WORD), np.uint8)
         for i, (parameter, value) in enumerate(zip(parameters, args, strict=True)):
-            alignment = max(parameter.alignment, 1)
-            data.extend(bytes(-len(data) % alignment))
-            offsets[parameter.name] = len(data)
-            data.extend(_argument_bytes(i, parameter, value))
-        data.extend(bytes(-len(data) % 16))
-        return np.frombuffer(bytes(data), np.uint8), offsets
+            found = _argument_bytes(i, parameter, value)
+            data[offsets[parameter.name] :][: len(found)] = np.frombuffer(found, np.uint8)
+        return data, offsets
 
     def _launch(
         self,
@@ -246,23 +211,15 @@ class Kernel:
         parameter_offsets: dict[str, int],
         memory: DeviceMemory,
     ) -> Launch:
-        symbols, spaces = dict(parameter_offsets), dict.fromkeys(parameter_offsets, "param")
-        shared_offsets, static = self._shared_layout
-        symbols.update(shared_offsets)
-        spaces.update(dict.fromkeys(shared_offsets, "shared"))
-        local = 0
-        for variable in self._variables():
-            spaces[variable.name] = variable.space
-            if variable.space == "local":
-                local = -(-local // variable.alignment) * variable.alignment
-                symbols[variable.name] = local
-                local += variable.size
-            elif variable.space in ("global", "const"):
-                symbols[variable.name] = memory.allocate(max(variable.size, 1))
-        for variable in self._variables():
-            if variable.space in ("global", "const") and variable.initial is not None:
+        shared, static = self._shared_layout
+        local, local_bytes = _placed([v for v in self._variables if v.space == "local"])
+        in_memory = [v for v in self._variables if v.space in ("global", "const")]
+        addresses = {v.name: memory.allocate(max(v.size, 1)) for v in in_memory}
+        symbols = {**parameter_offsets, **shared, **local, **addresses}
+        for variable in in_memory:
+            if variable.initial is not None:
                 _initialise(variable, symbols, memory)
-        shared_accesses, atomics = self._shared_accesses
+        granule, atomics = self._shared_accesses
         return Launch(
             grid=grid,
             block=block,
@@ -270,9 +227,8 @@ class Kernel:
             dynamic_bytes=shared_bytes,
             parameters=parameters,
             symbols=symbols,
-            spaces=spaces,
-            local_bytes=-(-local // 16) * 16,
-            granule=shared_accesses,
+            local_bytes=_aligned(local_bytes, _WORD),
+            granule=granule,
             shared_atomics=atomics,
         )
 
@@ -287,10 +243,7 @@ class Kernel:
                 "generic",
             ):
                 narrowest = min(narrowest, access_size(instruction))
-                strong = any(
-                    instruction.has(m) for m in ("volatile", "relaxed", "acquire", "release")
-                )
-                atomics = atomics or strong or name in ("atom", "red")
+                atomics |= bool(instruction.first(STRONG)) or name in ("atom", "red")
             elif name == "cp" and len(instruction.operands) > 2:
                 size = instruction.operands[2]
                 if isinstance(size, Immediate):
@@ -310,11 +263,8 @@ class PtxModule:
         return tuple(f.name for f in self.module.entries)
 
     def kernel(self, name: str) -> Kernel:
-        """The entry of this name, or the only one whose name contains it.
-
-        Raises:
-            LaunchError: no entry fits, or several do.
-        """
+        """The entry of this name, or the only one whose name contains it. Raises LaunchError if no
+        entry fits, or several do."""
         function = self.module.functions.get(name)
         if function is None or not function.is_entry:
             found = [f for f in self.module.entries if name in f.name]
@@ -327,12 +277,8 @@ class PtxModule:
 
 
 def load_ptx(source: str | Path) -> PtxModule:
-    """Reads PTX, given as text or as the path of a file.
-
-    Raises:
-        PtxSyntaxError: it is not a whole PTX module.
-        FileNotFoundError: the path does not exist.
-    """
+    """Reads PTX, given as text or as the path of a file. Raises PtxSyntaxError for what is no whole
+    PTX module, OSError for a file that cannot be read."""
     if isinstance(source, Path) or "\n" not in source:
         source = Path(source).read_text()
     return PtxModule(read_ptx(source))
@@ -346,40 +292,46 @@ def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
     return x, y, z
 
 
+def _aligned(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def _placed(variables: Sequence[Variable]) -> tuple[dict[str, int], int]:
+    """Offsets of variables one after the other, and where the last one ends."""
+    offsets, end = {}, 0
+    for variable in variables:
+        offsets[variable.name] = _aligned(end, max(variable.alignment, 1))
+        end = offsets[variable.name] + variable.size
+    return offsets, end
+
+
 def _argument_bytes(index: int, parameter: Variable, value: Argument) -> bytes:
-    what = f"argument {index}"
+    what, size = f"argument {index}", parameter.size
     if isinstance(value, bytes | bytearray | memoryview):
-        data = bytes(value)
-        if len(data) != parameter.size:
-            raise LaunchError(f"{what} has {len(data)} bytes, its parameter {parameter.size}")
-        return data
+        if len(bytes(value)) != size:
+            raise LaunchError(f"{what} has {len(bytes(value))} bytes, its parameter {size}")
+        return bytes(value)
     if isinstance(value, np.generic):
-        data = value.tobytes()
-        if len(data) != parameter.size:
+        if value.nbytes != size:
             raise LaunchError(
-                f"{what} is a {value.dtype} of {len(data)} bytes, its parameter has "
-                f"{parameter.size} (.{parameter.type})"
+                f"{what} is a {value.dtype} of {value.nbytes} bytes, its parameter has "
+                f"{size} (.{parameter.type})"
             )
-        return data
-    is_float = parameter.type in ("f32", "f64")
-    if isinstance(value, float):
-        if not is_float:
-            raise LaunchError(f"{what} is a float, its parameter is .{parameter.type}")
-        return (
-            np.dtype(parameter.type.replace("f32", "f4").replace("f64", "f8")).type(value).tobytes()
-        )
-    if not isinstance(value, int):
+        return value.tobytes()
+    if not isinstance(value, int | float):
         raise LaunchError(
             f"{what} is a {type(value).__name__}: give an int, a NumPy scalar or bytes"
         )
-    if is_float:
-        return _argument_bytes(index, parameter, float(value))
-    if parameter.type == "b8" and parameter.size > 8:
-        raise LaunchError(f"{what} is passed by value in {parameter.size} bytes: give bytes")
-    bits = 8 * parameter.size
+    if parameter.type in ("f32", "f64"):
+        return np.array(value, f"f{size}").tobytes()
+    if isinstance(value, float):
+        raise LaunchError(f"{what} is a float, its parameter is .{parameter.type}")
+    if parameter.type == "b8" and size > 8:
+        raise LaunchError(f"{what} is passed by value in {size} bytes: give bytes")
+    bits = 8 * size
     if not -(1 << (bits - 1)) <= value < 1 << bits:
         raise LaunchError(f"{what} is {value}, which does not fit {bits} bits")
-    return (value & ((1 << bits) - 1)).to_bytes(parameter.size, "little")
+    return (value & ((1 << bits) - 1)).to_bytes(size, "little")
 
 
 def _initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:

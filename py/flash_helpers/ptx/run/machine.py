@@ -7,33 +7,33 @@ that runs it on a selection of lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
 
+from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.flow import Program
 from flash_helpers.ptx.read.module import (
     Immediate,
     Instruction,
     Operand,
+    Pair,
     Register,
     Sink,
     Special,
     Symbol,
+    Vector,
 )
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType, dtype_of
 from flash_helpers.ptx.run.counters import Tally
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import DeviceMemory
 from flash_helpers.ptx.run.pending import AsyncCopies
 from flash_helpers.ptx.run.shared import ALL, Selection, SharedMemory
 
-WARP = 32
-
-Run = Callable[[], None]
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
 
@@ -42,7 +42,7 @@ Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
 class Action:
     """An instruction bound to a machine."""
 
-    all: Run
+    all: Callable[[], None]
     some: RunSome
 
 
@@ -50,49 +50,33 @@ class Action:
 class Alu:
     """An instruction that computes registers from registers.
 
-    ``compute`` takes one array for each source and returns one for each result, elementwise over
-    the lanes. ``ufunc`` says that it is a NumPy function with an ``out`` argument.
+    results, sources: operands, each with its PTX type. compute: takes one array for each source and
+    returns one for each result, elementwise over the lanes.
     """
 
     results: tuple[tuple[Operand, str], ...]
     sources: tuple[tuple[Operand, str], ...]
     compute: Compute
-    ufunc: bool = False
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What all blocks of a launch share."""
+    """What all blocks of a launch share.
+
+    shared_bytes: of a block, static and dynamic. parameters: their bytes, uint8. symbols: addresses
+    of variables, each in its own state space. local_bytes: of one thread. granule: bytes of the
+    narrowest shared access.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    """All of a block's shared memory, static and dynamic."""
     dynamic_bytes: int
     parameters: np.ndarray
-    """The parameters' bytes, uint8."""
     symbols: Mapping[str, int]
-    """Addresses of variables, each in its own state space."""
-    spaces: Mapping[str, str]
-    """State spaces of variables."""
     local_bytes: int
-    """Local memory of one thread."""
     granule: int
-    """Bytes of the narrowest shared access."""
     shared_atomics: bool
-
-
-@dataclass
-class Destination:
-    """A register array seen as the type of a result, or as the wider type it is extended to."""
-
-    array: np.ndarray
-
-    def put(self, value: np.ndarray) -> None:
-        self.array[...] = value
-
-    def put_some(self, selection: Selection, value: np.ndarray) -> None:
-        self.array[selection] = value
 
 
 def pick(array: np.ndarray, selection: Selection) -> np.ndarray:
@@ -102,7 +86,7 @@ def pick(array: np.ndarray, selection: Selection) -> np.ndarray:
 
 def warp_masks(lanes: np.ndarray) -> np.ndarray:
     """One 32-bit mask for each warp of a boolean array over lanes."""
-    packed = np.packbits(lanes.reshape(-1, 32), axis=1, bitorder="little")
+    packed = np.packbits(lanes.reshape(-1, WARP), axis=1, bitorder="little")
     return packed.view(np.uint32).reshape(-1)
 
 
@@ -141,7 +125,7 @@ class Machine:
     def _allocate_registers(self) -> dict[str, np.ndarray]:
         by_dtype: dict[np.dtype, list[str]] = {}
         registers: dict[str, np.ndarray] = {}
-        for name, type_name in self.program.function.registers.items():
+        for name, type_name in self.program.registers.items():
             if type_name == B128:
                 registers[name] = np.zeros((self.lanes, 2), np.uint64)
                 continue
@@ -157,14 +141,30 @@ class Machine:
             registers.update(zip(names, file[:, : self.lanes], strict=True))
         return registers
 
-    # -- operands --------------------------------------------------------------------------
+    # -- operands ----------------------------------------------------------------------------------
 
     def instruction(self) -> Instruction:
+        """The one that is being bound."""
         return self.program.instructions[self.position]
 
     def unsupported(self, reason: str = "") -> UnsupportedInstruction:
+        """The error that refuses it."""
         instruction = self.instruction()
         return UnsupportedInstruction(instruction.opcode, instruction.line, reason)
+
+    def one_of(self, names: Collection[str]) -> str:
+        """The modifier that is one of these; refuses an instruction without any."""
+        found = self.instruction().first(names)
+        if found is None:
+            raise self.unsupported(f"one of {', '.join(names)} is due")
+        return found
+
+    def elements(self, operand: Operand, count: int) -> tuple[Operand, ...]:
+        """The registers of a vector, or the only one."""
+        found = operand.elements if isinstance(operand, Vector) else (operand,)
+        if len(found) != count:
+            raise self.unsupported(f"{len(found)} registers where {count} are due")
+        return found
 
     def register(self, operand: Operand) -> np.ndarray:
         """The bits of a register, one element a lane."""
@@ -173,34 +173,37 @@ class Machine:
         return self._registers[operand.name]
 
     def source(self, operand: Operand, type_name: str) -> np.ndarray:
-        """A source as an array of the type: one element a lane, or one for all lanes."""
+        """A source as an array of the type: one element a lane, or one for all lanes.
+
+        Of a predicate with `!` it is the register all the same: the complement is the caller's.
+        """
         if isinstance(operand, Register):
+            if operand.negated and type_name != "pred":
+                raise self.unsupported("only a predicate has a complement")
             return self._typed(self._registers[operand.name], type_name)
-        scalar = SCALAR_TYPES[type_name]
-        if isinstance(operand, Immediate):
-            return self.immediate(operand, scalar)
         if isinstance(operand, Special):
             return self._typed(self.special(operand.name), type_name)
-        if isinstance(operand, Symbol):
-            return np.array([self.symbol(operand)], np.uint64).astype(scalar.dtype)
-        raise self.unsupported(f"an operand of kind {type(operand).__name__} where a value is due")
+        if type_name == B128 or not isinstance(operand, Immediate | Symbol):
+            kind = type(operand).__name__.lower()
+            raise self.unsupported(f"an operand of kind {kind} where a value is due")
+        if isinstance(operand, Immediate):
+            return self.immediate(operand, SCALAR_TYPES[type_name])
+        return np.array([self.symbol(operand)], np.uint64).astype(dtype_of(type_name))
 
     def _typed(self, array: np.ndarray, type_name: str) -> np.ndarray:
         if type_name == B128 or array.ndim == 2:
             if type_name == B128 and array.ndim == 2:
                 return array
             raise self.unsupported("128-bit registers can only be moved")
-        scalar = SCALAR_TYPES[type_name]
-        if scalar.kind == "p" or array.dtype == bool:
-            if scalar.kind == "p" and array.dtype == bool:
+        dtype = SCALAR_TYPES[type_name].dtype
+        if bool in (dtype, array.dtype):
+            if dtype == array.dtype:
                 return array
             raise self.unsupported("a predicate where a value is due, or the reverse")
-        if array.dtype.itemsize == scalar.size:
-            return array.view(scalar.dtype)
-        if array.dtype.itemsize > scalar.size:
-            # The low part of a wider register, as a live view (little endian).
-            return array.view(scalar.dtype)[:: array.dtype.itemsize // scalar.size]
-        raise self.unsupported(f"a {8 * array.dtype.itemsize}-bit register read as {type_name}")
+        if array.dtype.itemsize < dtype.itemsize:
+            raise self.unsupported(f"a {8 * array.dtype.itemsize}-bit register read as {type_name}")
+        # Of a wider register the low part, as a live view (little endian).
+        return array.view(dtype)[:: array.dtype.itemsize // dtype.itemsize]
 
     def immediate(self, operand: Immediate, scalar: ScalarType) -> np.ndarray:
         """A literal as one value of the type."""
@@ -209,9 +212,7 @@ class Machine:
         if operand.float_bits:
             bits = np.array([operand.value], f"u{operand.float_bits // 8}")
             value = bits.view(f"f{operand.float_bits // 8}")
-            if scalar.kind == "f":
-                return value.astype(scalar.dtype)
-            return bits.astype(scalar.dtype)
+            return (value if scalar.kind == "f" else bits).astype(scalar.dtype)
         if scalar.kind == "f":
             return np.array([operand.value], scalar.dtype)
         mask = (1 << scalar.bits) - 1
@@ -219,24 +220,27 @@ class Machine:
 
     def symbol(self, operand: Symbol) -> int:
         """The address of a variable in its state space."""
-        try:
-            return self.launch.symbols[operand.name] + operand.offset
-        except KeyError:
-            raise self.unsupported(f"unknown symbol {operand.name}") from None
+        if operand.name not in self.launch.symbols:
+            raise self.unsupported(f"unknown symbol {operand.name}")
+        return self.launch.symbols[operand.name] + operand.offset
 
-    def destination(self, operand: Operand, type_name: str) -> Destination | None:
-        """Where a result of the type goes; None for a sink."""
+    def destination(self, operand: Operand, type_name: str) -> np.ndarray:
+        """Where a result of the type goes: the register seen as that type, or as the wider type
+        that the result is extended to. A sink has an array of its own, which nobody reads."""
         if isinstance(operand, Sink):
-            return None
+            shape = (self.lanes, 2) if type_name == B128 else self.lanes
+            return np.empty(shape, dtype_of(type_name))
         array = self.register(operand)
-        if type_name == B128 or array.ndim == 2:
-            return Destination(self._typed(array, type_name))
-        scalar = SCALAR_TYPES[type_name]
-        if array.dtype == bool or scalar.kind == "p" or array.dtype.itemsize <= scalar.size:
-            return Destination(self._typed(array, type_name))
-        # A narrower result is extended to the register, by its sign if it has one.
-        kind = "i" if scalar.kind == "s" else "u"
-        return Destination(array.view(f"{kind}{array.dtype.itemsize}"))
+        dtype = dtype_of(type_name)
+        if bool in (array.dtype, dtype) or array.dtype.itemsize <= dtype.itemsize:
+            return self._typed(array, type_name)
+        # By its sign, if it has one.
+        return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.dtype.itemsize}")
+
+    def destinations(self, operand: Operand, *types: str) -> list[np.ndarray]:
+        """Of the two results of `a|b`; of a single operand, the second goes nowhere."""
+        pair = (operand.first, operand.second) if isinstance(operand, Pair) else (operand, Sink())
+        return [self.destination(o, t) for o, t in zip(pair, types, strict=True)]
 
     def special(self, name: str) -> np.ndarray:
         """A special register, one element a lane."""
@@ -256,59 +260,50 @@ class Machine:
 
     def _special(self, name: str) -> np.ndarray:
         base, _, axis = name.lstrip("%").partition(".")
-        n = "xyz".find(axis) if axis else 0
-        lane = self.lane_ids % 32
-        constant: dict[str, int] = {
-            "ntid": self.launch.block[n] if 0 <= n < 3 else 1,
-            "nctaid": self.launch.grid[n] if 0 <= n < 3 else 1,
+        n = "xyzw".find(axis) if axis else 0
+        lane = self.lane_ids % WARP
+        x, y, _ = self.launch.block
+        ids = np.array(self.geometry.blocks, np.uint32).repeat(
+            self.geometry.lanes_per_block, axis=0
+        )
+        threads = (self.thread_ids % x, self.thread_ids // x % y, self.thread_ids // (x * y))
+        block, grid = (*self.launch.block, 1)[n], (*self.launch.grid, 1)[n]
+        thread, block_id = (*threads, 0 * lane)[n], 0 * lane if n == 3 else ids[:, n]
+        bit = np.uint64(1) << lane.astype(np.uint64)
+        values = {
+            "tid": thread,
+            "ntid": block,
+            "ctaid": block_id,
+            "nctaid": grid,
+            # A block is its own cluster.
+            "clusterid": block_id,
+            "nclusterid": grid,
+            "cluster_ctaid": 0,
+            "cluster_nctaid": 1,
+            "cluster_ctarank": 0,
+            "cluster_nctarank": 1,
+            "is_explicit_cluster": False,
+            "laneid": lane,
+            "warpid": self.thread_ids // WARP,
             "nwarpid": self.geometry.warps_per_block,
             "smid": 0,
             "nsmid": 1,
             "gridid": 0,
             "dynamic_smem_size": self.launch.dynamic_bytes,
             "total_smem_size": self.launch.shared_bytes,
-            "nclusterid": self.launch.grid[n] if 0 <= n < 3 else 1,
-            "cluster_ctaid": 0,
-            "cluster_nctaid": 1,
-            "cluster_ctarank": 0,
-            "cluster_nctarank": 1,
+            "lanemask_eq": bit,
+            "lanemask_lt": bit - np.uint64(1),
+            "lanemask_le": bit * np.uint64(2) - np.uint64(1),
+            "lanemask_gt": ~(bit * np.uint64(2) - np.uint64(1)),
+            "lanemask_ge": ~(bit - np.uint64(1)),
+            # Time is not simulated; it only has to pass. `tick` advances these arrays.
+            **dict.fromkeys(_CLOCKS, 0),
         }
-        if base in constant:
-            dtype = np.uint64 if base == "gridid" else np.uint32
-            return np.full(self.lanes, constant[base], dtype)
-        if base == "is_explicit_cluster":
-            return np.zeros(self.lanes, bool)
-        if base == "tid":
-            x, y, _ = self.launch.block
-            parts = (self.thread_ids % x, self.thread_ids // x % y, self.thread_ids // (x * y))
-            return (parts[n] if 0 <= n < 3 else 0 * lane).astype(np.uint32)
-        if base in ("ctaid", "clusterid"):
-            if not 0 <= n < 3:
-                return np.zeros(self.lanes, np.uint32)
-            ids = np.array(self.geometry.blocks, np.uint32)[:, n]
-            return np.repeat(ids, self.geometry.lanes_per_block)
-        if base == "laneid":
-            return lane.astype(np.uint32)
-        if base == "warpid":
-            return (self.thread_ids // 32).astype(np.uint32)
-        if base.startswith("lanemask_"):
-            bit = np.uint64(1) << lane.astype(np.uint64)
-            ones = np.uint64(0xFFFF_FFFF)
-            one = np.uint64(1)
-            masks = {
-                "eq": bit,
-                "lt": bit - one,
-                "le": (bit << one) - one,
-                "gt": ones ^ ((bit << one) - one),
-                "ge": ones ^ (bit - one),
-            }
-            return masks[base[-2:]].astype(np.uint32)
-        if base in ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo",
-                    "globaltimer_hi"):  # fmt: skip
-            # Time is not simulated; it only has to pass. The scheduler advances these arrays.
-            wide = base in ("clock64", "globaltimer")
-            return np.zeros(self.lanes, np.uint64 if wide else np.uint32)
-        raise self.unsupported(f"special register {name}")
+        if base not in values:
+            raise self.unsupported(f"special register {name}")
+        wide = {"gridid": np.uint64, "clock64": np.uint64, "globaltimer": np.uint64}
+        dtype = bool if base == "is_explicit_cluster" else wide.get(base, np.uint32)
+        return np.broadcast_to(values[base], self.lanes).astype(dtype)
 
     def tick(self, instructions: int) -> None:
         """Lets the clocks that the kernel reads pass."""
@@ -317,50 +312,44 @@ class Machine:
             if name in self._specials:
                 self._specials[name][...] = self.issue_clock & 0xFFFF_FFFF
 
-    # -- binding ---------------------------------------------------------------------------
+    # -- binding -----------------------------------------------------------------------------------
 
     def bind_alu(self, alu: Alu) -> Action:
+        """The action that runs it."""
         sources = [self.source(operand, type_name) for operand, type_name in alu.sources]
         negated = [
             i
             for i, (operand, _) in enumerate(alu.sources)
             if isinstance(operand, Register) and operand.negated
         ]
-        compute = alu.compute
-        _try(compute, sources)
-        if negated:
-            compute = _with_complements(compute, negated)
+        compute = _with_complements(alu.compute, negated) if negated else alu.compute
         targets = [self.destination(operand, type_name) for operand, type_name in alu.results]
-        if targets == [None]:
-            return Action(_nothing, _nothing)
         if len(targets) == 1:
-            array = targets[0].array
-            dtype = _result_dtype(alu.results[0][1])
-            if alu.ufunc and not negated and array.dtype == dtype:
-                return Action(
-                    partial(alu.compute, *sources, out=array), _some(compute, sources, targets[0])
-                )
-            return Action(_every(compute, sources, targets[0]), _some(compute, sources, targets[0]))
-
-        def run() -> None:
-            for target, value in zip(targets, compute(*sources), strict=True):
-                if target is not None:
-                    target.put(value)
+            (target,) = targets
+            if isinstance(compute, np.ufunc) and target.dtype == dtype_of(alu.results[0][1]):
+                run = partial(compute, *sources, out=target)
+            else:
+                run = _every(compute, sources, target)
+            return Action(run, _some(compute, sources, target))
 
         def run_some(selection: Selection) -> None:
             values = compute(*[pick(s, selection) for s in sources])
             for target, value in zip(targets, values, strict=True):
-                if target is not None:
-                    target.put_some(selection, value)
+                target[selection] = value
 
-        return Action(run, run_some)
+        return self.from_some(run_some)
 
     def from_some(self, run_some: RunSome) -> Action:
         """An action whose general form serves all lanes too."""
         return Action(partial(run_some, ALL), run_some)
 
     def lanes_of(self, selection: Selection) -> np.ndarray:
+        """Numbers of the selected lanes."""
         return self.lane_ids[selection]
+
+    def counted(self, selection: Selection) -> np.ndarray | None:
+        """The selected lanes in the form that counting takes: None for all."""
+        return None if selection is ALL else self.lane_ids[selection]
 
     def guarded(self, action: Action, guard: Register) -> Action:
         """The action for the lanes whose predicate holds."""
@@ -386,43 +375,25 @@ class Machine:
         return Action(run, run_some)
 
 
-def _nothing(selection: Selection | None = None) -> None:
-    """A result that goes to a sink is not computed."""
-
-
-def _try(compute: Compute, sources: Sequence[np.ndarray]) -> None:
-    """Raises what ``compute`` raises for sources that do not suit it, before anything has run."""
-    with np.errstate(all="ignore"):
-        compute(*[source[:WARP] for source in sources])
-
-
-def _result_dtype(type_name: str) -> np.dtype:
-    return np.dtype(np.uint64) if type_name == B128 else SCALAR_TYPES[type_name].dtype
+_CLOCKS = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi")
 
 
 def _with_complements(compute: Compute, indices: Sequence[int]) -> Compute:
     def complemented(*arrays: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
-        changed = list(arrays)
-        for i in indices:
-            changed[i] = ~changed[i]
-        return compute(*changed)
+        return compute(*[~a if i in indices else a for i, a in enumerate(arrays)])
 
     return complemented
 
 
-def _every(compute: Compute, sources: Sequence[np.ndarray], target: Destination) -> Run:
-    array = target.array
-
+def _every(compute: Compute, sources: Sequence[np.ndarray], target: np.ndarray) -> Callable:
     def run() -> None:
-        array[...] = compute(*sources)
+        target[...] = compute(*sources)
 
     return run
 
 
-def _some(compute: Compute, sources: Sequence[np.ndarray], target: Destination) -> RunSome:
-    array = target.array
-
+def _some(compute: Compute, sources: Sequence[np.ndarray], target: np.ndarray) -> RunSome:
     def run_some(selection: Selection) -> None:
-        array[selection] = compute(*[pick(s, selection) for s in sources])
+        target[selection] = compute(*[pick(s, selection) for s in sources])
 
     return run_some

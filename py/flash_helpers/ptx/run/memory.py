@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from flash_helpers.ptx.errors import LaunchError
-
 ARENA_BASE = 0x7F00_0000_0000
 """First address of global memory."""
-SHARED_WINDOW = 0x7E00_0000_0000
-"""Generic address of the first byte of a block's shared memory."""
-LOCAL_WINDOW = 0x7D00_0000_0000
-"""Generic address of the first byte of a thread's local memory."""
-PARAM_WINDOW = 0x7C00_0000_0000
-"""Generic address of the first byte of the kernel's parameters."""
+WINDOWS: Mapping[str, int] = {
+    "shared": 0x7E00_0000_0000,
+    "local": 0x7D00_0000_0000,
+    "param": 0x7C00_0000_0000,
+}
+"""Generic address of the first byte of a block's shared memory, of a thread's local memory, and of
+the kernel's parameters."""
 WINDOW_SIZE = 1 << 32
 
 _ALIGNMENT = 256
@@ -36,7 +35,7 @@ class DeviceMemory:
         self._ends: list[int] = []
 
     def allocate(self, size: int) -> int:
-        """Reserves ``size`` zeroed bytes, aligned to 256, and returns their address."""
+        """Reserves `size` zeroed bytes, aligned to 256, and returns their address."""
         if size <= 0:
             raise ValueError(f"an allocation of {size} bytes: give at least 1")
         start = self._used
@@ -59,11 +58,8 @@ class DeviceMemory:
     def download(
         self, address: int, shape: int | Sequence[int], dtype: npt.DTypeLike
     ) -> np.ndarray:
-        """A copy of global memory as an array.
-
-        Raises:
-            ValueError: the bytes are not all inside one allocation.
-        """
+        """A copy of global memory as an array. Raises ValueError if the bytes are not all inside
+        one allocation."""
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         size = math.prod(shape) * dtype.itemsize
@@ -77,7 +73,7 @@ class DeviceMemory:
         return self._bytes[offset : offset + size].view(dtype).reshape(shape).copy()
 
     def extent(self, address: int) -> tuple[int, int] | None:
-        """First address and end of the allocation that holds ``address``, None if none does."""
+        """First address and end of the allocation that holds an address, None if none does."""
         i = bisect.bisect_right(self._starts, address) - 1
         if i < 0 or address >= self._ends[i]:
             return None
@@ -103,7 +99,7 @@ class DeviceMemory:
         return "not an address of this device memory"
 
     def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """For each address, whether ``size`` bytes from it lie in one allocation."""
+        """For each address, whether `size` bytes from it lie in one allocation."""
         if not self._starts:
             return np.zeros(addresses.shape, bool)
         starts = np.array(self._starts)
@@ -112,18 +108,15 @@ class DeviceMemory:
         return (i >= 0) & (addresses + size <= ends[np.maximum(i, 0)])
 
     def view(self, size: int) -> np.ndarray:
-        """All of memory from ``ARENA_BASE`` as words of ``size`` bytes (16: rows of two words)."""
+        """All of memory from ARENA_BASE on, as `word_view` has it."""
         return word_view(self._bytes, size)
 
 
 def word_view(data: np.ndarray, size: int) -> np.ndarray:
-    """Bytes as unsigned words of 1, 2, 4 or 8 bytes, or as rows of 16 or 32 bytes.
+    """Bytes as unsigned words of 1, 2, 4 or 8 bytes, or as rows of 16 or 32 bytes."""
+    return data.view(f"u{size}") if size <= 8 else data.view(np.uint32).reshape(-1, size // 4)
 
-    Raises:
-        LaunchError: no access has this size.
-    """
-    if size in (1, 2, 4, 8):
-        return data.view(np.dtype(f"u{size}"))
-    if size in (16, 32):
-        return data.view(np.uint32).reshape(-1, size // 4)
-    raise LaunchError(f"an access of {size} bytes: PTX has 1, 2, 4, 8, 16 and 32")
+
+def empty_words(count: int, size: int) -> np.ndarray:
+    """Zeros in the form of `word_view`."""
+    return word_view(np.zeros(count * size, np.uint8), size)

@@ -14,17 +14,17 @@ from flash_helpers.ptx.run.machine import Machine
 
 @dataclass(frozen=True)
 class Observation:
-    """An instruction just executed by some lanes of a batch of blocks."""
+    """An instruction just executed by some lanes of a batch of blocks. lanes: numbered over the
+    batch; whole warps for warp-wide instructions."""
 
     machine: Machine
     instruction: Instruction
     phase: Phase
     lanes: np.ndarray
-    """Lanes that executed it, numbered over the batch: whole warps for warp-wide instructions."""
 
     @property
     def blocks(self) -> np.ndarray:
-        """``ctaid`` of each lane's block, (lanes, 3)."""
+        """`ctaid` of each lane's block, (lanes, 3)."""
         geometry = self.machine.geometry
         return np.array(geometry.blocks)[self.lanes // geometry.lanes_per_block]
 
@@ -36,10 +36,7 @@ class Observation:
 
     def value(self, operand: Operand, type_name: str) -> np.ndarray:
         """An operand as a PTX type, one element a lane; registers written hold their new value.
-
-        Raises:
-            UnsupportedInstruction: the operand is no scalar.
-        """
+        Raises UnsupportedInstruction for an operand that is no scalar."""
         array = self.machine.source(operand, type_name)
         return np.broadcast_to(array, (self.machine.lanes,))[self.lanes].copy()
 
@@ -54,8 +51,8 @@ class Observation:
 class Observer:
     """What to look at, and what to do with it.
 
-    ``wants`` is asked once for every instruction of the kernel that is not control flow; ``see`` is
-    called each time that lanes have executed one of those wanted.
+    wants: asked once for every instruction of the kernel that is not control flow. see: called
+    each time that lanes have executed one of those wanted.
     """
 
     wants: Callable[[Instruction], bool]

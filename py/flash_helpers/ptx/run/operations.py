@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
+from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MissingLanesError, TrapError
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run import access, compare, convert, copies, floats, integers, tensor, warps
-from flash_helpers.ptx.run.floats import is_float_form
-from flash_helpers.ptx.run.integers import Builder
+from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, warp_masks
-from flash_helpers.ptx.run.modifiers import unknown_modifier
 from flash_helpers.ptx.run.shared import Selection
 
-_WITHOUT_EFFECT = frozenset(
-    {"membar", "fence", "nanosleep", "prefetch", "prefetchu", "pmevent", "discard", "applypriority",
-     "setmaxnreg", "griddepcontrol"}
-)  # fmt: skip
+_WITHOUT_EFFECT = (
+    "membar fence nanosleep prefetch prefetchu pmevent discard applypriority setmaxnreg "
+    "griddepcontrol"
+)
 """The simulator's memory is in order and it has no caches, so ordering and hints change nothing."""
 
 
@@ -43,59 +40,42 @@ def _create_policy(machine: Machine, instruction: Instruction) -> Alu:
     return Alu(((instruction.operands[0], "b64"),), (), lambda: np.zeros(1, np.uint64))
 
 
-def _warp_barrier(machine: Machine, instruction: Instruction) -> Action:
-    return machine.from_some(lambda selection: None)
+FORMS: Forms = by_name(
+    (
+        *integers.FORMS,
+        *floats.FORMS,
+        *compare.FORMS,
+        *convert.FORMS,
+        *warps.FORMS,
+        *tensor.FORMS,
+        *access.FORMS,
+        *copies.FORMS,
+        Form("trap brkpt", _trap, (0,)),
+        Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",)),
+        # Of one warp only: the scheduler runs the barriers of a block.
+        Form("bar barrier", _no_effect, (1,)),
+    )
+)
 
 
-OPERATIONS: Mapping[str, Builder] = {
-    **integers.OPERATIONS,
-    **floats.OPERATIONS,
-    **compare.OPERATIONS,
-    **convert.OPERATIONS,
-    **warps.OPERATIONS,
-    **tensor.OPERATIONS,
-    **access.OPERATIONS,
-    **copies.OPERATIONS,
-    **{name: _no_effect for name in _WITHOUT_EFFECT},
-    "trap": _trap,
-    "brkpt": _trap,
-    "createpolicy": _create_policy,
-    "bar": _warp_barrier,
-    "barrier": _warp_barrier,
-}
+def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
+    """An instruction as callables, and the lanes that must execute it together (`member_mask`).
 
-membership = warps.member_mask
-
-
-def check_modifiers(machine: Machine, instruction: Instruction) -> None:
-    """Raises UnsupportedInstruction for a modifier that is not known."""
-    unknown = unknown_modifier(instruction)
-    if unknown is not None and instruction.name not in _WITHOUT_EFFECT:
-        raise machine.unsupported(f"the modifier .{unknown} is not known")
-
-
-def bind(machine: Machine, instruction: Instruction) -> Action:
-    """Turns an instruction into callables.
-
-    Raises:
-        UnsupportedInstruction: its opcode, a modifier or an operand is not known.
+    Raises UnsupportedInstruction if its opcode, a modifier or an operand is not known.
     """
-    name = instruction.name
-    builder = OPERATIONS.get(name)
-    if name in integers.INTEGER_FORMS:
-        forms = floats.FLOAT_FORMS if is_float_form(instruction) else integers.INTEGER_FORMS
-        builder = forms[name]
-    if builder is None:
-        raise machine.unsupported()
-    try:
-        built = builder(machine, instruction)
+    if instruction.name in _WITHOUT_EFFECT.split():
+        action, members = _no_effect(machine, instruction), None
+    else:
+        check_modifiers(machine, instruction)
+        form = find_form(machine, instruction, FORMS)
+        built = form.build(machine, instruction)
         action = machine.bind_alu(built) if isinstance(built, Alu) else built
-    except (StopIteration, IndexError, KeyError, ValueError, TypeError) as error:
-        raise machine.unsupported(f"this form is not understood ({error})") from error
-    members = membership(machine, instruction)
+        members = warps.member_mask(machine, instruction)
     if members is not None:
         action = _checked(machine, action, members, guarded=instruction.guard is not None)
-    return action if instruction.guard is None else machine.guarded(action, instruction.guard)
+    if instruction.guard is not None:
+        action = machine.guarded(action, instruction.guard)
+    return action, members
 
 
 def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: bool) -> Action:
@@ -112,7 +92,7 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
     absent = np.zeros_like(machine.absent_lanes)
     if machine.instruction().name not in warps.MATRIX:
         absent = machine.absent_lanes
-    bit = np.uint32(1) << (machine.lane_ids % 32).astype(np.uint32)
+    bit = np.uint32(1) << (machine.lane_ids % WARP).astype(np.uint32)
 
     def run_some(selection: Selection) -> None:
         lanes = machine.lanes_of(selection)
@@ -120,7 +100,7 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
         stranger = (needed & bit[selection]) == 0
         present = np.zeros(machine.lanes, bool)
         present[lanes] = True
-        missing = needed & ~(warp_masks(present) | absent)[lanes // 32] if guarded else needed & 0
+        missing = needed & ~(warp_masks(present) | absent)[lanes // WARP] if guarded else needed & 0
         wrong = stranger | (missing != 0)
         if not wrong.any():
             action.some(selection)

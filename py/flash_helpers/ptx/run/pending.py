@@ -14,18 +14,22 @@ import numpy as np
 from flash_helpers.ptx.run.shared import Selection, SharedMemory
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pending:
-    """Copies issued by one execution of one instruction."""
+    """Copies issued by one execution of one instruction: the lane and the commit group of each, the
+    index of its word in shared memory, and the word."""
 
     position: int
     size: int
     lanes: np.ndarray
     groups: np.ndarray
-    """The commit group of each copy."""
     rows: np.ndarray
-    """Index of each copy's word in shared memory."""
     data: np.ndarray
+
+    def some(self, which: np.ndarray) -> _Pending:
+        """A part of them."""
+        columns = (x[which] for x in (self.lanes, self.groups, self.rows, self.data))
+        return _Pending(self.position, self.size, *columns)
 
 
 class AsyncCopies:
@@ -39,37 +43,25 @@ class AsyncCopies:
     def issue(
         self, position: int, size: int, lanes: np.ndarray, rows: np.ndarray, data: np.ndarray
     ) -> None:
+        """Begins copies."""
         self.pending.append(_Pending(position, size, lanes, self.committed[lanes], rows, data))
 
     def commit(self, selection: Selection) -> None:
+        """Closes the current group of each thread."""
         self.committed[selection] += 1
 
     def wait(self, selection: Selection, allowed: int | None) -> None:
-        """Completes all but the newest ``allowed`` groups of each thread; None: everything."""
+        """Completes all but the newest `allowed` groups of each thread; None: everything."""
         waiting = np.zeros(self.committed.size, bool)
         waiting[selection] = True
         limit = self.committed - (allowed if allowed is not None else -1)
         left = []
         for copy in self.pending:
             done = waiting[copy.lanes] & (copy.groups < limit[copy.lanes])
-            if not done.any():
-                left.append(copy)
-                continue
-            if done.all():
-                rows, data = copy.rows, copy.data
-            else:
-                rows, data = copy.rows[done], copy.data[done]
-                rest = ~done
-                left.append(
-                    _Pending(
-                        copy.position,
-                        copy.size,
-                        copy.lanes[rest],
-                        copy.groups[rest],
-                        copy.rows[rest],
-                        copy.data[rest],
-                    )
-                )
-            self.shared.words(copy.size)[rows] = data
-            self.shared.end_copy(copy.position, rows, copy.size)
+            ready = copy if done.all() else copy.some(done)
+            if ready is not copy:
+                left.append(copy.some(~done) if done.any() else copy)
+            if done.any():
+                self.shared.words(copy.size)[ready.rows] = ready.data
+                self.shared.end_copy(copy.position, ready.rows, copy.size)
         self.pending = left

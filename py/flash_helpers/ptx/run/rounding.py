@@ -6,8 +6,6 @@ bf16 values are held as uint16. Intermediate results that do not fit a double ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
@@ -19,12 +17,23 @@ INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Subnormal numbers become zeros of the same sign (``.ftz``)."""
+    """Subnormal numbers become zeros of the same sign (`.ftz`)."""
     tiny = _TINY16 if x.dtype == F16 else _TINY32
     return np.where(np.abs(x) < tiny, np.copysign(x.dtype.type(0), x), x)
 
 
+def clamp_to_one(x: np.ndarray) -> np.ndarray:
+    """Values from 0 to 1 (`.sat`); a NaN becomes +0."""
+    return np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1))
+
+
+def not_negative(x: np.ndarray) -> np.ndarray:
+    """Negative values become 0 (`.relu`)."""
+    return np.where(x < 0, x.dtype.type(0), x)
+
+
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """bf16 bits (uint16) to float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -44,6 +53,7 @@ def f32_to_bf16(x: np.ndarray, mode: str = "rn") -> np.ndarray:
 
 
 def f64_to_bf16(x: np.ndarray, mode: str = "rn") -> np.ndarray:
+    """float64 to bf16 bits, rounded once."""
     return f32_to_bf16(odd_f32(x), mode)
 
 
@@ -71,20 +81,13 @@ def round_f64(x: np.ndarray, dtype: np.dtype, mode: str) -> np.ndarray:
         return np.where(over, np.nextafter(near, zero), near)
     if mode == "rm":
         return np.where(back > x, np.nextafter(near, -limit), near)
-    if mode == "rp":
-        return np.where(back < x, np.nextafter(near, limit), near)
-    raise ValueError(f"unknown rounding {mode}: one of {', '.join(ROUNDINGS)}")
+    assert mode == "rp", mode
+    return np.where(back < x, np.nextafter(near, limit), near)
 
 
 def round_to_integer(x: np.ndarray, mode: str) -> np.ndarray:
-    """A float array rounded to integral values (``rni`` to even)."""
-    function: Callable[[np.ndarray], np.ndarray] = {
-        "rni": np.rint,
-        "rzi": np.trunc,
-        "rmi": np.floor,
-        "rpi": np.ceil,
-    }[mode]
-    return function(x)
+    """A float array rounded to integral values (`rni` to even)."""
+    return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](x)
 
 
 def add_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:

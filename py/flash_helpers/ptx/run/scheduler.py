@@ -13,16 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flash_helpers.ptx.errors import (
-    BarrierError,
-    InstructionLimitError,
-    MissingLanesError,
-)
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import BarrierError, InstructionLimitError, MissingLanesError
 from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
-from flash_helpers.ptx.read.module import Immediate, Instruction, Register, Sink
+from flash_helpers.ptx.read.module import Immediate, Instruction, Register
+from flash_helpers.ptx.run.forms import check_modifiers
 from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
 from flash_helpers.ptx.run.observe import Observation, Observer
-from flash_helpers.ptx.run.operations import bind, check_modifiers, membership
+from flash_helpers.ptx.run.operations import bind
 from flash_helpers.ptx.run.shared import Selection
 from flash_helpers.ptx.run.warps import MATRIX
 
@@ -34,17 +32,17 @@ _FAIRNESS = 256
 
 @dataclass(frozen=True)
 class Barrier:
-    """A block-wide barrier instruction, decoded."""
+    """A block-wide barrier instruction, decoded.
+
+    name: its number, one element a lane or one for all. count: threads that take part; None for
+    the whole block. waits: False for `bar.arrive`. reduction: popc, and or or, of `bar.red`.
+    """
 
     position: int
     name: np.ndarray
-    """Barrier number, one element a lane or one for all."""
     count: np.ndarray | None
-    """Threads that take part; None for the whole block."""
     waits: bool
-    """False for ``bar.arrive``."""
     reduction: str | None
-    """``popc``, ``and`` or ``or`` of ``bar.red``."""
     predicate: np.ndarray | None
     negated: bool
     destination: np.ndarray | None
@@ -52,12 +50,12 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Threads of one block that came to a barrier together."""
+    """Threads of one block that came to a barrier together. knowledge: what their warps knew then,
+    from `SharedMemory.arrive`."""
 
     lanes: np.ndarray
     waits: bool
     knowledge: np.ndarray
-    """What their warps knew then, from ``SharedMemory.arrive``."""
 
 
 class Scheduler:
@@ -69,31 +67,30 @@ class Scheduler:
         self.machine = machine
         self.program = machine.program
         self.limit = max_instructions
+        # Instructions that all warps have run together, and each lane beyond that.
         self.together = 0
-        """Instructions that every warp has run, all of them together."""
+        self.apart = np.zeros(machine.lanes, np.int64)
+        self.most_apart = 0
         self.actions: list[Action] = []
         self.members: dict[int, np.ndarray] = {}
         self.barriers: dict[int, Barrier] = {}
         for position, instruction in enumerate(self.program.instructions):
             machine.position = position
-            check_modifiers(machine, instruction)
-            block = self.program.blocks[self.program.block_of[position]]
-            if position == block.end - 1 and block.ending is not Ending.NEXT:
+            block = self.program.block_at(position)
+            if position == block.body_end:
+                check_modifiers(machine, instruction)
                 self.actions.append(Action(_nothing, _nothing))
                 if block.ending is Ending.BARRIER:
                     self.barriers[position] = self._decode_barrier(position, instruction)
                 continue
-            self.actions.append(self._observed(bind(machine, instruction), position, observer))
-            mask = membership(machine, instruction)
-            if mask is not None:
-                self.members[position] = mask
+            action, members = bind(machine, instruction)
+            self.actions.append(self._observed(action, position, observer))
+            if members is not None:
+                self.members[position] = members
         self.full: list[list] = [
-            [a.all for a in self.actions[b.start : self._body_end(b)]] for b in self.program.blocks
+            [a.all for a in self.actions[b.start : b.body_end]] for b in self.program.blocks
         ]
         n = machine.lanes
-        self.apart = np.zeros(n, np.int64)
-        """Instructions that each lane has run beyond that."""
-        self.most_apart = 0
         self.pc = np.zeros(n, np.int64)
         self.status = np.zeros(n, np.int8)
         self.status[machine.thread_ids >= machine.geometry.threads] = _DONE
@@ -102,21 +99,21 @@ class Scheduler:
         self.arrivals: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
         self.issued = machine.tally.issued
 
-    @staticmethod
-    def _body_end(block: Block) -> int:
-        return block.end if block.ending is Ending.NEXT else block.end - 1
-
     def _decode_barrier(self, position: int, instruction: Instruction) -> Barrier:
         machine = self.machine
         if instruction.has("cluster"):
             raise machine.unsupported("thread-block clusters are not simulated")
-        reduction = next((m for m in ("popc", "and", "or") if instruction.has(m)), None)
+        reduction = instruction.first(("popc", "and", "or"))
         operands = list(instruction.operands)
+        fewest, most = (3, 4) if reduction else (0, 2)
+        if not fewest <= len(operands) <= most:
+            raise machine.unsupported(f"{len(operands)} operands where {fewest} to {most} are due")
         destination = predicate = None
         negated = False
         if reduction is not None:
-            target = operands.pop(0)
-            destination = None if isinstance(target, Sink) else machine.register(target)
+            destination = machine.destination(
+                operands.pop(0), "b32" if reduction == "popc" else "pred"
+            )
             last = operands.pop()
             negated = isinstance(last, Register) and last.negated
             predicate = machine.source(last, "pred")
@@ -144,7 +141,7 @@ class Scheduler:
         if observer is None or not observer.wants(instruction):
             return action
         machine = self.machine
-        phase = self.program.blocks[self.program.block_of[position]].phase
+        phase = self.program.block_at(position).phase
 
         def run_some(selection: Selection) -> None:
             action.some(selection)
@@ -153,25 +150,21 @@ class Scheduler:
 
         return machine.from_some(run_some)
 
-    # -- all threads together --------------------------------------------------------------
+    # -- all threads together ----------------------------------------------------------------------
 
     def run(self) -> None:
         """Runs until every thread has ended."""
         if (self.status == _DONE).any():
             self._run_apart()
             return
-        block = 0
-        with np.errstate(all="ignore"):
-            while True:
-                block = self._run_together(block)
-                if block is None:
-                    return
+        block: int | None = 0
+        while block is not None:
+            block = self._run_together(block)
+            if block is not None:
                 block = self._run_apart()
-                if block is None:
-                    return
 
     def _run_together(self, index: int) -> int | None:
-        """Runs from a block until threads part (returns it, with ``pc`` set) or all end (None)."""
+        """Runs from a block until threads part (returns it, with `pc` set) or all end (None)."""
         machine = self.machine
         blocks = self.program.blocks
         warps = machine.geometry.warps
@@ -253,51 +246,47 @@ class Scheduler:
                 self.machine.log.site(block.start),
             )
 
-    # -- threads apart ---------------------------------------------------------------------
+    # -- threads apart -----------------------------------------------------------------------------
 
     def _run_apart(self) -> int | None:
         """Runs groups of threads until all stand at one block (returns it) or all ended (None)."""
-        with np.errstate(all="ignore"):
-            step = 0
-            while True:
-                running = self.status == _RUNNING
-                if not running.any():
-                    if (self.status == _DONE).all():
-                        return None
-                    self._resolve_deadlock()
-                    continue
-                step += 1
-                if step % _FAIRNESS:
-                    position = int(self.pc[running].min())
-                else:
-                    oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
-                    position = int(self.pc[oldest])
-                here = self.pc == position
-                active = running & here
-                if position in self.members:
-                    active |= (self.status == _AT_SYNC) & here
-                block = self.program.blocks[self.program.block_of[position]]
-                if position == block.start and active.all():
-                    self.status[:] = _RUNNING
-                    return self.program.block_of[position]
-                lanes = np.flatnonzero(active)
-                self.last_run[lanes] = step
-                self.status[lanes] = _RUNNING
-                self._run_group(block, position, lanes)
+        step = 0
+        while True:
+            running = self.status == _RUNNING
+            if not running.any():
+                if (self.status == _DONE).all():
+                    return None
+                self._resolve_deadlock()
+                continue
+            step += 1
+            if step % _FAIRNESS:
+                position = int(self.pc[running].min())
+            else:
+                oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
+                position = int(self.pc[oldest])
+            here = self.pc == position
+            active = running & here
+            if position in self.members:
+                active |= (self.status == _AT_SYNC) & here
+            block = self.program.block_at(position)
+            if position == block.start and active.all():
+                self.status[:] = _RUNNING
+                return self.program.block_of[position]
+            lanes = np.flatnonzero(active)
+            self.last_run[lanes] = step
+            self.status[lanes] = _RUNNING
+            self._run_group(block, position, lanes)
 
     def _run_group(self, block: Block, position: int, lanes: np.ndarray) -> None:
-        end = self._body_end(block)
-        selection = _as_selection(lanes)
-        whole = self._whole_warps(lanes)
-        warps = _warp_count(lanes)
+        end = block.body_end
+        selection, whole, warps = _as_selection(lanes), _whole_warps(lanes), _warp_count(lanes)
         self._spend(block, block.end - position, selection)
         for i in range(position, end):
             if not whole and i in self.members:
                 lanes = self._join(i, lanes)
                 if lanes.size == 0:
                     return
-                selection = _as_selection(lanes)
-                whole = self._whole_warps(lanes)
+                selection, whole = _as_selection(lanes), _whole_warps(lanes)
                 warps = _warp_count(lanes)
             self.issued[i] += warps
             self.actions[i].some(selection)
@@ -306,37 +295,32 @@ class Scheduler:
         self.pc[lanes] = block.end - 1
         self._finish_block(block, selection)
 
-    @staticmethod
-    def _whole_warps(lanes: np.ndarray) -> bool:
-        if lanes.size % 32:
-            return False
-        rows = lanes.reshape(-1, 32)
-        return bool((rows[:, 0] % 32 == 0).all() and (rows[:, 31] - rows[:, 0] == 31).all())
-
     def _join(self, position: int, lanes: np.ndarray) -> np.ndarray:
         """Lanes that may execute a warp-wide instruction now; the others wait for their warp."""
         members = self.members[position]
-        here = np.zeros(self.machine.lanes, bool)
-        here[lanes] = True
         instruction = self.program.instructions[position]
-        present = warp_masks(here)
-        needed = pick(members, lanes)
-        if members.size == 1:
-            needed = np.broadcast_to(needed, lanes.shape)
+        present = self._present(lanes)
+        needed = _for_each(members, lanes)
         if instruction.name not in MATRIX:
             # A block's last warp may be short: lanes that never were are not waited for.
             present |= self.machine.absent_lanes
         if instruction.name in BARRIERS:
             # Threads that have ended count as arrived at bar.warp.sync.
             present |= warp_masks(self.status == _DONE)
-        ready = (needed & ~present[lanes // 32]) == 0
+        ready = (needed & ~present[lanes // WARP]) == 0
         # A warp goes on together or not at all.
-        stuck = np.unique((lanes // 32)[~ready])
-        ready &= ~np.isin(lanes // 32, stuck)
+        stuck = np.unique((lanes // WARP)[~ready])
+        ready &= ~np.isin(lanes // WARP, stuck)
         waiting = lanes[~ready]
         self.pc[waiting] = position
         self.status[waiting] = _AT_SYNC
         return lanes[ready]
+
+    def _present(self, lanes: np.ndarray) -> np.ndarray:
+        """The mask of each warp in which these lanes are set."""
+        here = np.zeros(self.machine.lanes, bool)
+        here[lanes] = True
+        return warp_masks(here)
 
     def _finish_block(self, block: Block, selection: Selection) -> None:
         """Ends a block for some lanes: branches, exits, barriers."""
@@ -356,19 +340,18 @@ class Scheduler:
         elif block.ending is Ending.EXIT:
             self._go(lanes, -1)
         elif block.ending is Ending.INDEXED:
-            choice = pick(self.machine.source(instruction.operands[0], "u32"), lanes)
-            choice = np.broadcast_to(choice, lanes.shape)
+            choice = _for_each(self.machine.source(instruction.operands[0], "u32"), lanes)
             for i, target in enumerate(block.targets):
                 self._go(lanes[choice == i], target)
         else:
             self._arrive(self.barriers[block.end - 1], block, lanes)
 
-    # -- barriers --------------------------------------------------------------------------
+    # -- barriers ----------------------------------------------------------------------------------
 
     def _arrive(self, barrier: Barrier, block: Block, lanes: np.ndarray) -> None:
-        names = np.broadcast_to(pick(barrier.name, lanes), lanes.shape)
+        names = _for_each(barrier.name, lanes)
         if barrier.predicate is not None:
-            value = np.broadcast_to(pick(barrier.predicate, lanes), lanes.shape)
+            value = _for_each(barrier.predicate, lanes)
             self.barrier_predicate[lanes] = ~value if barrier.negated else value
         if barrier.waits:
             self.status[lanes] = _AT_BARRIER
@@ -380,7 +363,7 @@ class Scheduler:
         for owner in np.unique(owners):
             for name in np.unique(names[owners == owner]):
                 chosen = lanes[(owners == owner) & (names == name)]
-                local = np.unique((chosen - int(owner) * geometry.lanes_per_block) // 32)
+                local = np.unique((chosen - int(owner) * geometry.lanes_per_block) // WARP)
                 knowledge = self.machine.shared.arrive(int(owner), local)
                 self.arrivals[int(owner), int(name)].append(
                     Arrival(chosen, barrier.waits, knowledge)
@@ -400,7 +383,7 @@ class Scheduler:
         self.machine.shared.release(
             owner,
             np.max([a.knowledge for a in arrivals], axis=0),
-            np.unique((released - owner * geometry.lanes_per_block) // 32),
+            np.unique((released - owner * geometry.lanes_per_block) // WARP),
         )
         self._release(released)
 
@@ -408,10 +391,10 @@ class Scheduler:
         """Threads that a barrier waits for."""
         if barrier.count is None:
             return self.machine.geometry.threads
-        return int(np.broadcast_to(pick(barrier.count, lanes), lanes.shape)[0])
+        return int(_for_each(barrier.count, lanes)[0])
 
     def _check_aligned(self, released: np.ndarray) -> None:
-        warps = released // 32
+        warps = released // WARP
         positions = self.pc[released]
         for position in np.unique(positions):
             instruction = self.program.instructions[position]
@@ -425,7 +408,7 @@ class Scheduler:
                     BarrierError,
                     "lanes of one warp arrive at different barrier instructions",
                     int(position),
-                    self.machine.geometry.thread(int(both[0]) * 32),
+                    self.machine.geometry.thread(int(both[0]) * WARP),
                 )
 
     def _release(self, lanes: np.ndarray) -> None:
@@ -437,9 +420,9 @@ class Scheduler:
             if barrier.destination is not None:
                 result = {"popc": values.sum(), "and": values.all(), "or": values.any()}
                 barrier.destination[chosen] = result[barrier.reduction]
-            self._go(chosen, self.program.blocks[self.program.block_of[position]].next)
+            self._go(chosen, self.program.block_at(position).next)
 
-    # -- when nobody can run ---------------------------------------------------------------
+    # -- when nobody can run -----------------------------------------------------------------------
 
     def _resolve_deadlock(self) -> None:
         """Reports why nobody can run; if faults are collected, lets the waiting go on."""
@@ -450,12 +433,12 @@ class Scheduler:
             self._report_missing(position, lanes)
             # Go on without the missing lanes, past the instruction.
             instruction = self.program.instructions[position]
-            block = self.program.blocks[self.program.block_of[position]]
-            if instruction.name not in ("mma", "ldmatrix"):
+            block = self.program.block_at(position)
+            if instruction.name not in MATRIX:
                 self.actions[position].some(lanes)
             self.issued[position] += _warp_count(lanes)
             self.status[lanes] = _RUNNING
-            if position + 1 < self._body_end(block):
+            if position + 1 < block.body_end:
                 self.pc[lanes] = position + 1
             else:
                 self.pc[lanes] = block.end - 1
@@ -482,13 +465,9 @@ class Scheduler:
         self._release(mine)
 
     def _report_missing(self, position: int, lanes: np.ndarray) -> None:
-        members = self.members[position]
-        here = np.zeros(self.machine.lanes, bool)
-        here[lanes] = True
-        warp = int(lanes[0]) // 32
-        present = int(warp_masks(here)[warp])
-        needed = int(np.broadcast_to(pick(members, lanes), lanes.shape)[0])
-        missing = needed & ~present
+        warp = int(lanes[0]) // WARP
+        needed = int(_for_each(self.members[position], lanes)[0])
+        missing = needed & ~int(self._present(lanes)[warp])
         ended = int(warp_masks(self.status == _DONE)[warp]) & missing
         detail = f"the lanes {needed:#010x} must execute it together, {missing:#010x} do not come"
         if ended:
@@ -508,6 +487,18 @@ def _as_selection(lanes: np.ndarray) -> Selection:
     return slice(first, last + 1) if last - first + 1 == lanes.size else lanes
 
 
+def _for_each(array: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    """One value for each of the lanes, of an array that may have one for all."""
+    return np.broadcast_to(pick(array, lanes), lanes.shape)
+
+
+def _whole_warps(lanes: np.ndarray) -> bool:
+    if lanes.size % WARP:
+        return False
+    rows = lanes.reshape(-1, WARP)
+    return bool((rows[:, 0] % WARP == 0).all() and (rows[:, -1] - rows[:, 0] == WARP - 1).all())
+
+
 def _warp_count(lanes: np.ndarray) -> int:
-    warps = lanes // 32
+    warps = lanes // WARP
     return 1 + int(np.count_nonzero(warps[1:] != warps[:-1]))

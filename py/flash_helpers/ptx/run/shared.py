@@ -1,12 +1,12 @@
 """Shared memory of a batch of blocks, and the watcher over it.
 
 Order between warps is tracked with vector clocks (Lamport 1978; FastTrack, Flanagan and Freund
-2009): time is the number of barriers released so far, and ``clock[w, v]`` is the last time up to
-which everything that warp ``v`` of the same block did happened before what warp ``w`` does now.
-For every granule the watcher keeps when, by which warp and by which instruction it was last
-written, and for every warp when it last read it. Two accesses by different warps, one of them a
-write, race unless the earlier one is known to the later one's clock. That holds for every schedule
-of the warps, not only for the one that the simulator happened to choose.
+2009): time is the number of barriers released so far, and `clock[w, v]` is the last time up to
+which everything that warp v of the same block did happened before what warp w does now. For every
+granule the watcher keeps when, by which warp and by which instruction it was last written, and for
+every warp when it last read it. Two accesses by different warps, one of them a write, race unless
+the earlier one is known to the later one's clock. That holds for every schedule of the warps, not
+only for the one that the simulator happened to choose.
 
 A granule is as wide as the narrowest shared access of the kernel, so no two accesses that touch
 different bytes can be taken for a conflict.
@@ -14,18 +14,21 @@ different bytes can be taken for a conflict.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
-    MisalignedError,
-    OutOfBoundsError,
     PendingCopyError,
     RaceError,
+    SimulatorError,
     UninitialisedReadError,
 )
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import word_view
 
+# A code says when and where: time above, the instruction's position below.
 _SITE_BITS = 20
 _SITE_MASK = (1 << _SITE_BITS) - 1
 _OWN = 1 << 40
@@ -37,12 +40,8 @@ ALL = slice(None)
 
 
 class SharedMemory:
-    """Shared memory of all blocks of a batch, side by side.
-
-    Args:
-        size: bytes of one block.
-        granule: bytes of the narrowest access of the kernel.
-    """
+    """Shared memory of all blocks of a batch, side by side. size: bytes of one block. granule:
+    bytes of the narrowest access of the kernel."""
 
     def __init__(
         self, geometry: Geometry, size: int, granule: int, log: FaultLog, atomics: bool
@@ -56,148 +55,124 @@ class SharedMemory:
         self.bytes = np.zeros(blocks * self.stride, np.uint8)
         granules = blocks * self.stride // granule
         lanes = np.arange(geometry.lanes)
-        self.lane_block = lanes // geometry.lanes_per_block
-        self.lane_base = self.lane_block * self.stride
-        self.lane_warp = lanes // 32
+        self.lane_base = lanes // geometry.lanes_per_block * self.stride
+        self.lane_warp = lanes // WARP
         self.warp_in_block = self.lane_warp % warps
         self._written = np.full(granules, _UNWRITTEN, np.int64)
         self._writer = np.zeros(granules, np.uint8)
         self._read = np.full(warps * granules, -1, np.int64)
         self._atomic = np.full(warps * granules, -1, np.int64) if atomics else None
-        self._granules = granules
         self.now = 0
         self._clock = np.zeros((geometry.warps, warps), np.int64)
         self._clock[np.arange(geometry.warps), np.arange(geometry.warps) % warps] = _OWN
-        self._block_floor = np.zeros(blocks, np.int64)
-        if warps == 1:
-            self._block_floor[:] = _OWN
+        self._block_floor = np.full(blocks, _OWN if warps == 1 else 0, np.int64)
         self._floor = 0
         self._set_floor()
         self._views: dict[int, _Views] = {}
 
-    # -- addresses -------------------------------------------------------------------------
+    # -- addresses ---------------------------------------------------------------------------------
 
     def words(self, size: int) -> np.ndarray:
+        """All blocks' bytes, as `word_view` has them."""
         return word_view(self.bytes, size)
 
     def rows(
         self, position: int, addresses: np.ndarray, size: int, selection: Selection
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Index of each lane's word in ``words(size)``, and which lanes may access it.
-
-        The second value is None when all may; otherwise the rows of the others are meaningless.
-        """
-        flat = addresses + self.lane_base[selection]
-        shift = size.bit_length() - 1
+        """Index of each lane's word in `words(size)`, and which lanes may access it: None when all
+        may, otherwise the rows of the others are meaningless."""
+        rows = (addresses + self.lane_base[selection]) >> (size.bit_length() - 1)
         if (
             int(addresses.max()) + size <= self.size
             and int(addresses.min()) >= 0
             and not int(np.bitwise_or.reduce(addresses)) & (size - 1)
         ):
-            return flat >> shift, None
+            return rows, None
         inside = (addresses >= 0) & (addresses + size <= self.size)
-        aligned = addresses & (size - 1) == 0
-        if not inside.all():
-            bad = np.flatnonzero(~inside)
-            self.log.report(
-                OutOfBoundsError,
-                f"{size} bytes at shared address {int(addresses[bad[0]])}, "
-                f"but the block has {self.size} bytes of shared memory",
-                position,
-                self.geometry.thread(self._lanes(selection)[bad[0]]),
-                int(addresses[bad[0]]),
-                bad.size,
-            )
-        elif not aligned.all():
-            bad = np.flatnonzero(~aligned)
-            self.log.report(
-                MisalignedError,
-                f"{size} bytes at shared address {int(addresses[bad[0]])}, "
-                f"which is not a multiple of {size}",
-                position,
-                self.geometry.thread(self._lanes(selection)[bad[0]]),
-                int(addresses[bad[0]]),
-                bad.size,
-            )
-        return flat >> shift, inside & aligned
+        good = self.log.refuse(
+            position,
+            addresses,
+            size,
+            inside,
+            lambda i: self.geometry.thread(self._lanes(selection)[i]),
+            lambda address: (
+                f"{size} bytes at shared address {address}, "
+                f"but the block has {self.size} bytes of shared memory"
+            ),
+            lambda address: (
+                f"{size} bytes at shared address {address}, which is not a multiple of {size}"
+            ),
+        )
+        return rows, good
 
     def _lanes(self, selection: Selection) -> np.ndarray:
         return np.arange(self.geometry.lanes)[selection]
 
-    # -- the watcher -----------------------------------------------------------------------
-
-    def _view(self, size: int) -> _Views:
-        views = self._views.get(size)
-        if views is None:
-            views = self._views[size] = _Views(self, size // self.granule)
-        return views
+    # -- the watcher -------------------------------------------------------------------------------
 
     def note_read(self, position: int, rows: np.ndarray, size: int, selection: Selection) -> None:
-        """Checks and records that lanes read words of ``size`` bytes."""
-        view = self._view(size)
-        codes = view.written[rows]
-        if int(codes.max()) > self._floor:
-            self._inspect_writes(position, rows, codes, view, selection, "read")
+        """Checks and records that lanes read words of `size` bytes."""
+        access = self._access("read", position, rows, size, selection)
+        view = access.view
+        self._check_written(access, view.written[rows])
         if view.atomic is not None:
-            self._inspect_others(position, rows, view.atomic, view, selection, "read", "an atomic")
-        view.read[view.lane_reads[selection] + rows] = self.now << _SITE_BITS | position
+            self._check_others(access, view.atomic, "an atomic")
+        view.read[view.lane_reads[selection] + rows] = self._code(position)
 
     def note_write(
-        self,
-        position: int,
-        rows: np.ndarray,
-        size: int,
-        selection: Selection,
-        value: np.ndarray,
+        self, position: int, rows: np.ndarray, size: int, selection: Selection, value: np.ndarray
     ) -> None:
-        """Checks and records that lanes are about to write ``value``, words of ``size`` bytes."""
-        view = self._view(size)
-        self._check_write(position, rows, view, selection)
-        view.written[rows] = self.now << _SITE_BITS | position
-        self._check_simultaneous(position, rows, view, selection, value)
+        """Checks and records that lanes are about to write `value`, words of `size` bytes."""
+        access = self._access("write", position, rows, size, selection)
+        self._check_write(access)
+        access.view.written[rows] = self._code(position)
+        self._check_simultaneous(access, value)
 
     def note_atomic(self, position: int, rows: np.ndarray, size: int, selection: Selection) -> None:
         """Checks and records an atomic access: it races with plain ones, not with its like."""
-        view = self._view(size)
-        codes = view.written[rows]
-        if int(codes.max()) > self._floor:
-            self._inspect_writes(position, rows, codes, view, selection, "atomic access")
-        self._inspect_others(position, rows, view.read, view, selection, "atomic access", "read")
-        view.atomic[view.lane_reads[selection] + rows] = self.now << _SITE_BITS | position
+        access = self._access("atomic access", position, rows, size, selection)
+        view = access.view
+        self._check_written(access, view.written[rows])
+        self._check_others(access, view.read, "read")
+        view.atomic[view.lane_reads[selection] + rows] = self._code(position)
 
     def begin_copy(self, position: int, rows: np.ndarray, size: int, selection: Selection) -> None:
         """Checks that lanes may overwrite words, and marks these as pending."""
-        view = self._view(size)
-        self._check_write(position, rows, view, selection)
-        view.written[rows] = _PENDING | position
-        self._check_simultaneous(position, rows, view, selection)
+        access = self._access("write", position, rows, size, selection)
+        self._check_write(access)
+        access.view.written[rows] = _PENDING | position
+        self._check_simultaneous(access)
 
     def end_copy(self, position: int, rows: np.ndarray, size: int) -> None:
-        """Marks words as written now by the copy that was issued at ``position``."""
-        self._view(size).written[rows] = self.now << _SITE_BITS | position
+        """Marks words as written now by the copy that was issued at a position."""
+        self._view(size).written[rows] = self._code(position)
 
-    def _check_write(
-        self, position: int, rows: np.ndarray, view: _Views, selection: Selection
-    ) -> None:
-        codes = view.written[rows]
+    def _code(self, position: int) -> int:
+        return self.now << _SITE_BITS | position
+
+    def _view(self, size: int) -> _Views:
+        if size not in self._views:
+            self._views[size] = _Views(self, size // self.granule)
+        return self._views[size]
+
+    def _access(
+        self, action: str, position: int, rows: np.ndarray, size: int, selection: Selection
+    ) -> _Access:
+        return _Access(action, position, rows, self._view(size), selection)
+
+    def _check_write(self, access: _Access) -> None:
+        view = access.view
+        codes = view.written[access.rows]
         # Memory that nobody wrote may be written: only codes of writes and copies matter here.
-        codes = np.where(codes >= _UNWRITTEN, 0, codes)
-        if int(codes.max()) > self._floor:
-            self._inspect_writes(position, rows, codes, view, selection, "write")
-        self._inspect_others(position, rows, view.read, view, selection, "write", "read")
+        self._check_written(access, np.where(codes >= _UNWRITTEN, 0, codes))
+        self._check_others(access, view.read, "read")
         if view.atomic is not None:
-            self._inspect_others(position, rows, view.atomic, view, selection, "write", "an atomic")
+            self._check_others(access, view.atomic, "an atomic")
 
-    def _check_simultaneous(
-        self,
-        position: int,
-        rows: np.ndarray,
-        view: _Views,
-        selection: Selection,
-        value: np.ndarray | None = None,
-    ) -> None:
+    def _check_simultaneous(self, access: _Access, value: np.ndarray | None = None) -> None:
         """Records the writer; two warps in one instruction race, unless they write one value."""
-        warps = self.warp_in_block[selection].astype(np.uint8)
+        view, rows = access.view, access.rows
+        warps = self.warp_in_block[access.selection].astype(np.uint8)
         warps = warps[:, None] if view.width > 1 else warps
         view.writer[rows] = warps
         if self.geometry.warps_per_block == 1:
@@ -212,27 +187,18 @@ class SharedMemory:
         if lost.any():
             lane = int(np.flatnonzero(lost)[0])
             other = int(view.writer[rows[lane]].max())
-            self._report_race(position, rows, lane, selection, "write", other, position, view)
+            self._report_race(access, lane, other, access.position)
 
-    def _inspect_writes(
-        self,
-        position: int,
-        rows: np.ndarray,
-        codes: np.ndarray,
-        view: _Views,
-        selection: Selection,
-        action: str,
-    ) -> None:
-        """The slow path: some granule was not written before the last barrier of all warps."""
-        n = rows.size
-        codes = codes.reshape(n, -1)
-        writer = view.writer[rows].reshape(n, -1)
-        warps = self.lane_warp[selection]
-        known = self._clock[warps[:, None], writer]
-        bad = (codes >> _SITE_BITS) > known
-        if not bad.any():
+    def _check_written(self, access: _Access, codes: np.ndarray) -> None:
+        """Checks an access against the last writes."""
+        if int(codes.max()) <= self._floor:
             return
-        lanes = self._lanes(selection)
+        # Some granule was not written before the last barrier of all warps.
+        n = access.rows.size
+        codes = codes.reshape(n, -1)
+        writer = access.view.writer[access.rows].reshape(n, -1)
+        known = self._clock[self.lane_warp[access.selection][:, None], writer]
+        bad = (codes >> _SITE_BITS) > known
         for kind, chosen in (
             (UninitialisedReadError, bad & (codes >= _UNWRITTEN)),
             (PendingCopyError, bad & (codes >= _PENDING) & (codes < _UNWRITTEN)),
@@ -244,93 +210,65 @@ class SharedMemory:
             first = int(np.flatnonzero(hit)[0])
             column = int(np.flatnonzero(chosen[first])[0])
             site = int(codes[first, column]) & _SITE_MASK
-            address = self._address(rows[first], column, lanes[first], view)
-            if kind is UninitialisedReadError:
-                detail = f"{action} of shared address {address}, which nothing has written"
-            elif kind is PendingCopyError:
-                detail = (
-                    f"{action} of shared address {address}, which the cp.async at "
-                    f"{self.log.site(site)}\n    will write: its thread has not waited for it"
-                )
-            else:
-                other = int(writer[first, column])
-                self._report_race(
-                    position, rows, first, selection, action, other, site, view, int(hit.sum())
-                )
+            count = int(hit.sum())
+            if kind is RaceError:
+                self._report_race(access, first, int(writer[first, column]), site, count)
                 continue
-            self.log.report(
-                kind,
-                detail,
-                position,
-                self.geometry.thread(lanes[first]),
-                address,
-                int(hit.sum()),
-            )
+            reason = "nothing has written"
+            if kind is PendingCopyError:
+                reason = (
+                    f"the cp.async at {self.log.site(site)}\n    will write: its thread has not "
+                    "waited for it"
+                )
+            self._report(kind, access, first, column, count, f", which {reason}")
 
-    def _inspect_others(
-        self,
-        position: int,
-        rows: np.ndarray,
-        marks: np.ndarray,
-        view: _Views,
-        selection: Selection,
-        action: str,
-        other_action: str,
-    ) -> None:
+    def _check_others(self, access: _Access, marks: np.ndarray, other_action: str) -> None:
         """Checks an access against the marks of every other warp of the block."""
         for other in range(self.geometry.warps_per_block):
-            codes = marks[view.warp_reads[other] + rows]
+            codes = marks[access.view.warp_reads[other] + access.rows]
             if int(codes.max()) <= self._floor:
                 continue
-            known = self._clock[self.lane_warp[selection], other]
-            codes = codes.reshape(rows.size, -1)
+            known = self._clock[self.lane_warp[access.selection], other]
+            codes = codes.reshape(access.rows.size, -1)
             bad = ((codes >> _SITE_BITS) > known[:, None]).any(axis=1)
             if bad.any():
                 first = int(np.flatnonzero(bad)[0])
                 site = int(codes[first].max()) & _SITE_MASK
-                self._report_race(
-                    position,
-                    rows,
-                    first,
-                    selection,
-                    action,
-                    other,
-                    site,
-                    view,
-                    int(bad.sum()),
-                    other_action,
-                )
+                self._report_race(access, first, other, site, int(bad.sum()), other_action)
 
     def _report_race(
         self,
-        position: int,
-        rows: np.ndarray,
+        access: _Access,
         first: int,
-        selection: Selection,
-        action: str,
         other: int,
         site: int,
-        view: _Views,
         count: int = 1,
         other_action: str = "write",
     ) -> None:
-        lane = self._lanes(selection)[first]
-        address = self._address(rows[first], 0, lane, view)
-        self.log.report(
-            RaceError,
-            f"{action} of shared address {address} and {other_action} by warp {other} at "
-            f"{self.log.site(site)}\n    with no barrier between them",
-            position,
-            self.geometry.thread(lane),
-            address,
-            count,
+        text = (
+            f" and {other_action} by warp {other} at {self.log.site(site)}\n    with no barrier "
+            "between them"
         )
+        self._report(RaceError, access, first, 0, count, text)
 
-    def _address(self, row: np.integer, column: int, lane: np.integer, view: _Views) -> int:
-        granule = int(row) * view.width + column
-        return granule * self.granule - int(self.lane_base[lane])
+    def _report(
+        self,
+        kind: type[SimulatorError],
+        access: _Access,
+        first: int,
+        column: int,
+        count: int,
+        text: str,
+    ) -> None:
+        """first: of the rows. column: of the granules of its word."""
+        lane = self._lanes(access.selection)[first]
+        granule = int(access.rows[first]) * access.view.width + column
+        address = granule * self.granule - int(self.lane_base[lane])
+        detail = f"{access.action} of shared address {address}{text}"
+        thread = self.geometry.thread(lane)
+        self.log.report(kind, detail, access.position, thread, address, count)
 
-    # -- time ------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def barrier_all(self) -> None:
         """All warps of all blocks pass a barrier."""
@@ -375,6 +313,17 @@ class _Views:
         self.writer = rows(shared._writer)
         self.read = rows(shared._read)
         self.atomic = None if shared._atomic is None else rows(shared._atomic)
-        per_warp = shared._granules // width
+        per_warp = len(self.written)
         self.lane_reads = shared.warp_in_block * per_warp
         self.warp_reads = np.arange(shared.geometry.warps_per_block) * per_warp
+
+
+@dataclass(frozen=True)
+class _Access:
+    """What some lanes do to words of one width; rows: index of each lane's word."""
+
+    action: str
+    position: int
+    rows: np.ndarray
+    view: _Views
+    selection: Selection

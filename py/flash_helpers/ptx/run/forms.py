@@ -1,0 +1,108 @@
+"""What instructions may look like: their names, modifiers, types and numbers of operands.
+
+What none of these tables has is refused rather than ignored. The names are those of the PTX ISA
+9.0, "Instructions", that a builder reads, or that change nothing in the simulator (scopes, memory
+orders, cache hints).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.read.types import TYPE_NAMES
+from flash_helpers.ptx.run.machine import Action, Alu, Machine
+
+Builder = Callable[[Machine, Instruction], "Alu | Action"]
+
+BITS = "b16 b32 b64"
+SIGNED = "s16 s32 s64"
+INTEGERS = f"u16 u32 u64 {SIGNED}"
+HALVES = "f16 f16x2 bf16 bf16x2"
+FLOATS = f"{HALVES} f32 f64"
+SINGLES = "f32 f64"
+WORDS = f"{BITS} {INTEGERS}"
+MEMORY = f"b8 u8 s8 {WORDS} {SINGLES} f16 bf16 f16x2 bf16x2"
+
+_MODIFIERS = frozenset(
+    word
+    for words in (
+        # state spaces, memory
+        "const global local param shared to v2 v4 v8 weak volatile relaxed acquire release acq_rel "
+        "cta cluster gpu sys nc ca cg cs lu cv wb wt noftz L1::evict_normal L1::evict_unchanged "
+        "L1::evict_first L1::evict_last L1::no_allocate L2::evict_normal L2::evict_unchanged "
+        "L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B L2::256B fractional range",
+        # copies, atomics
+        "async commit_group wait_group wait_all bulk mbarrier noinc "
+        "add and cas dec exch inc max min or xor",
+        # comparisons, roundings, floats, integers
+        "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan "
+        "rn rz rm rp rna rni rzi rmi rpi approx full ftz sat satfinite relu NaN xorsign abs "
+        "finite infinite number notanumber normal subnormal "
+        "hi lo wide cc clamp wrap l r shiftamt f4e b4e rc8 ecl ecr rc16 pack",
+        # control, warps, matrices
+        "uni sync aligned warp arrive red popc up down bfly idx all any ballot "
+        "m8n8 m8n8k4 m16n8k4 m16n8k8 m16n8k16 m16n8k32 row col x1 x2 x4 trans sp",
+    )
+    for word in words.split()
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Instructions that are built alike.
+
+    names: opcodes up to the first dot, separated by spaces. operands: how many there may be; none
+    for any number. types: of the types in the opcode, one after the other, the names that each may
+    have, separated by spaces.
+    """
+
+    names: str
+    build: Builder
+    operands: tuple[int, ...]
+    types: tuple[str, ...] = ()
+
+
+# By name and types; several of them differ in the number of operands.
+Forms = Mapping[str, Mapping[tuple[str, ...], list[Form]]]
+
+
+def by_name(forms: Iterable[Form]) -> Forms:
+    """The forms that each opcode may have."""
+    found: defaultdict[str, defaultdict[tuple[str, ...], list[Form]]]
+    found = defaultdict(lambda: defaultdict(list))
+    for form in forms:
+        for name in form.names.split():
+            for types in itertools.product(*(known.split() for known in form.types)):
+                found[name][types].append(form)
+    return {name: dict(of_types) for name, of_types in found.items()}
+
+
+def check_modifiers(machine: Machine, instruction: Instruction) -> None:
+    """Raises UnsupportedInstruction for a modifier that is not known."""
+    for modifier in instruction.modifiers:
+        if modifier not in _MODIFIERS and modifier not in TYPE_NAMES:
+            raise machine.unsupported(f"the modifier .{modifier} is not known")
+
+
+def find_form(machine: Machine, instruction: Instruction, forms: Forms) -> Form:
+    """The form of an instruction.
+
+    Raises UnsupportedInstruction if its opcode, a type or the number of its operands is not known.
+    """
+    known = forms.get(instruction.name)
+    if known is None:
+        raise machine.unsupported()
+    fitting = known.get(instruction.types)
+    if fitting is None:
+        types = ".".join(instruction.types)
+        raise machine.unsupported(f"the type .{types} is not known" if types else "it has no type")
+    count = len(instruction.operands)
+    form = next((f for f in fitting if not f.operands or count in f.operands), None)
+    if form is None:
+        counts = " or ".join(str(n) for f in fitting for n in f.operands)
+        raise machine.unsupported(f"{count} operands where {counts} are due")
+    return form
