@@ -169,7 +169,7 @@ def build_pages(
 def _text(page: SourcePage, at: int, part: Block, outcomes: Outcomes, evidence: Evidence) -> str:
     if part.kind != blocks.OUTPUT_KIND:
         return blocks.render(evidence, part.kind, part.arguments, page.path)
-    arguments = parse_arguments(part.arguments, ("lines",))
+    arguments = parse_arguments(part.arguments, ("lines",), page.path)
     shown = arguments.number("lines", blocks.DEFAULT_OUTPUT_LINES)
     if arguments.words:
         raise UsageError(
@@ -183,7 +183,7 @@ def _text(page: SourcePage, at: int, part: Block, outcomes: Outcomes, evidence: 
 def _missing_pictures(page: SourcePage, root: Path) -> Iterator[PurePosixPath]:
     for block in page.blocks:
         if block.kind == blocks.PICTURE_KIND:
-            path = PICTURES / f"{parse_arguments(block.arguments).words[0]}.svg"
+            path = PICTURES / f"{parse_arguments(block.arguments, (), page.path).words[0]}.svg"
             if not (root / path).is_file():
                 yield path
 
