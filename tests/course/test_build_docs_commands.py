@@ -149,7 +149,7 @@ def test_a_gpu_block_cannot_be_an_output(book: Book, capsys: pytest.CaptureFixtu
 
 def test_a_command_is_killed_at_the_time_limit_with_what_it_started(tmp_path: Path) -> None:
     command = Command("sleep 600 & echo $! > child; wait", 7, 0)
-    outcome = Runner(time_limit=0.5).run(command, tmp_path)
+    outcome = Runner(os.environ, time_limit=0.5).run(command, tmp_path)
     assert outcome.failed
     assert "killed at the time limit" in outcome.failure_text("docs/page.md")
     child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
@@ -157,7 +157,7 @@ def test_a_command_is_killed_at_the_time_limit_with_what_it_started(tmp_path: Pa
 
 
 def test_stopping_kills_what_runs_and_lets_nothing_begin(tmp_path: Path) -> None:
-    runner = Runner()
+    runner = Runner(os.environ)
     outcomes = []
     command = Command("touch begun; sleep 600", 1, 0)
     thread = threading.Thread(target=lambda: outcomes.append(runner.run(command, tmp_path)))

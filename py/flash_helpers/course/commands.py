@@ -8,25 +8,28 @@ have; 0 otherwise).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.course.markers import MarkerError, closes, fenced
+from flash_helpers.course.markers import MarkerError, code_blocks
 
 LANGUAGE = "console"
 PROMPT = "$ "
 TIME_LIMIT = 120.0  # seconds a command
-JOBS = 2
+JOBS = len(os.sched_getaffinity(0))
 
+_COMMAND = re.compile(rf"^{re.escape(PROMPT)}((?:.*\\\n)*.*)", re.MULTILINE)
 _COLUMNS = "100"
 _SHOWN_LINES = 12  # of what a failed command said last
 # What a copy of the repository for commands can do without: at its root, and anywhere.
@@ -45,6 +48,11 @@ class Command:
     text: str
     line: int
     status: int
+
+    @property
+    def architectures(self) -> list[str]:
+        """What it asks the library for."""
+        return re.findall(r"--arch[ =](sm_\w+)", self.text)
 
 
 @dataclass(frozen=True)
@@ -93,54 +101,32 @@ def consoles(text: str, first_line: int) -> list[Console]:
     Raises MarkerError for a block whose attributes or first line are wrong.
     """
     lines = text.split("\n")
-    in_code = fenced(lines)
     found = []
-    at = 0
-    while at < len(lines):
-        if not in_code[at]:
-            at += 1
-            continue
-        end = at + 1
-        while end < len(lines) and in_code[end] and not closes(lines[at], lines[end]):
-            end += 1
-        language, *attributes = lines[at].strip().lstrip("`~").split() or [""]
+    for begin, end in code_blocks(lines):
+        language, *attributes = lines[begin].strip().lstrip("`~").split() or [""]
         if language == LANGUAGE:
-            found.append(_console(lines, at, end, attributes, first_line))
-        at = end + 1
+            inside = "\n".join(lines[begin + 1 : end])
+            found.append(_console(inside, first_line + begin, attributes, begin, end))
     return found
 
 
-def _console(
-    lines: Sequence[str], begin: int, end: int, attributes: Sequence[str], first_line: int
-) -> Console:
-    status, is_gpu = 0, False
+def _console(inside: str, line: int, attributes: Sequence[str], begin: int, end: int) -> Console:
+    status = 0
     for attribute in attributes:
         name, _, value = attribute.partition("=")
-        if attribute == "gpu":
-            is_gpu = True
-        elif name == "exit" and value.isdecimal():
+        if name == "exit" and value.isdecimal():
             status = int(value)
-        else:
+        elif attribute != "gpu":
             raise MarkerError(
-                first_line + begin,
-                f"{attribute!r} does not go with {LANGUAGE}: it takes gpu or exit=N",
+                line, f"{attribute!r} does not go with {LANGUAGE}: it takes gpu or exit=N"
             )
-    commands = []
-    at = begin + 1
-    while at < end:
-        if lines[at].startswith(PROMPT):
-            first = at
-            text = lines[at][len(PROMPT) :]
-            while text.endswith("\\") and at + 1 < end:
-                at += 1
-                text += "\n" + lines[at]
-            commands.append(Command(text, first_line + first, status))
-        at += 1
+    commands = tuple(
+        Command(found[1], line + 1 + inside[: found.start()].count("\n"), status)
+        for found in _COMMAND.finditer(inside)
+    )
     if not commands:
-        raise MarkerError(
-            first_line + begin, f"a {LANGUAGE} block needs a line that begins with {PROMPT!r}"
-        )
-    return Console(begin, end, is_gpu, tuple(commands))
+        raise MarkerError(line, f"a {LANGUAGE} block needs a line that begins with {PROMPT!r}")
+    return Console(begin, end, "gpu" in attributes, commands)
 
 
 def with_output(
@@ -193,9 +179,10 @@ def _copy_or_link(source: str, target: str) -> None:
 
 
 class Runner:
-    """Runs commands, from several threads, until it is stopped."""
+    """Runs commands, from several threads, until it is stopped. environment: of the commands."""
 
-    def __init__(self, time_limit: float = TIME_LIMIT) -> None:
+    def __init__(self, environment: Mapping[str, str], time_limit: float = TIME_LIMIT) -> None:
+        self._environment = environment
         self._time_limit = time_limit
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[str]] = set()
@@ -203,10 +190,7 @@ class Runner:
 
     def run(self, command: Command, folder: Path) -> Outcome:
         """Run one command by bash in a folder; after the time limit it is killed, with all that it
-        started.
-
-        `python` is the one that runs this, and no GPU is seen. In a pipe any failure counts.
-        Raises StoppedError once `stop` was called.
+        started. In a pipe any failure counts. Raises StoppedError once `stop` was called.
         """
         with self._lock:
             if self._stopped:
@@ -214,7 +198,7 @@ class Runner:
             process = subprocess.Popen(
                 ["bash", "-c", f"set -o pipefail\n{command.text}"],
                 cwd=folder,
-                env=_environment(),
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 # what a command that must fail says is what the page shows
@@ -246,13 +230,12 @@ class Runner:
 
 def _kill(process: subprocess.Popen[str]) -> None:
     """End a process and those that it started: it leads a session of its own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def _environment() -> dict[str, str]:
+def command_environment() -> dict[str, str]:
+    """In which `python` is the one that runs this, and no GPU is seen."""
     scripts = Path(sys.executable).parent
     return {
         **os.environ,

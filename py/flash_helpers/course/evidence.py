@@ -3,6 +3,7 @@ library, the simulator, and committed measurements."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
@@ -53,10 +54,14 @@ class Evidence:
         """What was published for other GPUs."""
         return load_published(self.root / PUBLISHED)
 
-    @cached_property
-    def architectures(self) -> list[str]:
-        """What the library holds code for."""
-        return library.architectures()
+    def require_built(self, architectures: Collection[str]) -> None:
+        """Raise NotBuiltError unless the library holds code for all of these."""
+        missing = set(architectures).difference(library.architectures() if architectures else ())
+        if missing:
+            raise NotBuiltError(
+                f"the installed library holds no code for {', '.join(sorted(missing))}, only for "
+                f"{', '.join(library.architectures())}"
+            )
 
     def facts(self, config: Config, architecture: str) -> KernelFacts:
         """The machine code of a kernel of the library, counted.
@@ -69,11 +74,7 @@ class Evidence:
         return self._facts[key]
 
     def _kernel(self, config: Config, target: str) -> Kernel:
-        if target not in self.architectures:
-            raise NotBuiltError(
-                f"the installed library holds no code for {target}, only for "
-                f"{', '.join(self.architectures)}"
-            )
+        self.require_built([target])
         if (config, target) not in self._kernels:
             # the whole progression at once: opening the library takes longer than reading a kernel
             wanted = {config}
