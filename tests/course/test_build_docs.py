@@ -190,7 +190,7 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
 
 
 def test_an_interrupt_leaves_quietly(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     path = book.write(BLOCK)

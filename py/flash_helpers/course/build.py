@@ -28,7 +28,6 @@ from flash_helpers.course.evidence import Evidence, NotBuiltError
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
 from flash_helpers.course.pages import FOLDER, PAGES
-from flash_helpers.course.warm_python import warm_python
 from flash_helpers.registry.selection import UsageError
 
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md")
@@ -140,13 +139,11 @@ def build_pages(
     drafts = [_Draft(page, evidence, check) for page in pages]
     wanted = {draft: draft.commands(until_output=not check) if run else [] for draft in drafts}
     total = sum(map(len, wanted.values())) + sum(len(page.blocks) for page in pages)
-    environment = command_environment()
+    runner = Runner(command_environment())
     with (
-        warm_python(environment) if any(wanted.values()) else nullcontext(environment) as variables,
         tqdm(total=total, desc="pages", unit="block", leave=False, disable=None) as progress,
         ThreadPoolExecutor(JOBS) as pool,
     ):
-        runner = Runner(variables)
 
         def run_page(draft: _Draft) -> dict[Command, Outcome]:
             outcomes = {}

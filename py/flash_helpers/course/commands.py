@@ -9,8 +9,11 @@ have; 0 otherwise).
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
+import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from flash_helpers.course.markers import MarkerError, code_blocks
@@ -30,6 +34,12 @@ TIME_LIMIT = 120.0  # seconds a command
 JOBS = len(os.sched_getaffinity(0))
 
 _COMMAND = re.compile(rf"^{re.escape(PROMPT)}((?:.*\\\n)*.*)", re.MULTILINE)
+# `python FILE ...`, and perhaps a pipe behind it: what means the same without a shell before that
+_PYTHON = re.compile(
+    r"""python\ (?P<words>[\w./-]+\.py(?:[^'"\\\n|&;<>()$`*?{}\[\]~\#!]|'[^']*'|"[^"\\$`!]*"|\\\n)*)
+    (?:\|(?P<rest>[^|&;][^&;]*))?""",
+    re.VERBOSE,
+)
 _COLUMNS = "100"
 _SHOWN_LINES = 12  # of what a failed command said last
 # What a copy of the repository for commands can do without: at its root, and anywhere.
@@ -179,46 +189,88 @@ def _copy_or_link(source: str, target: str) -> None:
 
 
 class Runner:
-    """Runs commands, from several threads, until it is stopped. environment: of the commands."""
+    """Runs commands, from several threads, until it is stopped. environment: of the commands.
+
+    A page's commands start Python some hundred times, and most would take longer to import torch
+    than for their work. `python FILE ...` therefore runs in a fork of a process that has imported
+    what stands in `preloaded`; what it prints goes into a file, and from there down the pipe.
+    """
 
     def __init__(self, environment: Mapping[str, str], time_limit: float = TIME_LIMIT) -> None:
-        self._environment = environment
+        self._environment = dict(environment)
         self._time_limit = time_limit
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[subprocess.Popen[bytes] | BaseProcess] = set()
         self._stopped = False
+        self._python = multiprocessing.get_context("forkserver")
+        self._python.set_forkserver_preload(["flash_helpers.course.preloaded"])
 
     def run(self, command: Command, folder: Path) -> Outcome:
         """Run one command by bash in a folder; after the time limit it is killed, with all that it
         started. In a pipe any failure counts. Raises StoppedError once `stop` was called.
         """
+        # of one that must fail, the page shows what it complains of between what it prints
+        python = None if command.status else _PYTHON.fullmatch(command.text)
+        with tempfile.TemporaryDirectory(prefix="printed-") as name:
+            piped, output, errors = (Path(name, file) for file in ("piped", "output", "errors"))
+            for path in (piped, output, errors):
+                path.touch()
+            first, last, text = 0, 0, command.text
+            if python is not None:
+                words = shlex.split(python["words"].replace("\\\n", " "))
+                text = python["rest"] or "cat"
+                first = self._status(lambda: self._fork(words, folder, piped, errors))
+            if first is not None:
+                last = self._status(
+                    lambda: self._shell(
+                        text, folder, piped, output, output if command.status else errors
+                    )
+                )
+            return Outcome(
+                command,
+                status=last or first or 0,
+                output=output.read_text("utf-8", "replace"),
+                errors=errors.read_text("utf-8", "replace"),
+                timed_out=None in (first, last),
+            )
+
+    def _fork(self, words: list[str], folder: Path, output: Path, errors: Path) -> BaseProcess:
+        process = self._python.Process(
+            target=_run_file, args=(words, folder, self._environment, output, errors)
+        )
+        process.start()
+        return process
+
+    def _shell(
+        self, text: str, folder: Path, piped: Path, output: Path, errors: Path
+    ) -> subprocess.Popen[bytes]:
+        with piped.open("rb") as stdin, output.open("ab") as stdout, errors.open("ab") as stderr:
+            return subprocess.Popen(
+                ["bash", "-c", f"set -o pipefail\n{text}"],
+                cwd=folder,
+                env=self._environment,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def _status(self, begin: Callable[[], subprocess.Popen[bytes] | BaseProcess]) -> int | None:
+        """That a process ends with; None if it was killed at the time limit."""
         with self._lock:
             if self._stopped:
                 raise StoppedError
-            process = subprocess.Popen(
-                ["bash", "-c", f"set -o pipefail\n{command.text}"],
-                cwd=folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                # what a command that must fail says is what the page shows
-                stderr=subprocess.STDOUT if command.status else subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            process = begin()
             self._running.add(process)
-        timed_out = False
         try:
-            output, errors = process.communicate(timeout=self._time_limit)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            _kill(process)
-            output, errors = process.communicate()
+            status = _wait(process, self._time_limit)
+            if status is None:
+                _kill(process)
+                _wait(process)
+            return status
         finally:
             with self._lock:
                 self._running.discard(process)
-        return Outcome(command, process.returncode, output, errors or "", timed_out)
 
     def stop(self) -> None:
         """Kill what runs, and let nothing more begin."""
@@ -228,8 +280,38 @@ class Runner:
                 _kill(process)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _run_file(
+    words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path
+) -> None:
+    """What `python` does with these words, in a process that is there for nothing else."""
+    os.setsid()
+    for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(encoding="utf-8")
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _wait(
+    process: subprocess.Popen[bytes] | BaseProcess, time_limit: float | None = None
+) -> int | None:
+    """The status that a process ends with; None if it has not by then."""
+    if isinstance(process, BaseProcess):
+        process.join(time_limit)
+        return process.exitcode
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(time_limit)
+    return process.returncode
+
+
+def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
     """End a process and those that it started: it leads a session of its own."""
+    process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
