@@ -12,6 +12,7 @@ from course_book import TOOL, Book
 
 from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours, page_named
 from flash_helpers.kernel_configs import STEPS
+from flash_helpers.runtime import library
 
 BLOCK = "<!-- build:next 8 -->\nold\n<!-- /build -->\n"
 BAD = "# A\n\n<!-- build:nothing 8 -->\n<!-- /build -->\n"
@@ -221,3 +222,38 @@ def test_navigation_names_both_neighbours(book: Book) -> None:
     assert book.run() == 0
     links = re.findall(r"\]\((\S+)\)", Path(path).read_text())
     assert links == ["07_autotuning.md", "09_moves.md"]
+
+
+class TestLibraryForOneArchitecture:
+    TEXT = (
+        "<!-- build:sass 8 arch=sm_80 -->\n\nold\n\n<!-- /build -->\n\n"
+        "```console\n$ false --arch sm_80\n$ true --arch sm_90\n```\n"
+    )
+
+    @pytest.fixture(autouse=True)
+    def only_sm_90(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "architectures", lambda: ("sm_90",))
+
+    def test_checks_what_it_can_and_tells_the_rest_with_the_reason(
+        self, book: Book, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        book.write(self.TEXT)
+        assert book.run("--check", "docs/page.md") == 0
+        reason = "not checked: the installed library holds no code for sm_80, only for sm_90"
+        assert capsys.readouterr().out.splitlines() == [
+            f"docs/page.md:8: {reason}",
+            f"docs/page.md:1: {reason}",
+            "all that can be checked is up to date",
+        ]
+
+    def test_finds_what_is_stale_all_the_same(self, book: Book) -> None:
+        book.write(self.TEXT + BLOCK)
+        assert book.run("--check", "docs/page.md") == 1
+
+    def test_writes_no_page_that_it_cannot_write_whole(
+        self, book: Book, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = book.write(self.TEXT)
+        assert book.run("--no-commands") == 2
+        assert path.read_text() == self.TEXT
+        assert "holds no code for sm_80" in capsys.readouterr().err
