@@ -157,7 +157,7 @@ def test_a_command_is_killed_at_the_time_limit_with_what_it_started(tmp_path: Pa
 
 
 class TestPythonFile:
-    """`python FILE ...` runs in a fork of a process that has imported much."""
+    """`python FILE ...` and `python -m ...` run in a fork of a process that has imported much."""
 
     SCRIPT = """\
 import os, sys, time
@@ -196,6 +196,17 @@ sys.exit(3 if "fail" in sys.argv else None)
         outcome = runner.run(Command(f"python script.py {text}", 1, 0), folder)
         assert (outcome.status, outcome.output, outcome.timed_out) == (status, printed, False)
         assert outcome.errors == "é, of __main__\n"
+
+    def test_runs_a_module_as_well(self, folder: Path) -> None:
+        runner = Runner({**os.environ, "SAID": "x"})
+        outcome = runner.run(Command("python -m script a | cat", 1, 0), folder)
+        assert (outcome.status, outcome.output) == (0, "['a'] x True\n")
+
+    def test_that_must_fail_shows_what_it_complains_of(self, folder: Path) -> None:
+        runner = Runner({**os.environ, "SAID": "x"})
+        outcome = runner.run(Command("python script.py fail", 1, 3), folder)
+        assert not outcome.failed
+        assert sorted(outcome.output.splitlines()) == ["['fail'] x True", "é, of __main__"]
 
     def test_is_killed_at_the_time_limit(self, folder: Path) -> None:
         runner = Runner({**os.environ, "SAID": "x"}, time_limit=5)

@@ -34,9 +34,11 @@ TIME_LIMIT = 120.0  # seconds a command
 JOBS = len(os.sched_getaffinity(0))
 
 _COMMAND = re.compile(rf"^{re.escape(PROMPT)}((?:.*\\\n)*.*)", re.MULTILINE)
-# `python FILE ...`, and perhaps a pipe behind it: what means the same without a shell before that
+# `python FILE ...` or `python -m ...`, and perhaps a pipe behind it: what stands before that means
+# the same without a shell.
 _PYTHON = re.compile(
-    r"""python\ (?P<words>[\w./-]+\.py(?:[^'"\\\n|&;<>()$`*?{}\[\]~\#!]|'[^']*'|"[^"\\$`!]*"|\\\n)*)
+    r"""python\ (?P<words>(?:[\w./-]+\.py|-m\ )
+    (?:[^'"\\\n|&;<>()$`*?{}\[\]~\#!]|'[^']*'|"[^"\\$`!]*"|\\\n)*)
     (?:\|(?P<rest>[^|&;][^&;]*))?""",
     re.VERBOSE,
 )
@@ -192,8 +194,9 @@ class Runner:
     """Runs commands, from several threads, until it is stopped. environment: of the commands.
 
     A page's commands start Python some hundred times, and most would take longer to import torch
-    than for their work. `python FILE ...` therefore runs in a fork of a process that has imported
-    what stands in `preloaded`; what it prints goes into a file, and from there down the pipe.
+    than for their work. `python FILE ...` and `python -m ...` therefore run in a fork of a process
+    that has imported what stands in `preloaded`; what it prints goes into a file, and from there
+    down the pipe.
     """
 
     def __init__(self, environment: Mapping[str, str], time_limit: float = TIME_LIMIT) -> None:
@@ -209,8 +212,9 @@ class Runner:
         """Run one command by bash in a folder; after the time limit it is killed, with all that it
         started. In a pipe any failure counts. Raises StoppedError once `stop` was called.
         """
-        # of one that must fail, the page shows what it complains of between what it prints
-        python = None if command.status else _PYTHON.fullmatch(command.text)
+        python = _PYTHON.fullmatch(command.text)
+        if python is not None and python["rest"] and command.status:
+            python = None  # what it complains of would go down the pipe
         with tempfile.TemporaryDirectory(prefix="printed-") as name:
             piped, output, errors = (Path(name, file) for file in ("piped", "output", "errors"))
             for path in (piped, output, errors):
@@ -219,13 +223,12 @@ class Runner:
             if python is not None:
                 words = shlex.split(python["words"].replace("\\\n", " "))
                 text = python["rest"] or "cat"
-                first = self._status(lambda: self._fork(words, folder, piped, errors))
+                said = piped if command.status else errors
+                first = self._status(lambda: self._fork(words, folder, piped, said))
             if first is not None:
-                last = self._status(
-                    lambda: self._shell(
-                        text, folder, piped, output, output if command.status else errors
-                    )
-                )
+                # of one that must fail, the page shows what it complains of too
+                said = output if command.status else errors
+                last = self._status(lambda: self._shell(text, folder, piped, output, said))
             return Outcome(
                 command,
                 status=last or first or 0,
@@ -292,9 +295,14 @@ def _run_file(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    runpy.run_path(words[0], run_name="__main__")
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, str(folder))
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _wait(
