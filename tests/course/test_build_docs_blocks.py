@@ -239,9 +239,9 @@ def test_clock_tells_the_measurement_and_what_was_published(show: Show, evidence
 
 @pytest.fixture
 def unmeasured(evidence: Evidence) -> Evidence:
-    """The evidence before the last step was measured."""
-    found, last = Evidence(evidence.root), [*STEPS][-1]
-    rows = (m for m in evidence.results.measurements if not m.name.startswith(f"{last}_"))
+    """The evidence before step 16 was measured."""
+    found = type(evidence)(evidence.root)
+    rows = (m for m in evidence.results.measurements if not m.name.startswith("v16_"))
     found.results = replace(evidence.results, measurements=tuple(rows))
     return found
 
