@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from course_book import TOOL, Book
 
-from flash_helpers.course.pages import COURSE, PAGES, neighbours, page_named
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours, page_named
+from flash_helpers.kernel_configs import STEPS
+from flash_helpers.runtime import library
 
 BLOCK = "<!-- build:next 8 -->\nold\n<!-- /build -->\n"
 BAD = "# A\n\n<!-- build:nothing 8 -->\n<!-- /build -->\n"
@@ -54,10 +56,10 @@ def test_one_block_that_cannot_be_made_keeps_every_page_from_being_written(
     ("text", "line", "told"),
     [
         ("<!-- build:nothing -->\n<!-- /build -->\n", 1, "the kinds are facts, diff, "),
-        ("\n<!-- build:facts 99 -->\n<!-- /build -->\n", 2, "'99' is not a version from 1 to 16"),
+        ("\n<!-- build:facts 99 -->\n<!-- /build -->\n", 2, "'99': the steps are v1 to v16"),
         ("<!-- build:facts -->\n<!-- /build -->\n", 1, "accepted is `build:facts N`"),
         ("<!-- build:nav 3 -->\n<!-- /build -->\n", 1, "accepted is `build:nav`"),
-        ("<!-- build:diff 1 -->\n<!-- /build -->\n", 1, "step 1 has no parent"),
+        ("<!-- build:diff 1 -->\n<!-- /build -->\n", 1, "step v1 has no parent"),
         ("<!-- build:counters x -->\n<!-- /build -->\n", 1, "'x' is no kernel"),
         ("<!-- build:sass 8 arch=sm_70 -->\n<!-- /build -->\n", 1, "arch=sm_70 is not one of"),
         ("<!-- build:counters 8 arch=sm_80 -->\n<!-- /build -->\n", 1, "is no kernel"),
@@ -189,7 +191,7 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
 
 
 def test_an_interrupt_leaves_quietly(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     path = book.write(BLOCK)
@@ -199,12 +201,18 @@ def test_an_interrupt_leaves_quietly(book: Book, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_step_has_one_page_and_the_course_is_one_row() -> None:
-    assert [page.step for page in COURSE if page.step] == list(VERSIONS)
+    assert [page.step for page in COURSE if page.step] == list(STEPS)
     assert len({page.name for page in PAGES}) == len(PAGES)
     for before, after in itertools.pairwise(COURSE):
         assert neighbours(before)[1] == after
         assert neighbours(after)[0] == before
     assert neighbours(COURSE[0])[0] is neighbours(COURSE[-1])[1] is None
+
+
+def test_steps_of_another_family_have_files_of_their_own() -> None:
+    ninth = STEPS["v9"]
+    assert file_stem(ninth) == "09"
+    assert file_stem(replace(ninth, id="o9", family="overlap")) == "o9"
 
 
 def test_navigation_names_both_neighbours(book: Book) -> None:
@@ -214,3 +222,38 @@ def test_navigation_names_both_neighbours(book: Book) -> None:
     assert book.run() == 0
     links = re.findall(r"\]\((\S+)\)", Path(path).read_text())
     assert links == ["07_autotuning.md", "09_moves.md"]
+
+
+class TestLibraryForOneArchitecture:
+    TEXT = (
+        "<!-- build:sass 8 arch=sm_80 -->\n\nold\n\n<!-- /build -->\n\n"
+        "```console\n$ false --arch sm_80\n$ true --arch sm_90\n```\n"
+    )
+
+    @pytest.fixture(autouse=True)
+    def only_sm_90(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "architectures", lambda: ("sm_90",))
+
+    def test_checks_what_it_can_and_tells_the_rest_with_the_reason(
+        self, book: Book, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        book.write(self.TEXT)
+        assert book.run("--check", "docs/page.md") == 0
+        reason = "not checked: the installed library holds no code for sm_80, only for sm_90"
+        assert capsys.readouterr().out.splitlines() == [
+            f"docs/page.md:8: {reason}",
+            f"docs/page.md:1: {reason}",
+            "all that can be checked is up to date",
+        ]
+
+    def test_finds_what_is_stale_all_the_same(self, book: Book) -> None:
+        book.write(self.TEXT + BLOCK)
+        assert book.run("--check", "docs/page.md") == 1
+
+    def test_writes_no_page_that_it_cannot_write_whole(
+        self, book: Book, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = book.write(self.TEXT)
+        assert book.run("--no-commands") == 2
+        assert path.read_text() == self.TEXT
+        assert "holds no code for sm_80" in capsys.readouterr().err

@@ -7,27 +7,28 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 import flash_attention
 from flash_helpers.compile.ptxas import parse_ptxas_log
-from flash_helpers.course.arguments import parse_kernel, progression_config
-from flash_helpers.course.blocks import KINDS
+from flash_helpers.course.arguments import parse_kernel
+from flash_helpers.course.blocks import KINDS, render
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.counting import count_kernel
 from flash_helpers.course.evidence import PUBLISHED, Evidence
 from flash_helpers.course.published import load_published
-from flash_helpers.course.sources import step_diff, without_comments
+from flash_helpers.course.site_plots import site_plots
+from flash_helpers.course.sources import code_diff, without_comments
 from flash_helpers.course.values import value, value_lines
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
+    STEPS,
     TWO_STAGES,
-    VERSIONS,
     AttentionForward,
+    Config,
     DType,
-    FlashForwardKernelConfig,
 )
 from flash_helpers.measure.kernel_profile import profile_kernels
 from flash_helpers.measure.results import BenchmarkResults, Measurement
@@ -52,7 +53,7 @@ def numbers(table: str, label: str) -> list[int]:
 def test_every_kind_can_be_shown(show: Show) -> None:
     arguments = {"picture": 'swizzle "alt text"', "listing": "2 LDSM", "value": "diff.2.added"}
     for kind, accepted in KINDS.items():
-        words = arguments.get(kind, "2" if accepted.words[0] else "")
+        words = arguments.get(kind, "2" if accepted.fewest else "")
         page = {"page": "docs/02_swizzle.md"} if kind == "nav" else {}
         assert show(f"{kind} {words}".strip(), **page).strip(), kind
 
@@ -60,8 +61,8 @@ def test_every_kind_can_be_shown(show: Show) -> None:
 def test_facts_tell_the_registers_that_ptxas_told(show: Show, package: Path) -> None:
     table = show("facts 8")
     logs = [
-        parse_ptxas_log((package / f"ptxas/{progression_config(n).short_form()}.log").read_text())
-        for n in (7, 8)
+        parse_ptxas_log((package / f"ptxas/{parse_kernel(name).short_form()}.log").read_text())
+        for name in ("7", "8")
     ]
     for architecture in ("sm_80", "sm_90"):
         told = [str(next(r.registers for r in log if r.target == architecture)) for log in logs]
@@ -96,11 +97,12 @@ v2::g();
 
 
 def test_a_diff_shows_code_alone(tmp_path: Path) -> None:
-    for number, text in ((1, PARENT), (2, CHILD)):
-        path = tmp_path / VERSIONS[number].source
+    steps = STEPS["v1"], STEPS["v2"]
+    for step, text in zip(steps, (PARENT, CHILD), strict=True):
+        path = tmp_path / step.source
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    diff = step_diff(2, tmp_path)
+    diff = code_diff(*steps, tmp_path)
     lines = diff.text.splitlines()
     assert [line for line in lines[2:] if re.match("[+-]", line)] == [
         "-int f() { return 1; }",
@@ -115,11 +117,11 @@ def test_comments_are_cut_and_lines_stay() -> None:
     assert without_comments(text) == 'a(); \n\n b("/* s */", \'"\'); \n'
 
 
-@pytest.mark.parametrize("version", [n for n in VERSIONS if n > 1])
-def test_every_step_has_a_diff_without_comments(show: Show, version: int) -> None:
-    text = show(f"diff {version}")
+@pytest.mark.parametrize("step", [step.id for step in STEPS.values() if step.parent])
+def test_every_step_has_a_diff_without_comments(show: Show, step: str) -> None:
+    text = show(f"diff {step}")
     assert "//" not in text.replace("https://", "")
-    assert f"namespace v{version}" not in text
+    assert f"namespace {step}" not in text
     assert ("<details" in text) == (len(text.splitlines()) > 64)
 
 
@@ -136,7 +138,7 @@ def test_counters_show_what_the_swizzle_is_for(show: Show, evidence: Evidence) -
 
 def test_counters_are_those_of_the_algorithm(show: Show) -> None:
     table = show("counters 1")
-    config = progression_config(1)
+    config = parse_kernel("1")
     assert numbers(table, "mma") == [WARPS * BLOCKS * config.mma_per_key_block]
     row_bytes = config.d_head * 2
     # every block of rows reads Q once and all of K and V; O is written once
@@ -144,12 +146,9 @@ def test_counters_are_those_of_the_algorithm(show: Show) -> None:
     assert numbers(table, "global-memory sectors") == [(read + 512 * row_bytes) // 32]
 
 
-def test_the_kernel_with_a_static_stride_is_counted_itself(
-    evidence: Evidence, package: Path, tmp_path: Path
-) -> None:
-    config = progression_config(16)
-    ptx = package / f"ptx/{config.short_form()}.ptx"
-    counted = count_kernel(config, ptx, tmp_path, flash_attention.simulate, seq_len=128)
+def test_the_kernel_with_a_static_stride_is_counted_itself() -> None:
+    config = parse_kernel("16")
+    counted = count_kernel(config, seq_len=128)
     (profile,) = profile_kernels([config], AttentionForward(1, 16, 128), flash_attention.simulate)
     assert profile.ran == config
     total, of_all_heads = counted.total(), profile.run.counters.total
@@ -157,35 +156,9 @@ def test_the_kernel_with_a_static_stride_is_counted_itself(
         assert 16 * getattr(total, name) == getattr(of_all_heads, name), name
 
 
-def test_what_was_counted_is_kept_until_the_ptx_changes(package: Path, tmp_path: Path) -> None:
-    config = progression_config(1)
-    ptx = tmp_path / "kernel.ptx"
-    text = (package / f"ptx/{config.short_form()}.ptx").read_text()
-    ptx.write_text(text)
-    runs = []
-
-    def simulate(*arguments: object) -> object:
-        runs.append(arguments)
-        return flash_attention.simulate(*arguments)
-
-    def count() -> object:
-        return count_kernel(config, ptx, tmp_path / "cache", simulate, seq_len=64).phases
-
-    first = count()
-    assert count() == first
-    assert len(runs) == 1
-    ptx.write_text(text + "\n// another\n")
-    assert count() == first
-    assert len(runs) == 2
-    for entry in (tmp_path / "cache").iterdir():
-        entry.write_text('{"prologue": 3')
-    assert count() == first
-    assert len(runs) == 3
-
-
 def test_sass_counts_the_tensor_instructions_of_a_block(show: Show) -> None:
     table = show("sass 8")
-    per_block = progression_config(8).mma_per_key_block
+    per_block = parse_kernel("8").mma_per_key_block
     assert numbers(table, "HMMA") == [per_block, per_block, 0]
     loop, hmma = numbers(table, "instructions of the main loop"), numbers(table, "HMMA")
     assert cells(table, "for each HMMA")[1] == f"{loop[1] / hmma[1]:.2f}"
@@ -220,10 +193,10 @@ def test_a_listing_by_source_line_and_phase(show: Show) -> None:
 
 def drifting(
     evidence: Evidence, milliseconds: Sequence[float], ratio: float
-) -> tuple[BenchmarkResults, FlashForwardKernelConfig, FlashForwardKernelConfig]:
+) -> tuple[BenchmarkResults, Config, Config]:
     """Results in which v2 takes `ratio` of v1's time in every round, however long that is."""
     results = evidence.results
-    before, after = progression_config(1), progression_config(2)
+    before, after = parse_kernel("1"), parse_kernel("2")
 
     def measured(name: str, factor: float) -> Measurement:
         found = next(m for m in results.measurements if m.name == name)
@@ -257,18 +230,50 @@ def test_rounds_that_do_not_agree_show_no_change(evidence: Evidence) -> None:
 
 def test_clock_tells_the_measurement_and_what_was_published(show: Show, evidence: Evidence) -> None:
     text = show("clock 8")
-    name = progression_config(8).short_form()
+    name = parse_kernel("8").short_form()
     assert cells(text, "4096")[1] == f"{evidence.results.tflops(name, 'bf16', 4096):.0f}"
     assert cells(text, "A100") == ["80.3% (82.3%)", "87.8% (88.9%)"]
     assert evidence.results.provenance.gpu in text
     assert "faster" not in show("clock 1")
 
 
+@pytest.fixture
+def unmeasured(evidence: Evidence) -> Evidence:
+    """The evidence before step 16 was measured."""
+    found = type(evidence)(evidence.root)
+    rows = (m for m in evidence.results.measurements if not m.name.startswith("v16_"))
+    found.results = replace(evidence.results, measurements=tuple(rows))
+    return found
+
+
+@pytest.mark.parametrize("block", ["clock 16", "staircase", "progression", "facts 16", "bound 16"])
+def test_a_step_that_was_not_measured_leaves_gaps(unmeasured: Evidence, block: str) -> None:
+    kind, _, arguments = block.partition(" ")
+    text = render(unmeasured, kind, arguments, PurePosixPath("docs/page.md"))
+    if kind == "clock":
+        assert cells(text, "4096")[1:] == ["-", "-", "", "", "-"]
+        assert cells(text, "harmonic mean")[1:] == ["-", "-", "", "", "-"]
+    if kind == "staircase":
+        assert "% at step v15" in text and "v16" not in text
+    assert "measured ms" not in text
+
+
+def test_a_step_that_was_not_measured_has_no_number_in_a_sentence(unmeasured: Evidence) -> None:
+    for quantity in ("tflops", "of_flash_mean", "change", "change_mean", "verdict"):
+        with pytest.raises(UsageError, match="was not measured"):
+            value(unmeasured, f"clock.16.{quantity}")
+
+
+def test_a_step_that_was_not_measured_leaves_a_gap_in_the_sites_plot(unmeasured: Evidence) -> None:
+    table = site_plots(unmeasured.results, {})["docs/images/progression.svg"]
+    assert "<td>Step v16: " in table and table.count("<td></td><td></td>") == 1
+
+
 def test_published_figures_are_there_for_every_step(root: Path) -> None:
     published = load_published(root / PUBLISHED)
     keys = [gpu.key for gpu in published.gpus]
     there = sorted((step.step, step.gpu) for step in published.steps)
-    assert there == sorted(itertools.product(VERSIONS, keys))
+    assert there == sorted(itertools.product(STEPS, keys))
     assert published.source
 
 
@@ -284,15 +289,20 @@ def test_the_staircase_is_linked_from_any_page(show: Show) -> None:
     assert "](docs/images/progression.svg)" in show("staircase", page="README.md")
 
 
-def test_kernels_are_named_by_version_variant_or_short_form() -> None:
-    plain = progression_config(16)
+def test_kernels_are_named_by_step_variant_or_short_form() -> None:
+    plain = parse_kernel("16")
     assert plain.dtype is DType.BF16
     assert parse_kernel("16") == parse_kernel(plain.short_form()) == plain
     assert parse_kernel("16:large") == plain.replace(**LARGE_TILE)
     assert parse_kernel("16:stages") == plain.replace(**TWO_STAGES)
-    for wrong in ("17", "8:large", "7:stages", "16:", "v8"):
+    assert parse_kernel("v16") == plain and parse_kernel("v16:large") == parse_kernel("16:large")
+    for wrong in ("8:large", "7:stages", "16:", "row_softmax"):
         with pytest.raises(UsageError, match="is no kernel"):
             parse_kernel(wrong)
+    with pytest.raises(UsageError, match="'17': the steps are v1 to v16"):
+        parse_kernel("17")
+    with pytest.raises(UsageError, match=r"'7\.\.9' is not a step"):
+        parse_kernel("7..9")
 
 
 def listed_keys() -> list[str]:

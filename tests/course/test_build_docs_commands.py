@@ -149,15 +149,74 @@ def test_a_gpu_block_cannot_be_an_output(book: Book, capsys: pytest.CaptureFixtu
 
 def test_a_command_is_killed_at_the_time_limit_with_what_it_started(tmp_path: Path) -> None:
     command = Command("sleep 600 & echo $! > child; wait", 7, 0)
-    outcome = Runner(time_limit=0.5).run(command, tmp_path)
+    outcome = Runner(os.environ, time_limit=0.5).run(command, tmp_path)
     assert outcome.failed
     assert "killed at the time limit" in outcome.failure_text("docs/page.md")
     child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
     assert _is_gone(child)
 
 
+class TestPythonFile:
+    """`python FILE ...` and `python -m ...` run in a fork of a process that has imported much."""
+
+    SCRIPT = """\
+import os, sys, time
+from pathlib import Path
+print(sys.argv[1:], os.environ["SAID"], Path.cwd() == Path(sys.argv[0]).parent.absolute())
+print("é, of", __name__, file=sys.stderr)
+if "wait" in sys.argv:
+    Path("begun").write_text(str(os.getpid()))
+    time.sleep(600)
+sys.exit(3 if "fail" in sys.argv else None)
+"""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "script.py").write_text(self.SCRIPT)
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("text", "status", "printed"),
+        [
+            ("", 0, "[] x True\n"),
+            ("a 'b | c' \"d'e\" \\\n  -f=1", 0, "['a', 'b | c', \"d'e\", '-f=1'] x True\n"),
+            ("fail", 3, "['fail'] x True\n"),
+            ("a | tr a b", 0, "['b'] x True\n"),
+            ("a | grep -c x | cat", 0, "1\n"),
+            ("fail | cat", 3, "['fail'] x True\n"),
+            ("a | grep nothing", 1, ""),
+            ("$SAID", 0, "['x'] x True\n"),
+            ("a > file; cat file", 0, "['a'] x True\n"),
+        ],
+    )
+    def test_does_what_it_does_in_a_shell(
+        self, folder: Path, text: str, status: int, printed: str
+    ) -> None:
+        runner = Runner({**os.environ, "SAID": "x"})
+        outcome = runner.run(Command(f"python script.py {text}", 1, 0), folder)
+        assert (outcome.status, outcome.output, outcome.timed_out) == (status, printed, False)
+        assert outcome.errors == "é, of __main__\n"
+
+    def test_runs_a_module_as_well(self, folder: Path) -> None:
+        runner = Runner({**os.environ, "SAID": "x"})
+        outcome = runner.run(Command("python -m script a | cat", 1, 0), folder)
+        assert (outcome.status, outcome.output) == (0, "['a'] x True\n")
+
+    def test_that_must_fail_shows_what_it_complains_of(self, folder: Path) -> None:
+        runner = Runner({**os.environ, "SAID": "x"})
+        outcome = runner.run(Command("python script.py fail", 1, 3), folder)
+        assert not outcome.failed
+        assert sorted(outcome.output.splitlines()) == ["['fail'] x True", "é, of __main__"]
+
+    def test_is_killed_at_the_time_limit(self, folder: Path) -> None:
+        runner = Runner({**os.environ, "SAID": "x"}, time_limit=5)
+        outcome = runner.run(Command("python script.py wait | cat", 1, 0), folder)
+        assert outcome.timed_out
+        assert _is_gone(Path("/proc", (folder / "begun").read_text(), "stat"))
+
+
 def test_stopping_kills_what_runs_and_lets_nothing_begin(tmp_path: Path) -> None:
-    runner = Runner()
+    runner = Runner(os.environ)
     outcomes = []
     command = Command("touch begun; sleep 600", 1, 0)
     thread = threading.Thread(target=lambda: outcomes.append(runner.run(command, tmp_path)))

@@ -27,8 +27,8 @@ import flash_attention
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.course.pictures import (
     PICTURES,
+    draw,
     picture_path,
-    picture_svg,
     stale_pictures,
     unknown_pictures,
 )
@@ -101,7 +101,7 @@ def test_a_committed_picture_is_what_would_be_drawn_now(name: str) -> None:
 
 @every_picture
 def test_a_picture_is_drawn_the_same_each_time(name: str) -> None:
-    assert picture_svg(name) == picture_svg(name)
+    assert draw(name).to_svg(name) == draw(name).to_svg(name)
 
 
 def test_the_tool_draws_what_is_stale_and_nothing_else(tmp_path: Path, capsys) -> None:
@@ -263,7 +263,7 @@ def test_widths_are_those_of_the_font() -> None:
 
 
 def test_a_text_that_does_not_fit_its_cell_is_told() -> None:
-    drawing = Drawing("a", "A title of a drawing", "What it shows")
+    drawing = Drawing("A title of a drawing", "What it shows")
     with pytest.raises(ValueError, match="'too long' does not fit"):
         drawing.cell(0, 0, 20, 20, "too long")
     with pytest.raises(ValueError, match="width of 語 is not known"):
@@ -744,7 +744,7 @@ def test_two_stages_give_copies_the_time_of_a_block() -> None:
 def test_a_fragment_is_loaded_one_k_tile_ahead() -> None:
     """S of 16 rows and 64 keys: 8 k-tiles of 4 ldmatrix for K and one for Q, and of 8 mma."""
     work = work_of(step_config(5))
-    assert ((work.ldmatrix_K + work.ldmatrix_Q) / 8, work.mma_S / 8) == (5, 8)
+    assert ((work.ldmatrix_tile + work.ldmatrix_Q) / 8, work.mma_per_product / 8) == (5, 8)
     loads, mma = bars_of("double_buffer", "ldmatrix"), bars_of("double_buffer", "mma")
     assert len(mma) == 8
     for k, (_, start, end) in enumerate(mma[4:]):  # step 5

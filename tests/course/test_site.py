@@ -16,11 +16,12 @@ import pytest
 from built_site import BuiltSite, require_builder
 
 from flash_helpers.course import site
+from flash_helpers.course.evidence import RESULTS
 from flash_helpers.course.pages import COURSE, PAGES
-from flash_helpers.course.site import RESULTS, SiteError, SiteWarningsError, build_site
+from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
-from flash_helpers.kernel_configs import VERSIONS, DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import STEPS, DType, get_kernel_progression_configs
 from flash_helpers.measure.results import load_results
 
 TOOL = "tools/docs/build_site.py"
@@ -75,16 +76,15 @@ class TestRepository:
             found = loads.search(path.read_text(encoding="utf-8"))
             assert found is None, f"{path.name}: {found[0] if found else ''}"
 
-    @pytest.mark.parametrize("step", VERSIONS)
-    def test_each_step_leads_to_its_view_and_back(self, built: BuiltSite, step: int) -> None:
+    @pytest.mark.parametrize("step", STEPS)
+    def test_each_step_leads_to_its_view_and_back(self, built: BuiltSite, step: str) -> None:
         page = next(page for page in PAGES if page.step == step)
-        name = f"views/step_{step:02}.html"
+        name = str(view_name(STEPS[step]))
         assert f'href="{name}"' in built.text(f"{page.path.stem}.html")
         view = built.text(name)
         assert f'href="../{page.path.stem}.html"' in view
         index = json.loads(re.search(r'id="index">(.*?)</script>', view)[1])
-        parent = VERSIONS[step].parent
-        shown = [f"v{n}" for n in (parent, step) if n is not None]
+        shown = [name for name in (STEPS[step].parent, step) if name is not None]
         assert [kernel["name"] for kernel in index["kernels"]] == shown
         assert index["shown"] == len(shown) - 1
 
@@ -97,7 +97,7 @@ class TestRepository:
         )
         staircase, lines = (json.loads(text) for text in found)
         fixed = {
-            str(c.version): results.of_flash(c.short_form(), "bf16")
+            c.step.id: results.of_flash(c.short_form(), "bf16")
             for c in get_kernel_progression_configs()
             if c.dtype is DType.BF16
         }
@@ -137,7 +137,7 @@ def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (folder / "docs/01_base.md").write_text("# Base\n\nText.\n")
     monkeypatch.setattr(site, "PAGES", PAGES[:2])
     monkeypatch.setattr(site, "COURSE", PAGES[:2])
-    empty = [View(view_name(step), "<html></html>", ()) for step in VERSIONS]
+    empty = [View(view_name(step), "<html></html>", ()) for step in STEPS.values()]
     monkeypatch.setattr(site, "step_views", lambda *arguments: iter(empty))
     return folder
 
@@ -269,8 +269,9 @@ class TestFaults:
     def test_views_need_the_sources_that_the_library_was_built_from(
         self, repository: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        view = View(view_name(1), "<html></html>", ("previous_kernels/v1/forward_kernel.cuh",))
-        others = [View(view_name(step), "<html></html>", ()) for step in VERSIONS if step != 1]
+        first, *rest = STEPS.values()
+        view = View(view_name(first), "<html></html>", ("previous_kernels/v1/forward_kernel.cuh",))
+        others = [View(view_name(step), "<html></html>", ()) for step in rest]
         monkeypatch.setattr(site, "step_views", lambda *arguments: iter([view, *others]))
         (warning,) = build_site(repository, repository.parent / "site")
         assert "views/step_01.html cannot show previous_kernels/v1/forward_kernel.cuh" in warning

@@ -10,16 +10,19 @@ import pytest
 from browser import open_browser, requested_urls
 from built_site import BuiltSite
 
+from flash_helpers.course.evidence import RESULTS
 from flash_helpers.course.pages import COURSE, PAGES
-from flash_helpers.course.site import RESULTS
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.course.site_views import view_name
+from flash_helpers.kernel_configs import STEPS, DType
 from flash_helpers.measure.results import load_results
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.family import Step
 
 WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 RIGHT, ENTER, TAB = "\ue014", "\ue007", "\ue004"
-STEP = 7  # the step whose page and view are looked at
+STEP = STEPS["v7"]  # whose page and view are looked at
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +130,8 @@ def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
     assert found.faults() == []
 
 
-def page_of(step: int) -> str:
-    return next(f"{page.path.stem}.html" for page in PAGES if page.step == step)
+def page_of(step: Step) -> str:
+    return next(f"{page.path.stem}.html" for page in PAGES if page.step == step.id)
 
 
 class TestPages:
@@ -210,16 +213,16 @@ class TestView:
     def test_opens_from_the_page_of_its_step_and_leads_back(self, reader: Reader) -> None:
         reader.open(page_of(STEP))
         reader.find(".view-card a").click()
-        assert reader.at == f"views/step_{STEP:02}.html"
+        assert reader.at == str(view_name(STEP))
         assert [button.text for button in reader.all("#versions button")] == [
-            f"v{STEP - 1}",
-            f"v{STEP}",
+            STEP.parent,
+            STEP.id,
         ]
         reader.find("#course a").click()
         assert reader.at == page_of(STEP)
 
     def test_links_its_three_panes(self, reader: Reader) -> None:
-        reader.open(f"views/step_{STEP:02}.html")
+        reader.open(str(view_name(STEP)))
         row = reader.js(
             "return [...document.querySelectorAll('[data-pane=sass] .row.in-loop[data-key]')]"
             ".find((row) => row.querySelector('.opcode')?.textContent.startsWith('LDSM'))"
@@ -235,7 +238,7 @@ class TestView:
 
     def test_fits_a_narrow_screen(self, reader: Reader) -> None:
         reader.screen(NARROW)
-        reader.open(f"views/step_{STEP:02}.html")
+        reader.open(str(view_name(STEP)))
         assert reader.js("return document.documentElement.scrollWidth") <= NARROW["width"]
 
 
@@ -252,13 +255,11 @@ class TestPlots:
 
     def test_the_staircase_tells_the_step_pointed_at(self, plots: Reader, root: Path) -> None:
         results = load_results(root / RESULTS)
-        config = next(
-            c for c in get_kernel_progression_configs() if c.version == 2 and c.dtype is DType.BF16
-        )
+        config = AMPERE.fixed_config(STEPS["v2"], DType.BF16)
         assert self.tip(plots, "progression") == ""
         plots.point(plots.all("#plot-progression .column")[1])
         share = 100 * results.of_flash(config.short_form(), "bf16")
-        assert "Step 2: XOR swizzle" in self.tip(plots, "progression")
+        assert "Step v2: XOR swizzle" in self.tip(plots, "progression")
         assert f"{share:.1f} %" in self.tip(plots, "progression")
         plots.point(plots.find("h1"))
         assert self.tip(plots, "progression") == ""
@@ -317,11 +318,11 @@ class TestThemes:
         assert reader.is_dark()
         reader.driver.back()
         reader.choose_theme("light")
-        reader.open(f"views/step_{STEP:02}.html")
+        reader.open(str(view_name(STEP)))
         assert not reader.is_dark()
 
     def test_the_button_of_a_view_is_remembered_too(self, reader: Reader) -> None:
-        reader.open(f"views/step_{STEP:02}.html")
+        reader.open(str(view_name(STEP)))
         assert not reader.is_dark()
         reader.find("#theme").click()
         reader.find("#course a").click()
@@ -334,7 +335,7 @@ class TestThemes:
         assert not reader.is_dark()
         reader.choose_theme("auto")
         assert reader.is_dark()
-        reader.open(f"views/step_{STEP:02}.html")
+        reader.open(str(view_name(STEP)))
         assert reader.is_dark()
 
     @pytest.mark.parametrize(("theme", "other"), [("light", "dark"), ("dark", "light")])

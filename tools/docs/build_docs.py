@@ -22,7 +22,6 @@ from flash_helpers.course.build import (
     build_pages,
     compilers_named,
     read_page,
-    run_pages,
 )
 from flash_helpers.course.commands import TIME_LIMIT
 from flash_helpers.course.evidence import Evidence
@@ -42,8 +41,8 @@ On lines of their own, at the margin, with nothing or what was written before be
   <!-- build:KIND ARGUMENTS -->
   <!-- /build -->
 
-Kinds (KERNEL is a version, 7:large or 16:large, 16:stages, or a short form; a word with blanks
-stands in quotation marks, and there are no escapes):
+Kinds (N is a step, 9 or v9; KERNEL is a step, 7:large or 16:large, 16:stages, or a short form; a
+word with blanks stands in quotation marks, and there are no escapes):
 
 {kinds_text()}
 
@@ -53,7 +52,8 @@ Commands stand in ```console blocks, in lines that begin with "$ " (a backslash 
 in the next line); the other lines are what they print, and are written anew if the block stands
 between the markers of build:output. --check runs them all by bash with pipefail, {TIME_LIMIT:.0f}
 seconds each at most, a page's one after the other in a copy of the repository that is thrown away,
-with the Python that runs this, and with no GPU. ```console gpu is not run, and the commands of
+with the Python that runs this, and with no GPU. What needs an architecture that the installed
+library was not built for is left out, and told. ```console gpu is not run, and the commands of
 ```console exit=1 must end with that status. Blocks of any other language are text.
 
 A table that names two kernels shows the change. No two pages need another's files; no command
@@ -148,7 +148,7 @@ def report_stale(built: Sequence[BuiltPage]) -> bool:
 
 
 def check(built: Sequence[BuiltPage], absent: Sequence[PurePosixPath]) -> int:
-    """Print everything that is wrong; the exit status."""
+    """Print everything that is wrong, and what could not be checked; the exit status."""
     is_wrong = report_stale(built)
     for page in built:
         for path in page.missing:
@@ -158,8 +158,11 @@ def check(built: Sequence[BuiltPage], absent: Sequence[PurePosixPath]) -> int:
         is_wrong = is_wrong or bool(page.missing or page.failures)
     for path in absent:
         print(f"{path} is not there, and py/flash_helpers/course/pages.py lists it")
+    unchecked = [line for page in built for line in page.unchecked]
+    if unchecked:
+        print("\n".join(unchecked))
     if not is_wrong and not absent:
-        print("all is up to date")
+        print("all that can be checked is up to date" if unchecked else "all is up to date")
     return int(is_wrong or bool(absent))
 
 
@@ -185,12 +188,7 @@ def build(arguments: argparse.Namespace) -> int:
         print_text(list_text(pages))
         return 0
     evidence = Evidence(root)
-    built = build_pages(
-        pages, evidence, {}
-    )  # what is wrong is told before commands take their time
-    if not arguments.no_commands:
-        outcomes = run_pages(pages, root, until_output=not arguments.check)
-        built = build_pages(pages, evidence, outcomes)
+    built = build_pages(pages, evidence, run=not arguments.no_commands, check=arguments.check)
     if arguments.check:
         return check(built, [] if arguments.pages else absent_pages(root))
     return write(root, built)

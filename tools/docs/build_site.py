@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
-from flash_helpers.measure.plots import PlotError
-from flash_helpers.sass.read.records import SassError
+from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.course.site import SiteWarningsError, build_site
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,11 +38,7 @@ interrupted; a site that was there stays unless the new one is whole
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--output",
         type=Path,
@@ -63,9 +58,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Build; returns the exit status."""
-    arguments = parse_arguments(argv)
+def build(arguments: argparse.Namespace) -> int:
+    """Build; the exit status. Raises what `build_site` raises."""
     try:
         warnings = build_site(
             arguments.root.resolve(),
@@ -76,16 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SiteWarningsError as error:
         print(error, file=sys.stderr)
         return 1
-    except (SiteError, SassError, PlotError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"{arguments.output / 'index.html'} written")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build; returns the exit status."""
+    arguments = parse_arguments(argv)
+    return run_tool(lambda: build(arguments), RuntimeError, ValueError, OSError)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tabulate import tabulate
-
-from flash_helpers.course.pictures import (
-    FOLDER,
-    PICTURES,
-    picture_title,
-    stale_pictures,
-    unknown_pictures,
-)
+from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.course.pictures import FOLDER, PICTURES, draw, stale_pictures, unknown_pictures
 from flash_helpers.files import write_if_different
+from flash_helpers.tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+
+DESCRIPTION = f"""\
+Draw the pictures of the course as SVG into {FOLDER}. Each is computed from what it shows: the
+swizzle's formula, the fragments of mma, the tile shapes, counted cycles. Nothing is measured, and
+neither a GPU nor a CUDA toolkit is needed.
+"""
 
 EXAMPLES = """\
 examples:
@@ -41,13 +41,7 @@ exit status: 0 all is up to date or was drawn, 1 --check found something stale, 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=f"Draw the pictures of the course as SVG into {FOLDER}. Each is computed from "
-        "what it shows: the swizzle's formula, the fragments of mma, the tile shapes, counted "
-        "cycles. Nothing is measured, and neither a GPU nor a CUDA toolkit is needed.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of pictures (default: all)")
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"
@@ -60,37 +54,33 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def update(arguments: argparse.Namespace) -> int:
+    """Draw, check or list; returns the exit status. Raises ValueError and OSError."""
+    names = arguments.names or list(PICTURES)
+    if arguments.list:
+        rows = [(name, draw(name).title) for name in names]
+        print_text(f"{Table(('name', 'title'), rows, 'll').text()}\n")
+        return 0
+    stale = stale_pictures(arguments.root, names)
+    strange = [] if arguments.names else unknown_pictures(arguments.root)
+    for path, text in stale.items():
+        name = path.relative_to(arguments.root)
+        if arguments.check:
+            print(f"{name} is absent or shows something else")
+        else:
+            write_if_different(path, text)
+            print(f"{name} written")
+    for path in strange if arguments.check else ():
+        print(f"{path.relative_to(arguments.root)} is no picture of the course")
+    if not stale and not (arguments.check and strange):
+        print("all is up to date")
+    return int(arguments.check and bool(stale or strange))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw, check or list; returns the exit status."""
     arguments = parse_arguments(argv)
-    names = arguments.names or list(PICTURES)
-    try:
-        if arguments.list:
-            rows = [(name, picture_title(name)) for name in names]
-            print(tabulate(rows, ("name", "title"), disable_numparse=True))
-            return 0
-        stale = stale_pictures(arguments.root, names)
-        if not arguments.check:
-            for path, text in stale.items():
-                write_if_different(path, text)
-                print(f"{path.relative_to(arguments.root)} written")
-        strange = [] if arguments.names else unknown_pictures(arguments.root)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if arguments.check:
-        for path in stale:
-            print(f"{path.relative_to(arguments.root)} is absent or shows something else")
-        for path in strange:
-            print(f"{path.relative_to(arguments.root)} is no picture of the course")
-        if stale or strange:
-            return 1
-    if not stale:
-        print("all is up to date")
-    return 0
+    return run_tool(lambda: update(arguments), ValueError, OSError)
 
 
 if __name__ == "__main__":

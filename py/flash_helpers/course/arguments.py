@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import (
     FAMILIES,
     LARGE_TILE,
+    STEPS,
     TWO_STAGES,
     Config,
     DType,
@@ -28,17 +30,15 @@ KERNEL_NAMES = (
     f"{STAGES_STEP}:stages, the large tile with two stages; or the short form of a config"
 )
 
-_WORD = re.compile(
-    r"""(?:(?P<name>\w+)=)?(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\s"']\S*))(?=\s|$)"""
-)
-
 
 @dataclass(frozen=True)
 class Arguments:
-    """words: in order. options: what was written as NAME=VALUE."""
+    """words: in order. options: what was written as NAME=VALUE. page: that they stand on, relative
+    to the root of the repository."""
 
     words: tuple[str, ...]
     options: Mapping[str, str]
+    page: PurePosixPath
 
     def number(self, name: str, default: int) -> int:
         """The option as a number from 1. Raises UsageError for anything else."""
@@ -55,37 +55,47 @@ class Arguments:
         return text
 
     def architecture(self) -> str:
-        """The option `arch`, such as "sm_90". Raises UsageError for one that is not built."""
+        """The option `arch`, such as "sm_90". Raises UsageError for one that does not exist."""
         return self.choice("arch", ARCHITECTURES, DEFAULT_ARCHITECTURE)
 
+    def step(self) -> Step:
+        """The step that the first word names. Raises UsageError."""
+        return parse_step(self.words[0])
 
-def parse_arguments(text: str, options: Collection[str] = ()) -> Arguments:
+    def kernels(self) -> list[Config]:
+        """The kernels that the words name; of a step alone, its parent and itself.
+
+        Raises UsageError.
+        """
+        if len(self.words) == 1 and find_steps(self.words[0]):
+            return with_parent(self.step())
+        return list(dict.fromkeys(map(parse_kernel, self.words)))
+
+
+def parse_arguments(text: str, options: Collection[str], page: PurePosixPath) -> Arguments:
     """Words apart by blanks; "..." and '...' keep blanks together, and there are no escapes.
 
     options: names that may stand before "="; a word with any other is a word.
 
     Raises UsageError for a quotation mark without its partner, and an option given twice.
     """
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""
+    try:
+        parts = list(lexer)
+    except ValueError as error:
+        raise UsageError(f"the quotation marks of {text!r} have no partners") from error
     words: list[str] = []
     found: dict[str, str] = {}
-    at = 0
-    text = text.strip()
-    while at < len(text):
-        match = _WORD.match(text, at)
-        if match is None:
-            raise UsageError(f"the quotation marks of {text[at:]!r} have no partners")
-        value = next(v for v in (match["double"], match["single"], match["bare"]) if v is not None)
-        name = match["name"]
-        if name in options:
-            if name in found:
-                raise UsageError(f"{name} is given twice")
-            found[name] = value
-        elif name:
-            words.append(f"{name}={value}")
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or name not in options:
+            words.append(part)
+        elif name in found:
+            raise UsageError(f"{name} is given twice")
         else:
-            words.append(value)
-        at = match.end() + len(text[match.end() :]) - len(text[match.end() :].lstrip())
-    return Arguments(tuple(words), found)
+            found[name] = value
+    return Arguments(tuple(words), found, page)
 
 
 def parse_step(word: str) -> Step:
@@ -99,6 +109,12 @@ def parse_step(word: str) -> Step:
 def fixed_config(step: Step) -> Config:
     """The config of a step that the pages show."""
     return FAMILIES[step.family].fixed_config(step, DTYPE)
+
+
+def with_parent(step: Step) -> list[Config]:
+    """The configs of the parent, if there is one, and of the step."""
+    parent = [STEPS[step.parent]] if step.parent else []
+    return [fixed_config(found) for found in (*parent, step)]
 
 
 def parse_kernel(word: str) -> Config:

@@ -24,80 +24,59 @@ OUTPUT_USAGE = f"[lines={DEFAULT_OUTPUT_LINES}]"
 OUTPUT_MEANING = "a console block with what its commands print, its first lines= lines"
 PICTURE_KIND = "picture"
 
-Render = Callable[[Evidence, Arguments, PurePosixPath], str]
-
 
 @dataclass(frozen=True)
 class Kind:
-    """usage: the arguments as a reader is told of them. meaning: what the block shows.
-    words: fewest and most words; None is any number. options: names before "="."""
+    """usage: the arguments as a reader is told of them. meaning: what the block shows. render:
+    makes its text. fewest, most: words; None is any number. options: names before "="."""
 
     usage: str
     meaning: str
-    words: tuple[int, int | None]
-    options: tuple[str, ...]
-    render: Render
+    render: Callable[[Evidence, Arguments], str]
+    fewest: int = 0
+    most: int | None = 0
+    options: tuple[str, ...] = ()
 
 
-def _anywhere(render: Callable[[Evidence, Arguments], str]) -> Render:
-    """A renderer that does not ask which page it writes on."""
-    return lambda evidence, arguments, page: render(evidence, arguments)
+def _about_a_step(meaning: str, render: Callable[[Evidence, Arguments], str]) -> Kind:
+    return Kind("N", meaning, render, 1, 1)
+
+
+def _about_kernels(
+    meaning: str, render: Callable[[Evidence, Arguments], str], *, arch: bool = True
+) -> Kind:
+    usage = "KERNEL [KERNEL ...]" + (" [arch=sm_80]" if arch else "")
+    meaning += " (of a step alone: its parent and itself)"
+    return Kind(usage, meaning, render, 1, None, ("arch",) if arch else ())
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "facts": Kind(
-            "N", "what a step takes, beside its parent", (1, 1), (), _anywhere(facts_block)
-        ),
-        "diff": Kind(
-            "N", "the code that a step changed, without comments", (1, 1), (), _anywhere(diff_block)
-        ),
-        "counters": Kind(
-            "KERNEL [KERNEL ...]",
-            "what the simulator counts (of a version alone: its parent and itself)",
-            (1, None),
-            (),
-            _anywhere(counters_block),
-        ),
-        "sass": Kind(
-            "KERNEL [KERNEL ...] [arch=sm_80]",
-            "instructions by phase and class (of a version alone: its parent and itself)",
-            (1, None),
-            ("arch",),
-            _anywhere(sass_block),
-        ),
-        "bound": Kind(
-            "KERNEL [KERNEL ...] [arch=sm_80]",
-            "static lower bounds (of a version alone: its parent and itself)",
-            (1, None),
-            ("arch",),
-            _anywhere(bound_block),
-        ),
+        "facts": _about_a_step("what a step takes, beside its parent", facts_block),
+        "diff": _about_a_step("the code that a step changed, without comments", diff_block),
+        "counters": _about_kernels("what the simulator counts", counters_block, arch=False),
+        "sass": _about_kernels("instructions by phase and class", sass_block),
+        "bound": _about_kernels("static lower bounds", bound_block),
         "listing": Kind(
             "KERNEL [REGEX] [at=REGEX] [lines=12] [phase=main|prologue|epilogue] [arch=sm_80]",
             "the first instructions that match, by their text, or by the CUDA line at=",
-            (1, None),
+            listing_block,
+            1,
+            None,
             ("at", "lines", "phase", "arch"),
-            _anywhere(listing_block),
         ),
-        "clock": Kind(
-            "N", "what was measured, and what was published", (1, 1), (), _anywhere(clock_block)
-        ),
-        "staircase": Kind("", "the plot of the progression", (0, 0), (), staircase_block),
-        "progression": Kind(
-            "", "the table of the progression", (0, 0), (), _anywhere(progression_block)
-        ),
-        PICTURE_KIND: Kind(
-            'NAME "ALT TEXT"', "docs/images/course/NAME.svg", (2, 2), (), picture_block
-        ),
-        "nav": Kind("", "links to the pages before and after", (0, 0), (), nav_block),
-        "next": Kind("N", "a link to the page after that of a step", (1, 1), (), next_block),
+        "clock": _about_a_step("what was measured, and what was published", clock_block),
+        "staircase": Kind("", "the plot of the progression", staircase_block),
+        "progression": Kind("", "the table of the progression", progression_block),
+        PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
+        "nav": Kind("", "links to the pages before and after", nav_block),
+        "next": _about_a_step("a link to the page after that of a step", next_block),
         INLINE_KIND: Kind(
             "KEY",
             "a number within a line; build_docs.py --values lists the keys",
-            (1, 1),
-            (),
-            _anywhere(lambda evidence, arguments: value(evidence, arguments.words[0])),
+            lambda evidence, arguments: value(evidence, arguments.words[0]),
+            1,
+            1,
         ),
     }
 )
@@ -121,12 +100,12 @@ def render(evidence: Evidence, kind: str, arguments: str, page: PurePosixPath) -
         raise UsageError(
             f"there is no kind {kind!r}: the kinds are {', '.join((*KINDS, OUTPUT_KIND))}"
         )
-    accepted = f"accepted is `build:{f'{kind} {found.usage}'.strip()}`"
     try:
-        parsed = parse_arguments(arguments, found.options)
-        fewest, most = found.words
-        if len(parsed.words) < fewest or (most is not None and len(parsed.words) > most):
-            raise UsageError(f"{arguments!r} has {len(parsed.words)} words besides options")
-        return found.render(evidence, parsed, page)
+        parsed = parse_arguments(arguments, found.options, page)
+        n_words = len(parsed.words)
+        if n_words < found.fewest or (found.most is not None and n_words > found.most):
+            raise UsageError(f"{arguments!r} has {n_words} words besides options")
+        return found.render(evidence, parsed)
     except UsageError as error:
+        accepted = f"accepted is `build:{f'{kind} {found.usage}'.strip()}`"
         raise UsageError(f"build:{kind}: {error}; {accepted}") from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,11 +19,12 @@ from flash_helpers.course.commands import (
     Console,
     Outcome,
     Runner,
+    command_environment,
     consoles,
     copy_of,
     with_output,
 )
-from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.evidence import Evidence, NotBuiltError
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
 from flash_helpers.course.pages import FOLDER, PAGES
@@ -32,17 +34,9 @@ OTHER_PAGES = ("README.md", "CONTRIBUTING.md")
 
 _COMPILER = re.compile(r"\bptxas \d+(?:\.\d+)+")
 
-# outcomes of the commands of a page, by the index of the part that they stand in
-Outcomes = Mapping[int, Sequence[Outcome]]
-
 
 class PageError(ValueError):
     """What is wrong with pages: a line each, with the page and its line."""
-
-    @classmethod
-    def at(cls, page: PurePosixPath, line: int, error: Exception) -> PageError:
-        """One error, in one place."""
-        return cls(f"{page}:{line}: {error}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class SourcePage:
 
     path: PurePosixPath
     text: str
-    parts: tuple[Prose | Block, ...]
+    parts: Sequence[Prose | Block]
     consoles: Mapping[int, Sequence[Console]]
 
     @property
@@ -60,31 +54,35 @@ class SourcePage:
         """The pairs of markers, in order."""
         return [part for part in self.parts if isinstance(part, Block)]
 
-    def commands(self, at: int) -> list[Command]:
-        """Those in a part that run without a GPU, in order."""
-        inside = (console for console in self.consoles[at] if not console.is_gpu)
-        return [command for console in inside for command in console.commands]
-
-    def places(self, *, until_output: bool) -> list[int]:
-        """Indices of the parts with commands to run here. until_output: none after the last output
-        block, whose commands may need what those before it left."""
-        found = [at for at in self.consoles if self.commands(at)]
-        if not until_output:
-            return found
-        last = max((at for at in found if isinstance(self.parts[at], Block)), default=-1)
-        return [at for at in found if at <= last]
+    def commands(self, until_output: bool = False) -> list[Command]:
+        """Those that run without a GPU, in order. until_output: none after the last output block,
+        whose commands may need what those before it left."""
+        last = len(self.parts)
+        if until_output:
+            last = max((n for n in self.consoles if isinstance(self.parts[n], Block)), default=-1)
+        return [
+            command
+            for at, inside in self.consoles.items()
+            for console in inside
+            for command in console.commands
+            if at <= last and not console.is_gpu
+        ]
 
 
 @dataclass(frozen=True)
 class BuiltPage:
-    """A page as it is and as it should be. failures: the commands that did not end as they must.
-    missing: pictures that are shown and are not there."""
+    """A page as it is and as it should be.
+
+    failures: the commands that did not end as they must. missing: pictures that are shown and are
+    not there. unchecked: what the installed library cannot tell, a line each.
+    """
 
     path: PurePosixPath
     old: str
     new: str
-    failures: tuple[Outcome, ...]
-    missing: tuple[PurePosixPath, ...]
+    failures: Sequence[Outcome]
+    missing: Sequence[PurePosixPath]
+    unchecked: Sequence[str]
 
 
 def all_pages(root: Path) -> list[PurePosixPath]:
@@ -105,8 +103,8 @@ def read_page(root: Path, path: PurePosixPath) -> SourcePage:
         parts = parse(text)
         found = {at: _consoles(part) for at, part in enumerate(parts)}
     except MarkerError as error:
-        raise PageError.at(path, error.line, error) from error
-    return SourcePage(path, text, tuple(parts), {at: c for at, c in found.items() if c})
+        raise PageError(f"{path}:{error.line}: {error}") from error
+    return SourcePage(path, text, parts, {at: inside for at, inside in found.items() if inside})
 
 
 def _consoles(part: Prose | Block) -> list[Console]:
@@ -126,106 +124,132 @@ def _consoles(part: Prose | Block) -> list[Console]:
 
 
 def build_pages(
-    pages: Sequence[SourcePage], evidence: Evidence, outcomes: Mapping[PurePosixPath, Outcomes]
+    pages: Sequence[SourcePage], evidence: Evidence, *, run: bool, check: bool
 ) -> list[BuiltPage]:
-    """Write every block anew, in memory.
+    """Write every block anew, in memory; meanwhile run commands, each page's in a copy of the
+    repository of its own, JOBS pages at a time.
 
-    outcomes: from `run_pages`; an output block whose commands were not run stays as it is.
+    run: the commands; without it output blocks stay as they are. check: run them all, not only
+    those that an output block needs; and what the installed library cannot tell, because it was
+    built for other architectures, stays as it is.
 
-    Raises PageError with all that is wrong, if something is.
+    Raises PageError with all that is wrong, if something is, and OSError where there is no room for
+    a copy.
     """
-    errors: list[str] = []
-    built: list[str] = []
-    total = sum(len(page.blocks) for page in pages)
-    with tqdm(total=total, desc="blocks", unit="block", leave=False, disable=None) as progress:
-        for page in pages:
-            texts = []
-            for at, part in enumerate(page.parts):
-                if isinstance(part, Prose):
-                    texts.append(part.text)
-                    continue
-                try:
-                    texts.append(
-                        part.written(_text(page, at, part, outcomes.get(page.path, {}), evidence))
-                    )
-                except (OSError, RuntimeError, ValueError) as error:
-                    errors.append(str(PageError.at(page.path, part.line, error)))
-                progress.update()
-            built.append("".join(texts))
-    if errors:
-        raise PageError("\n".join(errors))
-    return [
-        BuiltPage(
-            page.path,
-            page.text,
-            text,
-            tuple(o for part in outcomes.get(page.path, {}).values() for o in part if o.failed),
-            tuple(_missing_pictures(page, evidence.root)),
-        )
-        for page, text in zip(pages, built, strict=True)
-    ]
-
-
-def _text(page: SourcePage, at: int, part: Block, outcomes: Outcomes, evidence: Evidence) -> str:
-    if part.kind != blocks.OUTPUT_KIND:
-        return blocks.render(evidence, part.kind, part.arguments, page.path)
-    arguments = parse_arguments(part.arguments, ("lines",))
-    shown = arguments.number("lines", blocks.DEFAULT_OUTPUT_LINES)
-    if arguments.words:
-        raise UsageError(
-            f"build:output: {part.arguments!r}; accepted is `build:output {blocks.OUTPUT_USAGE}`"
-        )
-    if at not in outcomes:
-        return part.body
-    return with_output(part.body, page.consoles[at], outcomes[at], shown)
-
-
-def _missing_pictures(page: SourcePage, root: Path) -> Iterator[PurePosixPath]:
-    for block in page.blocks:
-        if block.kind == blocks.PICTURE_KIND:
-            path = PICTURES / f"{parse_arguments(block.arguments).words[0]}.svg"
-            if not (root / path).is_file():
-                yield path
-
-
-def run_pages(
-    pages: Sequence[SourcePage], root: Path, *, until_output: bool
-) -> dict[PurePosixPath, Outcomes]:
-    """Run the commands of pages, each page in a copy of the repository of its own, JOBS pages at a
-    time. until_output: as for `SourcePage.places`. Raises OSError where there is no room for a
-    copy."""
-    places = {page.path: page.places(until_output=until_output) for page in pages}
-    n_commands = {
-        page.path: sum(len(page.commands(at)) for at in places[page.path]) for page in pages
-    }
-    total = sum(n_commands.values())
-    runner = Runner()
+    drafts = [_Draft(page, evidence, check) for page in pages]
+    wanted = {draft: draft.commands(until_output=not check) if run else [] for draft in drafts}
+    total = sum(map(len, wanted.values())) + sum(len(page.blocks) for page in pages)
+    runner = Runner(command_environment())
     with (
-        tqdm(total=total, desc="commands", unit="command", leave=False, disable=None) as progress,
+        tqdm(total=total, desc="pages", unit="block", leave=False, disable=None) as progress,
         ThreadPoolExecutor(JOBS) as pool,
     ):
 
-        def run_page(page: SourcePage) -> Outcomes:
-            found: dict[int, list[Outcome]] = {}
-            if not places[page.path]:
-                return found
-            with copy_of(root) as folder:
-                for at in places[page.path]:
-                    found[at] = []
-                    for command in page.commands(at):
-                        found[at].append(runner.run(command, folder))
-                        progress.update()
-            return found
+        def run_page(draft: _Draft) -> dict[Command, Outcome]:
+            outcomes = {}
+            with copy_of(evidence.root) if wanted[draft] else nullcontext(evidence.root) as folder:
+                for command in wanted[draft]:
+                    outcomes[command] = runner.run(command, folder)
+                    progress.update()
+            return outcomes
 
-        # the longest first, so that none is left alone at the end
-        ordered = sorted(pages, key=lambda page: -n_commands[page.path])
         try:
-            found = pool.map(run_page, ordered)
-            return dict(zip((page.path for page in ordered), found, strict=True))
+            # the longest first, so that none is left alone at the end
+            ordered = sorted(drafts, key=lambda draft: -len(wanted[draft]))
+            running = {draft: pool.submit(run_page, draft) for draft in ordered}
+            errors = [error for draft in drafts for error in draft.write(progress.update)]
+            if errors:
+                raise PageError("\n".join(errors))
+            return [draft.built(running[draft].result()) for draft in drafts]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             runner.stop()
             raise
+
+
+class _Draft:
+    """A page that is being built. check: as for `build_pages`."""
+
+    def __init__(self, page: SourcePage, evidence: Evidence, check: bool) -> None:
+        self._page, self._evidence, self._check = page, evidence, check
+        self._texts: list[str] = []
+        self._missing: list[PurePosixPath] = []
+        self._unchecked: list[str] = []
+
+    def commands(self, until_output: bool) -> list[Command]:
+        """Those to be run."""
+        found = []
+        for command in self._page.commands(until_output):
+            try:
+                self._evidence.require_built(command.architectures)
+            except NotBuiltError as error:
+                if self._check:
+                    self._leave(command.line, error)
+                    continue
+            found.append(command)
+        return found
+
+    def write(self, on_block: Callable[[], object]) -> Iterator[str]:
+        """Write all but what commands print; yields what is wrong."""
+        for part in self._page.parts:
+            if isinstance(part, Prose):
+                self._texts.append(part.text)
+                continue
+            text = part.body
+            try:
+                text = self._text(part)
+            except (OSError, RuntimeError, ValueError) as error:
+                if self._check and isinstance(error, NotBuiltError):
+                    self._leave(part.line, error)
+                else:
+                    yield f"{self._page.path}:{part.line}: {error}"
+            self._texts.append(part.written(text))
+            on_block()
+
+    def _leave(self, line: int, reason: NotBuiltError) -> None:
+        self._unchecked.append(f"{self._page.path}:{line}: not checked: {reason}")
+
+    def _text(self, part: Block) -> str:
+        if part.kind == blocks.OUTPUT_KIND:
+            _lines_shown(part, self._page.path)  # what is wrong is told before commands have run
+            return part.body
+        if part.kind == blocks.PICTURE_KIND:
+            words = parse_arguments(part.arguments, (), self._page.path).words
+            path = PICTURES / f"{''.join(words[:1])}.svg"
+            if not (self._evidence.root / path).is_file():
+                self._missing.append(path)
+        return blocks.render(self._evidence, part.kind, part.arguments, self._page.path)
+
+    def built(self, outcomes: Mapping[Command, Outcome]) -> BuiltPage:
+        """The page with what its commands printed. An output block of which one was not run stays
+        as it is."""
+        page, texts = self._page, list(self._texts)
+        for at, part in enumerate(page.parts):
+            if isinstance(part, Block) and at in page.consoles:
+                found = [outcomes.get(c) for console in page.consoles[at] for c in console.commands]
+                if None not in found:
+                    shown = _lines_shown(part, page.path)
+                    texts[at] = part.written(
+                        with_output(part.body, page.consoles[at], found, shown)
+                    )
+        return BuiltPage(
+            path=page.path,
+            old=page.text,
+            new="".join(texts),
+            failures=[outcome for outcome in outcomes.values() if outcome.failed],
+            missing=self._missing,
+            unchecked=self._unchecked,
+        )
+
+
+def _lines_shown(part: Block, page: PurePosixPath) -> int:
+    """Of an output block. Raises UsageError."""
+    arguments = parse_arguments(part.arguments, ("lines",), page)
+    if arguments.words:
+        raise UsageError(
+            f"build:output: {part.arguments!r}; accepted is `build:output {blocks.OUTPUT_USAGE}`"
+        )
+    return arguments.number("lines", blocks.DEFAULT_OUTPUT_LINES)
 
 
 def compilers_named(text: str) -> set[str]:

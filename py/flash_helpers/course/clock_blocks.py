@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, parse_step
+from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import image
 from flash_helpers.course.published import Published
-from flash_helpers.course.tables import DASH, markdown_table, number, percent
-from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
+from flash_helpers.kernel_configs import Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
+from flash_helpers.tables import DASH, Table, number, percent
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
 
@@ -77,73 +77,53 @@ def mean_change(results: BenchmarkResults, before: Config, after: Config) -> flo
 
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
     """The H100's clock by length, then what was published."""
-    step = parse_step(arguments.words[0])
-    parts = [
-        _measured_table(evidence.results, step),
-        _measured_note(evidence.results, step),
-        *_other_configs(evidence.results, step),
-        _published_table(evidence.published, step),
-        f"Published: percent of the official FlashAttention-2 at {evidence.published.seq_len}, in "
-        f"brackets of the harmonic mean over {evidence.published.shortest} … "
-        f"{evidence.published.longest}. Source: {evidence.published.source}.",
-    ]
-    return "\n\n".join(parts)
+    step = arguments.step()
+    published = evidence.published
+    return "\n\n".join(
+        [
+            _measured_table(evidence.results, step),
+            _measured_note(evidence.results, step),
+            *_other_configs(evidence.results, step),
+            _published_table(published, step),
+            "Published: percent of the official FlashAttention-2 at "
+            f"{published.seq_len}, in brackets of the harmonic mean over {published.shortest} … "
+            f"{published.longest}. Source: {published.source}.",
+        ]
+    )
 
 
 def _measured_table(results: BenchmarkResults, step: Step) -> str:
-    own = fixed_config(step)
-    if step.parent is None:
-        headers = ["sequence length", f"{step.id}, TFLOP/s", "of flash"]
-        rows = [
-            [
-                _length(seq_len),
-                number(_speed(results, own, seq_len)),
-                percent(results.of_flash(own.short_form(), own.dtype.short, seq_len)),
-            ]
-            for seq_len in (*results.seq_lens, None)
-        ]
-        return markdown_table(headers, rows)
-    before = fixed_config(STEPS[step.parent])
-    headers = [
-        "sequence length", f"{step.parent}, TFLOP/s", f"{step.id}, TFLOP/s", "change",
-        "middle half of the rounds", "verdict", "of flash",
-    ]  # fmt: skip
+    *before, own = with_parent(step)
+    headers = ["sequence length", *(f"{config.step.id}, TFLOP/s" for config in (*before, own))]
+    if before:
+        headers += ["change", "middle half of the rounds", "verdict"]
     rows = []
     for seq_len in (*results.seq_lens, None):
-        found = speedup(results, before, own, seq_len) if seq_len else None
-        changed = found.median if found else None
-        if seq_len is None:
-            changed = mean_change(results, before, own)
-        rows.append(
-            [
-                _length(seq_len),
-                number(_speed(results, before, seq_len)),
-                number(_speed(results, own, seq_len)),
-                percent(changed, signed=True),
-                _range_text(found) if found else "",
-                found.verdict if found else "",
-                percent(results.of_flash(own.short_form(), own.dtype.short, seq_len)),
-            ]
-        )
-    return markdown_table(headers, rows, "lrrrrlr")
+        cells = [number(_speed(results, config, seq_len)) for config in (*before, own)]
+        if before and seq_len is None:
+            cells += [percent(mean_change(results, before[0], own), signed=True), "", ""]
+        elif before:
+            cells += _change_cells(speedup(results, before[0], own, seq_len))
+        of_flash = results.of_flash(own.short_form(), own.dtype.short, seq_len)
+        length = "harmonic mean" if seq_len is None else str(seq_len)
+        rows.append([length, *cells, percent(of_flash)])
+    return Table([*headers, "of flash"], rows, "lrrrrlr" if before else "l").markdown()
 
 
-def _length(seq_len: int | None) -> str:
-    return "harmonic mean" if seq_len is None else str(seq_len)
+def _change_cells(found: Speedup | None) -> list[str]:
+    if found is None:
+        return [DASH, "", ""]
+    median, low, high = (
+        percent(x, signed=True) for x in (found.median, found.first_quartile, found.third_quartile)
+    )
+    return [median, f"{low} … {high}", found.verdict]
 
 
 def _speed(results: BenchmarkResults, config: Config, seq_len: int | None) -> float | None:
     name, dtype = config.short_form(), config.dtype.short
-    return (
-        results.mean_tflops(name, dtype)
-        if seq_len is None
-        else results.tflops(name, dtype, seq_len)
-    )
-
-
-def _range_text(found: Speedup) -> str:
-    low, high = (percent(x, signed=True) for x in (found.first_quartile, found.third_quartile))
-    return f"{low} … {high}"
+    if seq_len is None:
+        return results.mean_tflops(name, dtype)
+    return results.tflops(name, dtype, seq_len)
 
 
 def _measured_note(results: BenchmarkResults, step: Step) -> str:
@@ -162,14 +142,9 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
 
 
 def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
-    fixed = fixed_config(step)
-    dtype = DTYPE.short
-    configs = [fixed]
-    for name in results.names(dtype):
-        if name not in LIBRARY_NAMES:
-            config = config_from_short_form(name)
-            if config.step is step and config != fixed:
-                configs.append(config)
+    fixed, dtype = fixed_config(step), DTYPE.short
+    measured = [config_from_short_form(n) for n in results.names(dtype) if n not in LIBRARY_NAMES]
+    configs = [fixed, *(c for c in measured if c.step is step and c != fixed)]
     if len(configs) == 1:
         return
     rows = [
@@ -183,32 +158,33 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
     ]
     headers = ["config", f"TFLOP/s at {TABLE_SEQ_LEN}", "harmonic mean", "of flash, mean"]
     yield "Every config of this step that was measured, the fixed one first:"
-    yield markdown_table(headers, rows)
+    yield Table(headers, rows).markdown()
 
 
 def _published_table(published: Published, step: Step) -> str:
-    names = [name for name in (step.parent, step.id) if name is not None]
+    names = [config.step.id for config in with_parent(step)]
     rows = []
     for gpu in published.gpus:
-        cells = [gpu.name]
-        for name in names:
-            found = published.find(name, gpu.key)
-            cells.append(f"{found.percent}% ({found.percent_mean}%)" if found else DASH)
-        rows.append(cells)
-    return markdown_table(["published", *(f"step {name}" for name in names)], rows)
+        found = [published.find(name, gpu.key) for name in names]
+        cells = (f"{f.percent}% ({f.percent_mean}%)" if f else DASH for f in found)
+        rows.append([gpu.name, *cells])
+    return Table(["published", *names], rows).markdown()
 
 
-def staircase_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
-    """The plot of the progression; its text tells the numbers of the first and the last step."""
+def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The plot of the progression; its text tells the numbers of the first and the last step that
+    were measured."""
     numbers = progression_numbers(evidence.results, DTYPE.short)
-    steps, fixed, best = numbers["steps"], numbers["fixed"], numbers["best"]
+    rows = zip(numbers["steps"], numbers["fixed"], numbers["best"], strict=True)
+    measured = [row for row in rows if row[1] is not None]
+    (first, at_first, _), (last, at_last, best) = measured[0], measured[-1]
     alt = (
         f"Percent of {LIBRARY_NAMES[FLASH]} by step on {evidence.results.provenance.gpu}: "
-        f"{fixed[0]:.0f}% at step {steps[0]}, {fixed[-1]:.0f}% at step {steps[-1]}"
+        f"{at_first:.0f}% at step {first}, {at_last:.0f}% at step {last}"
     )
-    if best[-1] is not None:
-        alt += f", {best[-1]:.0f}% with its best config"
-    return image(STAIRCASE, alt, page)
+    if best is not None:
+        alt += f", {best:.0f}% with its best config"
+    return image(STAIRCASE, alt, arguments.page)
 
 
 def progression_block(evidence: Evidence, arguments: Arguments) -> str:

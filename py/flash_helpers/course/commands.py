@@ -8,25 +8,40 @@ have; 0 otherwise).
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import re
+import runpy
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from flash_helpers.course.markers import MarkerError, closes, fenced
+from flash_helpers.course.markers import MarkerError, code_blocks
 
 LANGUAGE = "console"
 PROMPT = "$ "
 TIME_LIMIT = 120.0  # seconds a command
-JOBS = 2
+JOBS = len(os.sched_getaffinity(0))
 
+_COMMAND = re.compile(rf"^{re.escape(PROMPT)}((?:.*\\\n)*.*)", re.MULTILINE)
+# `python FILE ...` or `python -m ...`, and perhaps a pipe behind it: what stands before that means
+# the same without a shell.
+_PYTHON = re.compile(
+    r"""python\ (?P<words>(?:[\w./-]+\.py|-m\ )
+    (?:[^'"\\\n|&;<>()$`*?{}\[\]~\#!]|'[^']*'|"[^"\\$`!]*"|\\\n)*)
+    (?:\|(?P<rest>[^|&;][^&;]*))?""",
+    re.VERBOSE,
+)
 _COLUMNS = "100"
 _SHOWN_LINES = 12  # of what a failed command said last
 # What a copy of the repository for commands can do without: at its root, and anywhere.
@@ -45,6 +60,11 @@ class Command:
     text: str
     line: int
     status: int
+
+    @property
+    def architectures(self) -> list[str]:
+        """What it asks the library for."""
+        return re.findall(r"--arch[ =](sm_\w+)", self.text)
 
 
 @dataclass(frozen=True)
@@ -93,54 +113,32 @@ def consoles(text: str, first_line: int) -> list[Console]:
     Raises MarkerError for a block whose attributes or first line are wrong.
     """
     lines = text.split("\n")
-    in_code = fenced(lines)
     found = []
-    at = 0
-    while at < len(lines):
-        if not in_code[at]:
-            at += 1
-            continue
-        end = at + 1
-        while end < len(lines) and in_code[end] and not closes(lines[at], lines[end]):
-            end += 1
-        language, *attributes = lines[at].strip().lstrip("`~").split() or [""]
+    for begin, end in code_blocks(lines):
+        language, *attributes = lines[begin].strip().lstrip("`~").split() or [""]
         if language == LANGUAGE:
-            found.append(_console(lines, at, end, attributes, first_line))
-        at = end + 1
+            inside = "\n".join(lines[begin + 1 : end])
+            found.append(_console(inside, first_line + begin, attributes, begin, end))
     return found
 
 
-def _console(
-    lines: Sequence[str], begin: int, end: int, attributes: Sequence[str], first_line: int
-) -> Console:
-    status, is_gpu = 0, False
+def _console(inside: str, line: int, attributes: Sequence[str], begin: int, end: int) -> Console:
+    status = 0
     for attribute in attributes:
         name, _, value = attribute.partition("=")
-        if attribute == "gpu":
-            is_gpu = True
-        elif name == "exit" and value.isdecimal():
+        if name == "exit" and value.isdecimal():
             status = int(value)
-        else:
+        elif attribute != "gpu":
             raise MarkerError(
-                first_line + begin,
-                f"{attribute!r} does not go with {LANGUAGE}: it takes gpu or exit=N",
+                line, f"{attribute!r} does not go with {LANGUAGE}: it takes gpu or exit=N"
             )
-    commands = []
-    at = begin + 1
-    while at < end:
-        if lines[at].startswith(PROMPT):
-            first = at
-            text = lines[at][len(PROMPT) :]
-            while text.endswith("\\") and at + 1 < end:
-                at += 1
-                text += "\n" + lines[at]
-            commands.append(Command(text, first_line + first, status))
-        at += 1
+    commands = tuple(
+        Command(found[1], line + 1 + inside[: found.start()].count("\n"), status)
+        for found in _COMMAND.finditer(inside)
+    )
     if not commands:
-        raise MarkerError(
-            first_line + begin, f"a {LANGUAGE} block needs a line that begins with {PROMPT!r}"
-        )
-    return Console(begin, end, is_gpu, tuple(commands))
+        raise MarkerError(line, f"a {LANGUAGE} block needs a line that begins with {PROMPT!r}")
+    return Console(begin, end, "gpu" in attributes, commands)
 
 
 def with_output(
@@ -193,48 +191,89 @@ def _copy_or_link(source: str, target: str) -> None:
 
 
 class Runner:
-    """Runs commands, from several threads, until it is stopped."""
+    """Runs commands, from several threads, until it is stopped. environment: of the commands.
 
-    def __init__(self, time_limit: float = TIME_LIMIT) -> None:
+    A page's commands start Python some hundred times, and most would take longer to import torch
+    than for their work. `python FILE ...` and `python -m ...` therefore run in a fork of a process
+    that has imported what stands in `preloaded`; what it prints goes into a file, and from there
+    down the pipe.
+    """
+
+    def __init__(self, environment: Mapping[str, str], time_limit: float = TIME_LIMIT) -> None:
+        self._environment = dict(environment)
         self._time_limit = time_limit
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[subprocess.Popen[bytes] | BaseProcess] = set()
         self._stopped = False
+        self._python = multiprocessing.get_context("forkserver")
+        self._python.set_forkserver_preload(["flash_helpers.course.preloaded"])
 
     def run(self, command: Command, folder: Path) -> Outcome:
         """Run one command by bash in a folder; after the time limit it is killed, with all that it
-        started.
-
-        `python` is the one that runs this, and no GPU is seen. In a pipe any failure counts.
-        Raises StoppedError once `stop` was called.
+        started. In a pipe any failure counts. Raises StoppedError once `stop` was called.
         """
+        python = _PYTHON.fullmatch(command.text)
+        if python is not None and python["rest"] and command.status:
+            python = None  # what it complains of would go down the pipe
+        with tempfile.TemporaryDirectory(prefix="printed-") as name:
+            piped, output, errors = (Path(name, file) for file in ("piped", "output", "errors"))
+            for path in (piped, output, errors):
+                path.touch()
+            first, last, text = 0, 0, command.text
+            if python is not None:
+                words = shlex.split(python["words"].replace("\\\n", " "))
+                text = python["rest"] or "cat"
+                said = piped if command.status else errors
+                first = self._status(lambda: self._fork(words, folder, piped, said))
+            if first is not None:
+                # of one that must fail, the page shows what it complains of too
+                said = output if command.status else errors
+                last = self._status(lambda: self._shell(text, folder, piped, output, said))
+            return Outcome(
+                command,
+                status=last or first or 0,
+                output=output.read_text("utf-8", "replace"),
+                errors=errors.read_text("utf-8", "replace"),
+                timed_out=None in (first, last),
+            )
+
+    def _fork(self, words: list[str], folder: Path, output: Path, errors: Path) -> BaseProcess:
+        process = self._python.Process(
+            target=_run_file, args=(words, folder, self._environment, output, errors)
+        )
+        process.start()
+        return process
+
+    def _shell(
+        self, text: str, folder: Path, piped: Path, output: Path, errors: Path
+    ) -> subprocess.Popen[bytes]:
+        with piped.open("rb") as stdin, output.open("ab") as stdout, errors.open("ab") as stderr:
+            return subprocess.Popen(
+                ["bash", "-c", f"set -o pipefail\n{text}"],
+                cwd=folder,
+                env=self._environment,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def _status(self, begin: Callable[[], subprocess.Popen[bytes] | BaseProcess]) -> int | None:
+        """That a process ends with; None if it was killed at the time limit."""
         with self._lock:
             if self._stopped:
                 raise StoppedError
-            process = subprocess.Popen(
-                ["bash", "-c", f"set -o pipefail\n{command.text}"],
-                cwd=folder,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                # what a command that must fail says is what the page shows
-                stderr=subprocess.STDOUT if command.status else subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            process = begin()
             self._running.add(process)
-        timed_out = False
         try:
-            output, errors = process.communicate(timeout=self._time_limit)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            _kill(process)
-            output, errors = process.communicate()
+            status = _wait(process, self._time_limit)
+            if status is None:
+                _kill(process)
+                _wait(process)
+            return status
         finally:
             with self._lock:
                 self._running.discard(process)
-        return Outcome(command, process.returncode, output, errors or "", timed_out)
 
     def stop(self) -> None:
         """Kill what runs, and let nothing more begin."""
@@ -244,15 +283,49 @@ class Runner:
                 _kill(process)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _run_file(
+    words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path
+) -> None:
+    """What `python` does with these words, in a process that is there for nothing else."""
+    os.setsid()
+    for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(encoding="utf-8")
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, str(folder))
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _wait(
+    process: subprocess.Popen[bytes] | BaseProcess, time_limit: float | None = None
+) -> int | None:
+    """The status that a process ends with; None if it has not by then."""
+    if isinstance(process, BaseProcess):
+        process.join(time_limit)
+        return process.exitcode
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(time_limit)
+    return process.returncode
+
+
+def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
     """End a process and those that it started: it leads a session of its own."""
-    try:
+    process.kill()
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def _environment() -> dict[str, str]:
+def command_environment() -> dict[str, str]:
+    """In which `python` is the one that runs this, and no GPU is seen."""
     scripts = Path(sys.executable).parent
     return {
         **os.environ,

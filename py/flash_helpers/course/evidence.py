@@ -3,32 +3,38 @@ library, the simulator, and committed measurements."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
-import flash_attention
-from flash_helpers.course.arguments import DTYPE, fixed_config
+from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.counting import KernelCounts, count_kernel
 from flash_helpers.course.published import Published, load_published
-from flash_helpers.course.sources import StepDiff, step_diff
+from flash_helpers.course.sources import CodeDiff, code_diff
+from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
+from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
 from flash_helpers.measure.results import BenchmarkResults, load_results
-from flash_helpers.registry.family import Step
+from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.runtime import library
 from flash_helpers.sass.analyse.matrix import KernelFacts, kernel_facts
-from flash_helpers.sass.analyse.report import SEQ_LEN
-from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
+from flash_helpers.sass.read.reader import library_kernels, progress_bar
 from flash_helpers.sass.read.records import Kernel
 
 RESULTS = Path("benchmarks/results/h100.json")
 PUBLISHED = Path("docs/data/published.json")
-CACHE = Path("build/course")
+
+
+class NotBuiltError(RuntimeError):
+    """The library that is installed was built for other architectures; the message says so."""
 
 
 class Evidence:
     """The sources of numbers below one checkout of the repository.
 
     root: of the repository. Whatever is asked for raises ValueError (SassError and UsageError
-    among them), OSError or RuntimeError where it cannot be had.
+    among them), OSError or RuntimeError (NotBuiltError among them) where it cannot be had.
     """
 
     def __init__(self, root: Path) -> None:
@@ -36,7 +42,7 @@ class Evidence:
         self._facts: dict[tuple[Config, str], KernelFacts] = {}
         self._kernels: dict[tuple[Config, str], Kernel] = {}
         self._counts: dict[Config, KernelCounts] = {}
-        self._diffs: dict[int, StepDiff] = {}
+        self._diffs: dict[str, CodeDiff] = {}
 
     @cached_property
     def results(self) -> BenchmarkResults:
@@ -48,42 +54,65 @@ class Evidence:
         """What was published for other GPUs."""
         return load_published(self.root / PUBLISHED)
 
+    def require_built(self, architectures: Collection[str]) -> None:
+        """Raise NotBuiltError unless the library holds code for all of these."""
+        missing = set(architectures).difference(library.architectures() if architectures else ())
+        if missing:
+            raise NotBuiltError(
+                f"the installed library holds no code for {', '.join(sorted(missing))}, only for "
+                f"{', '.join(library.architectures())}"
+            )
+
     def facts(self, config: Config, architecture: str) -> KernelFacts:
-        """The machine code of a kernel of the library, counted."""
-        key = (config, architecture)
+        """The machine code of a kernel of the library, counted.
+
+        architecture: such as "sm_90", which stands for sm_90a where a family is built for that.
+        """
+        key = (config, target_of(config.family, architecture))
         if key not in self._facts:
-            kernel = self._kernel(config, architecture)
-            self._facts[key] = kernel_facts(config, kernel, self.results, SEQ_LEN)
+            self._facts[key] = kernel_facts(config, self._kernel(*key), self.results, TABLE_SEQ_LEN)
         return self._facts[key]
 
-    def _kernel(self, config: Config, architecture: str) -> Kernel:
-        if (config, architecture) not in self._kernels:
+    def _kernel(self, config: Config, target: str) -> Kernel:
+        self.require_built([target])
+        if (config, target) not in self._kernels:
             # the whole progression at once: opening the library takes longer than reading a kernel
             wanted = {config}
-            if not any(there == architecture for _, there in self._kernels):
-                wanted.update(c for c in get_kernel_progression_configs() if c.dtype == DTYPE)
-            with progress_bar(f"read SASS of {architecture}") as progress:
-                found = library_kernels(architecture, wanted, progress=progress)
-            self._kernels.update({(c, architecture): kernel for c, kernel in found.items()})
-        return self._kernels[config, architecture]
+            if not any(there == target for _, there in self._kernels):
+                wanted.update(
+                    c
+                    for c in get_kernel_progression_configs()
+                    if c.dtype == DTYPE and c.family is config.family
+                )
+            with progress_bar(f"read SASS of {target}") as progress:
+                found = library_kernels(target, wanted, progress=progress)
+            self._kernels.update({(c, target): kernel for c, kernel in found.items()})
+        return self._kernels[config, target]
 
     def counts(self, config: Config) -> KernelCounts:
         """What the simulator counts of a kernel."""
         if config not in self._counts:
-            ptx = installed_library().parent / "ptx" / f"{config.short_form()}.ptx"
-            self._counts[config] = count_kernel(
-                config, ptx, self.root / CACHE, flash_attention.simulate
-            )
+            self._counts[config] = count_kernel(config)
         return self._counts[config]
 
-    def step_diff(self, step: Step) -> StepDiff:
-        """What a step changed in the source."""
+    def step_diff(self, step: Step) -> CodeDiff:
+        """What a step changed in its parent's code. Raises UsageError for one without a parent."""
+        if step.parent is None:
+            raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
         if step.id not in self._diffs:
-            self._diffs[step.id] = step_diff(step, self.root)
+            self._diffs[step.id] = code_diff(STEPS[step.parent], step, self.root)
         return self._diffs[step.id]
 
 
-def with_parent(step: Step) -> list[Config]:
-    """The configs of the parent, if there is one, and of the step."""
-    parent = [STEPS[step.parent]] if step.parent else []
-    return [fixed_config(found) for found in (*parent, step)]
+def target_of(family: Family, architecture: str) -> str:
+    """What a family's kernels are compiled for, for an architecture such as "sm_90".
+
+    Raises UsageError if they are not made for it.
+    """
+    targets = family.targets_for([capability_of(architecture)])
+    if not targets:
+        raise UsageError(
+            f"the kernels of family {family.name} are made for "
+            f"{', '.join(f'sm_{target}' for target in family.targets)}, not for {architecture}"
+        )
+    return f"sm_{targets[0]}"

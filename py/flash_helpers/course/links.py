@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-from flash_helpers.course.arguments import Arguments, parse_step
+from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.pages import COURSE, Page, neighbours, page_named, page_of_step
+from flash_helpers.course.pages import COURSE, FOLDER, Page, neighbours, page_named, page_of_step
 from flash_helpers.registry.selection import UsageError
 
 PICTURES = PurePosixPath("docs/images/course")
@@ -23,36 +23,34 @@ def image(target: PurePosixPath, alt: str, page: PurePosixPath) -> str:
     return f"![{alt.replace('[', '(').replace(']', ')')}]({relative(target, page)})"
 
 
-def picture_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
+def picture_block(evidence: Evidence, arguments: Arguments) -> str:
     """A picture of the course."""
     name, alt = arguments.words
-    return image(PICTURES / f"{name}.svg", alt, page)
+    return image(PICTURES / f"{name}.svg", alt, arguments.page)
 
 
-def nav_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
+def nav_block(evidence: Evidence, arguments: Arguments) -> str:
     """Links to the pages before and after this one."""
-    own = page_named(page.name) if page.parent == PurePosixPath("docs") else None
+    page = arguments.page
+    own = page_named(page.name) if page.parent == FOLDER else None
     if own not in COURSE:
         raise UsageError(
             f"{page} is no page of the course (py/flash_helpers/course/pages.py): it has no "
             "neighbours"
         )
     before, after = neighbours(own)
-    parts = []
-    if before:
-        parts.append(f"← {_link(before, page)}")
-    if after:
-        parts.append(f"{_link(after, page)} →")
+    parts = [f"← {_link(before, page)}"] if before else []
+    parts += [f"{_link(after, page)} →"] if after else []
     return " · ".join(parts)
 
 
-def next_block(evidence: Evidence, arguments: Arguments, page: PurePosixPath) -> str:
+def next_block(evidence: Evidence, arguments: Arguments) -> str:
     """A link to the page after that of a step."""
-    own = page_of_step(parse_step(arguments.words[0]).id)
+    own = page_of_step(arguments.step().id)
     after = neighbours(own)[1] if own else None
     if after is None:
         raise UsageError(f"there is no page after that of step {arguments.words[0]}")
-    return f"Next: {_link(after, page)}."
+    return f"Next: {_link(after, arguments.page)}."
 
 
 def _link(target: Page, page: PurePosixPath) -> str:

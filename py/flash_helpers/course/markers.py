@@ -10,6 +10,7 @@ Markers in fenced code blocks and in code spans are text like any other.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,30 +58,21 @@ class Prose:
     line: int
 
 
-def fenced(lines: list[str]) -> list[bool]:
-    """For each line whether it belongs to a fenced code block, the fences included."""
-    found = []
-    opened = ""
-    for line in lines:
+def code_blocks(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Indices of the fences of each fenced code block; the end of the text where it has no second
+    one."""
+    begin, mark = -1, ""
+    for at, line in enumerate(lines):
         fence = _FENCE.match(line)
-        if not opened:
-            if fence and not ("`" in fence["mark"] and "`" in fence["info"]):
-                opened = fence["mark"]
-            found.append(bool(opened))
+        if fence is None:
             continue
-        found.append(True)
-        if closes(opened, line):
-            opened = ""
-    return found
-
-
-def closes(opening: str, line: str) -> bool:
-    """True if a line ends the fenced code block that `opening`, its first line or the marks alone,
-    begins."""
-    first, last = _FENCE.match(opening), _FENCE.match(line)
-    if first is None or last is None:
-        return False
-    return last["mark"].startswith(first["mark"]) and not last["info"].strip()
+        if begin < 0 and not ("`" in fence["mark"] and "`" in fence["info"]):
+            begin, mark = at, fence["mark"]
+        elif begin >= 0 and fence["mark"].startswith(mark) and not fence["info"].strip():
+            yield begin, at
+            begin = -1
+    if begin >= 0:
+        yield begin, len(lines)
 
 
 def parse(text: str) -> list[Prose | Block]:
@@ -89,12 +81,11 @@ def parse(text: str) -> list[Prose | Block]:
     Raises MarkerError for a marker without its partner, inside another pair, or out of place.
     """
     lines = text.split("\n")
-    in_code = fenced(lines)
+    in_code = {at for begin, end in code_blocks(lines) for at in range(begin, end + 1)}
     parts: list[Prose | Block] = []
     at = 0
     while at < len(lines):
-        line = lines[at]
-        begin = None if in_code[at] else _BEGIN.fullmatch(line.rstrip())
+        begin = None if at in in_code else _BEGIN.fullmatch(lines[at].rstrip())
         if begin is not None:
             if begin["kind"] == INLINE_KIND:
                 raise MarkerError(
@@ -104,14 +95,14 @@ def parse(text: str) -> list[Prose | Block]:
             body = "\n".join(lines[at + 1 : end])
             parts.append(Block(begin["kind"], begin["arguments"] or "", body, at + 1))
             at = end
-        elif in_code[at]:
-            parts.append(Prose(line, at + 1))
+        elif at in in_code:
+            parts.append(Prose(lines[at], at + 1))
         else:
-            parts += _parts_of_line(line, at + 1)
+            parts += _parts_of_line(lines[at], at + 1)
         at += 1
         if at < len(lines):
             parts.append(Prose("\n", at))
-    return list(_joined(parts))
+    return _joined(parts)
 
 
 def _end_of(lines: list[str], begin: int) -> int:
@@ -159,16 +150,12 @@ def _refuse_traces(text: str, number: int) -> None:
     )
 
 
-def _joined(parts: list[Prose | Block]) -> Iterator[Prose | Block]:
+def _joined(parts: list[Prose | Block]) -> list[Prose | Block]:
     """The same with neighbouring prose put together."""
-    waiting: Prose | None = None
-    for part in parts:
-        if isinstance(part, Prose):
-            waiting = Prose(waiting.text + part.text, waiting.line) if waiting else part
-            continue
-        if waiting is not None:
-            yield waiting
-        waiting = None
-        yield part
-    if waiting is not None:
-        yield waiting
+    found: list[Prose | Block] = []
+    for is_prose, run in itertools.groupby(parts, lambda part: isinstance(part, Prose)):
+        pieces = list(run)
+        if is_prose:
+            pieces = [Prose("".join(piece.text for piece in pieces), pieces[0].line)]
+        found += pieces
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from flash_helpers.kernel_configs import STEPS
+from flash_helpers.kernel_configs import FAMILIES, STEPS
 from flash_helpers.registry.family import Step
 
 FOLDER = PurePosixPath("docs")
@@ -15,9 +15,9 @@ FOLDER = PurePosixPath("docs")
 class Page:
     """One Markdown file below FOLDER.
 
-    title: as links and the site's menu show it. step: the id of the step that the page is about, if
-    it is about one. in_course: it has a neighbour before and after; otherwise it is for looking
-    things up.
+    title: as links and the site's menu show it. step: id of the step that the page is about, if it
+    is about one. in_course: it has a neighbour before and after; otherwise it is for looking things
+    up.
     """
 
     name: str
@@ -31,9 +31,19 @@ class Page:
         return FOLDER / self.name
 
 
+def file_stem(step: Step) -> str:
+    """What the names of files about a step begin with: "09" for v9, as for all steps of the first
+    family, "o3" for one of another."""
+    return f"{step.number:02}" if step.family == next(iter(FAMILIES)) else step.id
+
+
 def _of_step(step: Step) -> Page:
-    words = step.slug.replace("_", " ")
-    return Page(f"{step.number:02}_{step.slug}.md", f"Step {step.number}: {words}", step.id)
+    stem = file_stem(step)
+    return Page(
+        name=f"{stem}_{step.slug}.md",
+        title=f"Step {stem.lstrip('0')}: {step.slug.replace('_', ' ')}",
+        step=step.id,
+    )
 
 
 PAGES: tuple[Page, ...] = (
@@ -54,7 +64,7 @@ def page_named(name: str) -> Page | None:
 
 
 def page_of_step(step: str) -> Page | None:
-    """The page about a version, if there is one."""
+    """The page about the step of that id, if there is one."""
     return next((page for page in PAGES if page.step == step), None)
 
 
@@ -63,8 +73,6 @@ def neighbours(page: Page) -> tuple[Page | None, Page | None]:
     not of the course."""
     if page not in COURSE:
         return None, None
-    at = COURSE.index(page)
-    return (
-        COURSE[at - 1] if at else None,
-        COURSE[at + 1] if at + 1 < len(COURSE) else None,
-    )
+    around = (None, *COURSE, None)
+    at = around.index(page)
+    return around[at - 1], around[at + 1]

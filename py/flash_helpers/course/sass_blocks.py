@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from flash_helpers.course.arguments import Arguments, parse_kernel
-from flash_helpers.course.counter_blocks import kernels_of
+from flash_helpers.course.columns import changes, columns_table, row
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.step_blocks import compiled_by, spills_text
-from flash_helpers.course.tables import DASH, change, markdown_table, number, percent
-from flash_helpers.registry.selection import UsageError
+from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
@@ -18,67 +18,57 @@ from flash_helpers.sass.analyse.matrix import (
     MEANING,
     KernelFacts,
     changes_text,
-    names_of,
     opcode_changes,
 )
 from flash_helpers.sass.analyse.phases import phases
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.flow import may_execute
-from flash_helpers.sass.read.records import Instruction, SourceLine
+from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
 from flash_helpers.sass.show.report_text import SourceText
+from flash_helpers.tables import DASH, Table, number, percent
 
-PHASES = ("main", "prologue", "epilogue")
+# Names of the parts of a kernel, and of their counts in `PhaseCounts`.
+PHASES: Mapping[str, str] = MappingProxyType(
+    {"main": "main_loop", "prologue": "prologue", "epilogue": "epilogue"}
+)
+_OUTSIDE = ("prologue", "epilogue")
 _LISTED = 12
 
 
 def sass_block(evidence: Evidence, arguments: Arguments) -> str:
     """A column for each kernel, and the change if there are two; then the opcodes that changed."""
-    architecture = arguments.architecture()
-    configs = kernels_of(arguments)
+    architecture, configs = arguments.architecture(), arguments.kernels()
     found = [evidence.facts(config, architecture) for config in configs]
-    rows = list(_count_rows(found))
-    headers = ["", *names_of(configs)]
-    if len(found) == 2:
-        headers.append("change")
-    parts = [
-        markdown_table(headers, rows),
-        f"{architecture}, {compiled_by(found[-1])} Classes: {MEANING}.",
-    ]
-    if len(found) == 2:
-        parts[1:1] = list(_change_sentences(*found))
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [
+            columns_table(configs, _count_rows(found)),
+            *(_change_sentences(*found) if len(found) == 2 else ()),
+            f"{architecture}, {compiled_by(found[-1])} Classes: {MEANING}.",
+        ]
+    )
 
 
 def _count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
-    yield _row("registers a thread", [facts.kernel.resources.registers for facts in found])
+    yield row("registers a thread", [facts.kernel.resources.registers for facts in found])
     spills = [spills_text(facts) for facts in found]
     if set(spills) != {"0"}:
-        yield ["spilled bytes a thread", *spills, *([""] if len(spills) == 2 else [])]
-    yield _row("blocks an SM", [facts.occupancy.blocks for facts in found])
-    for phase in PHASES[1:]:
-        yield _row(f"instructions of the {phase}", [phase_counts(f, phase).work for f in found])
+        yield ["spilled bytes a thread", *spills]
+    yield row("blocks an SM", [facts.occupancy.blocks for facts in found])
+    for phase in _OUTSIDE:
+        yield row(f"instructions of the {phase}", [phase_counts(f, phase).work for f in found])
     loops = [phase_counts(facts, "main") for facts in found]
-    yield _row("instructions of the main loop", [counts.work for counts in loops])
-    yield _row("&nbsp;&nbsp;for each HMMA", [c.per_tensor(c.work) for c in loops], digits=2)
+    yield row("instructions of the main loop", [counts.work for counts in loops])
+    yield row("&nbsp;&nbsp;for each HMMA", [c.per_tensor(c.work) for c in loops], digits=2)
     for name in GROUP_NAMES:
         numbers = [facts.groups[name] for facts in found]
         if any(numbers):
-            yield _row("&nbsp;&nbsp;HMMA" if name == "tensor" else f"&nbsp;&nbsp;{name}", numbers)
-    yield _row("&nbsp;&nbsp;filler, not counted above", [c.by_bucket[Bucket.FILLER] for c in loops])
-
-
-def _row(label: str, values: Sequence[float | None], digits: int = 0) -> list[str]:
-    cells = [label, *(number(value, digits) for value in values)]
-    return [*cells, change(*values, digits)] if len(values) == 2 else cells
+            yield row("&nbsp;&nbsp;HMMA" if name == "tensor" else f"&nbsp;&nbsp;{name}", numbers)
+    yield row("&nbsp;&nbsp;filler, not counted above", [c.by_bucket[Bucket.FILLER] for c in loops])
 
 
 def phase_counts(facts: KernelFacts, phase: str) -> Counts:
     """The counted text of one of PHASES. Raises UsageError for a main loop that is not there."""
-    counts = {
-        "main": facts.phases.main_loop,
-        "prologue": facts.phases.prologue,
-        "epilogue": facts.phases.epilogue,
-    }[phase]
+    counts: Counts | None = getattr(facts.phases, PHASES[phase])
     if counts is None:
         raise UsageError(f"{facts.config.short_form()} has no loop")
     return counts
@@ -87,62 +77,44 @@ def phase_counts(facts: KernelFacts, phase: str) -> Counts:
 def _change_sentences(before: KernelFacts, after: KernelFacts) -> Iterator[str]:
     told = changes_text(opcode_changes(before, after))
     yield f"Opcodes of the main loop that changed most: {told}."
-    for phase in PHASES[1:]:
-        old, new = (phase_counts(facts, phase).by_opcode for facts in (before, after))
-        changes = [(op, new.get(op, 0) - old.get(op, 0)) for op in {*old, *new}]
-        changes = sorted(
-            ((op, value) for op, value in changes if value), key=lambda row: (-abs(row[1]), row[0])
-        )
-        yield f"Of the {phase}: {changes_text(changes)}."
+    for phase in _OUTSIDE:
+        found = changes(*(phase_counts(facts, phase).by_opcode for facts in (before, after)))
+        yield f"Of the {phase}: {changes_text(found)}."
 
 
 def bound_block(evidence: Evidence, arguments: Arguments) -> str:
     """Lower bounds of an iteration of all resident warps, and of the measured launch."""
-    architecture = arguments.architecture()
-    configs = kernels_of(arguments)
+    architecture, configs = arguments.architecture(), arguments.kernels()
     found = [evidence.facts(config, architecture) for config in configs]
     each = [facts.bound_cycles or {} for facts in found]
-    names = [
-        *dict.fromkeys(n for cycles in each for n in cycles if n not in (ISSUE, LATENCY)),
-        ISSUE,
-        LATENCY,
-    ]
+    limits = (ISSUE, LATENCY)
+    names = [*dict.fromkeys(n for cycles in each for n in cycles if n not in limits), *limits]
     rows = [[_limit(name), *(number(cycles.get(name)) for cycles in each)] for name in names]
-    rows.append(["bound by", *(_limit(next(iter(cycles), DASH)) for cycles in each)])
-    rows.append(["warps of an SM", *(str(facts.occupancy.warps) for facts in found)])
-    rows.append(
-        ["instructions of unknown cost", *(str(f.loop.unknown if f.loop else "") for f in found)]
+    rows += [
+        ["bound by", *(_limit(next(iter(cycles), DASH)) for cycles in each)],
+        ["warps of an SM", *(str(facts.occupancy.warps) for facts in found)],
+        ["instructions of unknown cost", *(str(f.loop.unknown if f.loop else "") for f in found)],
+    ]
+    text = (
+        f"{architecture}, {compiled_by(found[-1])} The bounds leave out bank conflicts, the "
+        "latency of memory, and instructions whose cost no source tells."
     )
-    is_timed = all(facts.prediction and facts.measurement for facts in found)
-    if is_timed:
-        rows += _launch_rows(found)
-    headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
-    return "\n\n".join(
-        [
-            markdown_table(headers, rows),
-            f"{architecture}, {compiled_by(found[-1])} The bounds leave out bank conflicts, the "
-            "latency of memory, and instructions whose cost no source tells."
-            + (_launch_text(found[-1]) if is_timed else ""),
-        ]
-    )
-
-
-def _launch_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
     predictions = [facts.prediction for facts in found if facts.prediction]
     measured = [facts.measurement for facts in found if facts.measurement]
-    yield ["a launch: ms at least", *(number(p.least_ms, 3) for p in predictions)]
-    yield ["its limit", *(_limit(p.binding) for p in predictions)]
-    yield ["measured ms", *(number(m.median_ms, 3) for m in measured)]
-    yield ["least of measured", *(percent(facts.of_bound) for facts in found)]
-
-
-def _launch_text(facts: KernelFacts) -> str:
-    assert facts.prediction is not None
-    launch = facts.prediction.launch
-    return (
-        f" The launch: batch {launch.batch}, {launch.n_heads} heads, length {launch.seq_len}, on "
-        f"{launch.sms} SMs at {launch.mhz:.0f} MHz."
-    )
+    if len(predictions) == len(measured) == len(found):
+        rows += [
+            ["a launch: ms at least", *(number(p.least_ms, 3) for p in predictions)],
+            ["its limit", *(_limit(p.binding) for p in predictions)],
+            ["measured ms", *(number(m.median_ms, 3) for m in measured)],
+            ["least of measured", *(percent(facts.of_bound) for facts in found)],
+        ]
+        launch = predictions[-1].launch
+        text += (
+            f" The launch: batch {launch.batch}, {launch.n_heads} heads, length {launch.seq_len}, "
+            f"on {launch.sms} SMs at {launch.mhz:.0f} MHz."
+        )
+    headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
+    return f"{Table(headers, rows).markdown()}\n\n{text}"
 
 
 def _limit(name: str) -> str:
@@ -153,12 +125,13 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
     """Instructions of one phase that match, each below the source line that it came from."""
     config = parse_kernel(arguments.words[0])
     architecture = arguments.architecture()
-    phase = arguments.choice("phase", PHASES, PHASES[0])
+    phase = arguments.choice("phase", PHASES, "main")
     facts = evidence.facts(config, architecture)
     pattern = _pattern(" ".join(arguments.words[1:]))
     where = _pattern(arguments.options.get("at", ""))
     source = SourceText(evidence.root)
     file = str(config.step.source)
+    title = PHASES[phase].replace("_", " ")
     found = [
         instruction
         for instruction in _instructions(facts, phase)
@@ -167,7 +140,7 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
     ]
     if not found:
         raise UsageError(
-            f"no instruction of the {_phase_title(phase)} of {config.step.id} on {architecture} "
+            f"no instruction of the {title} of {config.step.id} on {architecture} "
             f"matches {pattern.pattern!r}"
             + (f" at a source line that matches {where.pattern!r}" if where.pattern else "")
         )
@@ -179,11 +152,10 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
             *_listing(shown, file, source),
             "```",
             "",
-            f"{len(shown)} of {len(found)} such instructions of the {_phase_title(phase)}, "
-            f"{config.step.id}, {architecture}, {compiled_by(facts)} Live: registers in use. "
-            "Control: stall cycles; y, another warp may go first; w and r, scoreboards raised when "
-            "the result is written and the operands are read; b, those waited for; u, operands "
-            "reused.",
+            f"{len(shown)} of {len(found)} such instructions of the {title}, {config.step.id}, "
+            f"{architecture}, {compiled_by(facts)} Live: registers in use. Control: stall cycles; "
+            "y, another warp may go first; w and r, scoreboards raised when the result is written "
+            "and the operands are read; b, those waited for; u, operands reused.",
         ]
     )
 
@@ -195,18 +167,9 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise UsageError(f"{text!r} is no regular expression: {error}") from error
 
 
-def _phase_title(phase: str) -> str:
-    return "main loop" if phase == "main" else phase
-
-
 def _instructions(facts: KernelFacts, phase: str) -> Iterator[Instruction]:
-    parts = phases(facts.kernel)
-    blocks = {
-        "main": parts.main_loop.blocks if parts.main_loop else (),
-        "prologue": parts.prologue,
-        "epilogue": parts.epilogue,
-    }[phase]
-    wanted = set(blocks)
+    part = getattr(phases(facts.kernel), PHASES[phase])
+    wanted = set(part.blocks if isinstance(part, Loop) else part or ())
     return (i for i in facts.kernel.instructions if i.block in wanted and may_execute(i))
 
 

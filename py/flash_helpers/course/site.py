@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,19 +16,18 @@ from typing import Any
 from tqdm import tqdm
 
 from flash_helpers.course import markers
+from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import COURSE, FOLDER, PAGES, Page
 from flash_helpers.course.site_links import LinkTargets, Menu, broken_links
 from flash_helpers.course.site_plots import PLOTTED, site_plots
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import progression_table
-from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.measure.results import BenchmarkResults
 
-RESULTS = PurePosixPath("benchmarks/results/h100.json")
 ASSETS = PurePosixPath("docs/assets")
 README = PurePosixPath("README.md")
 CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
-TITLE = "FlashAttention-2 in sixteen steps"
 
 MEASUREMENTS = "measurements"
 VIEWS_PAGE = "views"
@@ -72,13 +72,14 @@ def build_site(
     A build that fails leaves the site that was there.
 
     Raises SiteError where no site can be built, SiteWarningsError for warnings if strict, and
-    SassError, PlotError, ValueError or OSError for a library or files that cannot be read.
+    SassError, NotBuiltError, PlotError, ValueError or OSError for a library or files that cannot be
+    read.
     """
     require_site_packages()
     _require_replaceable(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
-        build = _Build(root, Path(name), load_results(root / RESULTS), repo_url)
+        build = _Build(Evidence(root), Path(name), repo_url)
         warnings = build.run()
         if strict and warnings:
             raise SiteWarningsError("\n".join(warnings))
@@ -104,6 +105,17 @@ def _replace(output: Path, built: Path, old: Path) -> None:
         if old.exists():
             old.rename(output)
         raise
+
+
+def _title(root: Path) -> str:
+    """The first heading of the README."""
+    text = (root / README).read_text(encoding="utf-8") if (root / README).is_file() else ""
+    heading = re.search(r"^# (.+)", text, re.MULTILINE)
+    if heading is None:
+        raise SiteError(
+            f"{root / README} has no heading: the site is named by it, and begins there"
+        )
+    return heading[1]
 
 
 def _written_pages(root: Path) -> list[_Source]:
@@ -165,9 +177,8 @@ def _unlisted_pages(root: Path) -> list[str]:
 class _Build:
     """One build in a folder of its own."""
 
-    root: Path
+    evidence: Evidence
     folder: Path
-    results: BenchmarkResults
     repo_url: str | None
 
     @property
@@ -181,7 +192,8 @@ class _Build:
 
     def run(self) -> list[str]:
         """Build; returns the warnings."""
-        sources = [*_written_pages(self.root), *_made_pages(self.results)]
+        root, results = self.evidence.root, self.evidence.results
+        sources = [*_written_pages(root), *_made_pages(results)]
         names = {page.path: page.name for page in sources}
         steps = {p.step: names[p.path] for p in PAGES if p.step is not None and p.path in names}
         self._source.mkdir()
@@ -190,7 +202,7 @@ class _Build:
         total = 2 * len(sources) + len(STEPS)  # a page is read, and written
         with tqdm(total=total, desc="site", unit="page", leave=False, disable=None) as bar:
             warnings = self._render(names, steps, bar.update)
-            for view in step_views(self.root, self.results, steps):
+            for view in step_views(self.evidence, steps):
                 path = self.built / view.name
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(view.text, encoding="utf-8")
@@ -200,7 +212,7 @@ class _Build:
                     for source in view.missing
                 ]
                 bar.update()
-        return [*_unlisted_pages(self.root), *warnings, *broken_links(self.built)]
+        return [*_unlisted_pages(root), *warnings, *broken_links(self.built)]
 
     def _render(
         self,
@@ -218,7 +230,7 @@ class _Build:
 
         from flash_helpers.course.site_pages import SitePages
 
-        warnings = io.StringIO()
+        root, warnings = self.evidence.root, io.StringIO()
         # the first two undo what Sphinx teaches docutils, for whoever builds again in this process
         with patch_docutils(), docutils_namespace(), _as_site_error():
             app = Sphinx(
@@ -234,14 +246,14 @@ class _Build:
             SitePages(
                 source=self._source,
                 targets=LinkTargets(
-                    self.root,
-                    {path: name for path, name in names.items() if (self.root / path).is_file()},
+                    root,
+                    {path: name for path, name in names.items() if (root / path).is_file()},
                     frozenset(map(view_name, STEPS.values())),
                     self.repo_url,
                 ),
                 paths={name: path for path, name in names.items()},
                 menus=_menus(set(names.values())),
-                plots=site_plots(self.results, steps),
+                plots=site_plots(self.evidence.results, steps),
                 cards={name: card_html(STEPS[step]) for step, name in steps.items()},
                 on_page=on_page,
             ).connect(app)
@@ -253,10 +265,11 @@ class _Build:
 
     def _settings(self) -> dict[str, Any]:
         """Sphinx's configuration."""
+        title = _title(self.evidence.root)
         return {
-            "project": TITLE,
-            "html_title": TITLE,
-            "html_short_title": TITLE,
+            "project": title,
+            "html_title": title,
+            "html_short_title": title,
             "language": "en",
             "root_doc": "index",
             "suppress_warnings": ["toc.not_included"],  # _unlisted_pages tells that better
@@ -267,7 +280,7 @@ class _Build:
             "highlight_language": "none",
             "pygments_style": "a11y-light",
             "html_theme": "furo",
-            "html_static_path": [str(self.root / ASSETS)],
+            "html_static_path": [str(self.evidence.root / ASSETS)],
             "html_css_files": ["site.css"],
             "html_js_files": [(name, {"defer": "defer"}) for name in ("site.js", "plots.js")],
             "html_copy_source": False,

@@ -1,4 +1,4 @@
-"""What a step changed in its kernel's file: the code alone, without comments. Standard library
+"""What changed between the files of two steps: the code alone, without comments. Standard library
 only."""
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.kernel_configs import STEPS
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError
 
@@ -32,12 +31,9 @@ class CodeLine:
 
 
 @dataclass(frozen=True)
-class StepDiff:
-    """What a version changed against its parent.
-
-    text: in the form of a unified diff; the numbers of its hunks are those of lines of the files,
-    comments included.
-    """
+class CodeDiff:
+    """text: in the form of a unified diff, whose hunks are numbered by the lines of the files,
+    comments included."""
 
     text: str
     removed: int
@@ -66,45 +62,40 @@ def code_lines(step: Step, root: Path) -> list[CodeLine]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"{step.source} cannot be read ({error.strerror}): build the pages in a "
-            "checkout of the repository"
+            f"{step.source} cannot be read ({error.strerror}): the sources are not part of the "
+            "installed package, so run this in a checkout of the repository"
         ) from error
-    file_lines = text.split("\n")
+    is_empty = [not line.strip() for line in text.split("\n")]
     name = re.escape(step.namespace)
-    text = re.sub(rf"\b{name}(?=::)", _FOLDED, without_comments(text))
-    text = re.sub(rf"\bnamespace {name}\b", f"namespace {_FOLDED}", text)
-    is_empty = [not line.strip() for line in file_lines]
+    code = re.sub(rf"\b{name}(?=::)|(?<=\bnamespace ){name}\b", _FOLDED, without_comments(text))
     found = []
     before = 0
-    for at, line in enumerate(text.split("\n"), start=1):
+    for at, line in enumerate(code.split("\n"), start=1):
         if line.strip():
             found.append(CodeLine(at, line.rstrip(), any(is_empty[before : at - 1])))
             before = at
     return found
 
 
-def step_diff(step: Step, root: Path) -> StepDiff:
-    """The changes of a step against its parent. Raises UsageError for one without a parent."""
-    if step.parent is None:
-        raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
-    parent = STEPS[step.parent]
-    before, after = code_lines(parent, root), code_lines(step, root)
+def code_diff(before: Step, after: Step, root: Path) -> CodeDiff:
+    """The changes from one step's code to another's. Raises as `code_lines` does."""
+    old, new = code_lines(before, root), code_lines(after, root)
     matcher = difflib.SequenceMatcher(
-        None, [line.text for line in before], [line.text for line in after], autojunk=False
+        None, [line.text for line in old], [line.text for line in new], autojunk=False
     )
-    lines = [f"--- {parent.source}", f"+++ {step.source}"]
+    lines = [f"--- {before.source}", f"+++ {after.source}"]
     removed = added = 0
     for group in matcher.get_grouped_opcodes(_CONTEXT):
-        lines.append(_hunk_header(before, after, group))
+        lines.append(_hunk_header(old, new, group[0]))
         for tag, a_from, a_to, b_from, b_to in group:
             if tag == "equal":
-                lines += _marked(" ", before[a_from:a_to])
+                lines += _marked(" ", old[a_from:a_to])
                 continue
-            lines += _marked("-", before[a_from:a_to])
-            lines += _marked("+", after[b_from:b_to])
+            lines += _marked("-", old[a_from:a_to])
+            lines += _marked("+", new[b_from:b_to])
             removed += a_to - a_from
             added += b_to - b_from
-    return StepDiff("\n".join(lines), removed, added)
+    return CodeDiff("\n".join(lines), removed, added)
 
 
 def _marked(mark: str, lines: Sequence[CodeLine]) -> Iterator[str]:
@@ -116,20 +107,14 @@ def _marked(mark: str, lines: Sequence[CodeLine]) -> Iterator[str]:
 
 
 def _hunk_header(
-    before: list[CodeLine], after: list[CodeLine], group: list[tuple[str, int, int, int, int]]
+    old: list[CodeLine], new: list[CodeLine], first: tuple[str, int, int, int, int]
 ) -> str:
-    a_from, b_from = group[0][1], group[0][3]
-    inside = next(_headings(after[: b_from + 1]), "")
-    header = f"@@ -{_number(before, a_from)} +{_number(after, b_from)} @@"
-    return f"{header} {inside}".rstrip()
-
-
-def _headings(lines: list[CodeLine]) -> Iterator[str]:
-    """The lines at the margin that begin something, the last one first."""
-    for line in reversed(lines):
-        if re.match(r"[A-Za-z_]", line.text):
-            yield line.text
+    _, a_from, _, b_from, _ = first
+    # what the hunk stands in: the nearest line before it that begins at the margin
+    above = (line.text for line in reversed(new[: b_from + 1]))
+    inside = next((text for text in above if re.match(r"[A-Za-z_]", text)), "")
+    return f"@@ -{_number(old, a_from)} +{_number(new, b_from)} @@ {inside}".rstrip()
 
 
 def _number(lines: list[CodeLine], at: int) -> int:
-    return lines[at].number if at < len(lines) else lines[-1].number if lines else 0
+    return lines[min(at, len(lines) - 1)].number if lines else 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from flash_helpers.course.arguments import (
-    DEFAULT_ARCHITECTURE,
-    Arguments,
-    parse_step,
-)
-from flash_helpers.course.evidence import Evidence, with_parent
-from flash_helpers.course.sources import StepDiff, code_lines
-from flash_helpers.course.tables import markdown_table, number
-from flash_helpers.registry.family import Step
+from collections.abc import Callable
+
+from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, Arguments, with_parent
+from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.sources import code_lines
+from flash_helpers.gpu import capability_of
 from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.tables import Table, number
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
 _LONGEST_OPEN_DIFF = 60  # lines; longer ones are folded
@@ -19,7 +17,7 @@ _LONGEST_OPEN_DIFF = 60  # lines; longer ones are folded
 
 def facts_block(evidence: Evidence, arguments: Arguments) -> str:
     """A column for the parent and one for the step."""
-    step = parse_step(arguments.words[0])
+    step = arguments.step()
     configs = with_parent(step)
     rows = [
         ["idea", *(c.step.idea for c in configs)],
@@ -29,26 +27,23 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
         diff = evidence.step_diff(step)
         changed = f"{diff.changed} ({diff.added} added, {diff.removed} removed)"
         rows.append(["of them changed", "", changed])
+    facts_text: dict[str, Callable[[KernelFacts], str]] = {
+        "registers a thread": lambda f: str(f.kernel.resources.registers),
+        "spilled bytes a thread": spills_text,
+        "blocks an SM": lambda f: f"{f.occupancy.blocks} ({', '.join(f.occupancy.limiters)})",
+    }
     for architecture in FACT_ARCHITECTURES:
+        if not configs[-1].family.targets_for([capability_of(architecture)]):
+            continue
         found = [evidence.facts(config, architecture) for config in configs]
         rows += [
-            [f"registers a thread, {architecture}", *(_registers(facts) for facts in found)],
-            [f"spilled bytes a thread, {architecture}", *(spills_text(facts) for facts in found)],
-            [f"blocks an SM, {architecture}", *(_blocks(facts) for facts in found)],
+            [f"{label}, {architecture}", *map(text, found)] for label, text in facts_text.items()
         ]
     rows.append(["shared memory a block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)])
     headers = ["", *(config.step.id for config in configs)]
     if len(configs) > 1:
         headers[1] += " (parent)"
-    return f"{markdown_table(headers, rows)}\n\n{compiled_by(evidence.facts(configs[-1], 'sm_90'))}"
-
-
-def _registers(facts: KernelFacts) -> str:
-    return str(facts.kernel.resources.registers)
-
-
-def _blocks(facts: KernelFacts) -> str:
-    return f"{facts.occupancy.blocks} ({', '.join(facts.occupancy.limiters)})"
+    return f"{Table(headers, rows).markdown()}\n\n{compiled_by(found[-1])}"
 
 
 def spills_text(facts: KernelFacts) -> str:
@@ -66,20 +61,13 @@ def compiled_by(facts: KernelFacts) -> str:
 
 def diff_block(evidence: Evidence, arguments: Arguments) -> str:
     """The diff of the code against the parent; folded if it is long."""
-    step = parse_step(arguments.words[0])
+    step = arguments.step()
     diff = evidence.step_diff(step)
     fenced = f"```diff\n{diff.text}\n```"
     if len(diff.text.splitlines()) <= _LONGEST_OPEN_DIFF:
         return fenced
-    return folded(_summary(step, diff), fenced)
-
-
-def _summary(step: Step, diff: StepDiff) -> str:
     return (
-        f"The diff of {step.parent} to {step.id}: {diff.added} lines added, {diff.removed} removed"
+        '<details markdown="1">\n'
+        f"<summary>The diff of {step.parent} to {step.id}: {diff.added} lines added, "
+        f"{diff.removed} removed</summary>\n\n{fenced}\n\n</details>"
     )
-
-
-def folded(summary: str, text: str) -> str:
-    """Markdown that is shown when a reader opens it."""
-    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text.strip()}\n\n</details>'

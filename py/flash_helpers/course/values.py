@@ -15,19 +15,17 @@ from flash_helpers.course.arguments import (
     parse_step,
 )
 from flash_helpers.course.clock_blocks import mean_change, speedup
-from flash_helpers.course.counter_blocks import OPCODE_GROUPS, QUANTITIES, of_group
-from flash_helpers.course.counting import KernelCounts
+from flash_helpers.course.counter_blocks import OPCODE_GROUPS, QUANTITIES, of_group, per_mma
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sass_blocks import PHASES, phase_counts
-from flash_helpers.course.tables import number, percent
 from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
 from flash_helpers.measure.results import LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
-from flash_helpers.ptx import Phase
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, KernelFacts
 from flash_helpers.sass.read import opcodes
+from flash_helpers.tables import number, percent
 
 _SASS: Mapping[str, tuple[str, Callable[[KernelFacts], str]]] = MappingProxyType(
     {
@@ -201,10 +199,9 @@ def _cycles(facts: KernelFacts) -> Mapping[str, float]:
 
 def _counters(evidence: Evidence, parts: list[str]) -> str:
     name, *rest = parts
-    counts: KernelCounts = evidence.counts(parse_kernel(name))
+    counts = evidence.counts(parse_kernel(name))
     if rest == ["per_mma"]:
-        loop = counts.total(Phase.MAIN_LOOP)
-        return number(loop.instructions / loop.mma if loop.mma else None, 2)
+        return number(per_mma(counts), 2)
     if len(rest) == 2:
         group, quantity = rest
         found = of_group(counts, _chosen(group, OPCODE_GROUPS))

@@ -23,32 +23,35 @@ from flash_helpers.course.pictures.svg import Drawing
 
 FOLDER = PurePosixPath("docs/images/course")
 
-# In the order in which a reader of the course meets them.
+# By name, in the order in which a reader of the course meets them.
 PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
     {
-        "attention_tiles": attention.attention_tiles,
-        "online_softmax": attention.online_softmax,
-        "sm": hardware.sm,
-        "mma_fragments": fragment_pictures.mma_fragments,
-        "ldmatrix": fragment_pictures.ldmatrix,
-        "bank_conflicts": shared_memory.bank_conflicts,
-        "swizzle": shared_memory.swizzle,
-        "timeline_copies": timelines.timeline_copies,
-        "fragments_whole_vs_interleaved": fragment_pictures.fragments_whole_vs_interleaved,
-        "double_buffer": timelines.double_buffer,
-        "ffma_fold": addressing.ffma_fold,
-        "tile_shapes": hardware.tile_shapes,
-        "swizzle_constants": addressing.swizzle_constants,
-        "fragment_order": fragment_pictures.fragment_order,
-        "peeled_loop": timelines.peeled_loop,
-        "output_swizzle": addressing.output_swizzle,
-        "block_index": addressing.block_index,
-        "backwards": addressing.backwards,
-        "cache_policy": addressing.cache_policy,
-        "pieces": addressing.pieces,
-        "row_stride": addressing.row_stride,
-        "two_stages": timelines.two_stage_loop,
-        "roofline": hardware.roofline,
+        function.__name__: function
+        for function in (
+            attention.attention_tiles,
+            attention.online_softmax,
+            hardware.sm,
+            fragment_pictures.mma_fragments,
+            fragment_pictures.ldmatrix,
+            shared_memory.bank_conflicts,
+            shared_memory.swizzle,
+            timelines.timeline_copies,
+            fragment_pictures.fragments_whole_vs_interleaved,
+            timelines.double_buffer,
+            addressing.ffma_fold,
+            hardware.tile_shapes,
+            addressing.swizzle_constants,
+            fragment_pictures.fragment_order,
+            timelines.peeled_loop,
+            addressing.output_swizzle,
+            addressing.block_index,
+            addressing.backwards,
+            addressing.cache_policy,
+            addressing.pieces,
+            addressing.row_stride,
+            timelines.two_stages,
+            hardware.roofline,
+        )
     }
 )
 
@@ -58,28 +61,21 @@ def picture_path(name: str) -> PurePosixPath:
     return FOLDER / f"{name}.svg"
 
 
-def picture_svg(name: str) -> str:
-    """Text of the picture's file. Raises ValueError, with the names, for one that is not there."""
+def draw(name: str) -> Drawing:
+    """The picture. Raises ValueError, with the names, for one that is not there."""
     if name not in PICTURES:
         raise ValueError(f"{name!r} is no picture: choose from {', '.join(PICTURES)}")
-    return PICTURES[name]().to_svg()
-
-
-def picture_title(name: str) -> str:
-    """The sentence above the picture. Raises as `picture_svg` does."""
-    if name not in PICTURES:
-        raise ValueError(f"{name!r} is no picture: choose from {', '.join(PICTURES)}")
-    return PICTURES[name]().title
+    return PICTURES[name]()
 
 
 def stale_pictures(root: Path, names: Iterable[str] = PICTURES) -> dict[Path, str]:
     """Files of pictures that are absent or differ from what would be drawn now, with that text.
 
-    root: of the repository. Raises ValueError as `picture_svg` does, or OSError.
+    root: of the repository. Raises ValueError as `draw` does, or OSError.
     """
     stale = {}
     for name in names:
-        path, drawn = root / picture_path(name), picture_svg(name)
+        path, drawn = root / picture_path(name), draw(name).to_svg(name)
         if not path.is_file() or path.read_text(encoding="utf-8") != drawn:
             stale[path] = drawn
     return stale

@@ -17,18 +17,14 @@ from flash_helpers.course.pictures.banks import (
     swizzled,
     wavefronts,
 )
-from flash_helpers.course.pictures.svg import (
-    MARGIN,
-    ORANGE,
-    SMALL,
-    Drawing,
-)
+from flash_helpers.course.pictures.svg import ORANGE, Drawing
 from flash_helpers.course.pictures.work import step_config, work_of
 from flash_helpers.registry.ampere import CHUNK_BYTES
 from flash_helpers.registry.problem import ELEMENT_BYTES
 
 _CHUNK = 2  # the one that is followed: columns 16 to 23, the left half of k-tile 1
 _ROW = 3  # the row of the worked number
+_ROW_BYTES = step_config(1).d_head * ELEMENT_BYTES
 _LEFT = 100
 _CELL, _CELL_HEIGHT = 36.5, 22
 _UNIT = 17  # height of an access in the panel of wavefronts
@@ -39,25 +35,22 @@ def _bank_span(place: int) -> str:
     return f"{first}-{first + BANKS_PER_CHUNK - 1}"
 
 
-def _tile_rows(d: Drawing, y: float, place: Placement, row_bytes: int) -> float:
+def _tile_rows(d: Drawing, y: float, place: Placement) -> float:
     """Rows 0 to 7 of a tile, chunk by chunk as they lie; returns where they end."""
-    n_chunks = row_bytes // CHUNK_BYTES
+    n_chunks = _ROW_BYTES // CHUNK_BYTES
     half = CHUNKS_AROUND * _CELL
     for turn, label in enumerate(("32 banks · 4 bytes = 128 bytes", "the same 32 banks again")):
         x = _LEFT + turn * half
         d.brace(x + 3, x + half - 3, y + 22)
-        d.text(x + half / 2, y + 16, label, size=SMALL, anchor="middle", colour="muted")
+        d.note(x + half / 2, y + 16, label, "middle")
     y += 44
-    d.text(MARGIN, y, "first bank", size=SMALL, colour="muted")
+    d.note(d.left, y, "first bank")
     for p in range(n_chunks):
-        first = banks(p * CHUNK_BYTES).start
-        d.text(_LEFT + (p + 0.5) * _CELL, y, str(first), size=SMALL, anchor="middle")
+        d.small(_LEFT + (p + 0.5) * _CELL, y, str(banks(p * CHUNK_BYTES).start), "middle")
     y += 8
     for row in range(MATRIX_ROWS):
-        d.text(MARGIN, y + 16, f"row {row}", size=SMALL, colour="muted")
-        chunk_at = {place(row, chunk): chunk for chunk in range(n_chunks)}
-        for p in range(n_chunks):
-            chunk = chunk_at[p]
+        d.note(d.left, y + 16, f"row {row}")
+        for p, chunk in sorted((place(row, chunk), chunk) for chunk in range(n_chunks)):
             followed = chunk == _CHUNK
             d.cell(
                 _LEFT + p * _CELL,
@@ -67,86 +60,72 @@ def _tile_rows(d: Drawing, y: float, place: Placement, row_bytes: int) -> float:
                 str(chunk),
                 ORANGE if followed else "plain",
                 bold=followed,
-                data={
-                    "row": row,
-                    "chunk": chunk,
-                    "place": p,
-                    "bank": banks(address(row, chunk, row_bytes, place)).start,
-                },
+                row=row,
+                chunk=chunk,
+                place=p,
+                bank=banks(address(row, chunk, _ROW_BYTES, place)).start,
             )
         y += _CELL_HEIGHT
     return y
 
 
-def _accesses(d: Drawing, y: float, place: Placement, row_bytes: int) -> float:
+def _accesses(d: Drawing, y: float, place: Placement) -> float:
     """The 8 rows of one matrix over the banks that they hit; returns where the panel ends."""
-    d.text(MARGIN, y + 14, f"ldmatrix reads chunk {_CHUNK} of rows 0 to 7:", bold=True)
+    d.bold(d.left, y + 14, f"ldmatrix reads chunk {_CHUNK} of rows 0 to 7:")
     y += 30
     hits: dict[int, list[int]] = defaultdict(list)
     for row in range(MATRIX_ROWS):
-        hits[banks(address(row, _CHUNK, row_bytes, place)).start // BANKS_PER_CHUNK].append(row)
+        hits[banks(address(row, _CHUNK, _ROW_BYTES, place)).start].append(row)
     height = max(len(rows) for rows in hits.values()) * _UNIT
     width = 2 * _CELL
     for group in range(CHUNKS_AROUND):
-        x = _LEFT + group * width
-        for n, row in enumerate(hits.get(group, [])):
-            top = y + height - (n + 1) * _UNIT
-            data = {"access-row": row, "bank": group * BANKS_PER_CHUNK, "wavefront": n + 1}
-            d.cell(x + 6, top, width - 12, _UNIT, f"row {row}", ORANGE, data=data)
-        at = x + width / 2
-        d.text(at, y + height + 17, _bank_span(group), size=SMALL, anchor="middle")
+        x, bank = _LEFT + group * width, group * BANKS_PER_CHUNK
+        for n, row in enumerate(hits[bank], start=1):
+            d.cell(
+                x + 6, y + height - n * _UNIT, width - 12, _UNIT, f"row {row}", ORANGE,
+                access_row=row, bank=bank, wavefront=n,
+            )  # fmt: skip
+        d.small(x + width / 2, y + height + 17, _bank_span(group), "middle")
     d.line([(_LEFT, y + height), (_LEFT + CHUNKS_AROUND * width, y + height)])
-    d.text(MARGIN, y + height + 17, "banks", size=SMALL, colour="muted")
+    d.note(d.left, y + height + 17, "banks")
     for n in range(height // _UNIT):
-        at = y + height - n * _UNIT - 5
-        d.text(MARGIN, at, f"wavefront {n + 1}", size=SMALL, colour="muted")
+        d.note(d.left, y + height - n * _UNIT - 5, f"wavefront {n + 1}")
     return y + height + 26
 
 
-def _worked_row(place: Placement, row_bytes: int) -> str:
-    at = address(_ROW, _CHUNK, row_bytes, place)
-    lies = place(_ROW, _CHUNK)
-    rule = "" if lies == _CHUNK else f" lies at place {_CHUNK} ^ {_ROW} = {lies},"
-    return (
-        f"Row {_ROW}, chunk {_CHUNK}{rule or ':'} byte {_ROW} · {row_bytes} + {lies} · "
+def _layout(
+    title: str, description: str, introduction: str, place: Placement, closing: str
+) -> Drawing:
+    d = Drawing(title, description, introduction)
+    y = _accesses(d, _tile_rows(d, d.y + 4, place) + 10, place)
+    at, lies = address(_ROW, _CHUNK, _ROW_BYTES, place), place(_ROW, _CHUNK)
+    rule = ":" if lies == _CHUNK else f" lies at place {_CHUNK} ^ {_ROW} = {lies},"
+    d.result(
+        y + 8,
+        f"Row {_ROW}, chunk {_CHUNK}{rule} byte {_ROW} · {_ROW_BYTES} + {lies} · "
         f"{CHUNK_BYTES} = {at}, word {at} / {BANK_BYTES} = {at // BANK_BYTES}, bank "
-        f"{at // BANK_BYTES} mod {BANKS} = {at // BANK_BYTES % BANKS}."
+        f"{at // BANK_BYTES} mod {BANKS} = {at // BANK_BYTES % BANKS}.",
     )
-
-
-def _one_matrix(place: Placement, row_bytes: int) -> int:
-    return wavefronts(address(row, _CHUNK, row_bytes, place) for row in range(MATRIX_ROWS))
-
-
-def _layout(d: Drawing, place: Placement, before: str, closing: str) -> Drawing:
-    config = step_config(1)
-    row_bytes = config.d_head * ELEMENT_BYTES
-    y = d.paragraph(MARGIN, d.top, before, colour="muted")
-    y = _tile_rows(d, y + 4, place, row_bytes)
-    y = _accesses(d, y + 10, place, row_bytes)
-    y = d.result(y + 8, _worked_row(place, row_bytes))
-    d.paragraph(MARGIN, y + 3, closing)
+    d.paragraph(d.left, d.y + 3, closing)
     return d
+
+
+def _one_matrix(place: Placement) -> int:
+    return wavefronts(address(row, _CHUNK, _ROW_BYTES, place) for row in range(MATRIX_ROWS))
 
 
 def bank_conflicts() -> Drawing:
     """Step 1: the 8 rows of a matrix on the same banks."""
-    config = step_config(1)
-    row_bytes = config.d_head * ELEMENT_BYTES
-    each, loads = _one_matrix(straight, row_bytes), work_of(config).ldmatrix
-    d = Drawing(
-        "bank_conflicts",
+    each, loads = _one_matrix(straight), work_of(step_config(1)).ldmatrix
+    return _layout(
         "Step 1: eight rows, the same four banks",
-        f"Rows 0 to 7 of a tile in shared memory, each {row_bytes} bytes long: 16 chunks of "
+        f"Rows 0 to 7 of a tile in shared memory, each {_ROW_BYTES} bytes long: 16 chunks of "
         f"{CHUNK_BYTES} bytes, twice around the {BANKS} banks. Chunk {_CHUNK} of every row lies in "
         f"banks {_bank_span(_CHUNK)}, so that ldmatrix needs {each} wavefronts to read it from "
         "eight rows.",
-    )
-    return _layout(
-        d,
-        straight,
-        f"Rows 0 to 7 of a tile, {row_bytes} bytes each, in chunks of {CHUNK_BYTES} bytes. The "
+        f"Rows 0 to 7 of a tile, {_ROW_BYTES} bytes each, in chunks of {CHUNK_BYTES} bytes. The "
         "number in a cell is the chunk's.",
+        straight,
         f"All {MATRIX_ROWS} rows hit the same {BANKS_PER_CHUNK} banks: {each} wavefronts for one "
         f"8 x 8 matrix instead of 1. A warp has {loads} ldmatrix.x4 for each block of keys: "
         f"{loads} · 4 · {each} = {loads * 4 * each} wavefronts.",
@@ -155,21 +134,15 @@ def bank_conflicts() -> Drawing:
 
 def swizzle() -> Drawing:
     """Step 2: the same rows with their chunks permuted."""
-    config = step_config(2)
-    row_bytes = config.d_head * ELEMENT_BYTES
-    each, loads = _one_matrix(swizzled, row_bytes), work_of(config).ldmatrix
-    d = Drawing(
-        "swizzle",
+    each, loads = _one_matrix(swizzled), work_of(step_config(2)).ldmatrix
+    return _layout(
         "Step 2: chunk c of row r lies at place c ^ (r % 8)",
         f"The same rows 0 to 7 with their chunks permuted: chunk c of row r lies at place c XOR "
         f"(r mod 8). Chunk {_CHUNK} of the eight rows now lies in eight different groups of four "
         f"banks, so that ldmatrix needs {each} wavefront to read it from all of them.",
-    )
-    return _layout(
-        d,
-        swizzled,
         "The same rows. A chunk keeps its number and changes its place: row 0 is as it was, in the "
         "others the XOR swaps chunks within each group of eight.",
+        swizzled,
         f"The {MATRIX_ROWS} rows hit all {BANKS} banks once: {each} wavefront for one 8 x 8 "
         f"matrix. A warp's {loads} ldmatrix.x4: {loads} · 4 · {each} = {loads * 4 * each} "
         "wavefronts, an eighth of step 1's.",

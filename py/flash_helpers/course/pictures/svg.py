@@ -5,8 +5,7 @@ high as what stands in it. It has no background, takes all colours from variable
 reader's light or dark scheme, and the same calls give the same text. All coordinates are absolute,
 so that a test can tell from the file alone what overlaps what.
 
-Each fact that a shape shows may ride along as a data attribute: `data={"lane": 5}` is
-data-lane="5".
+Each fact that a shape shows may ride along as a data attribute: `lane=5` is data-lane="5".
 """
 
 from __future__ import annotations
@@ -34,48 +33,30 @@ _EQUALS = re.compile(r" = ")  # nor behind one of these
 _MINUS = re.compile(r"(?<![\w)])-(?=[\d∞ ])")
 _DASH = re.compile(r"(?<=\d)-(?=\d)")
 
-Data = Mapping[str, object]
 Point = tuple[float, float]
 
-# Hues of Okabe and Ito's palette, which colour-blind readers can tell apart ("Color Universal
-# Design", 2008), as a dark or light line and as a tint on which text of the colour "ink" reads.
-LIGHT: Mapping[str, str] = MappingProxyType(
-    {
-        "ink": "#1f2328",
-        "muted": "#57606a",
-        "rule": "#8c959f",
-        "blue": "#0067a3",
-        "blue-tint": "#cbe4f4",
-        "orange": "#8f5b00",
-        "orange-tint": "#fbe2ae",
-        "green": "#00704f",
-        "green-tint": "#c6ebdd",
-        "purple": "#934170",
-        "purple-tint": "#f3d8e6",
-        "red": "#b03a00",
-        "red-tint": "#fbd5c2",
-        "grey": "#57606a",
-        "grey-tint": "#e6eaee",
-    }
-)
-DARK: Mapping[str, str] = MappingProxyType(
-    {
-        "ink": "#e6edf3",
-        "muted": "#a5afba",
-        "rule": "#6e7681",
-        "blue": "#62b1ea",
-        "blue-tint": "#123c5a",
-        "orange": "#e9a820",
-        "orange-tint": "#4d3806",
-        "green": "#35c498",
-        "green-tint": "#0b4532",
-        "purple": "#df93bb",
-        "purple-tint": "#50263d",
-        "red": "#f58a55",
-        "red-tint": "#5c280c",
-        "grey": "#a5afba",
-        "grey-tint": "#2b3139",
-    }
+# Of each colour the one in a light and the one in a dark scheme. Hues of Okabe and Ito's palette,
+# which colour-blind readers can tell apart ("Color Universal Design", 2008), as a dark or light
+# line and as a tint on which text of the colour "ink" reads.
+_SCHEMES = {
+    "ink": ("#1f2328", "#e6edf3"),
+    "muted": ("#57606a", "#a5afba"),
+    "rule": ("#8c959f", "#6e7681"),
+    "blue": ("#0067a3", "#62b1ea"),
+    "blue-tint": ("#cbe4f4", "#123c5a"),
+    "orange": ("#8f5b00", "#e9a820"),
+    "orange-tint": ("#fbe2ae", "#4d3806"),
+    "green": ("#00704f", "#35c498"),
+    "green-tint": ("#c6ebdd", "#0b4532"),
+    "purple": ("#934170", "#df93bb"),
+    "purple-tint": ("#f3d8e6", "#50263d"),
+    "red": ("#b03a00", "#f58a55"),
+    "red-tint": ("#fbd5c2", "#5c280c"),
+    "grey": ("#57606a", "#a5afba"),
+    "grey-tint": ("#e6eaee", "#2b3139"),
+}
+LIGHT, DARK = (
+    MappingProxyType({name: pair[n] for name, pair in _SCHEMES.items()}) for n in range(2)
 )
 
 
@@ -133,38 +114,42 @@ def wrapped(text: str, width: float, size: float, *, bold: bool = False) -> list
 class Drawing:
     """A picture under construction.
 
-    name: of its file. title: what it shows, in a sentence; it stands above the picture and is its
-    name for readers who listen. description: for them, what the picture shows in words.
+    title: what it shows, in a sentence; it stands above the picture and is its name for readers who
+    listen. description: for them, what the picture shows in words. introduction: a paragraph below
+    the title. y: where what was written so far ends.
+
+    `data` of a text or a shape become its data attributes, with hyphens for underscores.
     """
 
-    def __init__(self, name: str, title: str, description: str) -> None:
-        self.name, self.title = name, title
+    left, right, width = MARGIN, PAGE_WIDTH - MARGIN, PAGE_WIDTH - 2 * MARGIN
+
+    def __init__(self, title: str, description: str, introduction: str = "") -> None:
+        self.title = title
         self._root = ElementTree.Element(
             "svg",
-            {
-                "xmlns": "http://www.w3.org/2000/svg",
-                "class": "course-picture",
-                "role": "img",
-                "aria-labelledby": f"{name}-title {name}-desc",
-            },
+            {"xmlns": "http://www.w3.org/2000/svg", "class": "course-picture", "role": "img"},
         )
-        ElementTree.SubElement(self._root, "title", {"id": f"{name}-title"}).text = title
-        ElementTree.SubElement(self._root, "desc", {"id": f"{name}-desc"}).text = description
+        self._named = {}
+        for tag, text in (("title", title), ("desc", description)):
+            self._named[tag] = ElementTree.SubElement(self._root, tag)
+            self._named[tag].text = text
         ElementTree.SubElement(self._root, "style").text = _style()
         self._bottom = 0.0
-        self.top = self.paragraph(MARGIN, 8, title, size=HEAD, bold=True) + 6
+        self.y = self.paragraph(MARGIN, 8, title, size=HEAD, bold=True) + 6
+        if introduction:
+            self.y = self.paragraph(MARGIN, self.y, introduction, colour="muted")
 
     def text(
         self,
         x: float,
         y: float,
         text: str,
+        anchor: str = "start",
         *,
         size: float = BODY,
-        anchor: str = "start",
         colour: str = "",
         bold: bool = False,
-        data: Data | None = None,
+        **data: object,
     ) -> None:
         """A line of text. y: of its baseline. anchor: "start", "middle" or "end" is at x.
 
@@ -177,6 +162,20 @@ class Drawing:
         if anchor != "start":
             attributes["text-anchor"] = anchor
         self._add("text", attributes, names, y + DESCENT * size, data).text = text
+
+    def bold(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        """A line of bold text."""
+        self.text(x, y, text, anchor, bold=True)
+
+    def small(
+        self, x: float, y: float, text: str, anchor: str = "start", *, bold: bool = False
+    ) -> None:
+        """A line of small text."""
+        self.text(x, y, text, anchor, size=SMALL, bold=bold)
+
+    def note(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        """A line of small text in the muted colour."""
+        self.text(x, y, text, anchor, size=SMALL, colour="muted")
 
     def paragraph(
         self,
@@ -193,8 +192,7 @@ class Drawing:
 
         width: to the right margin unless given.
         """
-        width = PAGE_WIDTH - MARGIN - x if width is None else width
-        for line in wrapped(text, width, size, bold=bold):
+        for line in wrapped(text, width or self.right - x, size, bold=bold):
             self.text(x, y + ASCENT * size + 2, line, size=size, colour=colour, bold=bold)
             y += LINE_HEIGHT * size
         return y
@@ -209,17 +207,12 @@ class Drawing:
         *,
         strong: bool = False,
         dashed: bool = False,
-        data: Data | None = None,
+        **data: object,
     ) -> None:
         """A rectangle. colour: of COLOURS, tinted, or "plain", an outline alone."""
-        attributes = {
-            "x": _number(x),
-            "y": _number(y),
-            "width": _number(width),
-            "height": _number(height),
-        }
+        sides = {"x": x, "y": y, "width": width, "height": height}
         names = colour + (" strong" if strong else "") + (" dashed" if dashed else "")
-        self._add("rect", attributes, names, y + height, data)
+        self._add("rect", {k: _number(v) for k, v in sides.items()}, names, y + height, data)
 
     def cell(
         self,
@@ -230,45 +223,34 @@ class Drawing:
         label: str,
         colour: str = "plain",
         *,
-        size: float = SMALL,
         bold: bool = False,
         strong: bool = False,
         dashed: bool = False,
-        data: Data | None = None,
+        **data: object,
     ) -> None:
-        """A rectangle with a line of text in its middle.
+        """A rectangle with a line of small text in its middle.
 
         Raises ValueError if the text does not fit.
         """
-        if text_width(typeset(label), size, bold=bold) > width - 2 or size > height:
-            raise ValueError(f"{self.name}: {label!r} does not fit a cell of {width} x {height}")
-        self.rect(x, y, width, height, colour, strong=strong, dashed=dashed, data=data)
+        if text_width(typeset(label), SMALL, bold=bold) > width - 2 or height < SMALL:
+            raise ValueError(f"{self.title}: {label!r} does not fit a cell of {width} x {height}")
+        self.rect(x, y, width, height, colour, strong=strong, dashed=dashed, **data)
         if label:
-            middle = y + height / 2 + 0.36 * size
-            self.text(x + width / 2, middle, label, size=size, anchor="middle", bold=bold)
+            self.small(x + width / 2, y + height / 2 + 0.36 * SMALL, label, "middle", bold=bold)
 
     def line(self, points: Sequence[Point], colour: str = "rule", *, dashed: bool = False) -> None:
         """A line through points. colour: "rule", "ink" or a name of COLOURS."""
-        name = f"{colour}-line" if colour in COLOURS else colour
-        at = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
-        bottom = max(y for _, y in points)
-        self._add("polyline", {"points": at}, name + (" dashed" if dashed else ""), bottom)
+        self._shape("polyline", points, colour, " dashed" if dashed else "")
 
-    def arrow(self, points: Sequence[Point], colour: str = "ink", *, dashed: bool = False) -> None:
+    def arrow(self, *points: Point, colour: str = "ink") -> None:
         """A line with a head at its last point."""
         (x0, y0), (x1, y1) = points[-2:]
         length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
         ux, uy = (x1 - x0) / length, (y1 - y0) / length
-        base = (x1 - 8 * ux, y1 - 8 * uy)
-        self.line([*points[:-1], base], colour, dashed=dashed)
-        corners = [
-            (x1, y1),
-            (base[0] - 4 * uy, base[1] + 4 * ux),
-            (base[0] + 4 * uy, base[1] - 4 * ux),
-        ]
-        name = f"{colour}-line" if colour in COLOURS else colour
-        at = " ".join(f"{_number(x)},{_number(y)}" for x, y in corners)
-        self._add("polygon", {"points": at}, name, max(y for _, y in corners))
+        x, y = x1 - 8 * ux, y1 - 8 * uy
+        self.line([*points[:-1], (x, y)], colour)
+        corners = [(x1, y1), (x - 4 * uy, y + 4 * ux), (x + 4 * uy, y - 4 * ux)]
+        self._shape("polygon", corners, colour)
 
     def brace(self, x0: float, x1: float, y: float, *, down: bool = False) -> None:
         """A square bracket over what lies from x0 to x1 below y; with `down`, under what lies
@@ -276,19 +258,29 @@ class Drawing:
         tick = -6 if down else 6
         self.line([(x0, y + tick), (x0, y), (x1, y), (x1, y + tick)])
 
-    def result(self, y: float, text: str) -> float:
-        """The worked number, under a line across the picture; returns where it ends."""
-        self.line([(MARGIN, y), (PAGE_WIDTH - MARGIN, y)])
-        return self.paragraph(MARGIN, y + 6, text)
+    def result(self, y: float, text: str) -> Drawing:
+        """The worked number, under a line across the picture, which it ends."""
+        self.line([(self.left, y), (self.right, y)])
+        self.y = self.paragraph(self.left, y + 6, text)
+        return self
 
-    def to_svg(self) -> str:
-        """The text of the file."""
+    def to_svg(self, name: str) -> str:
+        """The text of the file of that name."""
+        ids = {tag: f"{name}-{tag}" for tag in self._named}
+        for tag, element in self._named.items():
+            element.set("id", ids[tag])
         height = _number(round(self._bottom + 8))
+        self._root.set("aria-labelledby", " ".join(ids.values()))
         self._root.set("viewBox", f"0 0 {PAGE_WIDTH} {height}")
         self._root.set("width", str(PAGE_WIDTH))
         self._root.set("height", height)
         ElementTree.indent(self._root, " ")
         return ElementTree.tostring(self._root, encoding="unicode") + "\n"
+
+    def _shape(self, tag: str, points: Sequence[Point], colour: str, more: str = "") -> None:
+        name = f"{colour}-line" if colour in COLOURS else colour
+        at = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+        self._add(tag, {"points": at}, name + more, max(y for _, y in points), {})
 
     def _add(
         self,
@@ -296,11 +288,11 @@ class Drawing:
         attributes: dict[str, str],
         names: str,
         bottom: float,
-        data: Data | None = None,
+        data: Mapping[str, object],
     ) -> ElementTree.Element:
         self._bottom = max(self._bottom, bottom)
-        for key, value in (data or {}).items():
-            attributes[f"data-{key}"] = str(value)
+        for key, value in data.items():
+            attributes[f"data-{key.replace('_', '-')}"] = str(value)
         if names:
             attributes["class"] = names
         return ElementTree.SubElement(self._root, tag, attributes)

@@ -7,6 +7,7 @@ in nvdisasm's output (EIATTR_...).
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Iterator, Mapping
@@ -215,6 +216,7 @@ def _symbols(section: SymbolTableSection) -> Iterator[Symbol]:
         )
 
 
+@functools.cache  # a library is read once to see what it holds, and again for what is wanted
 def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cubin:
     """The kernels of a cubin, by their order in the symbol table.
 

@@ -21,7 +21,7 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-_ASSETS = resources.files("flash_helpers.sass") / "page_assets"
+_ASSETS = resources.files("flash_helpers.sass.show") / "page_assets"
 _NO_SCOREBOARD = 7
 
 # pipe: (class of the style sheet, what it executes)
