@@ -21,6 +21,7 @@ setup(
         # The disassemblers of the CUDA toolkit: they read what older compilers wrote.
         "nvidia-cuda-cuobjdump>=13.2",
         "nvidia-cuda-nvdisasm>=13.2",
+        "platformdirs",
         "pyelftools",
         "tabulate",
         "torch>=2.4",

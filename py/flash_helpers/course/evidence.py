@@ -12,11 +12,15 @@ from flash_helpers.course.counting import KernelCounts, count_kernel
 from flash_helpers.course.published import Published, load_published
 from flash_helpers.course.sources import StepDiff, step_diff
 from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
+from flash_helpers.measure.machine_code import (
+    ConfigFacts,
+    config_facts,
+    installed_library,
+    library_kernels,
+)
 from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.registry.family import Step
-from flash_helpers.sass.analyse.matrix import KernelFacts, kernel_facts
-from flash_helpers.sass.analyse.report import SEQ_LEN
-from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
+from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
 
 RESULTS = Path("benchmarks/results/h100.json")
@@ -33,7 +37,7 @@ class Evidence:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._facts: dict[tuple[Config, str], KernelFacts] = {}
+        self._facts: dict[tuple[Config, str], ConfigFacts] = {}
         self._kernels: dict[tuple[Config, str], Kernel] = {}
         self._counts: dict[Config, KernelCounts] = {}
         self._diffs: dict[int, StepDiff] = {}
@@ -48,12 +52,12 @@ class Evidence:
         """What was published for other GPUs."""
         return load_published(self.root / PUBLISHED)
 
-    def facts(self, config: Config, architecture: str) -> KernelFacts:
+    def facts(self, config: Config, architecture: str) -> ConfigFacts:
         """The machine code of a kernel of the library, counted."""
         key = (config, architecture)
         if key not in self._facts:
             kernel = self._kernel(config, architecture)
-            self._facts[key] = kernel_facts(config, kernel, self.results, SEQ_LEN)
+            self._facts[key] = config_facts(config, kernel, self.results)
         return self._facts[key]
 
     def _kernel(self, config: Config, architecture: str) -> Kernel:

@@ -10,7 +10,7 @@ from flash_helpers.course.counter_blocks import kernels_of
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.step_blocks import compiled_by, spills_text
 from flash_helpers.course.tables import DASH, change, markdown_table, number, percent
-from flash_helpers.registry.selection import UsageError
+from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
@@ -18,7 +18,6 @@ from flash_helpers.sass.analyse.matrix import (
     MEANING,
     KernelFacts,
     changes_text,
-    names_of,
     opcode_changes,
 )
 from flash_helpers.sass.analyse.phases import phases
@@ -138,10 +137,10 @@ def _launch_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
 
 def _launch_text(facts: KernelFacts) -> str:
     assert facts.prediction is not None
-    launch = facts.prediction.launch
+    problem, chip = facts.prediction.launch.problem, facts.prediction.chip
     return (
-        f" The launch: batch {launch.batch}, {launch.n_heads} heads, length {launch.seq_len}, on "
-        f"{launch.sms} SMs at {launch.mhz:.0f} MHz."
+        f" The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
+        f"{problem['seq_len']}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
     )
 
 

@@ -10,14 +10,13 @@ from pathlib import Path, PurePosixPath
 from flash_helpers.course.arguments import fixed_config
 from flash_helpers.course.evidence import with_parent
 from flash_helpers.kernel_configs import STEPS
+from flash_helpers.measure.machine_code import config_matrix, installed_library, library_kernels
 from flash_helpers.measure.results import BenchmarkResults
 from flash_helpers.registry.family import Step
-from flash_helpers.sass.analyse.matrix import Matrix, build_matrix
+from flash_helpers.sass.analyse.matrix import Matrix
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
-from flash_helpers.sass.read.reader import installed_library, library_kernels
 from flash_helpers.sass.show.comparison_page import page_facts
-from flash_helpers.sass.show.page import PageKernel, page_html
-from flash_helpers.sass.show.source_diff import read_sources
+from flash_helpers.sass.show.page import PageKernel, page_html, read_sources
 
 VIEWS = PurePosixPath("views")  # folder of the site
 ARCHITECTURE = "sm_90"  # that of the committed measurements
@@ -62,7 +61,7 @@ def step_views(root: Path, results: BenchmarkResults, pages: Mapping[str, str]) 
     kernels = library_kernels(ARCHITECTURE, map(fixed_config, STEPS.values()))
     for step in STEPS.values():
         shown = with_parent(step)
-        matrix = build_matrix([(config, kernels[config]) for config in shown], results, SEQ_LEN)
+        matrix = config_matrix([(config, kernels[config]) for config in shown], results, SEQ_LEN)
         yield _view(step, matrix, root, pages)
 
 
@@ -76,7 +75,7 @@ def _view(step: Step, matrix: Matrix, root: Path, pages: Mapping[str, str]) -> V
                 kernel=facts.kernel,
                 name=name,
                 title=f"Step {facts.config.step.id}: {facts.config.step.idea}",
-                facts=page_facts(facts),
+                facts=page_facts(facts, matrix.timed),
                 ptx_sources=ptx_sources(facts.kernel, ptx),
             )
         )

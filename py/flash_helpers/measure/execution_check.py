@@ -13,6 +13,7 @@ from pathlib import Path
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import markdown_table
+from flash_helpers.measure.machine_code import trips
 from flash_helpers.measure.nsight import (
     FORWARD_KERNEL,
     NsightCompute,
@@ -29,7 +30,7 @@ from flash_helpers.measure.results import (
     read_records,
 )
 from flash_helpers.sass.analyse.counts import Bucket, Counts, buckets, weigh
-from flash_helpers.sass.analyse.phases import block_executions, trip_counts
+from flash_helpers.sass.analyse.phases import block_executions
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Kernel
 
@@ -209,7 +210,7 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> E
 
     Raises NotDeterminedError where the text does not tell.
     """
-    times = block_executions(kernel, trip_counts(kernel, config, shape.seq_len))
+    times = block_executions(kernel, trips(kernel, config, shape.seq_len))
     launches = config.launch(shape, shape.strides())
     warps = sum(launch.n_blocks * launch.n_warps for launch in launches)
     by_base: Counter[str] = Counter()

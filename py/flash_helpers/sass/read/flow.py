@@ -15,7 +15,7 @@ What ends a block and what does not, since Volta:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_helpers.ptx.read.graph import strongly_connected_components
@@ -39,6 +39,18 @@ def may_execute(operation: Operation) -> bool:
 def is_jump(operation: Operation) -> bool:
     """True for what may continue elsewhere than at the next instruction, or not at all."""
     return operation.base in _JUMPS and may_execute(operation)
+
+
+def reach(start: int, neighbours: Callable[[int], Iterable[int]]) -> set[int]:
+    """What can be reached from a node of a graph, itself included."""
+    found: set[int] = set()
+    stack = [start]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack.extend(neighbours(n))
+    return found
 
 
 def padding_start(operations: Sequence[Operation]) -> int:
@@ -150,16 +162,6 @@ class _Graph:
             Block(n, start, end, tuple(self.successors[n]), tuple(predecessors[n]))
             for n, (start, end) in enumerate(zip(self.starts, self.ends, strict=True))
         )
-
-    def reachable(self, entry: int) -> set[int]:
-        found = {entry}
-        stack = [entry]
-        while stack:
-            for target in self.successors[stack.pop()]:
-                if target not in found:
-                    found.add(target)
-                    stack.append(target)
-        return found
 
 
 def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
@@ -276,7 +278,7 @@ def _add_routines(graph: _Graph, regions: Sequence[_Region]) -> None:
     callers: dict[int, set[int]] = defaultdict(set)
     for caller, routine in graph.calls.items():
         callers[routine].add(caller)
-    bodies = {routine: graph.reachable(routine) for routine in callers}
+    bodies = {routine: reach(routine, graph.successors.__getitem__) for routine in callers}
     changed = True
     while changed:
         changed = False

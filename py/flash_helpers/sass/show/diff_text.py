@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
-
-from tabulate import tabulate
 
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import ALIKE, MEANING, Change, KernelDiff, Likeness, Tally
+from flash_helpers.tables import Table
 
-_COLUMNS = {
-    "before": "before",
-    "after": "after",
-    "alike": "alike",
-    "changed": "changed",
-    "moved": "moved",
-    "moved_out": "moved\nout",
-    "moved_in": "moved\nin",
-    "added": "added",
-    "removed": "removed",
-}
+_HEADER = ("", *(name.replace("_", "\n") for name in Tally._fields))
 _NO_ADDRESS = " " * 4
 _MOST_DELTAS = 12
 
 
-def _sum(tallies: list[Tally]) -> Tally:
-    return Tally(**{name: sum(getattr(t, name) for t in tallies) for name in _COLUMNS})
-
-
 def _cells(name: str, tally: Tally) -> list[str]:
-    return [name, *(str(getattr(tally, column) or "") for column in _COLUMNS)]
+    return [name, *(str(number or "") for number in tally)]
 
 
 def summary_text(diff: KernelDiff, names: tuple[str, str]) -> str:
@@ -60,14 +44,11 @@ def summary_text(diff: KernelDiff, names: tuple[str, str]) -> str:
     rows = []
     for phase, tallies in diff.tallies().items():
         if tallies:
-            rows.append(_cells(f"[{phase.value}]", _sum(list(tallies.values()))))
+            rows.append(
+                _cells(f"[{phase.value}]", Tally(*map(sum, zip(*tallies.values(), strict=True))))
+            )
             rows += [_cells(name, tally) for name, tally in tallies.items()]
-    table = tabulate(
-        rows,
-        ["", *_COLUMNS.values()],
-        disable_numparse=True,
-        colalign=("left", *["right"] * len(_COLUMNS)),
-    )
+    table = Table(_HEADER, rows).text()
     deltas = diff.opcode_deltas()
     changes = ", ".join(f"{opcode} {b - a:+d}" for opcode, a, b in deltas[:_MOST_DELTAS])
     if len(deltas) > _MOST_DELTAS:
@@ -145,7 +126,7 @@ def diff_as_json(diff: KernelDiff, names: tuple[str, str]) -> dict[str, Any]:
         "likenesses": {likeness.value: diff.likenesses[likeness] for likeness in Likeness},
         "moved": diff.moved,
         "phases": {
-            phase.value: {name: asdict(tally) for name, tally in tallies.items()}
+            phase.value: {name: tally._asdict() for name, tally in tallies.items()}
             for phase, tallies in diff.tallies().items()
         },
         "changes": [
