@@ -1,6 +1,9 @@
-"""Build of flash_attention: the kernel library is made by nvcc, the rest is setuptools."""
+"""Build of flash_attention: the kernel library is made by nvcc, the rest is setuptools.
 
-import os
+What a Python that is too old cannot read is imported only when kernels are built, so that pip can
+say that this package needs a newer one.
+"""
+
 import sys
 from pathlib import Path
 
@@ -12,19 +15,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "py"))
 
 from flash_helpers import __version__  # noqa: E402
-from flash_helpers.compile.build import LibraryBuild, copy_built_files, requested_jobs  # noqa: E402
-from flash_helpers.compile.codegen import configs_to_build  # noqa: E402
-from flash_helpers.compile.toolchain import (  # noqa: E402
-    BuildError,
-    find_toolchain,
-    requested_architectures,
-)
 
 PACKAGE = "flash_attention"
-# The site's generator; these versions need Python 3.11.
-SITE = [
-    f"{name}; python_version >= '3.11'" for name in ("sphinx>=9", "myst-parser>=5", "furo>=2025.12")
-]
 
 
 class BuildKernels(Command):
@@ -41,16 +33,11 @@ class BuildKernels(Command):
         self.set_undefined_options("build", ("build_lib", "build_lib"))
 
     def run(self):
+        from flash_helpers.compile.build import build_package, copy_built_files
+        from flash_helpers.compile.toolchain import BuildError
+
         try:
-            architectures = requested_architectures(os.environ)
-            LibraryBuild(
-                root=ROOT,
-                toolchain=find_toolchain(architectures),
-                architectures=architectures,
-                jobs=requested_jobs(os.environ),
-                report=lambda line: print(line, flush=True),
-                configs=configs_to_build(ROOT),
-            ).run(ROOT / PACKAGE)
+            build_package(ROOT, ROOT / PACKAGE, report=lambda line: print(line, flush=True))
         except (BuildError, OSError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
         if not self.editable_mode:
@@ -83,18 +70,9 @@ class PlatformDistribution(Distribution):
 
 
 setup(
-    name=PACKAGE,
     version=__version__,
-    description="Sixteen FlashAttention-2 forward kernels in CUDA, each one idea from the last",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else "",
-    long_description_content_type="text/markdown",
     packages=[PACKAGE],
-    python_requires=">=3.10",
     install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
-    extras_require={
-        "docs": SITE,
-        "test": ["pytest>=8", "ruff", "clang-format", "matplotlib", "selenium", *SITE],
-    },
     distclass=PlatformDistribution,
     cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},
 )

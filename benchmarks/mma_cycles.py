@@ -6,24 +6,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
-from tabulate import tabulate
 
 from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
-from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.results import measured_json
+from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.runtime.mma_loop import MmaLoop
+from flash_helpers.tables import Table, number
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/mma_cycles_h100.json"
-FORMAT = 1
 LAUNCHES = 3
 INSTRUCTIONS = "sm__inst_executed_pipe_tensor.sum"
 CYCLES = "sm__cycles_active.sum"  # of all SMs: clocks do not matter
@@ -48,17 +47,33 @@ exit status: 0 it was counted, 2 wrong usage, no GPU or no profiler; 130 interru
 
 
 @dataclass(frozen=True)
-class MmaCycles:
+class LoopLaunch:
     """One launch of the loop. instructions, cycles: sums over all SMs."""
 
     dtype: str
     instructions: int
     cycles: int
 
-    @property
-    def per_instruction(self) -> float:
-        """Cycles of an SM for each instruction."""
-        return self.cycles / self.instructions
+
+@dataclass(frozen=True)
+class MmaCycles(RecordFile):
+    """Everything that one run counted. profiler: its version."""
+
+    FORMAT: ClassVar[int] = 1
+    HOLDS: ClassVar[str] = "cycles of mma.sync"
+
+    provenance: Provenance
+    profiler: str
+    launches: tuple[LoopLaunch, ...]
+
+    def table(self) -> Table:
+        """A row a launch."""
+        header = ["dtype", "instructions", "cycles of SMs", "cycles each"]
+        rows = [
+            [m.dtype, str(m.instructions), str(m.cycles), number(m.cycles / m.instructions, 4)]
+            for m in self.launches
+        ]
+        return Table(header, rows)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,21 +94,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def launch(dtype: str) -> int:
     """Launch the loop and wait; the exit status."""
     device = torch.device("cuda", torch.cuda.current_device())
-    loop = MmaLoop(next(d for d in DType if d.short == dtype), device)
+    loop = MmaLoop(DType.from_name(dtype), device)
     for _ in range(LAUNCHES):
         loop.launch()
     torch.cuda.synchronize(device)
     return 0
 
 
-def count(profiler: NsightCompute, dtype: str) -> list[MmaCycles]:
+def count(profiler: NsightCompute, dtype: str) -> list[LoopLaunch]:
     """The launches of one dtype. Raises ProfilerError."""
     command = [sys.executable, __file__, "--launch", dtype]
     found = profiler.profile(command, "^loop", (INSTRUCTIONS, CYCLES), dtype)
     counted = [(run.values.get(INSTRUCTIONS), run.values.get(CYCLES)) for run in found]
     if not all(instructions and cycles for instructions, cycles in counted):
         raise ProfilerError(f"this GPU does not count {INSTRUCTIONS} or {CYCLES}")
-    return [MmaCycles(dtype, int(i), int(c)) for i, c in counted if i and c]
+    return [LoopLaunch(dtype, int(i), int(c)) for i, c in counted if i and c]
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
@@ -103,19 +118,13 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         return launch(arguments.launch)
     profiler = NsightCompute.find()
     launches = [each for dtype in DType for each in count(profiler, dtype.short)]
-    origin = provenance(
-        backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
+    found = MmaCycles(
+        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        f"Nsight Compute {profiler.version()}",
+        tuple(launches),
     )
-    head = {
-        "format": FORMAT,
-        "provenance": asdict(origin),
-        "profiler": f"Nsight Compute {profiler.version()}",
-    }
-    rows = [(m.dtype, m.instructions, m.cycles, m.per_instruction) for m in launches]
-    headers = ["dtype", "instructions", "cycles of SMs", "cycles each"]
-    print(tabulate(rows, headers=headers, floatfmt=".4f"))
-    print(f"\n{origin.gpu}, driver {origin.driver}, {head['profiler']}")
-    write_if_different(arguments.json, measured_json(head, {"launches": map(asdict, launches)}))
+    print(f"{found.table().text()}\n\n{found.provenance.sentence(found.profiler)}")
+    found.save(arguments.json)
     return 0
 
 

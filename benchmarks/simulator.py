@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
-"""Time the simulator: every version at the small shape, and how time grows with the blocks."""
+"""Time the simulator: every step at the small shape, and how time grows with the blocks."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,23 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from tabulate import tabulate
 from tqdm import tqdm
 
 import flash_attention
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.sanity import SMALL_SHAPE
+from flash_helpers.command_line import make_parser, typed_command
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import (
-    AttentionForward,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.runtime.backend import find_backend
+from flash_helpers.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "simulator.json"
+RESULTS = Path("benchmarks/results/simulator.json")
 SCALING_SHAPES = (
     AttentionForward(1, 1, 256),
     AttentionForward(1, 1, 512),
@@ -45,7 +40,7 @@ SCALING_SHAPES = (
 
 EXAMPLES = f"""\
 examples:
-  measure, and write {RESULTS.relative_to(ROOT)}:
+  measure, and write {RESULTS}:
     python benchmarks/simulator.py
   measure, and write elsewhere:
     python benchmarks/simulator.py --json /tmp/simulator.json
@@ -68,17 +63,21 @@ def peak_mib() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def measure(config: FlashForwardKernelConfig, shape: AttentionForward) -> dict[str, Any]:
+def measure(config: Config, shape: AttentionForward) -> dict[str, Any]:
     """One run, its reading of the PTX included if the kernel is run for the first time."""
     inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
     began = time.perf_counter()
     _, run = flash_attention.simulate(config, *inputs)
     seconds = time.perf_counter() - began
     total = run.counters.total
+    launches = config.launch(shape, shape.strides())
     return {
-        "config": config.runs_as(shape.strides()).short_form(),
-        **asdict(shape),
-        "blocks": shape.batch * shape.heads * shape.seq_len // config.B_r,
+        "config": launches[0].config.short_form(),
+        "batch": shape.batch,
+        "n_heads": shape.heads,
+        "seq_len": shape.seq_len,
+        "d_head": shape.d_head,
+        "blocks": sum(launch.n_blocks for launch in launches),
         "seconds": round(seconds, 3),
         "warp_instructions": total.instructions,
         "mma": total.mma,
@@ -88,23 +87,21 @@ def measure(config: FlashForwardKernelConfig, shape: AttentionForward) -> dict[s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--json", type=Path, default=RESULTS, metavar="FILE", help="(default: %(default)s)"
+        "--json", type=Path, default=ROOT / RESULTS, metavar="FILE", help=f"(default: {RESULTS})"
     )
     arguments = parser.parse_args(argv)
+    command = typed_command("benchmarks/simulator.py", argv)
     backend = find_backend("cpu")
     configs = get_kernel_progression_configs()
     work = [(config, SMALL_SHAPE) for config in configs]
     work += [(configs[-1], shape) for shape in SCALING_SHAPES]
     records = [measure(*item) for item in tqdm(work, desc="simulator", unit="run")]
     small, scaling = records[: len(configs)], records[len(configs) :]
-    command = shlex.join(["benchmarks/simulator.py", *(sys.argv[1:] if argv is None else argv)])
     document = {
         "provenance": {
-            **asdict(provenance(backend.device, backend.library, command, git_commit(ROOT))),
+            **asdict(provenance(backend, command, git_commit(ROOT))),
             "cpu": processor(),
             "cores": os.cpu_count(),
             "numpy": np.__version__,
@@ -114,9 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "scaling": scaling,
     }
     columns = ("config", "batch", "n_heads", "seq_len", "blocks", "seconds", "peak_mib")
-    print(tabulate([[r[c] for c in columns] for r in records], columns))
+    print(Table(columns, [[str(record[c]) for c in columns] for record in records]).text())
     print(f"{len(small)} kernels at {SMALL_SHAPE}: {document['seconds_for_all']} s")
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     write_if_different(arguments.json, json.dumps(document, indent=1) + "\n")
     return 0
 

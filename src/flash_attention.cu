@@ -212,7 +212,12 @@ FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *addres
     static void *const entry = [] {
         void *found = nullptr;
         cudaDriverEntryPointQueryResult unused;
+#if CUDART_VERSION >= 12050 // where the plain name is deprecated
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &unused);
+#else
         cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &unused);
+#endif
         return found;
     }();
     if (entry == nullptr) {

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 from overlap import EXPERIMENTS, source_digest
 
 from flash_helpers.compile.cubins import Cubin
-from flash_helpers.measure.results import load_measured, read_records
+from flash_helpers.measure.results import RecordFile
 from flash_helpers.sass.analyse.counts import WORK, buckets
 from flash_helpers.sass.analyse.phases import main_loop
 from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import Kernel, Loop, Operation, SassError
 
-FORMAT = 1
 ARCHITECTURE = 90
 
 _MOVE = re.compile(r"MOV\b|IMAD\.MOV")  # from register to register
+
+
+def column(title: str) -> Any:
+    """A number that the table shows under this title."""
+    return field(metadata={"title": title})
 
 
 @dataclass(frozen=True)
@@ -36,49 +40,30 @@ class LoopFacts:
     """
 
     name: str
-    instructions: int
-    hmma: int
-    ldmatrix: int
-    mufu: int
-    ffma: int
-    fmul: int
-    fadd: int
-    moves: int
-    local: int
-    gap: int
-    hmma_behind: int
+    instructions: int = column("instructions")
+    hmma: int = column("HMMA")
+    ldmatrix: int = column("LDSM")
+    mufu: int = column("MUFU")
+    ffma: int = column("FFMA")
+    fmul: int = column("FMUL")
+    fadd: int = column("FADD")
+    moves: int = column("moves")
+    local: int = column("local memory")
+    gap: int = column("most between two HMMA")
+    hmma_behind: int = column("HMMA behind half of MUFU")
 
 
 @dataclass(frozen=True)
-class MachineCode:
+class MachineCode(RecordFile):
     """The loops that one compiler made. sources: see `source_digest`."""
+
+    FORMAT: ClassVar[int] = 1
+    HOLDS: ClassVar[str] = "machine code of the experiments"
 
     compiler: str
     architecture: str
     sources: str
     loops: tuple[LoopFacts, ...]
-
-    def to_json(self) -> str:
-        """Text for a file, one line a loop."""
-        head = {"format": FORMAT, **{k: v for k, v in asdict(self).items() if k != "loops"}}
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        rows = ",\n".join(f"    {json.dumps(asdict(loop))}" for loop in self.loops)
-        return "{\n" + ",\n".join(lines) + f',\n  "loops": [\n{rows}\n  ]\n}}\n'
-
-
-def load_machine_code(path: Path) -> MachineCode:
-    """Read what `MachineCode.to_json` gave. Raises OSError, or ValueError for another file."""
-    return load_measured(
-        path,
-        "machine code of the experiments",
-        FORMAT,
-        lambda data: MachineCode(
-            data["compiler"],
-            data["architecture"],
-            data["sources"],
-            read_records(LoopFacts, data["loops"]),
-        ),
-    )
 
 
 def always_executed(kernel: Kernel, loop: Loop) -> frozenset[int]:

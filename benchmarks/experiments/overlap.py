@@ -14,14 +14,10 @@ from typing import Any
 
 from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.cubins import Cubin, Source, included_files
-from flash_helpers.kernel_configs import (
-    TWO_STAGES,
-    DType,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import TWO_STAGES, DType, FlashForwardKernelConfig
 from flash_helpers.measure.benchmark import Contender
 from flash_helpers.measure.results import ResourceRecord
+from flash_helpers.registry.ampere import AMPERE, STAGES_STEP
 from flash_helpers.sass.analyse.occupancy import occupancy
 from flash_helpers.tune.process import KernelFile
 from flash_helpers.tune.worker import cubin_contender
@@ -49,7 +45,7 @@ class Experiment:
     @property
     def config(self) -> FlashForwardKernelConfig:
         """What the kernel is launched as; experiments may share it."""
-        fixed = next(c for c in reversed(get_kernel_progression_configs()) if c.dtype == DTYPE)
+        fixed = AMPERE.fixed_config(AMPERE.steps[STAGES_STEP], DTYPE)
         return fixed.replace(**{**TWO_STAGES, **self.options})
 
     def unit(self) -> str:
@@ -66,8 +62,13 @@ _ONE_STAGE = _options(False, False, kv_stages=1)
 _EAGER, _LAZY, _BOTH = _options(False, False), _options(True, False), _options(True, True)
 
 
-def _ring(options: str) -> str:
-    return f"Ring<value, experiments::RingOptions{{{options}}}>"
+_BY_KEY = ".copies_by_key = true"
+_COPIES = ".copies = experiments::Copies"
+
+
+def _ring(name: str, title: str, options: str, parent: str = "two_stages") -> Experiment:
+    loop = f"Ring<value, experiments::RingOptions{{{options}}}>"
+    return Experiment(name, parent, title, _BOTH, loop)
 
 
 # In the order of the log.
@@ -109,52 +110,22 @@ EXPERIMENTS = (
     Experiment("ring_mma_sum", "ring", "row sums by mma", _options(False, True)),
     Experiment("two_stages", "ring_lazy", "row sums by mma: version 16 with two stages", _BOTH),
     Experiment("ring_keys_32", "two_stages", "B_c 32", {**_BOTH, "B_c": 32}),
-    Experiment("ring_ahead_1", "two_stages", "loads 1 ahead, not 2", _BOTH, _ring(".ahead = 1")),
-    Experiment("ring_ahead_3", "two_stages", "loads 3 ahead", _BOTH, _ring(".ahead = 3")),
-    Experiment(
-        "ring_copies_first",
-        "two_stages",
-        "copies before V's first fragments",
-        _BOTH,
-        _ring(".copies_first = true"),
-    ),
-    Experiment(
-        "ring_by_key",
-        "two_stages",
-        "addresses of copies from the key",
-        _BOTH,
-        _ring(".copies_by_key = true"),
-    ),
-    Experiment(
+    _ring("ring_ahead_1", "loads 1 ahead, not 2", ".ahead = 1"),
+    _ring("ring_ahead_3", "loads 3 ahead", ".ahead = 3"),
+    _ring("ring_copies_first", "copies before V's first fragments", ".copies_first = true"),
+    _ring("ring_by_key", "addresses of copies from the key", _BY_KEY),
+    _ring(
         "ring_first_version",
-        "two_stages",
         "3 ahead, copies first, by key",
-        _BOTH,
-        _ring(".ahead = 3, .copies_first = true, .copies_by_key = true"),
+        f".ahead = 3, .copies_first = true, {_BY_KEY}",
     ),
-    Experiment("ring_vote", "two_stages", "a vote before the maxima", _BOTH, _ring(".vote = true")),
-    Experiment(
-        "ring_barrier_first",
-        "two_stages",
-        "barrier at the top of a block",
-        _BOTH,
-        _ring(".barrier_first = true"),
+    _ring("ring_vote", "a vote before the maxima", ".vote = true"),
+    _ring("ring_barrier_first", "barrier at the top of a block", ".barrier_first = true"),
+    _ring("ring_immediate", "distances of copies in the instructions", f"{_COPIES}::immediate"),
+    _ring(
+        "ring_interleaved", "copies spread over P @ V", f"{_COPIES}::interleaved", "ring_immediate"
     ),
-    Experiment(
-        "ring_immediate",
-        "two_stages",
-        "distances of copies in the instructions",
-        _BOTH,
-        _ring(".copies = experiments::Copies::immediate"),
-    ),
-    Experiment(
-        "ring_interleaved",
-        "ring_immediate",
-        "copies spread over P @ V",
-        _BOTH,
-        _ring(".copies = experiments::Copies::interleaved"),
-    ),
-    Experiment("ring_again", "two_stages", "nothing: the control", _BOTH, _ring("")),
+    _ring("ring_again", "nothing: the control", ""),
 )
 
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from experiment_tables import Table, loop_table, provenance_line, speed_table
-from machine_code import ARCHITECTURE, load_machine_code, read_machine_code
+from experiment_tables import loop_table, provenance_line, speed_table
+from machine_code import ARCHITECTURE, MachineCode, read_machine_code
 from overlap import DTYPE, EXPERIMENTS, contender, resources, source_digest, sources
-from tabulate import tabulate
 from tqdm import tqdm
 
 from flash_helpers.command_line import (
@@ -28,17 +27,10 @@ from flash_helpers.command_line import (
 from flash_helpers.compile.build import requested_jobs
 from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.files import write_if_different
-from flash_helpers.measure.benchmark import (
-    default_shape,
-    library_contender,
-    make_input_sets,
-    measure_problem,
-    n_steps,
-)
+from flash_helpers.measure.benchmark import default_shape, library_contender, n_steps, run_benchmark
 from flash_helpers.measure.benchmark_tables import replace_between_markers
-from flash_helpers.measure.machine import GpuMonitor, clock_record, git_commit, provenance
-from flash_helpers.measure.rates import measure_rates, mma_sync_work
+from flash_helpers.measure.machine import GpuMonitor, git_commit, provenance
+from flash_helpers.measure.rates import mma_sync_work
 from flash_helpers.measure.results import (
     FLASH,
     MMA_SYNC,
@@ -49,7 +41,7 @@ from flash_helpers.measure.results import (
     refuse_another_gpu,
 )
 from flash_helpers.measure.timing import make_timer
-from flash_helpers.registry.selection import require_supported
+from flash_helpers.registry.selection import UsageError, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.sass.read.records import SassError
 
@@ -145,22 +137,13 @@ def compile_experiments(architecture: int) -> list[Cubin]:
     return [found[experiment.name] for experiment in EXPERIMENTS]
 
 
-def terminal_text(table: Table) -> str:
-    """The table for a terminal."""
-    return tabulate(
-        table.rows, headers=table.header, disable_numparse=True, colalign=table.alignment
-    )
-
-
 def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     """Compile, verify and time all experiments, and write what was found.
 
     Raises KernelsNotRun without a GPU, BuildError, and ValueError or OSError for a bad file.
     """
     backend = find_backend("cuda")
-    found = provenance(
-        backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-    )
+    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     refuse_another_gpu(arguments.json, found.gpu)
     seq_lens = sorted(set(arguments.seq))
     for seq_len in seq_lens:
@@ -170,29 +153,26 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     torch.zeros(1, device=backend.device)  # makes PyTorch's context current
     contenders = [library_contender(FLASH), *map(contender, compiled)]
     protocol = Protocol(rounds=arguments.rounds)
-    timer = make_timer(backend.device, protocol)
-    rates = measure_rates(
-        {MMA_SYNC: lambda dtype: mma_sync_work(dtype, backend.device)}, DTYPE, timer, protocol
-    )
-    measurements, clocks = [], []
     total = len(seq_lens) * n_steps(len(contenders), protocol)
     with tqdm(total=total, desc="experiments", unit="step") as bar:
-        for seq_len in seq_lens:
-            shape, monitor = default_shape(seq_len), GpuMonitor(backend.device)
-            sets = make_input_sets(shape, DTYPE, backend.device, timer, protocol)
-            measurements += measure_problem(
-                contenders, sets, shape, DTYPE, timer, protocol, monitor, advance=bar.update
-            )
-            clocks.append(clock_record(DTYPE.short, seq_len, monitor.readings))
+        run = run_benchmark(
+            {DTYPE: contenders},
+            seq_lens,
+            backend.device,
+            make_timer(backend.device, protocol),
+            protocol,
+            GpuMonitor,
+            rate_works={MMA_SYNC: lambda dtype: mma_sync_work(dtype, backend.device)},
+            advance=bar.update,
+            shape_for=default_shape,
+        )
+    if run.skipped:
+        skipped = run.skipped[0]
+        raise UsageError(f"seq {skipped.seq_len} {skipped.reason}: use shorter --seq")
     results = BenchmarkResults(
-        provenance=found,
-        protocol=protocol,
-        clocks=tuple(record for record in clocks if record is not None),
-        rates=tuple(rates),
-        resources=tuple(map(resources, compiled)),
-        measurements=tuple(measurements),
+        provenance=found, protocol=protocol, resources=tuple(map(resources, compiled)), **vars(run)
     )
-    results.save_json(arguments.json)
+    results.save(arguments.json)
     return results
 
 
@@ -206,7 +186,7 @@ def documented(root: Path, results: Path) -> tuple[str, str]:
     if results.exists():
         measured = load_results(results)
         speed = f"{speed_table(measured).markdown()}\n\n{provenance_line(measured)}"
-    code = load_machine_code(root / MACHINE_CODE)
+    code = MachineCode.load(root / MACHINE_CODE)
     made = f"{code.compiler}, {code.architecture}."
     new = replace_between_markers(old, speed, *SPEED_MARKERS)
     new = replace_between_markers(new, f"{loop_table(code).markdown()}\n\n{made}", *LOOP_MARKERS)
@@ -217,7 +197,7 @@ def write_docs(arguments: argparse.Namespace) -> int:
     """Update or check the log; returns the exit status. Raises as `documented` does."""
     old, new = documented(ROOT, arguments.json)
     status = write_or_check(ROOT / DOCS, old, new, arguments.check)
-    if arguments.check and load_machine_code(ROOT / MACHINE_CODE).sources != source_digest(ROOT):
+    if arguments.check and MachineCode.load(ROOT / MACHINE_CODE).sources != source_digest(ROOT):
         print(f"{MACHINE_CODE} was made from other sources: run with --sass, then --write-docs")
         return 1
     return status
@@ -227,8 +207,8 @@ def write_machine_code() -> int:
     """Compile, read and write what ptxas made of the loops. Raises BuildError and SassError."""
     compiled = compile_experiments(ARCHITECTURE)
     code = read_machine_code(tqdm(compiled, desc="disassembling", unit="kernel"), ROOT)
-    write_if_different(ROOT / MACHINE_CODE, code.to_json())
-    print(terminal_text(loop_table(code)))
+    code.save(ROOT / MACHINE_CODE)
+    print(loop_table(code).text())
     return 0
 
 
@@ -238,13 +218,8 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         return write_docs(arguments)
     if arguments.sass:
         return write_machine_code()
-    try:
-        results = measure(arguments, command)
-    except torch.cuda.OutOfMemoryError as error:
-        said = str(error).splitlines()[0]
-        print(f"does not fit in the GPU's memory, use shorter --seq: {said}", file=sys.stderr)
-        return 2
-    print(terminal_text(speed_table(results)))
+    results = measure(arguments, command)
+    print(speed_table(results).text())
     for rate in results.rates:
         if rate.failure:
             print(f"{RATE_NAMES[rate.name]}: {rate.failure}")

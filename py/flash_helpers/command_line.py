@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,10 +89,13 @@ def run_tool(
     It is 2 after one of `errors`, those that wrong usage or bad input raises, and 130 after Ctrl-C;
     stderr then has a line, the error or `interrupted`. Raises any other exception of the work.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see quiet_start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return work() or 0
     except errors as error:
-        print(error, file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename
+        print(f"{error.filename}: {error.strerror}" if named else error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

@@ -17,19 +17,23 @@ def text_diff(name: str, old: str, new: str) -> str:
 def write_if_different(path: Path, text: str) -> bool:
     """Write `text` to `path` unless it holds it already; a reader never sees half a file.
 
-    Returns whether the file was written. Creates the folder. Raises OSError.
+    Returns whether the file was written. Creates the folder. Raises OSError, which names `path`.
     """
     data = text.encode()
-    if path.is_file() and path.read_bytes() == data:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        if path.is_file() and path.read_bytes() == data:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        # not the temporary file, of which nobody knows
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     return True

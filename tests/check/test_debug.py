@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from fake_backend import fake_backend, load_tool
 
-from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish, key_block_order
+from flash_helpers.check import debugging
+from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish
 from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.reference import attention_reference, measure_error
@@ -17,14 +19,14 @@ from flash_helpers.kernel_configs import (
     AttentionForward,
     DType,
     FlashForwardKernelConfig,
-    get_kernel_progression_configs,
     get_kernels_to_build,
 )
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
 SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
-PROGRESSION = [config.general() for config in get_kernel_progression_configs()]
+PROGRESSION = AMPERE.progression()
 LARGE_TILES = [
     config
     for config in get_kernels_to_build()
@@ -88,15 +90,15 @@ def test_p_is_rounded_and_l_is_not():
 
 
 def test_keys_are_walked_backwards_from_version_13_on():
-    assert list(key_block_order(config_of(12), 256)) == [0, 1, 2, 3]
-    assert list(key_block_order(config_of(13), 256)) == [3, 2, 1, 0]
+    assert list(config_of(12).key_blocks(256)) == [0, 1, 2, 3]
+    assert list(config_of(13).key_blocks(256)) == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("seq_len", "d_head"), ((100, 128), (128, 64)))
 def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
     config = config_of(1)
     shape = AttentionForward(1, 1, seq_len, d_head)
-    with pytest.raises(ValueError, match=r"100 is not a multiple|64 is not the 128"):
+    with pytest.raises(ValueError, match=r"100 is not a multiple|d_head 64: .* built for 128"):
         next(blockwise_forward(config, *inputs(config, shape=shape)))
 
 
@@ -228,11 +230,87 @@ def test_the_tool_names_the_first_difference_and_the_faults(tmp_path, capsys):
     assert out.splitlines()[-1].startswith("first difference: V, key block 0, row block 0")
 
 
+def kernel_ptx(tmp_path, *configs, edit=lambda text: text) -> str:
+    """A PTX file with the library's kernel of the first config, or with several of them."""
+    path = tmp_path / "kernel.ptx"
+    first, *others = (ptx_path(config).read_text() for config in configs)
+    entries = [text[text.index(".visible .entry") : text.index("\n}\n") + 3] for text in others]
+    head, brace, tail = first.partition("\n}\n")
+    path.write_text(edit(head + brace + "\n".join(entries) + tail))
+    return str(path)
+
+
+class TestPtx:
+    """A kernel that is being worked on: its config is that of the file's kernel."""
+
+    def test_with_a_static_row_stride_gets_tensors_that_have_it(self, tmp_path, capsys):
+        config = next(c for c in PROGRESSION if c.static_row_stride and c.dtype == DType.BF16)
+        path = kernel_ptx(tmp_path, config)
+        for arguments in ([config.step.id], []):
+            assert debug(*arguments, "--seq", "128", "--ptx", path, "--out", str(tmp_path)) == 0
+            out = capsys.readouterr().out
+            assert out.startswith(f"{config.short_form()}, batch 1, heads 1")
+
+    def test_of_another_config_of_the_step_is_compared_with_that(self, tmp_path, capsys):
+        path = kernel_ptx(tmp_path, LARGE_TILES[0])
+        dtype = LARGE_TILES[0].dtype.short
+        arguments = ("--dtype", dtype, "--seq", "128", "--ptx", path, "--out", str(tmp_path))
+        assert debug(LARGE_TILES[0].step.id, *arguments) == 0
+        assert LARGE_TILES[0].short_form() in capsys.readouterr().out
+
+    def test_of_another_step_or_config_says_how_it_differs(self, tmp_path, capsys):
+        path = kernel_ptx(tmp_path, config_of(3))
+        assert debug("2", "--ptx", path, "--out", str(tmp_path)) == 2
+        err = capsys.readouterr().err
+        assert f"kernel.ptx does not hold {config_of(2).short_form()}" in err
+        assert "(version 3 instead of 2, eager_load_blocks True instead of False)" in err
+
+    def test_with_several_kernels_wants_one_named(self, tmp_path, capsys):
+        large = next(c for c in LARGE_TILES if (c.version, c.dtype) == (7, DType.BF16))
+        path = kernel_ptx(tmp_path, large, config_of(7))
+        assert debug("--ptx", path, "--out", str(tmp_path)) == 2
+        assert "does not hold one kernel, but" in capsys.readouterr().err
+        assert debug("7", "--seq", "64", "--ptx", path, "--out", str(tmp_path)) == 0
+
+    def test_of_somebody_else_is_refused(self, tmp_path, capsys):
+        path = kernel_ptx(
+            tmp_path,
+            config_of(3),
+            edit=lambda text: text.replace("forward_kernel", "other_kernel12"),
+        )
+        assert debug("--ptx", path, "--out", str(tmp_path)) == 2
+        assert "kernel.ptx holds no kernel of this repository" in capsys.readouterr().err
+
+
+def test_faults_after_the_first_are_summed_up(tmp_path, capsys):
+    path = kernel_ptx(
+        tmp_path,
+        config_of(4),
+        edit=lambda text: re.sub(r"\n\s*(bar\.sync|cp\.async\.wait_group)[^\n]*", "", text),
+    )
+    arguments = ("--seq", "128", "--ptx", path, "--out", str(tmp_path))
+    assert debug(*arguments) == 1
+    short = capsys.readouterr().out
+    counted = re.search(r"\nand (\d+) more: (\d+) \w+Error", short)
+    assert counted is not None
+    assert debug(*arguments, "--all-faults") == 1
+    long = capsys.readouterr().out
+    assert len(long) > len(short)
+    assert "--all-faults prints them" in short and "--all-faults prints them" not in long
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        ([], "give a VERSION or --kernel"),
-        (["17"], "version 17: choose one of v1, "),
+        ([], "give a STEP, --kernel CONFIG or --ptx FILE"),
+        (["99"], "'99': the steps are v1 to"),
+        (["7..9"], "'7..9' is not one step"),
+        (["all"], "'all' is not one step"),
+        (["1", "--kernel", "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"], "both name a kernel"),
+        (
+            ["--dtype", "bf16", "--kernel", "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"],
+            "--dtype bf16 is not that of v1_fp16",
+        ),
         (["1", "--seq", "100"], "100 is not a multiple"),
         (["1", "--warp", "4"], "--warp 4: there are 0 to 3"),
         (["1", "--block", "4"], "--block 4: there are 0 to 3"),
@@ -249,11 +327,11 @@ def test_wrong_usage_is_told_in_a_line(arguments, message, tmp_path, capsys):
 def test_on_a_gpu_the_output_alone_is_compared(monkeypatch, tmp_path, capsys):
     tool = load_tool("tools/debug/debug.py")
     arguments = ["16", "--device", "cuda", "--seq", "128", "--out", str(tmp_path)]
-    monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
+    monkeypatch.setattr(debugging, "find_backend", lambda device: fake_backend())
     assert tool.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all quantities agree within rounding"
     wrong = fake_backend(lambda config, o: o[0, 70, 0].add_(1))
-    monkeypatch.setattr(tool, "find_backend", lambda device: wrong)
+    monkeypatch.setattr(debugging, "find_backend", lambda device: wrong)
     assert tool.main(arguments) == 1
     assert (
         capsys.readouterr()

@@ -232,7 +232,7 @@ def test_an_unknown_distribution_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_shape_without_elements_is_refused() -> None:
-    with pytest.raises(ValueError, match="n_heads 0"):
+    with pytest.raises(ValueError, match="heads 0"):
         AttentionForward(1, 0, 64)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -14,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from other_family import OTHER, OtherConfig
 
+import flash_attention
 from flash_helpers.compile import toolchain
 from flash_helpers.compile.build import (
     LibraryBuild,
@@ -22,9 +27,10 @@ from flash_helpers.compile.build import (
     copy_built_files,
     dependencies,
     gencode_flags,
+    requested_configs,
     requested_jobs,
 )
-from flash_helpers.compile.codegen import MAP_HEADER, kernel_map_header
+from flash_helpers.compile.codegen import configs_to_build, kernel_map_header
 from flash_helpers.compile.toolchain import (
     PYPI_TOOLCHAIN,
     BuildError,
@@ -36,11 +42,20 @@ from flash_helpers.compile.toolchain import (
     requested_architectures,
     toolchain_requirements,
 )
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.kernel_configs import (
+    STEPS,
+    DType,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.registry.ampere import AMPERE
 
-V1, V2 = (next(c for c in get_kernel_progression_configs() if c.version == v) for v in (1, 2))
+V1, V2 = (
+    next(c for c in get_kernel_progression_configs() if c.step.id == step) for step in ("v1", "v2")
+)
 NAME_1, NAME_2 = V1.short_form(), V2.short_form()
 NOWHERE = Path("/nowhere")
+BACKEND = "tools/build/build_backend.py"
 
 
 def executable(path: Path, text: str) -> Path:
@@ -100,12 +115,13 @@ class TestArchitectures:
         assert requested_architectures({"FLASH_ATTENTION_CUDA_ARCHS": "90"}) == (90,)
 
     def test_become_machine_code_each_and_ptx_of_the_lowest(self):
-        assert gencode_flags((80, 90)) == [
+        assert gencode_flags(("80", "90")) == [
             *("-gencode", "arch=compute_80,code=[sm_80,compute_80]"),
             *("-gencode", "arch=compute_90,code=sm_90"),
         ]
-        assert architecture_names((80, 90)) == "sm_80 sm_90 compute_80"
-        assert architecture_names((90,)) == "sm_90 compute_90"
+        assert gencode_flags(("90a",)) == ["-gencode", "arch=compute_90a,code=[sm_90a,compute_90a]"]
+        assert architecture_names(("80", "90", "90a")) == "sm_80 sm_90 sm_90a compute_80"
+        assert architecture_names(("90",)) == "sm_90 compute_90"
 
 
 class TestJobs:
@@ -119,6 +135,40 @@ class TestJobs:
     def test_that_are_no_positive_number_are_refused(self, text):
         with pytest.raises(BuildError, match="MAX_JOBS"):
             requested_jobs({"MAX_JOBS": text})
+
+
+class TestSteps:
+    def test_default_to_all(self, root):
+        assert requested_configs(root, {}) == configs_to_build(root)
+
+    def test_are_those_that_the_environment_names(self, root):
+        found = requested_configs(root, {"FLASH_ATTENTION_STEPS": "v2 7..8"})
+        assert {config.step.id for config in found} == {"v2", "v7", "v8"}
+
+    def test_that_there_are_not_are_refused(self, root):
+        with pytest.raises(BuildError, match="FLASH_ATTENTION_STEPS: 'v99': the steps are v1 to"):
+            requested_configs(root, {"FLASH_ATTENTION_STEPS": "v99"})
+
+
+class TestOldPython:
+    """An older Python reads the metadata, so that pip can say which one this package needs."""
+
+    @pytest.mark.parametrize("name", ["setup.py", "py/flash_helpers/__init__.py", BACKEND])
+    def test_can_read_what_is_run_before_that(self, root, name):
+        ast.parse((root / name).read_text(), feature_version=(3, 9))
+
+    def test_is_not_sent_for_a_compiler(self, root, monkeypatch):
+        monkeypatch.syspath_prepend(root / Path(BACKEND).parent)
+        backend = importlib.import_module("build_backend")
+        monkeypatch.setattr(backend.sys, "version_info", (3, 9, 25))
+        assert backend._with_toolchain(["wheel"]) == ["wheel"]
+
+    def test_is_told_by_the_metadata_of_both_packages(self):
+        for name in ("flash_attention", "flash_helpers"):
+            metadata = importlib.metadata.metadata(name)
+            assert metadata["Requires-Python"] == ">=3.10"
+            assert metadata["License-Expression"] == "MIT"
+            assert metadata["Version"] == flash_attention.__version__
 
 
 class TestFindingNvcc:
@@ -240,7 +290,6 @@ def test_dependencies_are_read_from_makefile_syntax():
 def write_tree(root: Path) -> Path:
     """A repository of two kernels that share a header."""
     files = {
-        MAP_HEADER: kernel_map_header([V1, V2]),
         "src/flash_attention.cu": '#include "flash_kernels.cuh"\n',
         "src/include/flash_attention.cuh": "// structs\n",
         "src/include/shared.cuh": "// shared\n",
@@ -265,10 +314,16 @@ def build(tree, cuda_home, tmp_path, monkeypatch) -> Callable[..., list[str]]:
     log = tmp_path / "log"
     monkeypatch.setenv("FAKE_LOG", str(log))
 
-    def run(architectures=(80, 90), identity="nvcc 13.0", report=lambda line: None) -> list[str]:
+    def run(
+        architectures=(80, 90),
+        identity="nvcc 13.0",
+        report=lambda line: None,
+        configs=(V1, V2),
+    ) -> list[str]:
         log.write_text("")
         chain = Toolchain(cuda_home / "bin" / "nvcc", (13, 0), identity)
-        LibraryBuild(tree, chain, architectures, 2, report).run(tree / "flash_attention")
+        made = LibraryBuild(tree, chain, architectures, 2, report, configs)
+        made.run(tree / "flash_attention")
         return sorted(log.read_text().split())
 
     return run
@@ -332,10 +387,9 @@ class TestBuild:
         (tree / "src/include/shared.cuh").unlink()
         assert build() == sorted([NAME_1, NAME_2, "link"])
 
-    def test_of_a_smaller_map_compiles_no_kernel_and_drops_the_others_files(self, tree, build):
+    def test_of_fewer_configs_compiles_no_kernel_and_drops_the_others_files(self, tree, build):
         build()
-        (tree / MAP_HEADER).write_text(kernel_map_header([V1]))
-        assert build() == ["flash_attention", "link"]
+        assert build(configs=[V1]) == ["flash_attention", "link"]
         package = tree / "flash_attention"
         assert [path.stem for path in (package / "ptx").iterdir()] == [NAME_1]
         assert [path.stem for path in (package / "ptxas").iterdir()] == [NAME_1]
@@ -351,6 +405,38 @@ class TestBuild:
         assert NAME_1 in build()
         (tree / "flash_attention/libflash_attention.so").unlink()
         assert build() == ["link"]
+
+    def test_is_made_from_maps_of_its_own(self, tree, build):
+        committed = tree / AMPERE.map_header
+        committed.write_text("not read\n")
+        build()
+        assert committed.read_text() == "not read\n"
+        maps = (tree / "build/maps" / AMPERE.map_header.name).read_text()
+        assert maps == kernel_map_header(AMPERE, [V1, V2])
+        assert NAME_2 in (tree / "build/kernels/flash_attention.o").read_text()
+
+    def test_of_nothing_is_refused(self, build):
+        with pytest.raises(BuildError, match="at least one kernel"):
+            build(configs=[])
+
+    def test_leaves_out_a_family_that_needs_another_architecture_and_says_so(
+        self, tree, build, monkeypatch
+    ):
+        both = {"ampere": AMPERE, "other": OTHER}
+        monkeypatch.setattr("flash_helpers.compile.build.FAMILIES", both)
+        source = tree / "kernels/other/x3.cuh"
+        source.parent.mkdir(parents=True)
+        source.write_text("// other\n")
+        other = OtherConfig(3, DType.BF16, 128, lazy=True)
+        lines: list[str] = []
+        left = build(architectures=(80,), configs=[V1, other], report=lines.append)
+        assert left == sorted(["flash_attention", NAME_1, "link"])
+        assert "family other needs sm_90a" in lines
+        assert "x3" not in (tree / "build/maps/other_kernels.cuh").read_text()
+        assert other.short_form() in build(architectures=(80, 90), configs=[V1, other])
+        log = tree / "flash_attention/ptxas" / f"{other.short_form()}.log"
+        assert "sm_90a" in (tree / "build/kernels" / f"{other.short_form()}.o").read_text()
+        assert log.is_file()
 
     def test_that_fails_tells_the_units_name_and_the_compilers_words(self, tree, build):
         change(tree / "previous_kernels/v2/forward_kernel.cuh", "FAIL\n")
@@ -380,14 +466,17 @@ def test_interrupted_build_leaves_no_half_object_and_no_process(tree, cuda_home,
         "from pathlib import Path\n"
         "from flash_helpers.compile.build import LibraryBuild\n"
         "from flash_helpers.compile.toolchain import Toolchain\n"
+        "from flash_helpers.kernel_configs import config_from_short_form\n"
         # a shell's background jobs are started with the interrupt ignored
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "root, nvcc = map(Path, sys.argv[1:])\n"
+        "root, nvcc = map(Path, sys.argv[1:3])\n"
         "chain = Toolchain(nvcc, (13, 0), '')\n"
-        "LibraryBuild(root, chain, (80,), 1, print).run(root / 'flash_attention')\n"
+        "configs = [config_from_short_form(name) for name in sys.argv[3:]]\n"
+        "made = LibraryBuild(root, chain, (80,), 1, print, configs)\n"
+        "made.run(root / 'flash_attention')\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, tree, cuda_home / "bin" / "nvcc"],
+        [sys.executable, "-c", program, tree, cuda_home / "bin" / "nvcc", NAME_1, NAME_2],
         env={**os.environ, "FAKE_LOG": str(log)},
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -441,8 +530,13 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
     root, tree, cuda_home, tmp_path, monkeypatch
 ):
     pytest.importorskip("setuptools", minversion="77")
-    shutil.copy(root / "setup.py", tree)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tree)
     shutil.copytree(root / "py" / "flash_helpers", tree / "py" / "flash_helpers")
+    for step in STEPS.values():
+        if not (tree / step.source).is_file():
+            (tree / step.source).parent.mkdir(parents=True, exist_ok=True)
+            (tree / step.source).write_text("// a kernel\n")
     (tree / "flash_attention").mkdir()
     shutil.copy(root / "flash_attention" / "__init__.py", tree / "flash_attention")
     environ = {**os.environ, "CUDA_HOME": str(cuda_home), "NVCC_CCBIN": shutil.which("true")}
@@ -459,8 +553,8 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
     assert files == {
         "flash_attention/__init__.py",
         "flash_attention/libflash_attention.so",
-        *(f"flash_attention/ptx/{name}.ptx" for name in (NAME_1, NAME_2)),
-        *(f"flash_attention/ptxas/{name}.log" for name in (NAME_1, NAME_2)),
+        *(f"flash_attention/ptx/{config.short_form()}.ptx" for config in get_kernels_to_build()),
+        *(f"flash_attention/ptxas/{config.short_form()}.log" for config in get_kernels_to_build()),
     }
 
 
@@ -471,7 +565,6 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
         pytest.skip(str(error).splitlines()[0])
     tree = write_tree(tmp_path / "tree")
     shutil.copy(root / "src/include/flash_attention.cuh", tree / "src/include")
-    (tree / MAP_HEADER).write_text(kernel_map_header([V1]))
     (tree / "src/include/shared.cuh").write_text(
         "#pragma once\n__device__ inline void store(void *O) { *static_cast<int *>(O) = 1; }\n"
     )
@@ -489,7 +582,7 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
 
     def build() -> list[str]:
         lines.clear()
-        LibraryBuild(tree, chain, (80,), 2, lines.append).run(tree / "flash_attention")
+        LibraryBuild(tree, chain, (80,), 2, lines.append, [V1]).run(tree / "flash_attention")
         return lines
 
     build()

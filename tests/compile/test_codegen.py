@@ -5,41 +5,39 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from flash_helpers.compile.codegen import (
-    MAP_HEADER,
-    configs_in_header,
+    LOCAL_CONFIGS,
+    committed_configs,
+    configs_to_build,
+    generated_files,
     kernel_function,
     kernel_map_header,
     kernel_unit,
 )
-from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     FlashForwardKernelConfig,
     get_autotuning_kernel_configs,
     get_kernels_to_build,
-    read_configs,
 )
-from flash_helpers.registry.families import with_siblings
+from flash_helpers.registry.ampere import AMPERE
 
 ROOT = Path(__file__).resolve().parents[2]
-WINNERS = [
-    config
-    for path in sorted((ROOT / "configs").glob("best_*.json"))
-    for config in read_configs(json.loads(path.read_text()))
-]
-TO_BUILD = with_siblings([*get_kernels_to_build(), *WINNERS])
-HEADER = kernel_map_header(TO_BUILD)
-SMALLER_HEADER = kernel_map_header(TO_BUILD[:-1])
+COMMITTED = committed_configs(ROOT)
+HEADER = kernel_map_header(AMPERE, COMMITTED)
+OWN = [config for config in COMMITTED if config.family is AMPERE]
 EXTRA = next(
     config
     for config in reversed(get_autotuning_kernel_configs())
-    if config.version == 16 and config not in TO_BUILD
+    if len(config.siblings()) > 1 and config not in COMMITTED
 )
 
 
@@ -54,12 +52,18 @@ def generate(root):
     return run
 
 
-class TestMapHeader:
-    def test_is_read_back(self):
-        assert configs_in_header(HEADER) == TO_BUILD
+@pytest.fixture
+def tree(tmp_path, root) -> Path:
+    """A repository with what the generator reads and writes."""
+    for name in ("src/include", "configs"):
+        shutil.copytree(root / name, tmp_path / name)
+    (tmp_path / LOCAL_CONFIGS).unlink(missing_ok=True)
+    return tmp_path
 
+
+class TestMapHeader:
     def test_is_sorted_and_without_doubles(self):
-        assert kernel_map_header([*reversed(TO_BUILD), TO_BUILD[0]]) == HEADER
+        assert kernel_map_header(AMPERE, [*reversed(COMMITTED), COMMITTED[0]]) == HEADER
 
     def test_says_who_wrote_it(self):
         banner = HEADER.splitlines()[0]
@@ -67,117 +71,125 @@ class TestMapHeader:
         assert "do not edit" in banner
 
     def test_declares_the_function_of_each_entry(self):
-        declared = re.findall(r"^ForwardKernel (\w+)\(\);", HEADER, re.MULTILINE)
-        assert declared == [kernel_function(config) for config in TO_BUILD]
+        declared = re.findall(r"^Kernel (\w+)\(\);", HEADER, re.MULTILINE)
+        assert declared == [kernel_function(config.short_form()) for config in OWN]
+        entries = re.findall(r"^     (\w+)\(\)\},$", HEADER, re.MULTILINE)
+        assert entries == declared
 
     def test_names_every_field_of_every_entry(self):
-        for name in FlashForwardKernelConfig.__dataclass_fields__:
-            assert HEADER.count(f".{name} = ") == len(TO_BUILD)
+        for name in (field.name for field in fields(FlashForwardKernelConfig)):
+            assert HEADER.count(f".{name} = ") == len(OWN)
 
     def test_keeps_to_the_line_length(self):
-        name_alone = r"(ForwardKernel )?\s*\w+\(\)[;},]+"
+        name_alone = r"(Kernel )?\s*\w+\(\)[;},]+"
         for line in HEADER.splitlines():
             assert len(line) <= 100 or re.fullmatch(name_alone, line), line
 
-    def test_of_nothing_is_refused(self):
-        with pytest.raises(ValueError, match="at least one kernel"):
-            kernel_map_header([])
-
-    def test_with_an_entry_under_another_name_is_refused(self):
-        first, second = (kernel_function(config) for config in TO_BUILD[:2])
-        with pytest.raises(ValueError, match=f"maps {TO_BUILD[0].short_form()} to {second}"):
-            configs_in_header(HEADER.replace(f"{first}()}}", f"{second}()}}"))
-
-    def test_without_entries_is_refused(self):
-        with pytest.raises(ValueError, match="holds no kernel"):
-            configs_in_header("#pragma once\n")
-
 
 class TestUnit:
-    @pytest.mark.parametrize("config", [TO_BUILD[0], TO_BUILD[-1]], ids=lambda c: c.short_form())
-    def test_names_the_struct_after_the_config_and_includes_its_version(self, config):
+    @pytest.mark.parametrize("config", [COMMITTED[0], COMMITTED[-1]], ids=lambda c: c.short_form())
+    def test_names_the_struct_after_the_config_and_includes_its_step(self, config):
         text = kernel_unit(config)
         name = config.short_form()
         assert f"struct {name} {{" in text
-        assert f"v{config.version}::forward_kernel<{name}>" in text
-        includes = re.findall(r'#include "(.*)"', text)
-        assert includes[-1] in (
-            f"previous_kernels/v{config.version}/forward_kernel.cuh",
-            "src/include/forward_kernel.cuh",
-        )
+        assert f'return {{"{name}", ' in text
+        assert f"{config.step.namespace}::forward_kernel<" in text
+        assert f'#include "{config.step.source}"' in text
+
+    def test_holds_c_to_the_launch_that_python_makes(self):
+        text = kernel_unit(COMMITTED[-1])
+        assert f"n_threads() == {COMMITTED[-1].n_threads})" in text
+        assert f"smem_bytes() == {COMMITTED[-1].smem_bytes})" in text
 
     def test_differs_from_that_of_every_other_config(self):
-        assert len({kernel_unit(config) for config in TO_BUILD}) == len(TO_BUILD)
+        assert len({kernel_unit(config) for config in COMMITTED}) == len(COMMITTED)
 
 
-class TestWriteIfDifferent:
-    def test_writes_and_creates_the_folder(self, tmp_path):
-        path = tmp_path / "new" / "file"
-        assert write_if_different(path, "text")
-        assert path.read_text() == "text"
+class TestListOfConfigs:
+    def test_is_the_registrys_the_winners_and_the_users_own(self, tree):
+        assert set(get_kernels_to_build()) <= set(COMMITTED)
+        assert committed_configs(tree) == configs_to_build(tree) == COMMITTED
+        (tree / LOCAL_CONFIGS).write_text(json.dumps([EXTRA.short_form()]))
+        assert committed_configs(tree) == COMMITTED
+        assert configs_to_build(tree) == sorted({*COMMITTED, *EXTRA.siblings()})
 
-    def test_leaves_an_equal_file_alone(self, tmp_path):
-        path = tmp_path / "file"
-        path.write_text("text")
-        os.utime(path, ns=(1, 1))
-        assert not write_if_different(path, "text")
-        assert path.stat().st_mtime_ns == 1
+    def test_of_a_file_that_is_none_names_it(self, tree):
+        (tree / LOCAL_CONFIGS).write_text("[3]")
+        with pytest.raises(ValueError, match=r"local\.json: config 0: 3 is neither"):
+            configs_to_build(tree)
 
-    def test_leaves_the_old_file_whole_when_it_cannot_finish(self, tmp_path, monkeypatch):
-        path = tmp_path / "file"
-        path.write_text("old")
-
-        def fail(*_: object) -> None:
-            raise OSError("disk full")
-
-        monkeypatch.setattr("pathlib.Path.replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            write_if_different(path, "new")
-        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+    def test_of_the_user_is_ignored_by_git(self, root):
+        assert f"/{LOCAL_CONFIGS}" in (root / ".gitignore").read_text().splitlines()
 
 
 class TestCommand:
-    def test_committed_header_is_the_registrys_and_the_winners(self, root, generate):
-        assert (root / MAP_HEADER).read_text() == HEADER
+    def test_committed_files_are_what_the_registry_says(self, root, generate):
+        for name, (old, new) in generated_files(root, COMMITTED).items():
+            assert old == new, name
         assert generate("--check").returncode == 0
 
-    def test_writes_only_when_the_content_differs(self, tmp_path, generate):
-        path = tmp_path / "map.cuh"
-        assert generate("--output", path).returncode == 0
-        assert path.read_text() == HEADER
+    def test_there_is_a_map_for_each_family(self, root):
+        for family in FAMILIES.values():
+            assert Path(family.map_header) in generated_files(root, COMMITTED)
+
+    def test_writes_only_when_the_content_differs(self, tree, generate):
+        path = tree / AMPERE.map_header
         os.utime(path, ns=(1, 1))
-        assert "unchanged" in generate("--output", path).stdout
+        assert f"{AMPERE.map_header} is up to date" in generate("--root", tree).stdout
         assert path.stat().st_mtime_ns == 1
+        path.unlink()
+        assert f"{AMPERE.map_header} written" in generate("--root", tree).stdout
+        assert path.read_text() == HEADER
 
-    def test_check_of_a_stale_header_fails_with_a_diff_and_writes_nothing(self, tmp_path, generate):
-        path = tmp_path / "map.cuh"
-        path.write_text(SMALLER_HEADER)
-        result = generate("--check", "--output", path)
+    @pytest.mark.parametrize("name", [AMPERE.map_header, "src/include/flash_attention.cuh"])
+    def test_check_of_a_stale_file_fails_with_a_diff_and_writes_nothing(self, tree, generate, name):
+        path = tree / name
+        stale = path.read_text().replace("bool swizzled;", "").replace(".B_r = 64", ".B_r = 65")
+        path.write_text(stale)
+        result = generate("--check", "--root", tree)
         assert result.returncode == 1
-        assert f"+ForwardKernel {kernel_function(TO_BUILD[-1])}();" in result.stdout
-        assert "is stale" in result.stderr
-        assert path.read_text() == SMALLER_HEADER
+        assert f"+++ {name} (generated)" in result.stdout
+        assert f"{name} is stale" in result.stderr
+        assert path.read_text() == stale
 
-    def test_check_of_a_missing_header_fails(self, tmp_path, generate):
-        assert generate("--check", "--output", tmp_path / "none").returncode == 1
-        assert not (tmp_path / "none").exists()
+    def test_check_of_a_missing_map_fails(self, tree, generate):
+        (tree / AMPERE.map_header).unlink()
+        assert generate("--check", "--root", tree).returncode == 1
+        assert not (tree / AMPERE.map_header).exists()
 
-    @pytest.mark.parametrize("as_document", [lambda c: [c.short_form()], lambda c: [c.to_dict()]])
-    def test_configs_are_added_with_their_general_siblings(self, tmp_path, generate, as_document):
-        assert EXTRA.static_row_stride
-        configs, path = tmp_path / "configs.json", tmp_path / "map.cuh"
-        configs.write_text(json.dumps(as_document(EXTRA)))
-        assert generate("--configs", configs, "--output", path).returncode == 0
-        added = {EXTRA, EXTRA.general()}
-        assert configs_in_header(path.read_text()) == sorted({*TO_BUILD, *added})
+    def test_a_header_without_its_markers_is_bad_input(self, tree, generate):
+        path = tree / "src/include/flash_attention.cuh"
+        path.write_text(path.read_text().replace("// fields:end", ""))
+        result = generate("--root", tree)
+        assert result.returncode == 2
+        assert "no struct FlashForwardKernelConfig with // fields:begin" in result.stderr
+
+    @pytest.mark.parametrize("as_item", [lambda c: c.short_form(), lambda c: c.to_dict()])
+    def test_configs_are_kept_for_this_checkout_and_leave_the_maps_alone(
+        self, tree, generate, as_item
+    ):
+        asked, second = tree / "asked.json", tree / "second.json"
+        asked.write_text(json.dumps([as_item(EXTRA)]))
+        second.write_text(json.dumps([as_item(EXTRA), as_item(COMMITTED[0])]))
+        result = generate("--root", tree, "--configs", asked)
+        assert result.returncode == 0, result.stderr
+        assert "configs/local.json: 1 configs" in result.stdout
+        assert (tree / AMPERE.map_header).read_text() == HEADER
+        assert generate("--root", tree, "--configs", second).returncode == 0
+        kept = json.loads((tree / LOCAL_CONFIGS).read_text())
+        assert kept == [c.short_form() for c in sorted([EXTRA, COMMITTED[0]])]
+        assert set(configs_to_build(tree)) == {*COMMITTED, *EXTRA.siblings()}
 
     @pytest.mark.parametrize("content", ["[", '["v99"]', "{}", None])
-    def test_configs_that_cannot_be_read_are_wrong_usage(self, tmp_path, generate, content):
-        configs, path = tmp_path / "configs.json", tmp_path / "map.cuh"
+    def test_configs_that_cannot_be_read_are_wrong_usage(self, tree, generate, content):
+        configs = tree / "asked.json"
         if content is not None:
             configs.write_text(content)
-        result = generate("--configs", configs, "--output", path)
+        result = generate("--configs", configs, "--root", tree)
         assert result.returncode == 2
         assert str(configs) in result.stderr
         assert "Traceback" not in result.stderr
-        assert not path.exists()
+        assert not (tree / LOCAL_CONFIGS).exists()
+
+    def test_check_and_configs_do_not_go_together(self, generate, tmp_path):
+        assert generate("--check", "--configs", tmp_path / "x.json").returncode == 2

@@ -11,17 +11,22 @@ from flash_helpers.check.difference import output_difference
 from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     AttentionForward,
-    FlashForwardKernelConfig,
-    get_kernel_progression_configs,
+    Config,
+    DType,
     get_kernels_to_build,
 )
 
 CONFIGS = get_kernels_to_build()
 BF16_CONFIGS = [config for config in CONFIGS if config.dtype.short == "bf16"]
-LAST_VERSION = max(config.version for config in CONFIGS)
-# the ends of the progression in both dtypes, where each config would be too slow
-FIRST_AND_LAST = [c for c in get_kernel_progression_configs() if c.version in (1, LAST_VERSION)]
+# the ends of each family in both dtypes, where each config would be too slow
+FIRST_AND_LAST = [
+    family.fixed_config(step, dtype)
+    for family in FAMILIES.values()
+    for step in [*family.steps.values()][:: len(family.steps) - 1]
+    for dtype in DType
+]
 
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.short_form())
 each_bf16_config = pytest.mark.parametrize(
@@ -57,7 +62,7 @@ class Problem:
         assert self.fault(output) == ""
 
 
-def torch_dtype(config: FlashForwardKernelConfig) -> torch.dtype:
+def torch_dtype(config: Config) -> torch.dtype:
     """The config's element type."""
     return getattr(torch, config.dtype.torch_name)
 

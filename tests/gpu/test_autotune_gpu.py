@@ -17,7 +17,7 @@ import flash_attention
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    STEPS,
     AttentionForward,
     DType,
     FlashForwardKernelConfig,
@@ -37,8 +37,10 @@ from flash_helpers.tune.worker import cubin_contender
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-V7 = next(c for c in get_kernel_progression_configs() if (c.version, c.dtype) == (7, DType.BF16))
-V16 = next(c for c in get_kernel_progression_configs() if (c.version, c.dtype) == (16, DType.BF16))
+V7 = next(c for c in get_kernel_progression_configs() if (c.step.id, c.dtype) == ("v7", DType.BF16))
+V16 = next(
+    c for c in get_kernel_progression_configs() if (c.step.id, c.dtype) == ("v16", DType.BF16)
+)
 KERNEL_BEGINS = "    constexpr FlashForwardKernelConfig cfg = Config::value;\n"
 
 
@@ -118,7 +120,7 @@ def test_a_sweep_finds_a_winner_and_is_not_run_twice(sweep, repository: Path) ->
     first = sweep(configs, "--allow-spills", "4096")
     assert first.returncode == 0, first.stdout + first.stderr
     best, rows = found(repository)
-    assert [entry.version for entry in best.best] == [7, 16]
+    assert [entry.step for entry in best.best] == ["v7", "v16"]
     assert all(entry.of_flash > 0 and entry.driver for entry in best.best)
     assert {row.outcome for row in rows.values()} == {TIMED}
     journal = next((repository / "build/autotune").glob("*/journal.jsonl")).read_text()
@@ -127,7 +129,7 @@ def test_a_sweep_finds_a_winner_and_is_not_run_twice(sweep, repository: Path) ->
 
 
 def test_a_sweep_survives_kernels_that_hang_crash_or_are_wrong(sweep, repository: Path) -> None:
-    kernel = repository / VERSIONS[7].source
+    kernel = repository / STEPS["v7"].source
     text = kernel.read_text()
     assert text.count(KERNEL_BEGINS) == 1
     faults = (
@@ -151,7 +153,7 @@ def test_a_sweep_survives_kernels_that_hang_crash_or_are_wrong(sweep, repository
 
 
 def test_what_spills_is_dropped(sweep, repository: Path) -> None:
-    kernel = repository / VERSIONS[7].source
+    kernel = repository / STEPS["v7"].source
     text = kernel.read_text()
     # eight blocks an SM leave a thread 64 registers
     kernel.write_text(text.replace("min_blocks(Config::value)", "8", 1))
@@ -169,8 +171,8 @@ def test_what_spills_is_dropped(sweep, repository: Path) -> None:
 def test_best_config_gives_a_kernel_that_runs(cuda_device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a winner that was not built
-        for version in VERSIONS:
-            config = best_config(version, torch.bfloat16, cuda_device)
+        for step in STEPS:
+            config = best_config(step, torch.bfloat16, cuda_device)
             assert config in flash_attention.kernels()
             q, k, v = (
                 torch.randn(1, 512, 16, 128, dtype=torch.bfloat16, device=cuda_device)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 N_HEADS = (1, 3, 16)
 BATCHES = (1, 2)
-SEQ_LENS = (64, 128, 192, 256, 384, 512, 1024)
+BLOCKS = (1, 2, 3, 4, 6, 8, 16)  # of the shortest sequence
 LONG_SHAPES = (
     AttentionForward(1, 1, 4096),
     AttentionForward(2, 3, 4096),
@@ -32,12 +32,12 @@ each_static_config = pytest.mark.parametrize(
 
 
 def shapes_for(config: FlashForwardKernelConfig) -> Iterator[AttentionForward]:
-    """From one block up; sequences that are not whole blocks of the config are left out."""
-    for seq_len in SEQ_LENS:
-        if seq_len % config.B_r == 0 and seq_len % config.B_c == 0:
-            for batch in BATCHES:
-                for n_heads in N_HEADS:
-                    yield AttentionForward(batch, n_heads, seq_len)
+    """The corners of what the config declares, then from one block up."""
+    yield from config.supports.corners()
+    for blocks in BLOCKS:
+        for batch in BATCHES:
+            for heads in N_HEADS:
+                yield AttentionForward(batch, heads, blocks * config.supports.whole)
     yield from LONG_SHAPES
 
 

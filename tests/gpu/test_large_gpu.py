@@ -46,7 +46,7 @@ def check_batches(
 def many_elements() -> Iterator[torch.Tensor]:
     """One tensor of more than 2^31 elements, used as Q, K and V alike."""
     require_memory(3 * INT32_ELEMENTS * ELEMENT_BYTES)
-    yield shifted_noise(*MANY_ELEMENTS.size)
+    yield shifted_noise(*MANY_ELEMENTS.shape)
     torch.cuda.empty_cache()
 
 
@@ -64,7 +64,7 @@ def far_rows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 @each_bf16_config
 def test_more_batches_than_a_grid_dimension(config: FlashForwardKernelConfig) -> None:
-    seq_len = max(config.B_r, config.B_c)
+    seq_len = config.supports.whole
     require_memory(5 * MANY_BATCHES * seq_len * D_HEAD * ELEMENT_BYTES)
     q, k, v = (shifted_noise(MANY_BATCHES, seq_len, 1, D_HEAD).roll(i, 0) for i in range(3))
     o = torch.full_like(q, torch.nan)

@@ -8,22 +8,31 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmark_results import (
+    BF16,
+    FakeMonitor,
+    FakeTimer,
+    full_results,
+    measurement,
+    synthetic_results,
+    with_rates,
+)
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
 from flash_helpers.kernel_configs import (
+    STEPS,
     TWO_STAGES,
-    VERSIONS,
     AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
-    get_kernels_to_build,
 )
 from flash_helpers.measure.benchmark import (
     DEFAULT_SEQ_LENS,
@@ -64,16 +73,12 @@ from flash_helpers.measure.results import (
     FLASH_ATTN,
     MATMUL,
     MMA_SYNC,
-    BenchmarkResults,
     ClockRecord,
     LibraryRecord,
     Measurement,
     Protocol,
-    Provenance,
-    RateRecord,
     ResourceRecord,
     SkippedRecord,
-    attention_flops,
     load_results,
     refuse_another_gpu,
 )
@@ -83,55 +88,12 @@ from flash_helpers.measure.timing import (
     interleaved_rounds,
     record_sample,
 )
+from flash_helpers.runtime import library
 
 SHAPE = AttentionForward(batch=1, heads=2, seq_len=128)
-BF16 = [c for c in get_kernel_progression_configs() if c.dtype == DType.BF16]
 CPU = torch.device("cpu")
 THREE_ROUNDS = Protocol(rounds=3)
 RESULTS = ROOT / "benchmarks/results/h100.json"
-
-
-class FakeTimer:
-    """Runs work at once; each start takes the next of the given times, then 5 ms for ever."""
-
-    def __init__(
-        self, times_ms: tuple[float, ...] = (), cache_bytes: int = 0, flushes: bool = False
-    ) -> None:
-        self.times_ms = list(times_ms)
-        self.cache_bytes = cache_bytes
-        self.flushes = flushes
-        self.n_synchronized = 0
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return work
-
-    def start(self, work: Callable[[], None], times: int = 1) -> Callable[[], float]:
-        for _ in range(times):
-            work()
-        started_before = self.n_synchronized
-        milliseconds = self.times_ms.pop(0) if self.times_ms else 5.0
-
-        def read() -> float:
-            assert self.n_synchronized > started_before, "read before the device was waited for"
-            return milliseconds
-
-        return read
-
-    def synchronize(self) -> None:
-        self.n_synchronized += 1
-
-
-class FakeMonitor:
-    def __init__(self) -> None:
-        self.readings: list[tuple[float, ...]] = []
-
-    def __enter__(self) -> FakeMonitor:
-        self.readings.append((1980.0, 650.0, 60.0))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.readings.append((1755.0, 700.0, 65.0))
 
 
 def measure(
@@ -153,71 +115,6 @@ def measure(
         FakeMonitor(),
         **options,
     )
-
-
-def measurement(
-    name: str, seq_len: int, tflops: float, dtype: str = "bf16", failure: str = ""
-) -> Measurement:
-    """A synthetic one of the given speed."""
-    shape = default_shape(seq_len)
-    flops = attention_flops(shape.batch, shape.heads, seq_len, shape.d_head)
-    milliseconds = flops / tflops / 1e9
-    return Measurement(
-        name=name,
-        ran="" if name in (FLASH, CUDNN) else name,
-        dtype=dtype,
-        batch=shape.batch,
-        n_heads=shape.heads,
-        seq_len=seq_len,
-        d_head=shape.d_head,
-        input_sets=2,
-        launches_per_sample=10,
-        samples_ms=() if failure else (milliseconds * 0.9, milliseconds, milliseconds * 1.2),
-        max_abs_error=0.001,
-        relative_error=0.001,
-        max_abs_bound=0.01,
-        relative_bound=0.004,
-        failure=failure,
-    )
-
-
-def synthetic_results(*measurements: Measurement) -> BenchmarkResults:
-    return BenchmarkResults(
-        provenance=Provenance(
-            date="2026-01-02",
-            commit="abc123",
-            command="pt_bench.py",
-            gpu="NVIDIA H100 80GB HBM3",
-            compute_capability="9.0",
-            driver="580.1",
-            max_sm_mhz="1980",
-            power_limit_w="700.00",
-            cuda="13.0",
-            cudnn="91900",
-            torch="2.13.0",
-            python="3.12.3",
-            library="CUDA 13.0 for sm_90",
-        ),
-        protocol=Protocol(),
-        clocks=(ClockRecord("bf16", 4096, 3, (1700.0, 1755.0, 1980.0), (600.0, 650.0, 700.0), 65),),
-        resources=(),
-        measurements=measurements,
-    )
-
-
-LARGE_TILE_7 = next(
-    c for c in get_kernels_to_build() if c.version == 7 and c.B_r == 128 and c.dtype == DType.BF16
-)
-
-
-def full_results() -> BenchmarkResults:
-    """Flash at 300, step n at 100 + 10 n, step 7's large tile at 330, at two lengths."""
-    found = []
-    for seq_len in (1024, 4096):
-        found += [measurement(FLASH, seq_len, 300.0), measurement(CUDNN, seq_len, 600.0)]
-        found += [measurement(c.short_form(), seq_len, 100.0 + 10 * c.version) for c in BF16]
-        found.append(measurement(LARGE_TILE_7.short_form(), seq_len, 330.0))
-    return synthetic_results(*found)
 
 
 # How it is measured
@@ -320,12 +217,12 @@ def test_a_static_row_stride_that_is_not_the_inputs_is_told() -> None:
 
 
 def _leave_nan(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
-    if config.version == 1:
+    if config.step.id == "v1":
         o[0, 0, 0, 0] = math.nan
 
 
 def _refuse(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
-    if config.version == 1:
+    if config.step.id == "v1":
         raise RuntimeError("no kernel image is available")
 
 
@@ -390,12 +287,16 @@ def test_progress_is_told_as_often_as_announced() -> None:
     assert len(steps) == n_steps(2, Protocol(rounds=4))
 
 
+def contenders_of(step: str) -> dict[DType, list[Contender]]:
+    configs = [c for c in get_kernel_progression_configs() if c.step.id == step]
+    return {dtype: contenders_for(configs, dtype, fake_backend()) for dtype in DType}
+
+
 def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> None:
-    configs = [c for c in get_kernel_progression_configs() if c.version == 1]
     run = run_benchmark(
-        configs,
+        contenders_of("v1"),
         (64, 128),
-        fake_backend(),
+        CPU,
         FakeTimer(),
         Protocol(rounds=2),
         FakeMonitor,
@@ -410,7 +311,7 @@ def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> No
     assert run.clocks[0] == ClockRecord(
         "fp16", 64, 2, (1755.0, 1867.5, 1980.0), (650.0, 675.0, 700.0), 65.0
     )
-    assert run.skipped == []
+    assert run.skipped == ()
 
 
 def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -> None:
@@ -421,9 +322,9 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
     steps: list[int] = []
     protocol = Protocol(rounds=2)
     run = run_benchmark(
-        BF16[:1],
+        {DType.BF16: contenders_for(BF16[:1], DType.BF16, fake_backend(exhaust))},
         (64, 128, 192),
-        fake_backend(exhaust),
+        CPU,
         FakeTimer(),
         protocol,
         FakeMonitor,
@@ -452,9 +353,9 @@ def test_rates_are_measured_in_every_dtype_of_the_run() -> None:
         return RateWork(10**9, lambda: launched.append(dtype))
 
     run = run_benchmark(
-        [c for c in get_kernel_progression_configs() if c.version == 1],
+        contenders_of("v1"),
         (64,),
-        fake_backend(),
+        CPU,
         FakeTimer(),
         Protocol(rounds=2),
         FakeMonitor,
@@ -494,12 +395,22 @@ def test_the_matmul_rate_counts_the_product_it_computes() -> None:
     assert MATMUL_SIZE == 8192
 
 
-def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
-    import ctypes
+BEFORE_THE_LOOP = (
+    "kernel_count",
+    "kernel_name",
+    "launch",
+    "encode_tensor_map",
+    "kernel_resources",
+)
 
-    monkeypatch.setattr(_library, "load", lambda: ctypes.CDLL(None))
-    with pytest.raises(RuntimeError, match="has no flash_mma_loop_describe: build it again"):
+
+def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
+    older = SimpleNamespace(**{f"flash_{name}": SimpleNamespace() for name in BEFORE_THE_LOOP})
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: older)
+    library.load.cache_clear()
+    with pytest.raises(RuntimeError, match="has no flash_mma_loop_describe, so that it is older"):
         mma_sync_work(DType.BF16, torch.device("cuda", 0))
+    library.load.cache_clear()
 
 
 # The flash_attn package
@@ -553,11 +464,12 @@ def test_a_flash_attn_package_that_cannot_be_imported_fails_with_the_reason(
 
 def test_default_problems_are_the_projects() -> None:
     assert [default_shape(n).batch for n in DEFAULT_SEQ_LENS] == [16, 16, 16, 16, 8, 4]
-    assert {default_shape(n).n_heads for n in DEFAULT_SEQ_LENS} == {16}
+    assert {default_shape(n).heads for n in DEFAULT_SEQ_LENS} == {16}
 
 
 def test_provenance_names_the_machine(tmp_path: Path) -> None:
-    found = provenance(CPU, "CUDA 13.0 for sm_90", "pt_bench.py", "abc")
+    backend = dataclasses.replace(fake_backend(), library="CUDA 13.0 for sm_90")
+    found = provenance(backend, "pt_bench.py", "abc")
     assert found.torch == torch.__version__
     assert (found.library, found.commit) == ("CUDA 13.0 for sm_90", "abc")
     assert git_commit(tmp_path) == ""
@@ -567,11 +479,10 @@ def test_provenance_names_the_machine(tmp_path: Path) -> None:
 
 
 def test_operations_are_those_of_two_matrix_products() -> None:
-    assert attention_flops(2, 3, 64, 128) == 2 * (2 * 2 * 3 * 64 * 64 * 128)
+    assert AttentionForward(2, 3, 64).operations == 2 * (2 * 2 * 3 * 64 * 64 * 128)
 
 
 def test_speed_is_taken_at_the_median_and_spread_between_the_quartiles() -> None:
-    flops = attention_flops(*(SHAPE.batch, SHAPE.heads, SHAPE.seq_len, SHAPE.d_head))
     found = dataclasses.replace(
         measurement(FLASH, 1024, 100.0),
         batch=SHAPE.batch,
@@ -582,7 +493,7 @@ def test_speed_is_taken_at_the_median_and_spread_between_the_quartiles() -> None
     assert found.median_ms == 3.0
     assert found.quartiles_ms == (2.0, 4.0)
     assert found.spread == pytest.approx(2 / 3)
-    assert found.tflops == pytest.approx(flops / 3e-3 / 1e12)
+    assert found.tflops == pytest.approx(SHAPE.operations / 3e-3 / 1e12)
     assert dataclasses.replace(found, samples_ms=(3.0,)).quartiles_ms == (3.0, 3.0)
 
 
@@ -624,7 +535,7 @@ def test_a_library_that_does_not_run_here_is_no_failure() -> None:
 def test_json_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.json"
     results = full_results()
-    results.save_json(path)
+    results.save(path)
     assert load_results(path) == results
 
 
@@ -649,13 +560,51 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message:
         load_results(path)
 
 
-def test_a_record_with_other_fields_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("colour", "red", r"\$\.measurements\[0\] lacks or does not know the fields colour"),
+        ("batch", None, r"\$\.measurements\[0\]\.batch is null, which is no int"),
+        ("batch", 16.0, r"batch is 16\.0, which is no int"),
+        ("batch", True, r"batch is true, which is no int"),
+        ("name", 7, r"name is 7, which is no str"),
+        ("samples_ms", [1.0, "2"], r'samples_ms\[1\] is "2", which is no float'),
+        ("samples_ms", 1.0, r"samples_ms is 1\.0, which is no tuple"),
+        ("relative_error", "small", r'relative_error is "small", which is no float'),
+        ("relative_error", float("nan"), "NaN is no number"),
+    ],
+)
+def test_a_record_with_something_else_in_it_is_refused_by_file_and_place(
+    tmp_path: Path, field: str, value: object, said: str
+) -> None:
     path = tmp_path / "results.json"
     data = json.loads(full_results().to_json())
-    data["measurements"][0]["colour"] = "red"
+    data["measurements"][0][field] = value
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="colour"):
+    with pytest.raises(ValueError, match=f"{path} holds no benchmark results: .*{said}"):
         load_results(path)
+
+
+def test_a_record_that_lacks_a_field_is_refused_even_if_the_field_has_a_default(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "results.json"
+    data = json.loads(full_results().to_json())
+    del data["protocol"]["timing"], data["clocks"][0]["sm_mhz"][2]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"\$\.protocol lacks or does not know the fields timing"):
+        load_results(path)
+    data["protocol"]["timing"] = "graph"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"\$\.clocks\[0\]\.sm_mhz is .* which is no tuple"):
+        load_results(path)
+
+
+def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
+    broken = dataclasses.replace(measurement(FLASH, 1024, 300.0), relative_error=math.nan)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        synthetic_results(broken).save(tmp_path / "results.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
@@ -666,20 +615,11 @@ def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
         measurement(BF16[3].short_form(), 1024, 1.0, failure="wrong output"),
     )
     flash, kernel, failed = csv.DictReader(io.StringIO(results.to_csv()))
-    assert (flash["version"], flash["percent_of_flash"]) == ("", "100.0")
-    assert (kernel["name"], kernel["version"]) == (name, "3")
+    assert (flash["step"], flash["percent_of_flash"]) == ("", "100.0")
+    assert (kernel["name"], kernel["step"]) == (name, "v3")
     assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.0", "50.0")
     assert float(kernel["first_quartile_ms"]) < float(kernel["median_ms"])
     assert (failed["tflops"], failed["failure"]) == ("", "wrong output")
-
-
-def with_rates(results: BenchmarkResults) -> BenchmarkResults:
-    """With a matmul rate of 800 TFLOP/s and a mma.sync rate of 600."""
-    rates = [
-        RateRecord(name, "bf16", speed * 10**9, (1.0,), "")
-        for name, speed in ((MATMUL, 800), (MMA_SYNC, 600))
-    ]
-    return dataclasses.replace(results, rates=tuple(rates))
 
 
 def test_table_csv_and_json_have_the_same_shares_of_the_chips_rates(tmp_path: Path) -> None:
@@ -719,14 +659,14 @@ def test_every_kind_of_record_round_trips(tmp_path: Path) -> None:
         skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
         resources=(ResourceRecord(BF16[0].short_form(), 168, 0, 49152, 3),),
     )
-    results.save_json(path)
+    results.save(path)
     assert load_results(path) == results
 
 
 def test_a_file_of_another_gpu_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     refuse_another_gpu(path, "NVIDIA A100")
-    full_results().save_json(path)
+    full_results().save(path)
     refuse_another_gpu(path, "NVIDIA H100 80GB HBM3")
     with pytest.raises(ValueError, match=r"holds results of NVIDIA H100 .* this is NVIDIA A100"):
         refuse_another_gpu(path, "NVIDIA A100")
@@ -742,13 +682,13 @@ def rows_of(table: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-def test_the_step_table_has_a_row_a_version_in_order_and_then_the_libraries() -> None:
+def test_the_step_table_has_a_row_a_step_in_order_and_then_the_libraries() -> None:
     header, *rows = rows_of(progression_table(full_results()))
     assert header[:4] == ["step", "idea", "TFLOP/s at 4096", "% of flash at 4096"]
-    steps = rows[: len(VERSIONS)]
-    assert [row[:2] for row in steps] == [[str(v.number), v.idea] for v in VERSIONS.values()]
+    steps = rows[: len(STEPS)]
+    assert [row[:2] for row in steps] == [[step.id, step.idea] for step in STEPS.values()]
     assert steps[0][2:5] == ["110", "36.7", "36.7"]
-    assert [row[1:5] for row in rows[len(VERSIONS) :]] == [
+    assert [row[1:5] for row in rows[len(STEPS) :]] == [
         ["PyTorch's flash backend", "300", "100.0", "100.0"],
         ["PyTorch's cuDNN backend", "600", "200.0", "200.0"],
     ]
@@ -856,11 +796,11 @@ def test_a_text_without_the_two_markers_is_refused(text: str) -> None:
 def repository(tmp_path: Path) -> Path:
     """A README and kernel files with nothing between their markers, and results."""
     (tmp_path / "README.md").write_text(f"# Title\n{BEGIN_MARKER}\n{END_MARKER}\ntext\n")
-    for number, version in VERSIONS.items():
-        path = tmp_path / version.source
+    for step in STEPS.values():
+        path = tmp_path / step.source
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"// v{number}\n{HEADER_BEGIN_MARKER}\n{HEADER_END_MARKER}\ncode\n")
-    full_results().save_json(tmp_path / "results.json")
+        path.write_text(f"// {step.id}\n{HEADER_BEGIN_MARKER}\n{HEADER_END_MARKER}\ncode\n")
+    full_results().save(tmp_path / "results.json")
     return tmp_path
 
 
@@ -871,15 +811,15 @@ def update_tables(root: Path, *arguments: str) -> int:
 
 def test_readme_and_headers_are_written_and_are_then_up_to_date(repository: Path, capsys) -> None:
     assert update_tables(repository, "--check") == 1
-    assert "+| 1 | base" in capsys.readouterr().out
+    assert "+| v1 | base" in capsys.readouterr().out
     assert update_tables(repository) == 0
     readme = (repository / "README.md").read_text()
     assert progression_table(full_results()) in readme
     assert readme.startswith("# Title\n") and readme.endswith("\ntext\n")
-    for number, version in VERSIONS.items():
-        header = (repository / version.source).read_text()
-        assert header_lines(full_results(), number) in header
-        assert header.startswith(f"// v{number}\n") and header.endswith("\ncode\n")
+    for step in STEPS.values():
+        header = (repository / step.source).read_text()
+        assert header_lines(full_results(), step) in header
+        assert header.startswith(f"// {step.id}\n") and header.endswith("\ncode\n")
     assert update_tables(repository, "--check") == 0
 
 
@@ -892,7 +832,7 @@ def test_a_check_writes_nothing(repository: Path) -> None:
 def test_a_file_without_markers_is_wrong_usage_and_nothing_is_written(
     repository: Path, capsys
 ) -> None:
-    last = repository / list(VERSIONS.values())[-1].source
+    last = repository / list(STEPS.values())[-1].source
     last.write_text("code\n")
     assert update_tables(repository) == 2
     assert "benchmark:begin" in capsys.readouterr().err
@@ -903,7 +843,7 @@ def test_header_lines_tell_speed_and_cost_of_the_fixed_config() -> None:
     config = next(c for c in get_kernel_progression_configs() if c.dtype == DType.BF16)
     cost = ResourceRecord(config.short_form(), 168, 12, 49152, 3)
     results = dataclasses.replace(full_results(), resources=(cost,))
-    lines = header_lines(results, config.version)
+    lines = header_lines(results, config.step)
     assert all(line.startswith("// ") and len(line) <= 100 for line in lines.splitlines())
     text = lines.replace("\n// ", " ")
     speed = results.tflops(config.short_form(), "bf16", 4096)
@@ -926,7 +866,7 @@ def pt_bench(monkeypatch):
         tool, "make_timer", lambda device, protocol: FakeTimer(flushes=protocol.cache == "flush")
     )
     monkeypatch.setattr(tool, "default_rate_works", lambda device: {})
-    monkeypatch.setattr(tool, "GpuMonitor", lambda device: FakeMonitor())
+    monkeypatch.setattr(tool, "GpuMonitor", FakeMonitor)
     monkeypatch.setattr(
         tool,
         "resource_record",
@@ -969,7 +909,7 @@ def test_the_tool_does_not_write_over_results_of_another_gpu(
     pt_bench, tmp_path: Path, capsys
 ) -> None:
     path = tmp_path / "out.json"
-    full_results().save_json(path)
+    full_results().save(path)
     before = path.read_text()
     assert pt_bench.main(["--kernel", "2", "--seq", "64", "--json", str(path)]) == 2
     assert "holds results of NVIDIA H100" in capsys.readouterr().err
@@ -992,7 +932,10 @@ def test_the_tool_exits_with_1_if_a_kernel_is_wrong(pt_bench, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--kernel", "99"], "versions go from"), (["--seq", "100"], "seq_len 100 is not a multiple")],
+    [
+        (["--kernel", "99"], "the steps are v1 to v16"),
+        (["--seq", "100"], "seq_len 100 is not a multiple"),
+    ],
 )
 def test_wrong_usage_of_the_tool_exits_with_2(
     pt_bench, capsys, arguments: list[str], message: str

@@ -14,26 +14,21 @@ from fake_backend import fake_backend, load_tool
 from sass_text import PROGRESSION, kernel, of_version, progression_kernels
 
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.measure.counter_check import shape_for
 from flash_helpers.measure.execution_check import (
-    BEGIN_MARKER,
-    END_MARKER,
     METRICS,
     OPCODE_METRIC,
     QUANTITIES,
     ExecutionCheck,
     ExecutionRecord,
-    available_metrics,
-    check_tables,
-    disagreements,
-    load_check,
     predict_launch,
     profile_launches,
 )
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import NsightCompute, parse_csv
-from flash_helpers.measure.simulator_check import load_check as load_simulator_check
-from flash_helpers.measure.simulator_check import shape_for
+from flash_helpers.measure.simulator_check import SimulatorCheck
 
+BEGIN, END = ExecutionCheck.MARKERS
 EXECUTED = "smsp__inst_executed.sum"
 CONFIG = of_version(1)
 SHAPE = AttentionForward(batch=1, heads=1, seq_len=128)
@@ -68,12 +63,12 @@ def test_every_warp_of_the_launch_is_counted():
 def test_an_h100_executed_just_the_work_and_the_filler(root: Path):
     """The counters that were recorded for the check of the simulator. A kernel that has changed
     since executes another number; most have not."""
-    recorded = load_simulator_check(root / "benchmarks/results/simulator_h100.json")
+    recorded = SimulatorCheck.load(root / "benchmarks/results/simulator_h100.json")
     kernels = progression_kernels("sm_90")
     by_name = {config.short_form(): config for config in PROGRESSION}
     equal = 0
     for measured in recorded.kernels:
-        config = by_name[measured.ran]
+        config = by_name[measured.name]
         shape = AttentionForward(measured.batch, measured.n_heads, measured.seq_len)
         record = predict_launch(kernels[config], config, shape)
         predicted = record.predicted["work"] + record.predicted["filler"]
@@ -156,15 +151,20 @@ def measured(
     records: Sequence[ExecutionRecord], fake: FakeNcu
 ) -> tuple[list[ExecutionRecord], str]:
     ncu = NsightCompute("ncu", None, fake)
-    metrics, _ = available_metrics(ncu)
-    return profile_launches(records, ncu, ["python", "run.py"], metrics)
+    return profile_launches(records, ncu, ["python", "run.py"], ncu.available(METRICS))
 
 
 def check_of(
     found: Sequence[ExecutionRecord], failure: str = "", unavailable: tuple[str, ...] = ()
 ) -> ExecutionCheck:
-    where = provenance(torch.device("cpu"), "CUDA 13.0", "check_executed_counts.py", "abc")
-    return ExecutionCheck(where, "Nsight Compute 2025.3", failure, unavailable, tuple(found))
+    where = provenance(fake_backend(), "check_executed_counts.py", "abc")
+    return ExecutionCheck(
+        provenance=where,
+        profiler="Nsight Compute 2025.3",
+        profiler_failure=failure,
+        unavailable=unavailable,
+        kernels=tuple(found),
+    )
 
 
 def test_launches_of_one_shape_are_counted_in_two_runs(records):
@@ -174,7 +174,7 @@ def test_launches_of_one_shape_are_counted_in_two_runs(records):
     runs = [command for command in fake.commands if "--metrics" in command]
     assert len(runs) == 2
     assert "--print-metric-instances" in runs[1] and "--print-metric-instances" not in runs[0]
-    assert disagreements(check_of(found)) == []
+    assert check_of(found).disagreements() == []
     for record in found:
         assert record.hardware_opcodes == record.predicted_opcodes
         assert record.counted(QUANTITIES[0])[0] == record.hardware[EXECUTED]
@@ -183,21 +183,21 @@ def test_launches_of_one_shape_are_counted_in_two_runs(records):
 def test_metrics_that_the_gpu_lacks_are_told_and_others_taken(records):
     lacks = [EXECUTED, OPCODE_METRIC, "smsp__inst_executed_pipe_uniform.sum"]
     fake = FakeNcu(records, lacks)
-    _, unavailable = available_metrics(NsightCompute("ncu", None, fake))
-    assert unavailable == (EXECUTED, "smsp__inst_executed_pipe_uniform.sum")
+    available = NsightCompute("ncu", None, fake).available(METRICS)
+    assert set(METRICS) - set(available) == {EXECUTED, "smsp__inst_executed_pipe_uniform.sum"}
     found, failure = measured(records, fake)
     assert failure.startswith("by opcode: ")
     assert found[0].metric(QUANTITIES[0]) == "sm__inst_executed.sum"
     assert found[0].hardware_opcodes == {}
-    assert disagreements(check_of(found)) == []
+    assert check_of(found).disagreements() == []
 
 
 def test_one_instruction_too_many_is_found(records):
     found, _ = measured(records, FakeNcu(records, off=1))
-    lines = disagreements(check_of(found))
+    lines = check_of(found).disagreements()
     assert len(lines) == len(records)
     assert lines[0].startswith(f"{CONFIG.short_form()}: all instructions: ")
-    text = check_tables(check_of(found))
+    text = check_of(found).tables()
     assert "| all instructions | 0 of 2 |" in text and "**no**" in text
 
 
@@ -207,24 +207,24 @@ def test_an_opcode_that_differs_is_named(records):
         found[0], hardware_opcodes={**found[0].hardware_opcodes, "HMMA": 1.0, "WARPGROUP": 2.0}
     )
     assert set(first.differing_opcodes) == {"HMMA", "WARPGROUP"}
-    assert len(disagreements(check_of([first]))) == 2
-    assert "differ: HMMA, WARPGROUP" in check_tables(check_of([first]))
+    assert len(check_of([first]).disagreements()) == 2
+    assert "differ: HMMA, WARPGROUP" in check_of([first]).tables()
 
 
 def test_what_is_not_claimed_is_no_disagreement(records):
     found, _ = measured(records, FakeNcu(records))
     metric = "smsp__inst_executed_pipe_alu.sum"
     first = replace(found[0], hardware={**found[0].hardware, metric: 1.0})
-    assert disagreements(check_of([first])) == []
-    assert "not claimed" in check_tables(check_of([first]))
+    assert check_of([first]).disagreements() == []
+    assert "not claimed" in check_of([first]).tables()
 
 
 def test_what_was_not_measured_is_said(records):
-    text = check_tables(check_of(records, "no permission"))
+    text = check_of(records, "no permission").tables()
     assert "| all instructions | not measured |" in text
     assert "Without some counters: no permission" in text
     with pytest.raises(ValueError, match="holds no kernel"):
-        check_tables(check_of([]))
+        check_of([]).tables()
 
 
 # -- the file, the page and the tool ---------------------------------------------------------------
@@ -234,10 +234,10 @@ def test_the_file_holds_everything(records, tmp_path):
     found, _ = measured(records, FakeNcu(records))
     check = check_of(found, "none", ("a__b.sum",))
     check.save(tmp_path / "check.json")
-    assert load_check(tmp_path / "check.json") == check
+    assert ExecutionCheck.load(tmp_path / "check.json") == check
     (tmp_path / "other.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match="holds no check of executed counts"):
-        load_check(tmp_path / "other.json")
+        ExecutionCheck.load(tmp_path / "other.json")
 
 
 def tool():
@@ -247,12 +247,12 @@ def tool():
 def test_one_command_writes_the_page_and_another_checks_it(records, tmp_path, capsys):
     data, page = tmp_path / "check.json", tmp_path / "sass.md"
     check_of(measured(records, FakeNcu(records))[0]).save(data)
-    page.write_text(f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     where = ["--json", str(data), "--docs", str(page)]
     assert tool().main(["--check", *where]) == 1
     assert "-old" in capsys.readouterr().out
     assert tool().main(["--write-docs", *where]) == 0
-    assert check_tables(load_check(data)) in page.read_text()
+    assert ExecutionCheck.load(data).tables() in page.read_text()
     assert tool().main(["--check", *where]) == 0
 
 
@@ -271,7 +271,7 @@ def test_one_command_measures_and_saves(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(module.NsightCompute, "find", lambda raw, ncu=ncu: ncu)
         assert module.main(arguments) == status
     assert "all counts agree" in capsys.readouterr().out
-    (found,) = load_check(data).kernels
+    (found,) = ExecutionCheck.load(data).kernels
     assert found.name == ran.short_form()
     assert found.hardware[EXECUTED] == 1 + found.predicted["work"] + found.predicted["filler"]
 
@@ -294,6 +294,6 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path, capsys):
 def test_the_page_shows_what_the_data_says(root: Path):
     page, data = root / "docs/sass.md", root / "benchmarks/results/sass_h100.json"
     if page.is_file() and data.is_file():
-        assert check_tables(load_check(data)) in page.read_text()
+        assert ExecutionCheck.load(data).tables() in page.read_text()
     else:
         assert not data.is_file(), f"{data} is on no page"

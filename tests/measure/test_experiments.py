@@ -11,17 +11,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from benchmark_results import FakeMonitor, FakeTimer
 from fake_backend import ROOT, fake_backend, float32_kernel, load_tool
+from fake_toolchain import fake_toolchain
 
-from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.check.reference import attention_reference, measure_error
+from flash_helpers.compile.build import COMPILE_FLAGS
+from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.ptxas import PtxasReport
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
 from flash_helpers.kernel_configs import AttentionForward, get_kernels_to_build
@@ -35,20 +38,18 @@ from flash_helpers.measure.results import (
     Protocol,
     RateRecord,
     ResourceRecord,
-    attention_flops,
     load_results,
 )
 from flash_helpers.ptx import load_ptx
-from flash_helpers.runtime.simulator import run_forward
+from flash_helpers.runtime.simulator import run_kernel
 from flash_helpers.sass.read.records import Block, Kernel, Loop, Operation
 
 sys.path.insert(0, str(ROOT / "benchmarks/experiments"))
 
-import machine_code
 import overlap
 from experiment_tables import loop_table, speed_table
 from machine_code import LoopFacts, MachineCode, always_executed, facts_of_body
-from overlap import EXPERIMENTS, Compiled, Experiment, source_digest
+from overlap import EXPERIMENTS, Experiment, source_digest
 
 NAMES = [experiment.name for experiment in EXPERIMENTS]
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
@@ -138,7 +139,8 @@ def toolchain() -> Toolchain:
 def compile_ptx(experiment: Experiment, toolchain: Toolchain, folder: Path) -> str:
     unit, output = folder / "unit.cu", folder / "unit.ptx"
     unit.write_text(experiment.unit())
-    command = overlap.nvcc_command(toolchain, ("-arch=compute_80", "-ptx"), output, unit)
+    flags = (*COMPILE_FLAGS, "-arch=compute_80", "-ptx", "-o", output)
+    command = [str(word) for word in (toolchain.nvcc, *flags, unit)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return output.read_text()
@@ -153,45 +155,43 @@ def test_each_is_right_in_the_simulator_and_has_no_bank_conflicts(
     kernel = load_ptx(text).kernel(symbol)
     # the watcher raises for a race or a copy that was not waited for
     for seq_len, distribution in ((128, "normal"), (256, "outliers")):
-        shape = AttentionForward(1, 16, seq_len)  # 16 heads for the stride, one of them is run
-        inputs = [x[:, :, :1] for x in make_inputs(distribution, shape, torch.bfloat16)]
-        output = torch.full(shape.shape, torch.nan, dtype=torch.bfloat16)[:, :, :1]
-        result, run = run_forward(experiment.config, kernel, *inputs, output)
-        reference = attention_reference(*inputs)
+        shape = AttentionForward(1, 1, seq_len)
+        tensors = tensors_for(experiment.config, *make_inputs(distribution, shape, torch.bfloat16))
+        run = run_kernel(experiment.config, kernel, tensors)
+        q, k, v, result = tensors.values()
+        reference = attention_reference(q, k, v)
         error = measure_error(result, reference.expected)
         assert error.within(reference.bound), f"{error} is over {reference.bound}"
         assert run.counters.total.bank_conflicts == 0
 
 
-def test_a_kernel_is_compiled_once_and_again_when_its_source_changes(tmp_path, monkeypatch) -> None:
-    calls = []
-
-    def fake_run(command: Sequence[str], **options) -> object:
-        calls.append(command)
-        Path(command[command.index("-o") + 1]).write_bytes(b"cubin")
-        log = (
-            "ptxas info    : Compiling entry function '_Zring' for 'sm_90'\n"
-            "ptxas info    : Function properties for _Zring\n"
-            "    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
-            "ptxas info    : Used 255 registers, used 1 barriers\n"
-        )
-        return subprocess.CompletedProcess(command, 0, "", log)
-
-    monkeypatch.setattr(subprocess, "run", fake_run)
+def test_an_experiment_is_compiled_again_when_its_loop_changes(tmp_path) -> None:
     root = copy_sources(tmp_path)
-    fake = Toolchain(Path("nvcc"), (13, 0), "nvcc 13.0")
+    nvcc = fake_toolchain(tmp_path / "bin")
+    ring = next(source for source in overlap.sources() if source.name == "ring")
 
-    def compile_it() -> Compiled:
-        return overlap.compile_one(BY_NAME["ring"], root, tmp_path / "built", fake, 90)
+    def compile_it() -> Cubin:
+        compiler = CubinCompiler(root, tmp_path / "cubins", nvcc, 90, jobs=1, timeout_s=60)
+        (compiled,) = compiler.compile_all([ring])
+        assert compiled.cubin is not None, compiled.failure
+        return compiled.cubin
 
-    first, second = compile_it(), compile_it()
-    assert len(calls) == 1
-    assert first == second
-    # 96 KiB of K and V beside 32 of Q; 255 registers a thread leave room for two blocks of 128
-    assert first.resources() == ResourceRecord("ring", 255, 16, (128 + 4 * 64) * 256, 2)
+    first = compile_it()
+    assert compile_it() == first
     (root / overlap.HEADER).write_text(HEADER.replace("kResident = 0", "kResident = 1"))
     assert compile_it().path != first.path
-    assert len(calls) == 2
+
+
+def report_of(registers: int, stack_bytes: int) -> PtxasReport:
+    return PtxasReport("_Zk", "sm_90", registers, stack_bytes, 12, 8, 1, 0, {})
+
+
+def test_what_an_experiment_takes_is_what_ptxas_says_and_its_config() -> None:
+    ring = next(source for source in overlap.sources() if source.name == "ring")
+    cubin = Cubin(ring, Path("k.cubin"), "_Zk", "", report_of(registers=255, stack_bytes=16))
+    # 96 KiB of K and V beside 32 of Q; 255 registers a thread leave room for two blocks of 128
+    expected = ResourceRecord("ring", 255, 16, (128 + 4 * 64) * 256, 2)
+    assert overlap.resources(cubin) == expected
 
 
 def copy_sources(folder: Path) -> Path:
@@ -206,7 +206,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def test_the_facts_of_the_machine_code_are_of_these_sources_and_complete(tool) -> None:
-    code = machine_code.load_machine_code(ROOT / tool.MACHINE_CODE)
+    code = MachineCode.load(ROOT / tool.MACHINE_CODE)
     assert code.sources == source_digest(ROOT), "run run_experiments.py --sass, then --write-docs"
     assert [loop.name for loop in code.loops] == NAMES
     for loop in code.loops:
@@ -282,12 +282,12 @@ def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
 
     def of(name: str, seq_len: int, tflops: float) -> Measurement:
         shape = default_shape(seq_len)
-        ms = attention_flops(shape.batch, shape.heads, seq_len, shape.d_head) / tflops / 1e9
+        ms = shape.operations / tflops / 1e9
         size = (shape.batch, shape.heads, seq_len, shape.d_head)
         return Measurement(name, "", "bf16", *size, 1, 1, (ms,), 0.0, 0.0, 1.0, 1.0, "")
 
     return BenchmarkResults(
-        provenance=provenance(torch.device("cpu"), "", "a command", "68cfc22"),
+        provenance=provenance(fake_backend(), "a command", "68cfc22"),
         protocol=Protocol(),
         clocks=(),
         resources=(ResourceRecord("one_stage", 254, 40, 65536, 2),),
@@ -318,7 +318,7 @@ def test_the_table_of_speeds() -> None:
         *("100.0", "150.0", "120.0", "109.1", "48.0", "-", "-"),
     ]
     assert rows["`ring`"][1:6] == ["-"] * 5  # not measured
-    assert all(len(row) == len(table.header) == len(table.alignment) for row in table.rows)
+    assert all(len(row) == len(table.header) for row in table.rows)
     lines = table.markdown().splitlines()
     assert lines[1].startswith("| :-- | :-- | --: |")
     assert len({line.count("|") for line in lines}) == 1
@@ -359,7 +359,7 @@ def test_not_measured_yet_is_right_only_until_there_is_data(tool, repository, ca
     assert tool.NOT_MEASURED in (repository / tool.DOCS).read_text()
     assert run(tool, "--write-docs", "--check") == 0
     results = made_up_results({FLASH: {1024: 200.0}, "one_stage": {1024: 250.0}})
-    results.save_json(repository / tool.RESULTS)
+    results.save(repository / tool.RESULTS)
     capsys.readouterr()
     assert run(tool, "--write-docs", "--check") == 1
     assert f"-{tool.NOT_MEASURED}" in capsys.readouterr().out
@@ -390,67 +390,36 @@ def test_check_alone_is_a_usage_error(tool, capsys) -> None:
     assert "--write-docs" in capsys.readouterr().err
 
 
-class FakeTimer:
-    """Runs work at once; it takes 50 ms, more than a sample has to, so that one run is enough."""
-
-    flushes = False
-    cache_bytes = 0
-
-    def record(self, work):
-        return work
-
-    def start(self, work, times=1):
-        for _ in range(times):
-            work()
-        return lambda: 50.0
-
-    def synchronize(self) -> None:
-        pass
-
-
-class FakeMonitor:
-    def __init__(self, device: torch.device) -> None:
-        self.readings = [(1755.0, 650.0, 60.0)]
-
-    def __enter__(self) -> FakeMonitor:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
 @pytest.fixture
 def gpu(tool, monkeypatch) -> ModuleType:
     """The tool on a made-up GPU, on which `ring_ahead_3` is wrong."""
 
-    def contender(compiled: Compiled) -> Contender:
+    def contender(cubin: Cubin) -> Contender:
         def run(inputs: InputSet) -> torch.Tensor:
-            float32_kernel(compiled.experiment.config, *inputs.inputs, inputs.output)
-            if compiled.experiment.name == broken[0]:
+            float32_kernel(cubin.config, *inputs.inputs, inputs.output)
+            if cubin.source.name == broken[0]:
                 inputs.output.add_(1)
             return inputs.output
 
-        return Contender(compiled.experiment.name, None, run)
+        return Contender(cubin.source.name, None, run)
 
-    def compiled(architecture: int) -> list[Compiled]:
+    def compiled(architecture: int) -> list[Cubin]:
         assert architecture == 90
-        report = PtxasReport("_Zk", "sm_90", 255, 8, 8, 8, 1, 0, {})
-        return [Compiled(experiment, Path("k.cubin"), report) for experiment in EXPERIMENTS]
+        report = report_of(registers=255, stack_bytes=8)
+        return [Cubin(source, Path("k.cubin"), "_Zk", "", report) for source in overlap.sources()]
 
     broken = [""]
     tool.broken = broken
-    h100 = replace(
-        provenance(torch.device("cpu"), "", "", ""), gpu="an H100", compute_capability="9.0"
-    )
+    h100 = replace(provenance(fake_backend(), "", ""), gpu="an H100", compute_capability="9.0")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
     monkeypatch.setattr(
         tool,
         "provenance",
-        lambda device, library, command, commit: replace(h100, command=command, commit=commit),
+        lambda backend, command, commit: replace(h100, command=command, commit=commit),
     )
     monkeypatch.setattr(tool, "compile_experiments", compiled)
-    monkeypatch.setattr(overlap.Compiled, "contender", contender)
-    monkeypatch.setattr(tool, "make_timer", lambda device, protocol: FakeTimer())
+    monkeypatch.setattr(tool, "contender", contender)
+    monkeypatch.setattr(tool, "make_timer", lambda device, protocol: FakeTimer((50.0, 50.0)))
     monkeypatch.setattr(tool, "GpuMonitor", FakeMonitor)
     monkeypatch.setattr(tool, "default_shape", lambda seq_len: AttentionForward(1, 1, seq_len))
     return tool
@@ -488,7 +457,7 @@ def test_an_experiment_that_is_wrong_fails_the_run(gpu, tmp_path, capsys) -> Non
 )
 def test_bad_input_is_one_line_and_2(gpu, tmp_path, monkeypatch, capsys, options, said) -> None:
     monkeypatch.chdir(tmp_path)
-    made_up_results({FLASH: {1024: 200.0}}).save_json(Path("another.json"))
+    made_up_results({FLASH: {1024: 200.0}}).save(Path("another.json"))
     before = Path("another.json").read_text()
     assert run(gpu, *(("--json", "new.json") if "--json" not in options else ()), *options) == 2
     said_all = capsys.readouterr().err

@@ -22,7 +22,6 @@ from flash_helpers.measure.ncu_bench import (
     METRICS,
     STALL_REASONS,
     NcuResults,
-    available_metrics,
     average_launches,
     ncu_table,
     profile_kernels,
@@ -167,7 +166,7 @@ def test_a_kernel_that_ncu_did_not_see_is_told_and_stops_no_other() -> None:
 
 def test_metrics_that_the_gpu_lacks_are_not_asked_for() -> None:
     ncu = FakeNcu({}, lacks=[stall("gmma"), TENSOR])
-    wanted = available_metrics(NsightCompute("ncu", run=ncu))
+    wanted = NsightCompute("ncu", run=ncu).available(METRICS)
     assert set(METRICS) - set(wanted) == {stall("gmma"), TENSOR}
     assert REGISTERS in wanted  # which --query-metrics does not list
 
@@ -194,7 +193,7 @@ def results() -> NcuResults:
         average_launches(V1.short_form(), SHAPE, launches[:2]),
         average_launches(V2.short_form(), SHAPE, launches[2:]),
     )
-    found = provenance(torch.device("cpu"), "CUDA 13.0", "ncu_bench.py", "abc")
+    found = provenance(fake_backend(), "ncu_bench.py", "abc")
     return NcuResults(found, "Nsight Compute Version 2025.3", kernels)
 
 
@@ -202,7 +201,7 @@ def test_the_table_has_a_row_a_kernel_and_dashes_where_there_is_no_number() -> N
     text = ncu_table(results())
     row = next(line for line in text.splitlines() if line.startswith(V1.short_form()))
     cells = row.split()
-    assert cells[2:4] == ["1100.0", "1800000"]
+    assert cells[2:4] == ["1,100.0", "1,800,000"]
     assert "-" in cells
     assert "mio_throttle 4.00" in row
     assert "batch 2, heads 16, seq 512: mean of 2 launches" in text
@@ -264,16 +263,21 @@ def test_the_tool_exits_with_1_if_a_kernel_was_not_counted(tool, capsys) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--runs", "0"], "--runs 0 is not positive"),
-        (["--seq", "0"], "--seq 0 is not positive"),
         (["--seq", "100"], "seq_len 100 is not a multiple"),
-        (["--kernel", "99"], "versions go from"),
-        (["--heads", "0"], "n_heads 0 is not positive"),
+        (["--kernel", "99"], "the steps are v1 to v16"),
     ],
 )
 def test_wrong_usage_exits_with_2(tool, capsys, options: list[str], message: str) -> None:
     assert tool.main(options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--runs", "--seq", "--batch", "--heads"])
+def test_a_size_that_is_not_positive_is_wrong_usage(tool, capsys, option: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tool.main([option, "0"])
+    assert stopped.value.code == 2
+    assert f"{option}: 0 is not positive" in capsys.readouterr().err
 
 
 def test_without_ncu_that_is_said_in_a_line(tool, monkeypatch, capsys) -> None:

@@ -9,20 +9,20 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fake_backend import ROOT
-from test_benchmark import (
+from benchmark_results import (
     BF16,
     LARGE_TILE_7,
     full_results,
     measurement,
     synthetic_results,
-    update_tables,
     with_rates,
 )
+from fake_backend import ROOT
 from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
+from test_benchmark import update_tables
 
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure import plots
 from flash_helpers.measure.plots import (
     PROGRESSION,
@@ -58,11 +58,11 @@ def texts_of(svg: str) -> list[str]:
 
 
 def test_the_staircase_has_a_height_for_each_step_in_percent_of_flash() -> None:
-    # flash at 300, step n at 100 + 10 n, step 7's large tile at 330, at both lengths
+    # flash at 300, the n-th step at 100 + 10 n, v7's large tile at 330, at both lengths
     numbers = progression_numbers(full_results(), "bf16")
-    assert numbers["steps"] == list(VERSIONS)
-    assert numbers["fixed"] == [round((100 + 10 * n) / 3, 1) for n in VERSIONS]
-    assert numbers["best"] == [110.0 if n == 7 else None for n in VERSIONS]
+    assert numbers["steps"] == list(STEPS)
+    assert numbers["fixed"] == [round((110 + 10 * n) / 3, 1) for n in range(len(STEPS))]
+    assert numbers["best"] == [110.0 if name == "v7" else None for name in STEPS]
 
 
 def test_a_step_that_failed_at_a_length_has_no_height() -> None:
@@ -86,9 +86,9 @@ def test_lines_are_those_of_the_libraries_and_of_the_steps_that_gained() -> None
     lines = numbers["lines"]
     assert lines["PyTorch's flash backend"] == [300.0, 300.0]
     # each of the first steps gains over 5%, from step 10 on it is less
-    assert lines["step 2"] == [120.0, 120.0]
-    assert "step 12" not in lines
-    assert "step 16" in lines  # the last one always
+    assert lines["v2"] == [120.0, 120.0]
+    assert "v12" not in lines
+    assert "v16" in lines  # the last one always
     assert numbers["rates"] == {"matmul of the chip": 800.0, "mma.sync of the chip": 600.0}
 
 
@@ -99,8 +99,8 @@ def test_the_best_config_of_the_last_step_has_a_line_of_its_own() -> None:
     more = [measurement(large.short_form(), n, 400.0) for n in (1024, 4096)]
     results = dataclasses.replace(results, measurements=(*results.measurements, *more))
     lines = seq_len_numbers(results, "bf16")["lines"]
-    assert lines["step 16, best config"] == [400.0, 400.0]
-    assert lines["step 16"] == [260.0, 260.0]
+    assert lines["v16, best config"] == [400.0, 400.0]
+    assert lines["v16"] == [260.0, 260.0]
 
 
 def test_without_the_flash_backend_there_is_no_staircase() -> None:
@@ -141,8 +141,8 @@ def test_the_file_says_which_numbers_it_shows(svg: str) -> None:
 
 def test_lines_and_steps_are_labelled_in_the_picture(svg: str) -> None:
     texts = texts_of(svg)
-    assert {str(n) for n in VERSIONS} <= set(texts)
-    assert {"step 2", "step 16", LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN]} <= set(texts)
+    assert set(STEPS) <= set(texts)
+    assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN]} <= set(texts)
     assert "110" in texts  # the best config of step 7, in percent
     assert "mma.sync of the chip" in texts
     assert any("NVIDIA H100 80GB HBM3, bf16" in text for text in texts)
@@ -230,7 +230,7 @@ def test_a_plot_of_other_numbers_is_found_without_matplotlib(
         for m in full_results().measurements
     ]
     results: BenchmarkResults = dataclasses.replace(full_results(), measurements=tuple(faster))
-    results.save_json(repository / "results.json")
+    results.save(repository / "results.json")
     capsys.readouterr()
     assert update_tables(repository, "--check") == 1
     assert "docs/images/progression.svg is absent or shows other" in capsys.readouterr().out

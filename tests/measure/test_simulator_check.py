@@ -13,33 +13,28 @@ import pytest
 import torch
 from fake_backend import fake_backend, load_tool
 
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
+from flash_helpers.measure.counter_check import shape_for, with_counters, with_hardware
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import (
     NsightCompute,
     ProfiledLaunch,
     ProfilerError,
+    find_launch,
     parse_csv,
     parse_metric_names,
 )
 from flash_helpers.measure.simulator_check import (
-    BEGIN_MARKER,
-    END_MARKER,
     METRICS,
     QUANTITIES,
     KernelRecord,
     SimulatorCheck,
-    check_tables,
     compare_kernel,
     compare_outputs,
-    disagreements,
-    load_check,
-    profile_kernels,
-    shape_for,
-    with_hardware,
 )
 
-V1, V2 = (c for c in get_kernel_progression_configs() if c.version in (1, 2) and c.dtype == 0)
+V1, V2 = (c for c in get_kernel_progression_configs() if c.step.id in ("v1", "v2") and c.dtype == 0)
+BEGIN, END = SimulatorCheck.MARKERS
 MMA = "sm__inst_executed_pipe_tensor_op_hmma.sum"
 LDSM_CONFLICTS = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ldsm.sum"
 
@@ -188,7 +183,7 @@ def test_a_static_row_stride_gets_its_heads_at_the_same_cost():
     static = next(c for c in get_kernel_progression_configs() if c.static_row_stride)
     shape = shape_for(static, 512)
     assert (shape.row_stride, shape.seq_len) == (static.static_row_stride, 128)
-    assert shape_for(V1, 512).size == (1, 512, 1, 128)
+    assert shape_for(V1, 512) == AttentionForward(1, 1, 512, dtype=V1.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -204,17 +199,17 @@ def test_a_kernel_is_compared_and_counted(records):
     blocks, warps, steps = 2, 4, 2
     mma = blocks * warps * steps * (8 * 8 + 4 * 16)
     ldmatrix = blocks * warps * (8 + steps * (8 * 4 + 4 * 8))
-    assert first.simulated["mma instructions"] == mma
-    assert first.simulated["ldmatrix instructions"] == ldmatrix
+    assert first.predicted["mma instructions"] == mma
+    assert first.predicted["ldmatrix instructions"] == ldmatrix
     # eight rows of a matrix in one bank: 7 conflicts each, four matrices
-    assert first.simulated["ldmatrix conflicts"] == 28 * ldmatrix
-    assert second.simulated["ldmatrix conflicts"] == 0
+    assert first.predicted["ldmatrix conflicts"] == 28 * ldmatrix
+    assert second.predicted["ldmatrix conflicts"] == 0
     tile_chunks = 64 * 128 * 2 // 16
     copies = blocks * (1 + 2 * steps) * tile_chunks // 32
-    assert first.simulated["cp.async instructions"] == copies
+    assert first.predicted["cp.async instructions"] == copies
     tile_sectors = tile_chunks // 2
-    assert first.simulated["cp.async sectors"] == blocks * (1 + 2 * steps) * tile_sectors
-    assert first.simulated["global store sectors"] == blocks * tile_sectors
+    assert first.predicted["cp.async sectors"] == blocks * (1 + 2 * steps) * tile_sectors
+    assert first.predicted["global store sectors"] == blocks * tile_sectors
 
 
 def test_every_quantity_can_be_counted(records):
@@ -225,14 +220,17 @@ def test_every_quantity_can_be_counted(records):
 
 
 def test_a_launch_is_found_although_ncu_left_out_the_namespace(records):
-    symbol = f"void forward_kernel<{records[0].ran}>(ForwardKernelArgs)"
-    record = with_hardware(records[0], [ProfiledLaunch(symbol, {METRICS[0]: 7.0})])
-    assert record.hardware[METRICS[0]] == 7.0
+    symbol = f"void forward_kernel<{records[0].name}>(ForwardKernelArgs)"
+    launch = ProfiledLaunch(symbol, {METRICS[0]: 7.0})
+    assert find_launch(records[0].name, [launch]) is launch
+    assert with_hardware(records[0], launch, METRICS).hardware[METRICS[0]] == 7.0
 
 
 def test_a_launch_is_found_by_the_kernel_in_its_symbol(records):
     launches = [ProfiledLaunch("void at::fill()", {}), *parse_csv(RAW)]
-    first, second = (with_hardware(record, launches) for record in records)
+    first, second = (
+        with_hardware(record, find_launch(record.name, launches), METRICS) for record in records
+    )
     assert first.hardware[LDSM_CONFLICTS] == 1048576.0
     assert second.hardware[LDSM_CONFLICTS] is None
     assert second.hardware[MMA] == 65536.0
@@ -240,19 +238,19 @@ def test_a_launch_is_found_by_the_kernel_in_its_symbol(records):
 
 def test_each_shape_is_profiled_in_one_process(records):
     ncu = FakeNcu()
-    found, failure = profile_kernels(records, profiler(ncu), ["python", "run.py"])
-    assert not failure
+    found, failures = with_counters(records, profiler(ncu), ["python", "run.py"], METRICS)
+    assert not failures
     assert all(record.hardware[MMA] == 7 for record in found)
     (command,) = ncu.commands
     assert command[-2:] == [V1.short_form(), V2.short_form()]
     other = replace(records[0], n_heads=16)
-    profile_kernels([*records, other], profiler(ncu), ["python", "run.py"])
+    with_counters([*records, other], profiler(ncu), ["python", "run.py"], METRICS)
     assert len(ncu.commands) == 3
 
 
 def test_without_counters_the_outputs_still_count(records):
     ncu = FakeNcu(lacks=METRICS)
-    found, failure = profile_kernels(records, profiler(ncu), ["python", "run.py"])
+    found, (failure,) = with_counters(records, profiler(ncu), ["python", "run.py"], METRICS)
     assert found == records
     assert "counted nothing" in failure
 
@@ -272,7 +270,7 @@ def agreeing(record: KernelRecord) -> KernelRecord:
 @pytest.fixture
 def check(records) -> SimulatorCheck:
     return SimulatorCheck(
-        provenance=provenance(torch.device("cpu"), "CUDA 13.0", "check_simulator.py", "abc"),
+        provenance=provenance(fake_backend(), "check_simulator.py", "abc"),
         profiler="Nsight Compute 2025.3",
         profiler_failure="",
         kernels=tuple(agreeing(record) for record in records),
@@ -289,30 +287,30 @@ def with_count(check: SimulatorCheck, metric: str, factor: float) -> SimulatorCh
 def test_the_file_holds_everything(check, tmp_path):
     path = tmp_path / "check.json"
     check.save(path)
-    assert load_check(path) == check
+    assert SimulatorCheck.load(path) == check
 
 
-@pytest.mark.parametrize("text", ("", "[]", '{"format": 0}', '{"format": 1, "provenance": {}}'))
+@pytest.mark.parametrize("text", ("", "[]", '{"format": 0}', '{"format": 2, "provenance": {}}'))
 def test_another_file_is_refused(text, tmp_path):
     path = tmp_path / "check.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="holds no check of the simulator"):
-        load_check(path)
+        SimulatorCheck.load(path)
 
 
 def test_counts_that_agree_are_told_apart_from_those_that_do_not(check):
-    assert disagreements(check) == []
-    assert disagreements(with_count(check, LDSM_CONFLICTS, 1.04)) == []
-    (line,) = disagreements(with_count(check, LDSM_CONFLICTS, 1.06))
+    assert check.disagreements() == []
+    assert with_count(check, LDSM_CONFLICTS, 1.04).disagreements() == []
+    (line,) = with_count(check, LDSM_CONFLICTS, 1.06).disagreements()
     assert line.startswith(f"{V1.short_form()}: ldmatrix bank conflicts: ")
     # instructions have to be exact
-    assert len(disagreements(with_count(check, MMA, 1.001))) == 1
+    assert len(with_count(check, MMA, 1.001).disagreements()) == 1
     # SASS is not PTX
-    assert disagreements(with_count(check, "smsp__inst_executed.sum", 3)) == []
+    assert with_count(check, "smsp__inst_executed.sum", 3).disagreements() == []
 
 
 def test_the_table_shows_each_quantity_and_each_kernel(check):
-    text = check_tables(with_count(check, MMA, 2))
+    text = with_count(with_count(check, MMA, 2), "smsp__inst_executed.sum", 3).tables()
     summary = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
     assert "| 1 of 2 | 50% | **no** |" in summary["mma instructions"]
     assert "| 2 of 2 | 0% | within 5% |" in summary["ldmatrix bank conflicts"]
@@ -322,10 +320,10 @@ def test_the_table_shows_each_quantity_and_each_kernel(check):
 
 
 def test_what_was_not_measured_is_said(check, records):
-    text = check_tables(replace(check, kernels=tuple(records), profiler_failure="no permission"))
+    text = replace(check, kernels=tuple(records), profiler_failure="no permission").tables()
     assert "| mma instructions | not measured |" in text
     assert "2,048 / not measured" in text
-    assert "Without counters: no permission" in text
+    assert "Without some counters: no permission" in text
 
 
 def tool(*arguments: str) -> int:
@@ -340,33 +338,33 @@ def test_one_command_measures_and_saves(tmp_path, capsys, monkeypatch):
     arguments = ["--kernel", V2.short_form(), "--seq", "128", "--json", str(data)]
     # every counter of the fake profiler is 7
     assert module.main([*arguments, "--raw", str(tmp_path / "raw")]) == 1
-    assert "mma instructions: 2048 in the simulator, 7 on the GPU" in capsys.readouterr().out
-    (record,) = load_check(data).kernels
-    assert record.ran == V2.short_form()
+    assert "mma instructions: 2,048 in the simulator, 7 on the GPU" in capsys.readouterr().out
+    (record,) = SimulatorCheck.load(data).kernels
+    assert record.name == V2.short_form()
     assert (tmp_path / "raw").is_dir()
     assert module.main([*arguments, "--no-profiler"]) == 0
-    assert load_check(data).kernels[0].hardware == {}
+    assert SimulatorCheck.load(data).kernels[0].hardware == {}
 
 
 def test_one_command_writes_the_page_and_another_checks_it(check, tmp_path, capsys):
     data, page = tmp_path / "check.json", tmp_path / "simulator.md"
     check.save(data)
-    page.write_text(f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     where = ("--json", str(data), "--docs", str(page))
     assert tool("--check", *where) == 1
     assert "-old" in capsys.readouterr().out
     assert tool("--write-docs", *where) == 0
-    assert check_tables(check) in page.read_text()
+    assert check.tables() in page.read_text()
     assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
     assert tool("--check", *where) == 0
 
 
 def test_the_page_shows_what_the_data_says(root):
     page = (root / "docs/simulator.md").read_text()
-    assert page.count(BEGIN_MARKER) == page.count(END_MARKER) == 1
+    assert page.count(BEGIN) == page.count(END) == 1
     data = root / "benchmarks/results/simulator_h100.json"
     if data.exists():
-        assert check_tables(load_check(data)) in page
+        assert SimulatorCheck.load(data).tables() in page
     else:
         assert "Not measured yet." in page
 

@@ -12,9 +12,11 @@ import pytest
 
 from flash_helpers import kernel_configs
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    FAMILIES,
+    STEPS,
     DType,
     FlashForwardKernelConfig,
+    config_from_short_form,
     config_from_symbol,
     differing_fields,
     get_autotuning_kernel_configs,
@@ -23,6 +25,7 @@ from flash_helpers.kernel_configs import (
     nearest_config,
     read_configs,
 )
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.families import with_siblings
 
 PROGRESSION = get_kernel_progression_configs()
@@ -32,55 +35,82 @@ EVERY_CONFIG = sorted({*PROGRESSION, *TO_BUILD, *SWEEP})
 
 
 def progression(version: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
-    return next(c for c in PROGRESSION if (c.version, c.dtype) == (version, dtype))
+    return next(c for c in PROGRESSION if (c.step.id, c.dtype) == (f"v{version}", dtype))
+
+
+def fields_of(family) -> list[str]:
+    return [field.name for field in dataclasses.fields(family.config)]
 
 
 def mangled(config: FlashForwardKernelConfig) -> str:
     """The kernel's symbol by the rules of the Itanium C++ ABI."""
-    namespace, name = f"v{config.version}", config.short_form()
+    namespace, name = config.step.namespace, config.short_form()
     return f"_ZN{len(namespace)}{namespace}14forward_kernelI{len(name)}{name}EEv17ForwardKernelArgs"
 
 
-class TestVersions:
-    def test_are_numbered_from_one_and_each_stands_on_the_one_before(self):
-        assert list(VERSIONS) == list(range(1, 17))
-        assert [version.parent for version in VERSIONS.values()] == [None, *range(1, 16)]
-        assert all(number == version.number for number, version in VERSIONS.items())
+class TestSteps:
+    def test_are_numbered_from_one_in_each_family(self):
+        for family in FAMILIES.values():
+            assert [step.number for step in family.steps.values()] == list(
+                range(1, len(family.entries) + 1)
+            )
+            assert list(family.steps) == [
+                f"{family.prefix}{step.number}" for step in family.steps.values()
+            ]
 
-    def test_have_an_idea_each(self):
-        ideas = [version.idea for version in VERSIONS.values()]
-        assert len(set(ideas)) == len(ideas)
-        assert all(ideas)
+    def test_stand_on_a_parent_that_comes_before_them(self):
+        known: list[str] = []
+        for step in STEPS.values():
+            assert step.parent is None or step.parent in known
+            known.append(step.id)
+        assert [step.id for step in STEPS.values() if step.parent is None] == ["v1"]
+
+    def test_have_ids_slugs_and_ideas_of_their_own(self):
+        for values in (
+            [step.id for step in STEPS.values()],
+            [(step.family, step.slug) for step in STEPS.values()],
+            [step.idea for step in STEPS.values()],
+        ):
+            assert len(set(values)) == len(values)
+            assert all(values)
 
     def test_live_in_one_file_each(self, root):
-        for version in VERSIONS.values():
-            source = root / version.source
+        for step in STEPS.values():
+            source = root / step.source
             assert source.is_file(), source
-            assert f"namespace {version.namespace} {{" in source.read_text()
+            assert f"namespace {step.namespace} {{" in source.read_text()
 
     def test_fix_or_tune_every_option(self):
-        options = {f.name for f in dataclasses.fields(FlashForwardKernelConfig)}
-        for version in VERSIONS.values():
-            assert version.fixed.keys() | version.tunable.keys() == options - {"version", "dtype"}
-            assert not version.fixed.keys() & version.tunable.keys()
+        for step in STEPS.values():
+            _, second, *options = fields_of(FAMILIES[step.family])
+            assert second == "dtype"
+            assert step.fixed.keys() | step.tunable.keys() == set(options)
+            assert not step.fixed.keys() & step.tunable.keys()
 
-    def test_can_be_tuned_from_the_seventh_on(self):
-        assert [v.number for v in VERSIONS.values() if v.tunable] == list(range(7, 17))
+    def test_of_the_ampere_family_are_sixteen_and_can_be_tuned_from_the_seventh_on(self):
+        steps = AMPERE.steps.values()
+        assert [step.id for step in steps] == [f"v{n}" for n in range(1, len(AMPERE.entries) + 1)]
+        assert next(step.number for step in steps if step.tunable) == 7
+
+    def test_keep_what_a_step_before_them_brought(self):
+        assert "keys_backwards" not in STEPS["v12"].traits
+        assert {"keys_backwards", "pieces"} <= STEPS["v16"].traits
 
     def test_cannot_be_changed_by_accident(self):
         with pytest.raises(TypeError):
-            VERSIONS[17] = VERSIONS[16]
+            STEPS["v17"] = STEPS["v16"]
         with pytest.raises(TypeError):
-            VERSIONS[1].fixed["B_r"] = 128
+            STEPS["v1"].fixed["B_r"] = 128
 
 
 class TestProgression:
-    def test_has_every_version_in_both_dtypes_in_order(self):
-        wanted = [(version, dtype) for version in VERSIONS for dtype in DType]
-        assert [(c.version, c.dtype) for c in PROGRESSION] == wanted
+    def test_has_every_step_in_both_dtypes_in_order(self):
+        wanted = [(step, dtype) for step in STEPS for dtype in DType]
+        assert [(c.step.id, c.dtype) for c in PROGRESSION] == wanted
 
-    def test_keeps_the_tile_shape(self):
-        assert {(c.B_r, c.B_c, c.n_warps, c.d_head) for c in PROGRESSION} == {(64, 64, 4, 128)}
+    def test_of_the_ampere_family_keeps_the_tile_shape(self):
+        shapes = {(c.B_r, c.B_c, c.n_warps, c.d_head) for c in AMPERE.progression()}
+        assert shapes == {(64, 64, 4, 128)}
 
     @pytest.mark.parametrize(
         ("version", "changes"),
@@ -98,6 +128,13 @@ class TestProgression:
         before, after = progression(version - 1), progression(version)
         differing = differing_fields(before, after)
         assert {name: getattr(after, name) for name in differing if name != "version"} == changes
+
+    def test_follows_the_entries_of_the_registry(self):
+        for family in FAMILIES.values():
+            steps = list(family.steps.values())
+            for before, after, entry in zip(steps, steps[1:], family.entries[1:], strict=False):
+                changed = {k: v for k, v in after.options.items() if before.options[k] != v}
+                assert changed == {k: v for k, v in entry.sets.items() if before.options[k] != v}
 
 
 class TestSetsOfConfigs:
@@ -123,8 +160,9 @@ class TestSetsOfConfigs:
         assert with_siblings([general]) == [general]
 
     def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
-        assert {config.version for config in SWEEP} == set(range(7, 17))
-        assert {c for c in PROGRESSION if c.version >= 7} <= set(SWEEP)
+        tunable = {step.id for step in STEPS.values() if step.tunable}
+        assert {config.step.id for config in SWEEP} == tunable
+        assert {c for c in PROGRESSION if c.step.id in tunable} <= set(SWEEP)
         assert {config for config in TO_BUILD if config.B_r == 128 and config.version == 7} <= set(
             SWEEP
         )
@@ -148,7 +186,7 @@ class TestShortForm:
 
     def test_round_trips_for_every_config(self):
         for config in EVERY_CONFIG:
-            assert FlashForwardKernelConfig.from_short_form(config.short_form()) == config
+            assert config_from_short_form(config.short_form()) == config
 
     def test_is_unique_and_an_identifier(self):
         names = [config.short_form() for config in EVERY_CONFIG]
@@ -182,9 +220,8 @@ class TestShortForm:
 class TestSymbol:
     def test_demangled_and_mangled_parse_back_for_every_config(self):
         for config in EVERY_CONFIG:
-            demangled = (
-                f"void v{config.version}::forward_kernel<{config.short_form()}>(ForwardKernelArgs)"
-            )
+            namespace, name = config.step.namespace, config.short_form()
+            demangled = f"void {namespace}::forward_kernel<{name}>(ForwardKernelArgs)"
             assert config_from_symbol(demangled) == config
             assert config_from_symbol(mangled(config)) == config
             assert config_from_symbol(f".text.{mangled(config)}") == config
@@ -209,17 +246,17 @@ class TestImpossibleConfig:
     @pytest.mark.parametrize(
         ("config", "changes", "reason"),
         [
-            (V7, {"version": 0}, "version 0 does not exist: choose one of 1 to 16"),
-            (V7, {"version": 17}, "version 17 does not exist"),
-            (V7, {"d_head": 64}, "d_head 64: v7 fixes d_head 128; no version has 64"),
-            (progression(3), {"B_r": 128}, "v3 fixes B_r 64; choose v7 to v16"),
+            (V7, {"version": 0}, "version 0 does not exist: choose one of 1 to "),
+            (V7, {"version": 99}, "version 99 does not exist"),
+            (V7, {"d_head": 64}, "d_head 64: v7 fixes d_head 128; no step has 64"),
+            (progression(3), {"B_r": 128}, "v3 fixes B_r 64; choose v7 to v"),
             (progression(2), {"swizzled": False}, "v2 fixes swizzled True; choose v1$"),
             (
                 progression(5),
                 {"mma_double_buffer_loads": False},
-                "v5 fixes mma_double_buffer_loads True; choose v1 to v4 or v7 to v16",
+                "v5 fixes mma_double_buffer_loads True; choose v1 to v4 or v7 to v",
             ),
-            (V7, {"async_copy": False}, "no version has False"),
+            (V7, {"async_copy": False}, "no step has False"),
             (V7, {"n_warps": 3}, "n_warps 3 is not a power of two from 1 to 32"),
             (V7, {"n_warps": 64}, "n_warps 64 is not a power of two from 1 to 32"),
             (V7, {"n_warps": 0}, "n_warps 0 is not a power of two"),
@@ -270,19 +307,13 @@ class TestConfig:
 
     def test_sorts_by_its_fields_in_order(self):
         shuffled = random.Random(0).sample(EVERY_CONFIG, len(EVERY_CONFIG))
-        assert sorted(shuffled) == sorted(shuffled, key=dataclasses.astuple)
+        assert sorted(shuffled) == sorted(
+            shuffled, key=lambda c: (c.family.rank, dataclasses.astuple(c))
+        )
 
     def test_knows_its_threads_and_shared_memory(self):
         assert V7.n_threads == 128
         assert V7.smem_bytes == 48 * 1024
-
-    def test_has_the_fields_of_the_struct_in_its_order(self, root):
-        text = (root / "src/include/flash_attention.cuh").read_text()
-        body = re.search(r"struct FlashForwardKernelConfig \{(.*?)\n\};", text, re.DOTALL)[1]
-        body = re.sub(r"//.*", "", body)
-        declared = re.findall(r"^\s*(int|bool|DType) ([\w, ]+);", body, re.MULTILINE)
-        in_cpp = [(n.strip(), kind) for kind, names in declared for n in names.split(",")]
-        assert in_cpp == [(f.name, f.type) for f in dataclasses.fields(FlashForwardKernelConfig)]
 
     def test_dtype_has_the_values_of_the_enum(self, root):
         text = (root / "src/include/flash_attention.cuh").read_text()
@@ -294,7 +325,7 @@ class TestConfig:
 class TestDictionary:
     def test_round_trips(self):
         for config in TO_BUILD:
-            assert FlashForwardKernelConfig.from_dict(config.to_dict()) == config
+            assert type(config).from_dict(config.to_dict()) == config
 
     def test_of_unknown_or_missing_fields_is_refused(self):
         with pytest.raises(ValueError, match=r"unknown fields \['tile'\]"):
@@ -352,10 +383,11 @@ class TestNearest:
 
 
 def test_needs_nothing_but_the_standard_library():
-    names = (
+    names = [
         "kernel_configs",
-        *(f"compile.{n}" for n in ("codegen", "toolchain", "build", "ptxas")),
-    )
+        "registry.selection",
+        *(f"compile.{name}" for name in ("codegen", "toolchain", "build", "ptxas")),
+    ]
     program = "".join(f"import flash_helpers.{name}\n" for name in names) + (
         "import sys\n"
         "foreign = {m.partition('.')[0] for m in sys.modules} - sys.stdlib_module_names\n"

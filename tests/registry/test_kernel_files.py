@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.kernel_configs import VERSIONS
+from flash_helpers.kernel_configs import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
@@ -16,45 +16,45 @@ MAX_HEADER_LINES = 40
 MAX_CHANGED_LINES = 120
 
 
-def source(number: int) -> str:
-    return (ROOT / VERSIONS[number].source).read_text(encoding="utf-8")
+def source(name: str) -> str:
+    return (ROOT / STEPS[name].source).read_text(encoding="utf-8")
 
 
-def header(number: int) -> list[str]:
+def header(name: str) -> list[str]:
     """The comment between `#pragma once` and the first include."""
-    lines = source(number).partition("#pragma once\n")[2].splitlines()
+    lines = source(name).partition("#pragma once\n")[2].splitlines()
     return lines[: next(n for n, line in enumerate(lines) if line.startswith("#include"))]
 
 
-def code(number: int) -> list[str]:
+def code(name: str) -> list[str]:
     """The lines without comments and blank lines."""
-    stripped = (re.sub(r"//.*", "", line).rstrip() for line in source(number).splitlines())
+    stripped = (re.sub(r"//.*", "", line).rstrip() for line in source(name).splitlines())
     return [line for line in stripped if line]
 
 
-@pytest.mark.parametrize("number", VERSIONS)
-def test_a_kernel_is_one_readable_file(number: int) -> None:
-    assert len(source(number).splitlines()) <= MAX_LINES
-    assert f"namespace v{number} {{" in source(number)
-    assert "__global__" in source(number)
-    assert not re.search(r"#if\b|#ifdef|\bprintf\b|/\*", source(number))
+@pytest.mark.parametrize("name", STEPS)
+def test_a_kernel_is_one_readable_file(name: str) -> None:
+    assert len(source(name).splitlines()) <= MAX_LINES
+    assert f"namespace {name} {{" in source(name)
+    assert "__global__" in source(name)
+    assert not re.search(r"#if\b|#ifdef|\bprintf\b|/\*", source(name))
 
 
-@pytest.mark.parametrize("number", VERSIONS)
-def test_its_header_tells_step_parent_change_expectation_and_verdict(number: int) -> None:
-    lines = header(number)
+@pytest.mark.parametrize("name", STEPS)
+def test_its_header_tells_step_parent_change_expectation_and_verdict(name: str) -> None:
+    lines = header(name)
     text = "\n".join(lines)
     assert len(lines) <= MAX_HEADER_LINES
-    assert f"// Step {number}" in text
-    parent = VERSIONS[number].parent
-    assert parent is None or f"Parent: v{parent}." in text
+    assert f"// Step {STEPS[name].number}" in text
+    parent = STEPS[name].parent
+    assert parent is None or f"Parent: {parent}." in text
     for part in ("//   1. ", "// Why", "// Expected: ", "// Verdict: ", "// Phases: "):
         assert part in text, part
 
 
-@pytest.mark.parametrize("number", [n for n, version in VERSIONS.items() if version.parent])
-def test_it_differs_from_its_parent_by_an_idea(number: int) -> None:
-    old, new = code(VERSIONS[number].parent), code(number)
+@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.parent])
+def test_it_differs_from_its_parent_by_an_idea(name: str) -> None:
+    old, new = code(STEPS[name].parent), code(name)
     diff = difflib.unified_diff(old, new, lineterm="", n=0)
     changed = [line for line in diff if re.match(r"[+-](?![+-]{2})", line)]
     assert 0 < len(changed) <= MAX_CHANGED_LINES

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from other_family import OTHER
 
 import flash_attention
 from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.problem import Strides
 from flash_helpers.runtime import tensors
 
 CONFIG = next(
@@ -66,7 +69,7 @@ class TestForward:
             ((2, 0, 3, 128), "q has seq 0"),
             ((2, 128, 0, 128), "q has heads 0"),
             ((2, 128, 3, 0), "q has d_head 0"),
-            ((2, 128, 3, 64), "q has d_head 64 and the kernels are built for 128: pad"),
+            ((2, 128, 3, 64), "d_head 64: .* is built for 128: pad"),
             ((2, 100, 3, 128), "seq_len 100 is not a multiple of B_r 64"),
             ((2, 32, 3, 128), "seq_len 32 is not a multiple of B_r 64"),
         ],
@@ -130,7 +133,7 @@ class TestShapes:
 
 class TestMemory:
     def check(self, q: torch.Tensor) -> None:
-        tensors.check_memory({"q": q})
+        tensors.check_memory(CONFIG, {"q": q})
 
     @pytest.mark.parametrize(
         "q",
@@ -181,13 +184,11 @@ class TestMemory:
     def test_ignores_the_strides_of_single_items(self):
         q = tensor(64 * 128).as_strided((1, 64, 1, 128), (3, 128, 5, 1))
         self.check(q)
-        assert tensors.kernel_strides(q) == (0, 128, 0)
+        assert tensors.kernel_strides(q) == Strides(0, 128, 0)
 
     def test_strides_are_batch_row_head(self):
-        assert tensors.kernel_strides(tensor(2, 3, 128, 128).transpose(1, 2)) == (
-            3 * 128 * 128,
-            128,
-            128 * 128,
+        assert tensors.kernel_strides(tensor(2, 3, 128, 128).transpose(1, 2)) == Strides(
+            batch=3 * 128 * 128, row=128, head=128 * 128
         )
 
 
@@ -262,11 +263,22 @@ class TestOutput:
 class TestDevice:
     def test_below_compute_capability_8_is_refused_by_name(self):
         with pytest.raises(RuntimeError, match=r"Tesla T4 has compute capability 7\.5 .* 8\.0"):
-            tensors.check_capability("Tesla T4", (7, 5))
+            tensors.check_capability(AMPERE, "Tesla T4", (7, 5))
 
     @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
     def test_of_compute_capability_8_or_higher_is_accepted(self, capability):
-        tensors.check_capability("a GPU", capability)
+        tensors.check_capability(AMPERE, "a GPU", capability)
+
+    def test_runs_a_family_only_where_its_own_instructions_are(self):
+        tensors.check_capability(OTHER, "NVIDIA H100", (9, 0))
+        with pytest.raises(RuntimeError, match=r"B200 has .* 10\.0 .* family other need 9\.0: use"):
+            tensors.check_capability(OTHER, "NVIDIA B200", (10, 0))
+
+    def test_is_named_or_numbered(self):
+        assert tensors.device_index(3) == 3
+        assert tensors.device_index("cuda:2") == 2
+        with pytest.raises(ValueError, match="device cpu is not a CUDA device"):
+            tensors.device_index("cpu")
 
 
 class Graphs:

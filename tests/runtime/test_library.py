@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import threading
-from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from elftools.elf.elffile import ELFFile
 
 import flash_attention
 from flash_attention.__main__ import main
-from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
+from flash_helpers.compile.codegen import configs_to_build
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.kernel_configs import (
-    FlashForwardKernelConfig,
+    AttentionForward,
+    Config,
     config_from_symbol,
     get_kernel_progression_configs,
-    get_kernels_to_build,
 )
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import library
 
 NO_SUCH_DEVICE = 9999
 BUILT = flash_attention.kernels()
 PROGRESSION = get_kernel_progression_configs()
+MACHINE_CODE = [name for name in library.architectures() if name.startswith("sm_")]
+V16 = AMPERE.progression()[-1]
+PROBLEM = AttentionForward(1, 1, 64)
 
 
-def short_form(config: FlashForwardKernelConfig) -> str:
+def short_form(config: Config) -> str:
     return config.short_form()
 
 
 @pytest.fixture
-def library() -> ctypes.CDLL:
+def c_library() -> ctypes.CDLL:
     return library.load()
 
 
 @pytest.fixture
-def unbuilt() -> library.Config:
-    return library.to_c(PROGRESSION[-1].replace(static_row_stride=128 * 1023))
+def unbuilt() -> bytes:
+    return V16.replace(static_row_stride=128 * 1023).short_form().encode()
 
 
 class TestKernels:
-    def test_are_those_of_the_registry_and_exactly_those_of_the_committed_map(self, root):
-        assert set(get_kernels_to_build()) <= set(BUILT)
-        assert configs_in_header((root / MAP_HEADER).read_text()) == BUILT
+    def test_are_those_of_the_registry_the_winners_and_the_users_own(self, root):
+        numbers = [int(name.removeprefix("sm_")) for name in MACHINE_CODE]
+        there = [c for c in configs_to_build(root) if c.family.targets_for(numbers)]
+        assert there == BUILT
 
     def test_come_in_order_each_once(self):
         assert sorted(set(BUILT)) == BUILT
@@ -64,8 +70,8 @@ class TestKernels:
     def test_ship_what_ptxas_said_for_every_architecture(self, package, config):
         log = (package / "ptxas" / f"{config.short_form()}.log").read_text()
         reports = parse_ptxas_log(log)
-        machine_code = [name for name in library.architectures() if name.startswith("sm_")]
-        assert [f"sm_{report.architecture}" for report in reports] == machine_code
+        targets = config.family.targets_for([int(name[3:]) for name in MACHINE_CODE])
+        assert [report.target for report in reports] == [f"sm_{target}" for target in targets]
         assert {config_from_symbol(report.symbol) for report in reports} == {config}
 
     def test_ship_nothing_else(self, package):
@@ -118,11 +124,12 @@ class TestCInterface:
         assert exported == {
             "flash_architectures",
             "flash_cuda_version",
-            "flash_forward",
+            "flash_encode_tensor_map",
             "flash_kernel_count",
-            "flash_kernel_describe",
+            "flash_kernel_name",
             "flash_kernel_resources",
             "flash_last_error",
+            "flash_launch",
             "flash_mma_loop",
             "flash_mma_loop_describe",
         }
@@ -133,56 +140,58 @@ class TestCInterface:
             needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
         assert not [name for name in needed if re.search("torch|c10|cuda|nv", name)]
 
-    def test_structures_mirror_the_headers(self, root):
-        text = (root / "src/include/flash_attention.cuh").read_text()
-        body = re.search(r"struct ForwardKernelArgs \{(.*?)\n\};", text, re.DOTALL)[1]
-        body = re.sub(r"//.*|\b(const|void|TensorStrides|int)\b|\*|\s", "", body)
-        names = [name for name in re.split("[,;]", body) if name]
-        assert names == [name for name, _ in library.ForwardKernelArgs._fields_]
+    def test_structures_mirror_the_source(self, root):
+        text = re.sub(r"//.*", "", (root / "src/flash_attention.cu").read_text())
+        for structure, name in (
+            (library._Launch, "FlashLaunch"),
+            (library._TensorMap, "FlashTensorMap"),
+            (library._Resources, "FlashKernelResources"),
+        ):
+            body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)[1]
+            declared = re.findall(r"(\w+)(?:\[\d\])?(?=[,;])", body)
+            assert declared == [field for field, _ in structure._fields_]
 
-    def test_describe_writes_one_config_and_not_a_byte_more(self, library):
-        size, guard = ctypes.sizeof(library.Config), b"\xab" * 64
-        memory = ctypes.create_string_buffer(guard * 3, len(guard) * 3)
-        config = ctypes.cast(memory, ctypes.POINTER(library.Config))
-        assert library.flash_kernel_describe(0, config) == 0
-        assert memory.raw[size:] == (guard * 3)[size:]
-        assert memory.raw[:size] == bytes(library.to_c(BUILT[0]))
+    def test_names_every_kernel_of_every_family(self, c_library):
+        names = [c_library.flash_kernel_name(n) for n in range(c_library.flash_kernel_count())]
+        assert sorted(names) == sorted(config.short_form().encode() for config in BUILT)
 
     @pytest.mark.parametrize("index", [-1, len(BUILT), 2**31 - 1])
-    def test_describe_refuses_an_index_without_kernel(self, library, index):
-        assert library.flash_kernel_describe(index, library.Config()) != 0
-        assert str(index) in library.flash_last_error().decode()
+    def test_has_no_name_for_an_index_without_kernel(self, c_library, index):
+        assert c_library.flash_kernel_name(index) is None
 
-    def test_forward_refuses_a_config_that_was_not_built(self, library, unbuilt):
-        args = library.ForwardKernelArgs()
-        assert library.flash_forward(unbuilt, args, 1, 1, 0, None) != 0
-        assert library.flash_last_error()
+    def test_launch_refuses_a_kernel_that_was_not_built_by_name(self, c_library, unbuilt):
+        call = library._Launch((1, 1, 1), (1, 1, 1), 128, 0, bytes(136))
+        assert c_library.flash_launch(unbuilt, call, 0, None) != 0
+        assert unbuilt in c_library.flash_last_error()
 
-    def test_resources_refuse_a_config_that_was_not_built(self, library, unbuilt):
-        assert library.flash_kernel_resources(unbuilt, 0, library._Resources()) != 0
-        assert library.flash_last_error()
+    def test_resources_refuse_a_kernel_that_was_not_built(self, c_library, unbuilt):
+        found = library._Resources()
+        assert c_library.flash_kernel_resources(unbuilt, 128, 0, 0, found) != 0
+        assert unbuilt in c_library.flash_last_error()
 
-    def test_forward_without_its_device_is_an_error_and_no_crash(self):
+    def test_launch_without_its_device_is_an_error_and_no_crash(self):
+        (launch,) = BUILT[0].launch(PROBLEM, PROBLEM.strides())
         with pytest.raises(RuntimeError, match=f"^{BUILT[0].short_form()}: .*(CUDA|device)"):
-            library.launch(BUILT[0], library.ForwardKernelArgs(seq_len=64), 1, 1, NO_SUCH_DEVICE, 0)
+            library.launch(launch, launch.bind(dict.fromkeys("qkvo", 0)), NO_SUCH_DEVICE, 0)
 
     def test_resources_without_their_device_are_an_error_and_no_crash(self):
         with pytest.raises(RuntimeError, match=r"CUDA|device"):
             flash_attention.resources(BUILT[0], NO_SUCH_DEVICE)
 
-    def test_last_error_belongs_to_its_thread(self, library):
-        library.flash_kernel_describe(-1, library.Config())
-        before = library.flash_last_error()
-        thread = threading.Thread(
-            target=library.flash_kernel_describe, args=(12345, library.Config())
-        )
+    def test_last_error_belongs_to_its_thread(self, c_library):
+        def refuse(name: bytes) -> None:
+            c_library.flash_kernel_resources(name, 128, 0, 0, library._Resources())
+
+        refuse(b"mine")
+        before = c_library.flash_last_error()
+        thread = threading.Thread(target=refuse, args=(b"another",))
         thread.start()
         thread.join()
-        assert library.flash_last_error() == before
+        assert c_library.flash_last_error() == before
 
     def test_tells_what_it_was_built_with(self):
         assert library.cuda_version() >= (12, 4)
-        assert all(re.fullmatch(r"(sm|compute)_\d+", name) for name in library.architectures())
+        assert all(re.fullmatch(r"(sm|compute)_\d+a?", name) for name in library.architectures())
 
 
 class TestResolve:
@@ -191,7 +200,8 @@ class TestResolve:
         assert library.resolve(BUILT[0].short_form()) == BUILT[0]
 
     def test_names_the_nearest_config_that_was_built_and_how_to_build_this_one(self):
-        config = next(c for c in BUILT if c.version == 7 and c.B_r == 64).replace(n_warps=2, B_r=32)
+        v7 = next(c for c in BUILT if c.step.id == "v7" and c.B_r == 64)
+        config = v7.replace(n_warps=2, B_r=32)
         with pytest.raises(ValueError) as error:
             library.resolve(config)
         message = str(error.value)
@@ -210,9 +220,33 @@ class TestResolve:
             flash_attention.resources(BUILT[0], device)
 
 
-def test_missing_library_says_how_to_build_it(tmp_path):
-    with pytest.raises(RuntimeError, match=r"cannot be loaded .*pip install \. \./py"):
-        library.load(tmp_path / "libflash_attention.so")
+class TestMissing:
+    @pytest.fixture(autouse=True)
+    def not_loaded(self):
+        library.load.cache_clear()
+        yield
+        library.load.cache_clear()
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(None, "is not there: build it"), (b"no ELF", r"cannot be loaded .*: build it")],
+    )
+    def test_library_says_how_to_build_it(self, tmp_path, monkeypatch, content, reason):
+        monkeypatch.setattr(library, "package_folder", lambda: tmp_path)
+        if content is not None:
+            (tmp_path / "libflash_attention.so").write_bytes(content)
+        with pytest.raises(RuntimeError, match=rf"{reason} with `pip install \. \./py`"):
+            library.load()
+
+    def test_package_says_how_to_install_it(self, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(RuntimeError, match=r"is not installed: build it with `pip install"):
+            library.package_folder()
+
+    def test_function_is_an_older_library(self, monkeypatch):
+        monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace())
+        with pytest.raises(RuntimeError, match="has no flash_kernel_count, so that it is older"):
+            library.load()
 
 
 class TestCommand:
@@ -247,8 +281,3 @@ class TestCommand:
         )
         assert result.returncode == 0, result.stderr
         assert BUILT[-1].short_form() in result.stdout
-
-
-def test_config_structure_has_every_field():
-    names = [name for name, _ in library.Config._fields_]
-    assert names == [field.name for field in fields(FlashForwardKernelConfig)]

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from flash_helpers.measure.results import FLASH, Measurement
+from flash_helpers.measure.results import FLASH, Measurement, read_record
 from flash_helpers.tune.process import Request, WorkerInfo
 
 FLASH_TFLOPS = 300.0
@@ -98,7 +98,7 @@ def main():
     say(asdict(WorkerInfo(os.environ["FAKE_GPU"], "9.0", 227 * 1024, driver, "2.13.0")))
     spoilt = False
     for line in sys.stdin:
-        spoilt = answer(Request.from_json(line), spoilt)
+        spoilt = answer(read_record(Request, json.loads(line)), spoilt)
     return 0
 
 

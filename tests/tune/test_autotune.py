@@ -3,29 +3,30 @@ the compiler and the process that measures are stand-ins, the rest is the real t
 
 from __future__ import annotations
 
+import ctypes
 import json
-import stat
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmark_results import FakeTimer
 from fake_backend import fake_backend, load_tool
 from fake_cubin import cubin
-from test_benchmark import FakeTimer
+from fake_toolchain import SUPPORT, fake_toolchain
 
-import flash_attention._best_config
 from flash_helpers.compile.build import LibraryBuild
-from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
-from flash_helpers.compile.cubins import CubinCompiler, read_code, sources
+from flash_helpers.compile.codegen import STRUCT_HEADER, configs_to_build
+from flash_helpers.compile.cubins import CubinCompiler, Source, included_files, read_code
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    STEPS,
     AttentionForward,
     DType,
     FlashForwardKernelConfig,
@@ -34,10 +35,12 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, read_records
+from flash_helpers.measure.results import FLASH, Protocol, read_record
+from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
 from flash_helpers.tune import worker as sweep_worker
+from flash_helpers.tune.best import best_config
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -52,6 +55,7 @@ from flash_helpers.tune.sweep import (
     NOT_RUN,
     TIMED,
     Journal,
+    JournalEntry,
     SweepRow,
     in_search_order,
     load_sweep,
@@ -63,44 +67,35 @@ from flash_helpers.tune.winners import (
     best_file,
     gpu_slug,
     load_best,
-    load_own,
     sweep_file,
 )
-from flash_helpers.tune.worker import launch_grid, serve
+from flash_helpers.tune.worker import serve
 
-SUPPORT = Path(__file__).parents[1] / "support"
 H100 = "NVIDIA H100 80GB HBM3"
-V7 = next(c for c in get_kernel_progression_configs() if (c.version, c.dtype) == (7, DType.BF16))
+V7, V8 = (
+    c
+    for c in get_kernel_progression_configs()
+    if c.step.id in ("v7", "v8") and c.dtype == DType.BF16
+)
 LARGE = V7.replace(B_r=128)
 WIDE = V7.replace(B_c=128)
 OTHER_LOADS = V7.replace(K_mma_load_K_tiles=2, Q_mma_load_K_tiles=0)
 WORKER = [sys.executable, str(SUPPORT / "fake_sweep_worker.py")]
 
 
-def executable(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
 @pytest.fixture
 def toolchain(tmp_path: Path) -> Toolchain:
-    fake = SUPPORT / "fake_nvcc.py"
-    nvcc = executable(
-        tmp_path / "bin/nvcc", f'#!/bin/sh\nexec "{sys.executable}" -S "{fake}" "$@"\n'
-    )
-    return Toolchain(nvcc, (13, 0), "nvcc 13.0")
+    return fake_toolchain(tmp_path / "bin")
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Kernel files that say nothing, and the generator."""
     root = tmp_path / "repository"
-    for version in VERSIONS.values():
-        path = root / version.source
+    for step in STEPS.values():
+        path = root / step.source
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#include "flash_attention.cuh"\n// {version.namespace}\n')
+        path.write_text(f'#include "flash_attention.cuh"\n// {step.namespace}\n')
     (root / "src/include/flash_attention.cuh").write_text("// the config\n")
     (root / "src/flash_attention.cu").write_text('#include "flash_kernels.cuh"\n')
     return root
@@ -129,7 +124,7 @@ def compiler(repository: Path, toolchain: Toolchain, tmp_path: Path) -> CubinCom
 
 
 def test_a_config_becomes_a_cubin_with_its_symbol_and_what_ptxas_said(compiler) -> None:
-    (compiled,) = compiler.compile_all([V7])
+    (compiled,) = compiler.compile_all([Source.of(V7)])
     assert compiled.failure == ""
     assert compiled.cubin.config == V7
     assert compiled.cubin.symbol.startswith("_ZN2v714forward_kernelI")
@@ -143,13 +138,15 @@ def test_what_was_compiled_is_kept_until_what_it_was_made_from_changes(
     def compile_again(**changes) -> list[str]:
         arguments = {"toolchain": toolchain, "architecture": 90, **changes}
         again = CubinCompiler(repository, tmp_path / "cubins", jobs=2, timeout_s=60, **arguments)
-        assert all(compiled.cubin for compiled in again.compile_all([V7, LARGE]))
+        assert all(
+            compiled.cubin for compiled in again.compile_all([Source.of(V7), Source.of(LARGE)])
+        )
         return sorted(log())
 
     both = sorted(config.short_form() for config in (V7, LARGE))
     assert compile_again() == both
     assert compile_again() == []
-    (repository / VERSIONS[8].source).write_text("// of another version\n")
+    (repository / STEPS["v8"].source).write_text("// of another step\n")
     assert compile_again() == []
     (repository / "src/include/flash_attention.cuh").write_text("// changed\n")
     assert compile_again() == both
@@ -160,24 +157,25 @@ def test_what_was_compiled_is_kept_until_what_it_was_made_from_changes(
 
 
 def test_a_config_that_does_not_compile_says_so_and_stops_no_other(compiler, repository) -> None:
-    (repository / VERSIONS[8].source).write_text("FAIL\n")
-    found = {c.config: c for c in compiler.compile_all([V7.replace(version=8), V7])}
-    assert "error: FAIL is not C++" in found[V7.replace(version=8)].failure
+    (repository / STEPS["v8"].source).write_text("FAIL\n")
+    compiled = compiler.compile_all([Source.of(V8), Source.of(V7)])
+    found = {each.source.config: each for each in compiled}
+    assert "error: FAIL is not C++" in found[V8].failure
     assert found[V7].cubin is not None
 
 
 def test_a_compiler_that_takes_too_long_is_ended(repository, toolchain, tmp_path, log) -> None:
-    (repository / VERSIONS[7].source).write_text("SLEEP\n")
+    (repository / STEPS["v7"].source).write_text("SLEEP\n")
     late = CubinCompiler(repository, tmp_path / "cubins", toolchain, 90, jobs=1, timeout_s=0.5)
-    (compiled,) = late.compile_all([V7])
+    (compiled,) = late.compile_all([Source.of(V7)])
     assert compiled.failure == "nvcc took over 0.5 s"
     assert_no_sleeper_is_left(log())
 
 
 def test_a_sweep_that_is_stopped_ends_its_compilers(compiler, repository, log, tmp_path) -> None:
-    (repository / VERSIONS[8].source).write_text("SLEEP\n")
-    results = compiler.compile_all([V7.replace(version=8), V7])
-    assert next(results).config == V7
+    (repository / STEPS["v8"].source).write_text("SLEEP\n")
+    results = compiler.compile_all([Source.of(V8), Source.of(V7)])
+    assert next(results).source.config == V7
     lines: list[str] = []
     deadline = time.monotonic() + 20
     while not any("sleeper" in line for line in lines) and time.monotonic() < deadline:
@@ -207,7 +205,7 @@ def is_running(process: int) -> bool:
 def test_sources_are_followed_through_includes(repository: Path) -> None:
     (repository / "src/include/a.cuh").write_text('#include "b.cuh"\n')
     (repository / "src/include/b.cuh").write_text("#include <vector>\n")
-    found = sources(repository, '#include "a.cuh"\n#include "not_there.h"\n')
+    found = included_files(repository, '#include "a.cuh"\n#include "not_there.h"\n')
     assert [path.name for path in found] == ["a.cuh", "b.cuh"]
 
 
@@ -256,7 +254,7 @@ def worker(monkeypatch):
 
 
 def test_a_request_survives_the_way() -> None:
-    assert Request.from_json(request().to_json()) == request()
+    assert read_record(Request, json.loads(json.dumps(asdict(request())))) == request()
 
 
 def test_a_worker_says_what_it_runs_on_and_answers(worker) -> None:
@@ -304,13 +302,6 @@ def test_the_real_worker_says_that_there_is_no_gpu(capsys) -> None:
     assert json.loads(answers.getvalue()) == {"error": "no CUDA device was found"}
 
 
-def test_a_launch_has_the_librarys_grid(root: Path) -> None:
-    shape = SimpleNamespace(seq_len=512, n_heads=16, batch=4)
-    assert launch_grid(LARGE, shape) == (4, 16, 4)
-    said = (root / "src/include/flash_attention.cuh").read_text()
-    assert "grid (seq_len / B_r, n_heads, batch)" in said
-
-
 @pytest.fixture
 def measuring(monkeypatch):
     """The real worker on the CPU, with stand-ins for what needs a GPU."""
@@ -328,12 +319,12 @@ def measuring(monkeypatch):
 
 def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> None:
     answer = measuring.answer(replace(request(), seq_lens=(64, 128)))
-    found = read_records(Measurement, answer["measurements"])
+    found = answer.measurements
     assert [(m.name, m.seq_len) for m in found] == [
         (name, seq_len) for seq_len in (64, 128) for name in (FLASH, V7.short_form())
     ]
     assert all(m.valid and m.max_abs_error for m in found)
-    assert answer["skipped"] == []
+    assert answer.skipped == ()
 
 
 def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monkeypatch) -> None:
@@ -348,10 +339,10 @@ def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monk
     monkeypatch.setattr(sweep_worker, "make_input_sets", make_or_fail)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     answer = measuring.answer(replace(request(), seq_lens=(64, 128, 256)))
-    assert {m["seq_len"] for m in answer["measurements"]} == {64, 128}
-    (skipped,) = answer["skipped"]
-    assert skipped["seq_len"] == 256
-    assert "Tried to allocate 9 GiB" in skipped["reason"]
+    assert {m.seq_len for m in answer.measurements} == {64, 128}
+    (skipped,) = answer.skipped
+    assert skipped.seq_len == 256
+    assert "Tried to allocate 9 GiB" in skipped.reason
 
 
 class FakeDriver:
@@ -365,6 +356,8 @@ class FakeDriver:
         def call(*arguments) -> int:
             if name == "cuGetErrorString":
                 arguments[1]._obj.value = b"invalid argument"
+            if name == "cuLaunchKernelEx":  # the memory is the caller's, until it returns
+                arguments = (arguments[0]._obj, ctypes.string_at(arguments[2][0], ARGUMENTS.size))
             self.calls.append((name, *arguments))
             return 1 if name == self.refuses else 0
 
@@ -374,14 +367,22 @@ class FakeDriver:
 def test_a_kernel_is_loaded_and_launched_with_its_shared_memory(monkeypatch) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
-    args = library.ForwardKernelArgs(seq_len=512)
-    cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 65536).launch((4, 16, 2), 128, 7, args)
+    shape = AttentionForward(2, 16, 256)
+    (found,) = V7.launch(shape, shape.strides())
+    arguments = found.bind(dict.fromkeys("qkvo", 4096))
+    cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 65536).launch(found, arguments, 7)
     load, get, attribute, launch = driver.calls
     assert (load[0], load[2]) == ("cuModuleLoadData", b"ELF")
     assert (get[0], get[3]) == ("cuModuleGetFunction", b"_Zkernel")
     assert (attribute[0], *attribute[2:]) == ("cuFuncSetAttribute", 8, 65536)
-    assert (launch[0], *launch[2:10]) == ("cuLaunchKernel", 4, 16, 2, 128, 1, 1, 65536, 7)
-    assert library.ForwardKernelArgs.from_address(launch[10][0]).seq_len == 512
+    name, config, passed = launch
+    assert name == "cuLaunchKernelEx"
+    assert (*config.sizes, config.shared_bytes, config.stream) == (
+        *(4, 16, 2, 128, 1, 1),
+        *(V7.smem_bytes, 7),
+    )
+    assert config.n_attributes == 0  # a grid without clusters
+    assert passed == arguments
 
 
 def test_what_the_driver_refuses_is_told_in_its_own_words(monkeypatch) -> None:
@@ -404,7 +405,7 @@ def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, t
     static = max(c for c in get_kernel_progression_configs() if c.static_row_stride)
     contender = sweep_worker.cubin_contender(KernelFile(static.short_form(), str(path), "_Z"))
     tensors = [torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16) for _ in range(4)]
-    with pytest.raises(ValueError, match="is not for rows 256 elements apart"):
+    with pytest.raises(ValueError, match="is not for batch 1, heads 2, seq 64"):
         contender.run(InputSet(tuple(tensors[:3]), tensors[3], None))
 
 
@@ -413,15 +414,17 @@ def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, t
 
 def test_a_journal_is_read_back_and_a_line_cut_short_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal.jsonl"
-    Journal(path).note("a", [], "hangs")
+    hung = JournalEntry("a", "hangs", ())
+    Journal(path).note(hung)
     with path.open("a") as file:
         file.write('{"key": "b", "fail')
     journal = Journal(path)
-    assert journal.find("a") == ([], "hangs")
+    assert journal.find("a") == hung
     assert journal.find("b") is None
-    journal.note("c", [], "")
-    assert Journal(path).find("c") == ([], "")
-    assert Journal(path).find("a") == ([], "hangs")
+    right = JournalEntry("c", "", ())
+    journal.note(right)
+    assert Journal(path).find("c") == right
+    assert Journal(path).find("a") == hung
 
 
 # The sweep, through its command line
@@ -469,7 +472,7 @@ def test_the_fastest_config_wins_and_the_whole_table_is_kept(sweep, monkeypatch,
     speeds(monkeypatch, ("Br128", 1.25), ("Bc128", 0.75))
     assert sweep([V7, LARGE, WIDE]) == 0
     (winner,) = sweep.best().best
-    assert (winner.version, winner.dtype) == (7, "bf16")
+    assert (winner.step, winner.dtype) == ("v7", "bf16")
     assert winner.config == LARGE.short_form()
     assert (winner.of_flash, winner.mean_tflops) == (1.25, 375.0)  # the flash backend's is 300
     assert winner.seq_lens == (512, 1024, 2048, 4096, 8192, 16384)
@@ -511,12 +514,11 @@ def test_a_candidate_that_does_not_fit_is_dropped_before_it_is_compiled(
 
 
 def test_a_candidate_that_does_not_compile_is_dropped(sweep) -> None:
-    (sweep.root / VERSIONS[8].source).write_text("FAIL\n")
-    V8 = V7.replace(version=8)
-    assert sweep([V7, V8]) == 1  # version 8 has no winner
+    (sweep.root / STEPS["v8"].source).write_text("FAIL\n")
+    assert sweep([V7, V8]) == 1  # v8 has no winner
     assert sweep.rows()[V8].outcome == DROPPED
     assert "FAIL is not C++" in sweep.rows()[V8].reason
-    assert [entry.version for entry in sweep.best().best] == [7]
+    assert [entry.step for entry in sweep.best().best] == ["v7"]
 
 
 def test_candidates_of_the_same_code_share_a_measurement(sweep, monkeypatch, log) -> None:
@@ -610,7 +612,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was(sweep, monkeypatch, lo
 def test_a_kernel_that_has_changed_is_measured_again(sweep, log) -> None:
     assert sweep([V7]) == 0
     log()
-    (sweep.root / VERSIONS[7].source).write_text("// faster\n")
+    (sweep.root / STEPS["v7"].source).write_text("// faster\n")
     assert sweep([V7]) == 0
     assert len(requests_in(log())) == 2
 
@@ -645,7 +647,10 @@ def test_files_of_another_gpu_are_refused(sweep, capsys) -> None:
         text = path.read_text()
         path.write_text(text.replace(H100, "NVIDIA H100 PCIe"))
         assert sweep([V7]) == 2
-        assert "is of NVIDIA H100 PCIe and this is NVIDIA H100 80GB" in capsys.readouterr().err
+        assert (
+            "holds results of NVIDIA H100 PCIe and this is NVIDIA H100 80GB"
+            in capsys.readouterr().err
+        )
         path.write_text(text)
 
 
@@ -660,13 +665,12 @@ def test_a_spent_budget_leaves_the_rest_for_the_next_run(sweep) -> None:
 def test_a_smaller_sweep_keeps_the_winners_of_the_others_and_challenges_its_own(
     sweep, monkeypatch
 ) -> None:
-    V8 = V7.replace(version=8)
     speeds(monkeypatch, ("Br128", 1.25))
     assert sweep([V7, LARGE, V8]) == 0
     assert sweep([V7]) == 0
-    assert {entry.version: entry.config for entry in sweep.best().best} == {
-        7: LARGE.short_form(),
-        8: V8.short_form(),
+    assert {entry.step: entry.config for entry in sweep.best().best} == {
+        "v7": LARGE.short_form(),
+        "v8": V8.short_form(),
     }
     assert set(sweep.rows()) == {V7, LARGE, V8}
 
@@ -690,7 +694,7 @@ def test_a_winner_that_the_registry_has_no_more_is_left_out(sweep) -> None:
 
 
 def test_the_search_sees_every_corner_early_and_each_config_once() -> None:
-    configs = [c for c in get_autotuning_kernel_configs() if c.version == 7]
+    configs = [c for c in get_autotuning_kernel_configs() if c.step.id == "v7"]
     order = in_search_order(configs, first=[configs[5]])
     assert order[0] == configs[5]
     assert sorted(order) == configs
@@ -710,16 +714,16 @@ def test_a_mean_needs_every_length(sweep, worker) -> None:
 def test_outcomes_are_counted(sweep, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_SPILLS", "Br128")
     assert sweep([V7, OTHER_LOADS, LARGE]) == 0
-    text = outcomes_text(sweep.rows().values())
+    text = outcomes_text(list(sweep.rows().values()))
     assert text == "2 timed, 1 of them by the same code as another; 1 dropped"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--versions", "99"], "versions go from"),
-        (["--versions", "seven"], "is not a version"),
-        (["--versions", "16"], "no config to try for --versions 16"),
+        (["--steps", "99"], "the steps are v1 to v16"),
+        (["--steps", "seven"], "is not a step"),
+        (["--versions", "16"], "no config to try for --steps 16"),
         (["--seq", "100"], "seq_len 100 is not a multiple of B_r 64"),
     ],
 )
@@ -758,7 +762,7 @@ def test_files_are_named_by_the_gpu(name: str, slug: str) -> None:
 
 
 def test_a_file_that_is_not_there_yet_holds_nothing(tmp_path: Path) -> None:
-    assert load_own(tmp_path / "best.json", H100, "9.0") == BestConfigs(H100, "9.0", ())
+    assert BestConfigs.load_own(tmp_path / "best.json", H100, "9.0") == BestConfigs(H100, "9.0", ())
 
 
 # From the sweep to the config that the package picks
@@ -773,36 +777,22 @@ def test_the_winner_is_built_and_picked(
     # sweep
     assert sweep([V7, winner]) == 0
     # regenerate
-    header = sweep.root / MAP_HEADER
+    shutil.copy(root / STRUCT_HEADER, sweep.root / STRUCT_HEADER)
+    generator = root / "tools/build/generate_kernel_instantiations.py"
     subprocess.run(
-        [
-            sys.executable,
-            root / "tools/build/generate_kernel_instantiations.py",
-            *("--configs", best_file(sweep.root / "configs", H100)),
-            *("--output", header),
-        ],
-        check=True,
-        capture_output=True,
+        [sys.executable, generator, "--root", sweep.root], check=True, capture_output=True
     )
-    built = configs_in_header(header.read_text())
+    assert winner.short_form() in (sweep.root / AMPERE.map_header).read_text()
+    built = configs_to_build(sweep.root)
     assert winner in built
-    # rebuild
+    # rebuild; the other kernels would take the compiler's time and show nothing
     package = tmp_path / "package"
-    header.write_text(_only(header, [V7, winner]))
-    LibraryBuild(sweep.root, toolchain, (90,), 2, lambda line: None).run(package)
+    LibraryBuild(sweep.root, toolchain, (90,), 2, lambda line: None, [V7, winner]).run(package)
     assert (package / "ptx" / f"{winner.short_form()}.ptx").is_file()
     # pick
-    monkeypatch.setattr(_library, "kernels", lambda: built)
-    monkeypatch.setattr(flash_attention._best_config, "CONFIG_FOLDER", package / "configs")
+    monkeypatch.setattr(library, "kernels", lambda: built)
+    monkeypatch.setattr(library, "package_folder", lambda: package)
     properties = SimpleNamespace(name=H100, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    assert flash_attention._best_config.best_config(7, torch.bfloat16) == winner
-
-
-def _only(header: Path, configs: list[FlashForwardKernelConfig]) -> str:
-    """A map of these alone: the others would take the compiler's time and show nothing."""
-    from flash_helpers.compile.codegen import kernel_map_header
-
-    assert set(configs) <= set(configs_in_header(header.read_text()))
-    return kernel_map_header(configs)
+    assert best_config("v7", torch.bfloat16) == best_config(7, "bf16") == winner

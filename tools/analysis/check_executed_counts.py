@@ -11,29 +11,19 @@ from pathlib import Path
 import torch
 
 from flash_helpers.command_line import make_parser, run_tool, typed_command
-from flash_helpers.measure.counter_check import add_check_arguments, print_check, update_page
+from flash_helpers.measure.counter_check import add_check_arguments, run_check, shape_for
 from flash_helpers.measure.execution_check import (
-    BEGIN_MARKER,
-    END_MARKER,
     METRICS,
     OPCODE_METRIC,
     ExecutionCheck,
     ExecutionRecord,
-    available_metrics,
-    check_tables,
-    disagreements,
-    load_check,
     predict_launch,
     profile_launches,
 )
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.simulator_check import shape_for
-from flash_helpers.registry.selection import (
-    UsageError,
-    chosen_kernels,
-)
+from flash_helpers.registry.selection import UsageError, chosen_kernels
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError
 from flash_helpers.sass.read.reader import progress_bar
@@ -81,17 +71,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[ExecutionRecord]:
     """What each chosen kernel executes, from its text; those that decide by their data are left
     out with a line on stderr. Raises SassError and ValueError."""
-    if arguments.seq < 1:
-        raise UsageError(f"--seq {arguments.seq} is not positive")
     configs = chosen_kernels(arguments, backend.kernels)
-    shapes = {config: shape_for(config, arguments.seq) for config in configs}
-    ran = {config: config.runs_as(shape.strides()) for config, shape in shapes.items()}
     with progress_bar("disassembling") as progress:
-        kernels = library_kernels(arch, set(ran.values()), progress=progress)
+        kernels = library_kernels(arch, configs, progress=progress)
     records = []
     for config in configs:
         try:
-            records.append(predict_launch(kernels[ran[config]], ran[config], shapes[config]))
+            shape = shape_for(config, arguments.seq)
+            records.append(predict_launch(kernels[config], config, shape))
         except NotDeterminedError as error:
             print(f"left out: {error}", file=sys.stderr)
     if not records:
@@ -99,21 +86,24 @@ def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[
     return records
 
 
-def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> ExecutionCheck:
-    """Predict, then count on the GPU. Raises SassError, ValueError and ProfilerError."""
+def measure(arguments: argparse.Namespace, command: str) -> ExecutionCheck:
+    """Predict, then count on the GPU.
+
+    Raises KernelsNotRun without one, SassError, ValueError and ProfilerError.
+    """
+    backend = find_backend("cuda")
     major, minor = torch.cuda.get_device_capability(backend.device)
     records = predict(arguments, backend, f"sm_{major}{minor}")
     ncu = NsightCompute.find(arguments.raw)
-    metrics, unavailable = available_metrics(ncu)
+    metrics = ncu.available(METRICS)
+    unavailable = tuple(metric for metric in METRICS if metric not in metrics)
     for metric in unavailable:
         print(f"this GPU has no metric {metric}", file=sys.stderr)
     print(f"counting {len(metrics)} of {len(METRICS)} metrics", file=sys.stderr)
     launcher = [sys.executable, str(ROOT / LAUNCHER)]
     records, failure = profile_launches(records, ncu, launcher, metrics)
     return ExecutionCheck(
-        provenance=provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-        ),
+        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
         profiler=f"Nsight Compute {ncu.version()}",
         profiler_failure=failure,
         unavailable=unavailable,
@@ -121,31 +111,25 @@ def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> Ex
     )
 
 
-def run(arguments: argparse.Namespace, command: str) -> int:
-    """Check and print, or bring the page up to date; returns the exit status.
-
-    Raises KernelsNotRun without a GPU, ProfilerError, OSError and ValueError.
-    """
-    if arguments.write_docs or arguments.check:
-        return update_page(
-            arguments, lambda path: check_tables(load_check(path)), (BEGIN_MARKER, END_MARKER)
-        )
-    if arguments.predict:
-        for record in predict(arguments, find_backend(), arguments.arch):
-            print(f"{record.name} {record.batch}x{record.n_heads}x{record.seq_len}")
-            print("  ", ", ".join(f"{k} {v:,}" for k, v in record.predicted.items() if v))
-        return 0
-    check = measure(arguments, find_backend("cuda"), command)
-    check.save(arguments.json)
-    return print_check(check_tables(check), disagreements(check), check.profiler_failure)
+def print_predictions(arguments: argparse.Namespace) -> int:
+    """Print what would be compared; returns the exit status. Raises as `predict` does."""
+    for record in predict(arguments, find_backend(), arguments.arch):
+        print(f"{record.name} {'x'.join(map(str, record.shape))}")
+        print("  ", ", ".join(f"{k} {v:,}" for k, v in record.predicted.items() if v))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check, or bring the page up to date; returns the exit status."""
     arguments = parse_arguments(argv)
     command = typed_command("check_executed_counts.py", argv)
-    errors = (KernelsNotRun, ProfilerError, OSError, ValueError)
-    return run_tool(lambda: run(arguments, command), *errors)
+
+    def run() -> int:
+        if arguments.predict:
+            return print_predictions(arguments)
+        return run_check(arguments, ExecutionCheck, lambda: measure(arguments, command))
+
+    return run_tool(run, KernelsNotRun, ProfilerError, OSError, ValueError)
 
 
 if __name__ == "__main__":

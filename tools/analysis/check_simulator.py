@@ -11,25 +11,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flash_helpers.command_line import make_parser, run_tool, typed_command
-from flash_helpers.measure.counter_check import add_check_arguments, print_check, update_page
+from flash_helpers.measure.counter_check import (
+    add_check_arguments,
+    run_check,
+    shape_for,
+    with_counters,
+)
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.simulator_check import (
-    BEGIN_MARKER,
-    END_MARKER,
-    SimulatorCheck,
-    check_tables,
-    compare_kernel,
-    disagreements,
-    load_check,
-    profile_kernels,
-    shape_for,
-)
-from flash_helpers.registry.selection import (
-    UsageError,
-    chosen_kernels,
-)
-from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
+from flash_helpers.measure.simulator_check import METRICS, SimulatorCheck, compare_kernel
+from flash_helpers.registry.selection import chosen_kernels
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/simulator_h100.json")
@@ -65,11 +57,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> SimulatorCheck:
-    """Run the kernels both ways, then count. Raises UsageError if a kernel is not built."""
+def measure(arguments: argparse.Namespace, command: str) -> SimulatorCheck:
+    """Run the kernels both ways, then count.
+
+    Raises KernelsNotRun without a GPU, UsageError if a kernel is not built.
+    """
+    backend = find_backend("cuda")
     configs = chosen_kernels(arguments, backend.kernels)
-    if arguments.seq < 1:
-        raise UsageError(f"--seq {arguments.seq} is not positive")
     records = [
         compare_kernel(config, shape_for(config, arguments.seq), backend)
         for config in tqdm(configs, desc="simulator and GPU", unit="kernel")
@@ -81,38 +75,26 @@ def measure(arguments: argparse.Namespace, backend: Backend, command: str) -> Si
             profiler = f"Nsight Compute {ncu.version()}"
             print("counting with Nsight Compute", file=sys.stderr)
             launcher = [sys.executable, str(ROOT / LAUNCHER)]
-            records, failure = profile_kernels(records, ncu, launcher)
+            records, failures = with_counters(records, ncu, launcher, METRICS)
+            failure = "\n".join(failures)
         except ProfilerError as error:
             failure = str(error)
     return SimulatorCheck(
-        provenance=provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-        ),
+        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
         profiler=profiler,
         profiler_failure=failure,
         kernels=tuple(records),
     )
 
 
-def run(arguments: argparse.Namespace, command: str) -> int:
-    """Check and print, or bring the page up to date; returns the exit status.
-
-    Raises KernelsNotRun without a GPU, OSError and ValueError.
-    """
-    if arguments.write_docs or arguments.check:
-        return update_page(
-            arguments, lambda path: check_tables(load_check(path)), (BEGIN_MARKER, END_MARKER)
-        )
-    check = measure(arguments, find_backend("cuda"), command)
-    check.save(arguments.json)
-    return print_check(check_tables(check), disagreements(check), check.profiler_failure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check, or bring the page up to date; returns the exit status."""
     arguments = parse_arguments(argv)
     command = typed_command("check_simulator.py", argv)
-    return run_tool(lambda: run(arguments, command), KernelsNotRun, OSError, ValueError)
+    return run_tool(
+        lambda: run_check(arguments, SimulatorCheck, lambda: measure(arguments, command)),
+        *(KernelsNotRun, OSError, ValueError),
+    )
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import flash_attention
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.command_line import make_parser, positive, print_text, run_tool
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.kernel_profile import (
     KernelProfile,
@@ -24,7 +23,8 @@ from flash_helpers.measure.kernel_profile import (
     source_as_json,
     source_lines,
 )
-from flash_helpers.registry.selection import UsageError, choose_kernels
+from flash_helpers.registry.selection import KERNEL_NAMES, UsageError, choose_kernels
+from flash_helpers.tables import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,13 +40,13 @@ EXAMPLES = """\
 examples:
   what the swizzle does to bank conflicts, and what it costs in instructions:
     python tools/analysis/profile_kernel.py 1 2 --seq 512
-  on which lines of version 1 the conflicts are:
+  on which lines of the first step the conflicts are:
     python tools/analysis/profile_kernel.py --by-line 1
-  the whole progression, a line a version:
+  the whole progression, a line a step:
     python tools/analysis/profile_kernel.py 1..16
   which instructions a static row stride saves (it is that of 16 heads):
     python tools/analysis/profile_kernel.py 15 16 --seq 128 --heads 16 --by-opcode
-  two tile shapes of version 7, for a spreadsheet (`python -m flash_attention` lists what is built):
+  two tile shapes of step 7, for a spreadsheet (`python -m flash_attention` lists what is built):
     python tools/analysis/profile_kernel.py v7_bf16_... v7_bf16_... --csv > tiles.csv
 
 exit status: 0 counted, 1 a kernel is at fault, 2 wrong usage, 130 interrupted
@@ -60,17 +60,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "kernels",
         nargs="*",
         metavar="KERNEL",
-        help="a version (7 or v7: its config in the progression), a range of versions (7..16), or "
-        "the short form of a config",
+        help=f"{KERNEL_NAMES}; of a step its config in the progression is meant",
     )
-    parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
-    parser.add_argument("--heads", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
+    parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
+    parser.add_argument("--batch", type=positive, default=1, help="(default: 1)")
     parser.add_argument(
         "--dtype",
         choices=[dtype.short for dtype in DType],
         default="bf16",
-        help="of versions; a short form has its own (default: bf16)",
+        help="of steps; a short form has its own (default: bf16)",
     )
     parser.add_argument("--by-opcode", action="store_true", help="also instructions by opcode")
     parser.add_argument(
@@ -94,7 +93,7 @@ def comparison(profiles: Sequence[KernelProfile], arguments: argparse.Namespace)
     if arguments.csv:
         return profiles_as_csv(profiles)
     if arguments.json:
-        return json.dumps(profiles_as_json(profiles), indent=2) + "\n"
+        return json_text(profiles_as_json(profiles))
     return profile_text(profiles, arguments.by_opcode) + "\n"
 
 
@@ -103,14 +102,14 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
     lines = source_lines(profile, ROOT)
     if is_out_of_date(lines):
         print(
-            "the kernel was built from another version of this file, so that lines are off: "
+            "the kernel was built from another state of this file, so that lines are off: "
             "build it again with pip install .",
             file=sys.stderr,
         )
     if arguments.csv:
         return source_as_csv(profile, lines)
     if arguments.json:
-        return json.dumps(source_as_json(profile, lines), indent=2) + "\n"
+        return json_text(source_as_json(profile, lines))
     return annotated_source_text(profile, lines) + "\n"
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import sys
@@ -27,15 +26,10 @@ from flash_helpers.command_line import (
 from flash_helpers.compile.codegen import read_config_file
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.kernel_configs import (
-    Config,
-    DType,
-    get_autotuning_kernel_configs,
-)
+from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.registry.config import ranges_text
-from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import (
     ALL,
     DTYPE_CHOICES,
@@ -49,20 +43,12 @@ from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProces
 from flash_helpers.tune.sweep import (
     SCREEN_SEQ_LENS,
     Journal,
-    Limits,
     Sweep,
     SweepRow,
     load_sweep,
     outcomes_text,
 )
-from flash_helpers.tune.winners import (
-    BestConfig,
-    BestConfigs,
-    best_file,
-    gpu_slug,
-    load_own,
-    sweep_file,
-)
+from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, gpu_slug, sweep_file
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE_TIMEOUT_S = 300.0
@@ -159,24 +145,15 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
     steps = parse_steps(arguments.steps or [ALL])
     chosen = [config for config in configs if config.dtype in dtypes and config.step in steps]
     if not chosen:
+        tuned = [config.step for config in configs]
         raise UsageError(
             f"no config to try for --steps {' '.join(arguments.steps) or ALL} and dtype "
             f"{arguments.dtype}: steps that can be tuned are "
-            f"{ranges_text(dict.fromkeys(config.step for config in configs))}"
+            f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
     for seq_len in (*arguments.seq, *arguments.screen_seq):
         require_supported(chosen, default_shape(seq_len))
     return chosen
-
-
-def known_winners(best: BestConfigs, kernels: Sequence[tuple[Step, DType]]) -> list[Config]:
-    """The winners of earlier sweeps, but for those that the registry has no more."""
-    found = []
-    for step, dtype in kernels:
-        with contextlib.suppress(ValueError):
-            config = best.find(step.id, dtype.short)
-            found += [config] if config is not None else []
-    return found
 
 
 class Bar:
@@ -211,13 +188,14 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     info = worker.start()
     folder = arguments.root / "configs"
     own = (info.gpu, info.compute_capability)
-    best = load_own(best_file(folder, info.gpu), *own)
+    best = BestConfigs.load_own(best_file(folder, info.gpu), *own)
     table = load_sweep(sweep_file(folder, info.gpu), *own)
-    kernels = list(dict.fromkeys((config.step, config.dtype) for config in configs))
-    champions = known_winners(best, kernels)
+    kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in configs))
+    found = (best.find(step, dtype.short) for step, dtype in kernels)
+    champions = [config for config in found if config is not None]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
-        CubinCompiler(
+        compiler=CubinCompiler(
             arguments.root,
             work / "cubins",
             find_toolchain((info.architecture,)),
@@ -225,30 +203,31 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
             arguments.jobs,
             COMPILE_TIMEOUT_S,
         ),
-        worker,
-        info,
-        Journal(work / "journal.jsonl"),
-        sorted(set(arguments.seq)),
-        sorted(set(arguments.screen_seq)),
-        Limits(arguments.allow_spills, arguments.timeout, begin + arguments.budget),
-        (
-            datetime.now(timezone.utc).date().isoformat(),
-            arguments.commit or git_commit(arguments.root),
-        ),
+        worker=worker,
+        info=info,
+        journal=Journal(work / "journal.jsonl"),
+        seq_lens=sorted(set(arguments.seq)),
+        screen_seq_lens=sorted(set(arguments.screen_seq)),
+        spill_bytes=arguments.allow_spills,
+        kernel_s=arguments.timeout,
+        deadline=begin + arguments.budget,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        commit=arguments.commit or git_commit(arguments.root),
     )
     n_candidates = len({*configs, *champions})
     with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
         sweep.screen(configs, Bar(bar), champions)
-    found: dict[tuple[Step, DType], BestConfig | None] = {}
-    for kernel in tqdm(kernels, desc="last round", unit="kernel"):
-        found[kernel] = sweep.choose(*kernel)
-    winners = [winner for winner in found.values() if winner is not None]
+    bar = tqdm(kernels, desc="last round", unit="kernel")
+    chosen = {kernel: sweep.choose(*kernel) for kernel in bar}
+    winners = [winner for winner in chosen.values() if winner is not None]
     table.updated(sweep.rows()).save(sweep_file(folder, info.gpu))
     if winners:
         best.updated(winners).save(best_file(folder, info.gpu))
     print(outcomes_text(sweep.rows()))
     print("\n".join([*sweep.notes, *map(winner_text, winners)]))
-    missing = [f"{s.id} {dtype.short}" for (s, dtype), winner in found.items() if winner is None]
+    missing = [
+        f"{step} {dtype.short}" for (step, dtype), winner in chosen.items() if winner is None
+    ]
     if missing:
         print(f"no config could be timed: {', '.join(missing)}", file=sys.stderr)
     return 1 if missing else 0

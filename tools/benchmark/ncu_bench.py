@@ -6,21 +6,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    positive,
+    run_tool,
+    typed_command,
+)
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.measure.benchmark import default_shape
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.registry.selection import (
-    UsageError,
-    add_kernel_arguments,
-    chosen_kernels,
-    require_supported,
-)
+from flash_helpers.registry.selection import add_kernel_arguments, chosen_kernels, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ EXAMPLES = """\
 examples:
   what the swizzle does to bank conflicts, on a GPU:
     python tools/benchmark/ncu_bench.py --kernel 1 2 --dtype bf16
-  the last version beside PyTorch's flash backend:
+  the last step beside PyTorch's flash backend:
     python tools/benchmark/ncu_bench.py --kernel 16 --dtype bf16 --library flash --seq 8192
   the whole progression, for a spreadsheet:
     python tools/benchmark/ncu_bench.py --dtype bf16 --csv ncu.csv --json ncu.json
@@ -59,10 +60,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="also count a library's attention",
     )
-    parser.add_argument("--seq", type=int, default=4096, help="sequence length (default: 4096)")
-    parser.add_argument("--batch", type=int, help="(default: 16, or what 65536 tokens leave)")
-    parser.add_argument("--heads", type=int, help="(default: 16)")
-    parser.add_argument("--runs", type=int, default=3, help="launches of each (default: 3)")
+    parser.add_argument(
+        "--seq", type=positive, default=4096, help="sequence length (default: 4096)"
+    )
+    parser.add_argument("--batch", type=positive, help="(default: 16, or what 65536 tokens leave)")
+    parser.add_argument("--heads", type=positive, help="(default: 16)")
+    parser.add_argument("--runs", type=positive, default=3, help="launches of each (default: 3)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="one row a kernel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with what it was counted on")
     parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
@@ -70,26 +73,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def shape_of(arguments: argparse.Namespace) -> AttentionForward:
-    """The problem asked for. Raises ValueError for a size that is not positive."""
-    if arguments.seq < 1:
-        raise UsageError(f"--seq {arguments.seq} is not positive: use 1 or more")
-    shape = default_shape(arguments.seq)
-    return AttentionForward(
-        shape.batch if arguments.batch is None else arguments.batch,
-        shape.heads if arguments.heads is None else arguments.heads,
-        arguments.seq,
-    )
-
-
 def run(arguments: argparse.Namespace, command: str) -> int:
     """Profile, print and write; returns the exit status.
 
-    Raises KernelsNotRun without a GPU, ProfilerError and ValueError.
+    Raises KernelsNotRun without a GPU, ProfilerError, OSError and ValueError.
     """
-    shape = shape_of(arguments)
-    if arguments.runs < 1:
-        raise UsageError(f"--runs {arguments.runs} is not positive: use 1 or more")
+    usual = default_shape(arguments.seq)
+    shape = replace(
+        usual, batch=arguments.batch or usual.batch, heads=arguments.heads or usual.heads
+    )
     backend = find_backend("cuda")
     profiler = NsightCompute.find(arguments.raw)
     configs = chosen_kernels(arguments, backend.kernels)
@@ -103,9 +95,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     if not kernels:
         return 2
     results = NcuResults(
-        provenance=provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
-        ),
+        provenance=provenance(backend, command, arguments.commit or git_commit(ROOT)),
         profiler=f"Nsight Compute {profiler.version()}",
         kernels=tuple(kernels),
     )
@@ -113,7 +103,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     if arguments.csv:
         write_if_different(arguments.csv, results.to_csv())
     if arguments.json:
-        write_if_different(arguments.json, results.to_json())
+        results.save(arguments.json)
     return 1 if failures else 0
 
 
@@ -123,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typed_command("ncu_bench.py", argv)
     return run_tool(
         lambda: run(arguments, command),
-        *(KernelsNotRun, ProfilerError, ValueError),
+        *(KernelsNotRun, OSError, ProfilerError, ValueError),
         interrupted="interrupted, nothing was written",
     )
 

@@ -17,13 +17,14 @@ from flash_helpers.command_line import (
     make_parser,
     positive,
     positive_seconds,
+    run_tool,
     typed_command,
 )
 from flash_helpers.files import write_if_different
 from flash_helpers.measure.benchmark import (
     DEFAULT_SEQ_LENS,
+    contenders_for,
     default_shape,
-    library_contenders,
     library_records,
     n_steps,
     run_benchmark,
@@ -41,6 +42,7 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.registry.selection import (
+    UsageError,
     add_kernel_arguments,
     chosen_kernels,
     require_supported,
@@ -64,7 +66,7 @@ examples:
     python tools/benchmark/pt_bench.py --json benchmarks/results/h100.json
   the first three steps at two lengths:
     python tools/benchmark/pt_bench.py --kernel 1..3 --seq 1024 4096
-  both dtypes of version 16 within a minute, for a spreadsheet:
+  both dtypes of step 16 within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --time-budget 60 --csv v16.csv
   as a program without CUDA graphs sees it, with a cold L2 cache:
     python tools/benchmark/pt_bench.py --kernel v16 --timing events --cache flush
@@ -122,64 +124,57 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    arguments = parse_arguments(argv)
-    seq_lens = sorted(set(arguments.seq))
+def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
+    """Measure what was asked for.
+
+    Raises KernelsNotRun without a GPU, PlotError where a plot could not be drawn, OSError, and
+    ValueError for what cannot be measured.
+    """
     protocol = Protocol(rounds=arguments.rounds, timing=arguments.timing, cache=arguments.cache)
-    command = typed_command("pt_bench.py", argv)
-    try:
-        backend = find_backend("cuda")
-        found = provenance(
-            backend.device, backend.library, command, arguments.commit or git_commit(ROOT)
+    seq_lens = sorted(set(arguments.seq))
+    backend = find_backend("cuda")
+    found = provenance(backend, command, arguments.commit or git_commit(ROOT))
+    if arguments.json:
+        refuse_another_gpu(arguments.json, found.gpu)
+    if arguments.plot:
+        require_plotting()
+    configs = chosen_kernels(arguments, backend.kernels, default=backend.kernels)
+    for seq_len in seq_lens:
+        require_supported(configs, default_shape(seq_len))
+    dtypes = sorted({config.dtype for config in configs})
+    contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
+    steps = sum(n_steps(len(each), protocol) for each in contenders.values())
+    with tqdm(total=len(seq_lens) * steps, desc="benchmark", unit="step") as bar:
+        run = run_benchmark(
+            contenders,
+            seq_lens,
+            backend.device,
+            make_timer(backend.device, protocol),
+            protocol,
+            GpuMonitor,
+            rate_works=default_rate_works(backend.device),
+            time_budget_s=arguments.time_budget,
+            advance=bar.update,
         )
-        if arguments.json:
-            refuse_another_gpu(arguments.json, found.gpu)
-        if arguments.plot:
-            require_plotting()
-        configs = chosen_kernels(arguments, backend.kernels, default=backend.kernels)
-        for seq_len in seq_lens:
-            require_supported(configs, default_shape(seq_len))
-    except (KernelsNotRun, OSError, PlotError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    libraries = library_contenders()
-    n_dtypes = len({config.dtype for config in configs})
-    steps = n_dtypes * n_steps(len(libraries), protocol) + 2 * len(configs)
-    try:
-        with tqdm(total=len(seq_lens) * steps, desc="benchmark", unit="step") as bar:
-            run = run_benchmark(
-                configs,
-                seq_lens,
-                backend,
-                make_timer(backend.device, protocol),
-                protocol,
-                make_monitor=lambda: GpuMonitor(backend.device),
-                rate_works=default_rate_works(backend.device),
-                time_budget_s=arguments.time_budget,
-                advance=bar.update,
-            )
-    except KeyboardInterrupt:
-        print("interrupted, nothing was written", file=sys.stderr)
-        return 130
     if not run.measurements:
         skipped = run.skipped[0]
-        print(f"nothing was measured: seq {skipped.seq_len} {skipped.reason}", file=sys.stderr)
-        return 2
-    results = BenchmarkResults(
+        raise UsageError(f"nothing was measured: seq {skipped.seq_len} {skipped.reason}")
+    return BenchmarkResults(
         provenance=found,
         protocol=protocol,
-        clocks=tuple(run.clocks),
-        rates=tuple(run.rates),
-        libraries=library_records(libraries),
-        skipped=tuple(run.skipped),
+        libraries=library_records(contenders[dtypes[0]]),
         resources=tuple(resource_record(config, backend.device) for config in configs),
-        measurements=tuple(run.measurements),
+        **vars(run),
     )
+
+
+def run(arguments: argparse.Namespace, command: str) -> int:
+    """Measure, write the files and print; returns the exit status. Raises as `measure` does."""
+    results = measure(arguments, command)
     if arguments.json:
-        results.save_json(arguments.json)
+        results.save(arguments.json)
     if arguments.csv:
-        results.save_csv(arguments.csv)
+        write_if_different(arguments.csv, results.to_csv())
     print(report_text(results))
     if arguments.plot:
         try:
@@ -188,6 +183,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no plot was made: {error}", file=sys.stderr)
             return 1
     return 1 if results.failures else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("pt_bench.py", argv)
+    return run_tool(
+        lambda: run(arguments, command),
+        *(KernelsNotRun, OSError, PlotError, ValueError),
+        interrupted="interrupted, nothing was written",
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flash_helpers.check.inputs import make_inputs
-from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.command_line import make_parser, positive, run_tool
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.benchmark import run_library
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
@@ -47,10 +47,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=LIBRARY_KERNELS,
         help="launch a library's attention instead of the kernels",
     )
-    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--heads", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--seq", type=int, default=512, help="sequence length (default: 512)")
-    parser.add_argument("--repeat", type=int, default=1, help="launches of each (default: 1)")
+    parser.add_argument("--batch", type=positive, default=1, help="(default: 1)")
+    parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
+    parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
+    parser.add_argument("--repeat", type=positive, default=1, help="launches of each (default: 1)")
     parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
     arguments = parser.parse_args(argv)
     if arguments.library and arguments.kernel:

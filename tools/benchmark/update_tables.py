@@ -30,10 +30,7 @@ from flash_helpers.measure.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
-PLOTS = {
-    Path("docs/images/progression.svg"): PROGRESSION,
-    Path("docs/images/seq_len.svg"): SEQ_LEN,
-}
+PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}
 
 EXAMPLES = f"""\
 examples:
@@ -106,24 +103,21 @@ def update(arguments: argparse.Namespace) -> int:
     Raises OSError, PlotError, and ValueError for markers that are not there.
     """
     results = load_results(arguments.results)
-    texts = updated_texts(arguments.root, results)
-    plots = stale_plots(arguments.root, results)
-    drawn = {} if arguments.check else {p: plot_svg(results, [n]) for p, n in plots.items()}
+    root, texts = arguments.root, updated_texts(arguments.root, results)
     stale = {path: pair for path, pair in texts.items() if pair[0] != pair[1]}
-    for path, (old, new) in stale.items():
-        name = str(path.relative_to(arguments.root))
-        if arguments.check:
-            print_text(text_diff(name, old, new))
-        else:
-            write_if_different(path, new)
-            print(f"{name} written")
-    for path in plots:
-        name = path.relative_to(arguments.root)
-        if arguments.check:
+    plots = stale_plots(root, results)
+    if arguments.check:
+        for path, pair in stale.items():
+            print_text(text_diff(str(path.relative_to(root)), *pair))
+        for path in plots:
+            name = path.relative_to(root)
             print(f"{name} is absent or shows other numbers than {arguments.results.name}")
-        else:
-            write_if_different(path, drawn[path])
-            print(f"{name} written")
+    else:
+        # all is drawn before anything is written
+        drawn = {path: plot_svg(results, [panel]) for path, panel in plots.items()}
+        for path, text in {**{path: new for path, (_, new) in stale.items()}, **drawn}.items():
+            write_if_different(path, text)
+            print(f"{path.relative_to(root)} written")
     if not stale and not plots:
         print("all is up to date")
     return 1 if (stale or plots) and arguments.check else 0

@@ -1,5 +1,7 @@
 """setuptools' build backend, which also asks pip for nvcc where there is none."""
 
+import sys
+
 from setuptools import build_meta
 from setuptools.build_meta import (
     build_editable,
@@ -9,8 +11,6 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
-
-from flash_helpers.compile.toolchain import BuildError, toolchain_requirements
 
 __all__ = [
     "build_editable",
@@ -24,16 +24,20 @@ __all__ = [
 ]
 
 
-def _with_toolchain(requirements: list[str]) -> list[str]:
+def _with_toolchain(requirements: list) -> list:
+    if sys.version_info < (3, 10):
+        return requirements  # pip says so once it has read the metadata
+    from flash_helpers.compile.toolchain import BuildError, toolchain_requirements
+
     try:
         return [*requirements, *toolchain_requirements()]
     except BuildError as error:
         raise SystemExit(f"error: {error}") from None
 
 
-def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
+def get_requires_for_build_wheel(config_settings: object = None) -> list:
     return _with_toolchain(build_meta.get_requires_for_build_wheel(config_settings))
 
 
-def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
+def get_requires_for_build_editable(config_settings: object = None) -> list:
     return _with_toolchain(build_meta.get_requires_for_build_editable(config_settings))

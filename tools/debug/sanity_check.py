@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -21,11 +20,12 @@ from flash_helpers.check.sanity import (
     estimated_seconds,
     make_request,
 )
-from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
 from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
 from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
+from flash_helpers.tables import json_text
 
 DESCRIPTION = """\
 Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with
@@ -36,15 +36,15 @@ is at most half the dtype's epsilon; the table's bound column gives both.
 
 EXAMPLES = """\
 examples:
-  every version at its fixed config, in both dtypes, on a small problem:
+  every step at its fixed config, in both dtypes, on a small problem:
     python tools/debug/sanity_check.py --small
-  versions 7 to 9 in bf16 at the full size, on a GPU (the simulator takes minutes for each):
+  steps 7 to 9 in bf16 at the full size, on a GPU (the simulator takes minutes for each):
     python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
-  where is version 2 wrong? Errors by row and the first wrong element:
+  where is step 2 wrong? Errors by row and the first wrong element:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
   every kernel that is built, three heads, for a script:
     python tools/debug/sanity_check.py --small --heads 3 --kernel all --json > sanity.json
-  everything that the simulator finds wrong with version 3: races, missing waits, stray accesses:
+  everything that the simulator finds wrong with step 3: races, missing waits, stray accesses:
     python tools/debug/sanity_check.py --small --kernel v3 --device cpu --keep-going
 
 exit status: 0 every kernel passed, 1 a kernel failed, 2 wrong usage or nothing was run,
@@ -140,7 +140,7 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"not enough memory for {shape}: use --small, or a smaller --batch", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(report.as_json(), indent=2))
+        print_text(json_text(report.as_json()))
         print(report.summary, file=sys.stderr)
     else:
         print(report.text())

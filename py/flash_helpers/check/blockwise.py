@@ -27,7 +27,7 @@ _LOG2_E = math.log2(math.e)
 class BlockStep:
     """What a kernel holds after one block of keys, fp32, for all thread blocks at once.
 
-    The leading dimensions are (batch, n_heads, blocks of rows). What all lanes or warps must agree
+    The leading dimensions are (batch, heads, blocks of rows). What all lanes or warps must agree
     on has one entry for each that holds a copy, or a 1 to be broadcast.
 
     Q: (..., B_r, d_head). K, V: (..., warps, B_c, d_head).
@@ -72,18 +72,18 @@ def blockwise_forward(
 ) -> Iterator[BlockStep]:
     """The steps of the config's kernel, one for each block of keys, in its order.
 
-    q, k, v: (batch, seq_len, n_heads, d_head), of the config's dtype, on the CPU.
+    q, k, v: (batch, seq_len, heads, d_head), of the config's dtype, on the CPU.
 
     Raises ValueError for a problem that the kernel does not take.
     """
-    batch, seq_len, n_heads, d_head = q.shape
-    problem = AttentionForward(batch, n_heads, seq_len, d_head, config.dtype)
+    batch, seq_len, heads, d_head = q.shape
+    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
     if reason := config.refusal(problem):
         raise ValueError(reason)
-    # (batch, n_heads, blocks, rows, d_head)
-    Q = q.transpose(1, 2).reshape(batch, n_heads, -1, config.B_r, d_head).float()
-    keys = k.transpose(1, 2).reshape(batch, n_heads, -1, config.B_c, d_head).float()
-    values = v.transpose(1, 2).reshape(batch, n_heads, -1, config.B_c, d_head).float()
+    # (batch, heads, blocks, rows, d_head)
+    Q = q.transpose(1, 2).reshape(batch, heads, -1, config.B_r, d_head).float()
+    keys = k.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()
+    values = v.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()
     folded = config.optimized_softmax
     scale = torch.tensor(1 / math.sqrt(d_head)).item()
     exponent_scale = torch.tensor(scale * _LOG2_E).item() if folded else _LOG2_E
@@ -107,7 +107,7 @@ def blockwise_forward(
 
 
 def finish(step: BlockStep, dtype: torch.dtype) -> torch.Tensor:
-    """The output after the last step: O / l, rounded; (batch, seq_len, n_heads, d_head)."""
+    """The output after the last step: O / l, rounded; (batch, seq_len, heads, d_head)."""
     O = (step.O / step.l).to(dtype)  # noqa: E741
-    batch, n_heads, _, _, d_head = O.shape
-    return O.reshape(batch, n_heads, -1, d_head).transpose(1, 2).contiguous()
+    batch, heads, _, _, d_head = O.shape
+    return O.reshape(batch, heads, -1, d_head).transpose(1, 2).contiguous()

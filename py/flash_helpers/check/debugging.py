@@ -82,7 +82,7 @@ def _first_wrong(
     dtype: torch.dtype,
     key_block: int | None,
 ) -> Disagreement | None:
-    """The first element of (batch, n_heads, row blocks, [warps,] rows, columns) that is off."""
+    """The first element of (batch, heads, row blocks, [warps,] rows, columns) that is off."""
     expected = expected.expand_as(got)
     # NaN, which is what was never computed, is off too
     wrong = ~((got - expected).abs() <= tolerance(name, expected, dtype))
@@ -123,7 +123,7 @@ def first_disagreement(
 ) -> Disagreement | None:
     """Compare step by step, and in each step in the order of QUANTITIES; then the outputs.
 
-    output, expected_output: (batch, seq_len, n_heads, d_head), of the config's dtype. Without
+    output, expected_output: (batch, seq_len, heads, d_head), of the config's dtype. Without
     steps only they are compared.
     """
     dtype = output.dtype
@@ -138,9 +138,9 @@ def first_disagreement(
 
 
 def _by_row_block(output: torch.Tensor, config: FlashForwardKernelConfig) -> torch.Tensor:
-    batch, _, n_heads, d_head = output.shape
+    batch, _, heads, d_head = output.shape
     rows = output.detach().cpu().float().transpose(1, 2)
-    return rows.reshape(batch, n_heads, -1, config.B_r, d_head)
+    return rows.reshape(batch, heads, -1, config.B_r, d_head)
 
 
 @dataclass(frozen=True)

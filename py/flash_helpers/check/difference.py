@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
+
+from flash_helpers.tables import Table
 
 WORST_ROWS = 8
 
@@ -56,12 +57,14 @@ class OutputDifference:
 
     def text(self) -> str:
         """Several lines for a reader."""
-        rows = tabulate(
-            [(r.batch, r.head, r.row, f"{r.max_abs:.3e}", r.n_wrong) for r in self.worst_rows],
-            headers=("batch", "head", "row", "max abs error", "wrong elements"),
-            disable_numparse=True,
-            colalign=("right",) * 5,
-        )
+        rows = Table(
+            ["batch", "head", "row", "max abs error", "wrong elements"],
+            [
+                [str(r.batch), str(r.head), str(r.row), f"{r.max_abs:.3e}", str(r.n_wrong)]
+                for r in self.worst_rows
+            ],
+            "r",
+        ).text()
         return (
             f"{self.n_wrong} of {self.n_elements} elements are wrong, in {self.n_wrong_rows} of "
             f"{self.n_rows} rows\n"
@@ -73,11 +76,11 @@ class OutputDifference:
 def output_difference(
     output: torch.Tensor, expected: torch.Tensor, max_abs_bound: float
 ) -> OutputDifference:
-    """Compare `output` with the float64 `expected`, both (batch, seq_len, n_heads, d_head).
+    """Compare `output` with the float64 `expected`, both (batch, seq_len, heads, d_head).
 
     An element is wrong if it differs by more than `max_abs_bound` or is not finite.
     """
-    # (batch, n_heads, seq_len, d_head), the order in which elements are named
+    # (batch, heads, seq_len, d_head), the order in which elements are named
     error = (output.double() - expected).abs().transpose(1, 2)
     wrong = ~(error <= max_abs_bound)
     row_errors = error.amax(-1)  # NaN if any element is

@@ -120,13 +120,9 @@ def make_inputs(
 ) -> QKV:
     """Draw Q, K and V of one named distribution.
 
-    The same arguments give the same values on one device and one torch release.
-
-    Returns:
-        Q, K and V, each (batch, seq_len, n_heads, d_head), contiguous, of `dtype`, on `device`.
-
-    Raises:
-        ValueError: `distribution` is not a key of DISTRIBUTIONS.
+    Each is (batch, seq_len, heads, d_head), contiguous, of `dtype`, on `device`. The same arguments
+    give the same values on one device and one torch release. Raises ValueError for a distribution
+    that is not a key of DISTRIBUTIONS.
     """
     if distribution not in DISTRIBUTIONS:
         raise ValueError(

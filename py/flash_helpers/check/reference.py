@@ -42,7 +42,7 @@ class AttentionError:
 
 @dataclass(frozen=True)
 class AttentionReference:
-    """The float64 result for some inputs, (batch, seq_len, n_heads, d_head), and the bound."""
+    """The float64 result for some inputs, (batch, seq_len, heads, d_head), and the bound."""
 
     expected: torch.Tensor
     bound: AttentionError
@@ -54,23 +54,23 @@ def _attention(
     if not q.shape == k.shape == v.shape or q.dim() != 4:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape "
-            "(batch, seq_len, n_heads, d_head)"
+            "(batch, seq_len, heads, d_head)"
         )
-    batch, seq_len, n_heads, d_head = q.shape
+    batch, seq_len, heads, d_head = q.shape
     scale = 1 / math.sqrt(d_head)
-    # (batch * n_heads, seq_len, d_head)
-    Q, K, V = (x.transpose(1, 2).reshape(batch * n_heads, seq_len, d_head) for x in (q, k, v))
-    output = torch.empty(batch * n_heads, seq_len, d_head, dtype=dtype, device=q.device)
+    # (batch * heads, seq_len, d_head)
+    Q, K, V = (x.transpose(1, 2).reshape(batch * heads, seq_len, d_head) for x in (q, k, v))
+    output = torch.empty(batch * heads, seq_len, d_head, dtype=dtype, device=q.device)
     n_rows = max(1, min(seq_len, max_scores // seq_len))
     n_sequences = max(1, max_scores // (n_rows * seq_len))
-    for first in range(0, batch * n_heads, n_sequences):
+    for first in range(0, batch * heads, n_sequences):
         some = slice(first, first + n_sequences)
         K_T, V_some = K[some].to(dtype).mT, V[some].to(dtype)
         for row in range(0, seq_len, n_rows):
             rows = slice(row, row + n_rows)
             S = (Q[some, rows].to(dtype) @ K_T).mul_(scale)
             output[some, rows] = torch.softmax(S, dim=-1) @ V_some
-    return output.view(batch, n_heads, seq_len, d_head).transpose(1, 2)
+    return output.view(batch, heads, seq_len, d_head).transpose(1, 2)
 
 
 def attention_float64(
@@ -78,7 +78,7 @@ def attention_float64(
 ) -> torch.Tensor:
     """softmax(Q K^T / sqrt(d_head)) V in float64.
 
-    q, k, v: (batch, seq_len, n_heads, d_head), any floating dtype and strides, one device.
+    q, k, v: (batch, seq_len, heads, d_head), any floating dtype and strides, one device.
     max_scores: elements of the score matrix that are held at once.
 
     Returns a float64 tensor of the same shape. Raises ValueError if the shapes differ.
@@ -132,9 +132,8 @@ def attention_reference(
 ) -> AttentionReference:
     """The float64 result and the bound that the module's rule gives for q's dtype.
 
-    Raises:
-        ValueError: the shapes differ, or plain PyTorch overflows on these inputs, so that they
-            give no bound.
+    Raises ValueError if the shapes differ, or if plain PyTorch overflows on these inputs, so that
+    they give no bound.
     """
     expected = attention_float64(q, k, v, max_scores)
     plain = measure_error(attention_same_dtype(q, k, v, max_scores), expected)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from flash_helpers.check.difference import OutputDifference, output_difference
 from flash_helpers.check.inputs import QKV, make_inputs
@@ -27,6 +26,7 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.registry.selection import require_supported, select_kernels
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.simulator import estimate_seconds
+from flash_helpers.tables import DASH, Table
 
 DEFAULT_SHAPE = AttentionForward(batch=16, heads=16, seq_len=2048)
 SMALL_SHAPE = AttentionForward(batch=1, heads=1, seq_len=512)
@@ -64,6 +64,16 @@ class KernelCheck:
     def passed(self) -> bool:
         """True if the kernel ran and both errors are within the bound."""
         return not self.reason
+
+    @property
+    def max_abs(self) -> float | None:
+        """The largest absolute error; None if the kernel could not be run."""
+        return self.error.max_abs if self.error else None
+
+    @property
+    def relative(self) -> float | None:
+        """The relative error; None if the kernel could not be run."""
+        return self.error.relative if self.error else None
 
 
 def make_request(
@@ -190,32 +200,23 @@ class SanityReport:
 
     def table(self) -> str:
         """One line a kernel."""
-        return tabulate(
+        columns = ["step", "idea", "config", "dtype", "max abs error", "relative error", "bound"]
+        rows = [
             [
-                (
-                    check.config.step.id,
-                    check.config.step.idea,
-                    check.config.short_form(),
-                    check.config.dtype.short,
-                    f"{check.error.max_abs:.2e}" if check.error else "-",
-                    f"{check.error.relative:.2e}" if check.error else "-",
-                    f"{check.bound.max_abs:.2e}, {check.bound.relative:.2e}",
-                    "pass" if check.passed else "FAIL",
-                )
-                for check in self.checks
-            ],
-            headers=(
-                "step",
-                "idea",
-                "config",
-                "dtype",
-                "max abs error",
-                "relative error",
-                "bound",
-                "verdict",
-            ),
-            disable_numparse=True,
-        )
+                check.config.step.id,
+                check.config.step.idea,
+                check.config.short_form(),
+                check.config.dtype.short,
+                *(
+                    f"{value:.2e}" if value is not None else DASH
+                    for value in (check.max_abs, check.relative)
+                ),
+                f"{check.bound.max_abs:.2e}, {check.bound.relative:.2e}",
+                "pass" if check.passed else "FAIL",
+            ]
+            for check in self.checks
+        ]
+        return Table([*columns, "verdict"], rows, "l" * 8).text()
 
     def notes(self) -> list[str]:
         """What the table does not say: fallbacks, kernels left out, reasons of failures."""
@@ -250,45 +251,31 @@ class SanityReport:
         return "\n".join([*parts, self.summary])
 
     def as_json(self) -> dict[str, Any]:
-        """Everything for a machine; numbers that are not finite become null."""
+        """Everything for a machine."""
         request = self.request
-        return _finite_or_null(
-            {
-                "device": self.device,
-                "shape": asdict(request.shape),
-                "inputs": request.distribution,
-                "seed": request.seed,
-                "passed": self.n_passed,
-                "failed": self.n_failed,
-                "not_built": [config.short_form() for config in request.not_built],
-                "checks": [_check_as_json(check) for check in self.checks],
-            }
-        )
-
-
-def _check_as_json(check: KernelCheck) -> dict[str, Any]:
-    return {
-        "step": check.config.step.id,
-        "idea": check.config.step.idea,
-        "config": check.config.short_form(),
-        "ran": check.ran.short_form(),
-        "dtype": check.config.dtype.short,
-        "max_abs_error": check.error.max_abs if check.error else None,
-        "relative_error": check.error.relative if check.error else None,
-        "max_abs_bound": check.bound.max_abs,
-        "relative_bound": check.bound.relative,
-        "verdict": "pass" if check.passed else "fail",
-        "reason": check.reason or None,
-        "diff": asdict(check.difference) if check.difference else None,
-    }
-
-
-def _finite_or_null(value: Any) -> Any:
-    # JSON has no NaN and no infinity
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite_or_null(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite_or_null(item) for item in value]
-    return value
+        return {
+            "device": self.device,
+            "shape": request.shape.sizes,
+            "inputs": request.distribution,
+            "seed": request.seed,
+            "passed": self.n_passed,
+            "failed": self.n_failed,
+            "not_built": [config.short_form() for config in request.not_built],
+            "checks": [
+                {
+                    "step": check.config.step.id,
+                    "idea": check.config.step.idea,
+                    "config": check.config.short_form(),
+                    "ran": check.ran.short_form(),
+                    "dtype": check.config.dtype.short,
+                    "max_abs_error": check.max_abs,
+                    "relative_error": check.relative,
+                    "max_abs_bound": check.bound.max_abs,
+                    "relative_bound": check.bound.relative,
+                    "verdict": "pass" if check.passed else "fail",
+                    "reason": check.reason or None,
+                    "diff": asdict(check.difference) if check.difference else None,
+                }
+                for check in self.checks
+            ],
+        }

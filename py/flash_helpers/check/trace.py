@@ -203,18 +203,18 @@ class _Recorder:
     config: FlashForwardKernelConfig
     plan: _Plan
     n_row_blocks: int
-    n_heads: int
+    heads: int
     values: dict[str, np.ndarray]
     begun: np.ndarray
     """Blocks of keys that each warp has begun, (thread blocks, warps)."""
 
     @classmethod
     def make(
-        cls, config: FlashForwardKernelConfig, plan: _Plan, batch: int, seq_len: int, n_heads: int
+        cls, config: FlashForwardKernelConfig, plan: _Plan, batch: int, seq_len: int, heads: int
     ) -> _Recorder:
         B_r, B_c, d_head, warps = config.B_r, config.B_c, config.d_head, config.n_warps
         n_row_blocks = seq_len // B_r
-        lead = (batch * n_heads * n_row_blocks, seq_len // B_c)
+        lead = (batch * heads * n_row_blocks, seq_len // B_c)
         shapes = {
             "Q": (B_r, d_head),
             "K": (warps, B_c, d_head),
@@ -234,9 +234,7 @@ class _Recorder:
             )
         # NaN is what was never computed
         values = {n: np.full((*lead, *shape), np.nan, np.float32) for n, shape in shapes.items()}
-        return cls(
-            config, plan, n_row_blocks, n_heads, values, np.zeros((lead[0], warps), np.int64)
-        )
+        return cls(config, plan, n_row_blocks, heads, values, np.zeros((lead[0], warps), np.int64))
 
     def see(self, observation: Observation) -> None:
         line = observation.instruction.line
@@ -252,7 +250,7 @@ class _Recorder:
 
     def _blocks(self, ids: np.ndarray) -> np.ndarray:
         """Thread blocks numbered as (batch, head, block of rows)."""
-        return (ids[:, 2] * self.n_heads + ids[:, 1]) * self.n_row_blocks + ids[:, 0]
+        return (ids[:, 2] * self.heads + ids[:, 1]) * self.n_row_blocks + ids[:, 0]
 
     def _warps(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
         """Thread block and warp of each warp that takes part."""
@@ -302,7 +300,7 @@ class _Recorder:
         parts = arrays["l"]
         pairs = parts[..., 0::2] + parts[..., 1::2]
         arrays["l"] = pairs[..., :1] + pairs[..., 1:]
-        lead = (batch, self.n_heads, self.n_row_blocks)
+        lead = (batch, self.heads, self.n_row_blocks)
         return tuple(
             BlockStep(
                 key_block,
@@ -320,7 +318,7 @@ class KernelTrace:
     """A simulated launch, looked into.
 
     steps: one for each block of keys, in the kernel's order; what was not computed is NaN.
-    output: (batch, seq_len, n_heads, d_head). run: its counters, and the faults that the watcher
+    output: (batch, seq_len, heads, d_head). run: its counters, and the faults that the watcher
         found.
     """
 
@@ -338,17 +336,14 @@ def trace_forward(
 ) -> KernelTrace:
     """Run the kernel in the simulator, keep going after faults, and read its values.
 
-    q, k, v: (batch, seq_len, n_heads, d_head), of the config's dtype, on the CPU; seq_len a
-        multiple of B_r and B_c.
-
-    Raises:
-        UntraceableKernel: the kernel is not built the way that the trace relies on.
-        ValueError: the values would take more than MAX_TRACE_BYTES.
-        flash_helpers.ptx.PtxError: the kernel cannot run, or does not end.
+    q, k, v: (batch, seq_len, heads, d_head), of the config's dtype, on the CPU; seq_len a multiple
+    of B_r and B_c. Raises UntraceableKernel if the kernel is not built the way that the trace
+    relies on, ValueError if the values would take more than MAX_TRACE_BYTES, and PtxError if the
+    kernel cannot run or does not end.
     """
-    batch, seq_len, n_heads, _ = q.shape
+    batch, seq_len, heads, _ = q.shape
     plan = _plan(config, kernel)
-    recorder = _Recorder.make(config, plan, batch, seq_len, n_heads)
+    recorder = _Recorder.make(config, plan, batch, seq_len, heads)
     observer = Observer(plan.wants, recorder.see)
     tensors = tensors_for(config, q, k, v)
     run = run_kernel(config, kernel, tensors, keep_going=True, observer=observer)

@@ -24,18 +24,26 @@ from pathlib import Path
 from flash_helpers.compile.codegen import (
     BEST_PATTERN,
     CONFIG_FOLDER,
+    configs_to_build,
     kernel_map_header,
     kernel_unit,
 )
 from flash_helpers.compile.compiler import Finished, run_compilers
-from flash_helpers.compile.toolchain import BuildError, Toolchain
+from flash_helpers.compile.toolchain import (
+    BuildError,
+    Toolchain,
+    find_toolchain,
+    requested_architectures,
+)
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import FAMILIES, Config
+from flash_helpers.registry.selection import UsageError, parse_steps
 
 LIBRARY = "libflash_attention.so"
 PTX_FOLDER = "ptx"
 LOG_FOLDER = "ptxas"
 MAP_FOLDER = "build/maps"
+STEPS_VARIABLE = "FLASH_ATTENTION_STEPS"
 
 _LIBRARY_SOURCE = "src/flash_attention.cu"
 COMPILE_FLAGS = (
@@ -305,6 +313,41 @@ def _mirror(files: Sequence[Path], folder: Path) -> None:
     for path in folder.iterdir():
         if path.name not in names:
             path.unlink()
+
+
+def requested_configs(root: Path, environ: Mapping[str, str]) -> list[Config]:
+    """The configs to build: all, or those of the steps that the environment names.
+
+    Raises OSError, ValueError, and BuildError for a name that is no step's.
+    """
+    configs = configs_to_build(root)
+    names = environ.get(STEPS_VARIABLE, "").split()
+    try:
+        steps = parse_steps(names)
+    except UsageError as error:
+        raise BuildError(f"{STEPS_VARIABLE}: {error}") from error
+    return [config for config in configs if config.step in steps] if names else configs
+
+
+def build_package(
+    root: Path,
+    package: Path,
+    report: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Build what the environment asks for into `package`.
+
+    Raises BuildError, OSError and ValueError.
+    """
+    architectures = requested_architectures(environ)
+    LibraryBuild(
+        root=root,
+        toolchain=find_toolchain(architectures, environ),
+        architectures=architectures,
+        jobs=requested_jobs(environ),
+        report=report,
+        configs=requested_configs(root, environ),
+    ).run(package)
 
 
 def copy_built_files(package: Path, destination: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from flash_helpers.measure.results import load_measured, read_records
-
-FORMAT = 1
+from flash_helpers.measure.results import RecordFile
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,12 @@ class PublishedStep:
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(RecordFile):
     """source: who published it, and where. seq_len: of `PublishedStep.percent`.
     shortest, longest: sequence lengths of the mean."""
+
+    FORMAT: ClassVar[int] = 1
+    HOLDS: ClassVar[str] = "published figures"
 
     source: str
     seq_len: int
@@ -49,15 +50,4 @@ class Published:
 
 def load_published(path: Path) -> Published:
     """Read the file. Raises OSError, and ValueError if it holds something else."""
-
-    def build(data: dict[str, Any]) -> Published:
-        return Published(
-            source=data["source"],
-            seq_len=data["seq_len"],
-            shortest=data["shortest"],
-            longest=data["longest"],
-            gpus=read_records(PublishedGpu, data["gpus"]),
-            steps=read_records(PublishedStep, data["steps"]),
-        )
-
-    return load_measured(path, "published figures", FORMAT, build)
+    return Published.load(path)

@@ -16,9 +16,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol as Interface
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,7 +30,7 @@ from flash_helpers.check.reference import (
     measure_error,
 )
 from flash_helpers.kernel_configs import AttentionForward, Config, DType
-from flash_helpers.measure.machine import clock_record
+from flash_helpers.measure.machine import GpuMonitor, clock_record
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
     CUDNN,
@@ -45,7 +44,7 @@ from flash_helpers.measure.results import (
     RateRecord,
     SkippedRecord,
 )
-from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
+from flash_helpers.measure.timing import CudaTimer, Sample, Work, interleaved_rounds, record_sample
 from flash_helpers.runtime.backend import Backend, Forward
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -138,17 +137,6 @@ def n_input_sets(shape: AttentionForward, element_bytes: int, cache_bytes: int) 
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """A contender ready to be timed.
-
-    outputs: where a sample leaves the result of each input set.
-    """
-
-    sample: Sample
-    outputs: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
 class _Verification:
     error: AttentionError
     bound: AttentionError
@@ -168,36 +156,14 @@ class _Verification:
         return f"wrong output: {self.error} is over {self.bound}"
 
 
-def _record(
-    contender: Contender, sets: Sequence[InputSet], timer: Timer, sample_ms: float
-) -> _Recorded:
-    outputs: list[torch.Tensor] = []
-
-    def rotate() -> None:
-        outputs[:] = [contender.run(inputs) for inputs in sets]
-
-    return _Recorded(record_sample(rotate, len(sets), timer, sample_ms), outputs)
-
-
-def _verify(recorded: _Recorded, sets: Sequence[InputSet], timer: Timer) -> _Verification:
-    """Poison the outputs, take one sample, and return the worst set's errors."""
-    for output in recorded.outputs:
-        output.fill_(torch.nan)
-    recorded.sample.run()
-    timer.synchronize()
-    checks = [
-        _Verification(measure_error(output, inputs.reference.expected), inputs.reference.bound)
-        for output, inputs in zip(recorded.outputs, sets, strict=True)
-    ]
-    return max(checks, key=lambda check: check.severity)
-
-
 class _Entry:
-    """What is known of one contender on one problem so far."""
+    """What is known of one contender on one problem so far. outputs: where a sample leaves the
+    result of each input set."""
 
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
-        self.recorded: _Recorded | None = None
+    def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: CudaTimer) -> None:
+        self.contender, self.sets, self.timer = contender, sets, timer
+        self.outputs: list[torch.Tensor] = []
+        self.sample: Sample | None = None
         self.worst: _Verification | None = None
         self.samples_ms: list[float] = []
         self.failure = ""
@@ -214,15 +180,35 @@ class _Entry:
         except Exception as error:
             self.failure = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
-    def verify(self, sets: Sequence[InputSet], timer: Timer) -> None:
-        assert self.recorded is not None
-        found = _verify(self.recorded, sets, timer)
+    def record(self, sample_ms: float) -> None:
+        """Make the sample, which goes round all sets of inputs."""
+
+        def rotate() -> None:
+            self.outputs[:] = [self.contender.run(inputs) for inputs in self.sets]
+
+        self.sample = record_sample(rotate, len(self.sets), self.timer, sample_ms)
+
+    def verify(self) -> None:
+        """Poison the outputs, take one sample, and compare; the worst ever is kept."""
+        assert self.sample is not None
+        for output in self.outputs:
+            output.fill_(torch.nan)
+        self.sample.run()
+        self.timer.synchronize()
+        found = max(
+            (
+                _Verification(measure_error(output, own.reference.expected), own.reference.bound)
+                for output, own in zip(self.outputs, self.sets, strict=True)
+            ),
+            key=lambda check: check.severity,
+        )
         if self.worst is None or found.severity > self.worst.severity:
             self.worst = found
         self.failure = self.failure or found.failure
 
-    def measurement(self, shape: AttentionForward, dtype: DType, n_sets: int) -> Measurement:
-        config, worst, recorded = self.contender.config, self.worst, self.recorded
+    def measurement(self, shape: AttentionForward, dtype: DType) -> Measurement:
+        config, worst = self.contender.config, self.worst
+        n_launches = self.sample.n_launches if self.sample else 0
         return Measurement(
             name=self.contender.name,
             ran=config.runs_as(shape.strides()).short_form() if config else "",
@@ -231,11 +217,9 @@ class _Entry:
             n_heads=shape.heads,
             seq_len=shape.seq_len,
             d_head=shape.d_head,
-            input_sets=n_sets,
-            launches_per_sample=recorded.sample.n_launches if recorded else 0,
-            samples_ms=tuple(ms / recorded.sample.n_launches for ms in self.samples_ms)
-            if recorded
-            else (),
+            input_sets=len(self.sets),
+            launches_per_sample=n_launches,
+            samples_ms=tuple(ms / n_launches for ms in self.samples_ms),
             max_abs_error=_finite(worst.error.max_abs) if worst else None,
             relative_error=_finite(worst.error.relative) if worst else None,
             max_abs_bound=worst.bound.max_abs if worst else None,
@@ -252,7 +236,7 @@ def make_input_sets(
     shape: AttentionForward,
     dtype: DType,
     device: torch.device,
-    timer: Timer,
+    timer: CudaTimer,
     protocol: Protocol,
 ) -> list[InputSet]:
     """The inputs that launches go round: one set if the timer flushes the cache."""
@@ -270,7 +254,7 @@ def measure_problem(
     sets: Sequence[InputSet],
     shape: AttentionForward,
     dtype: DType,
-    timer: Timer,
+    timer: CudaTimer,
     protocol: Protocol,
     monitor: AbstractContextManager[object],
     deadline: float = math.inf,
@@ -286,18 +270,18 @@ def measure_problem(
     A contender that raises, or whose output is wrong, gets a Measurement with the failure. Raises
     torch.cuda.OutOfMemoryError if the problem does not fit in the device's memory.
     """
-    entries = [_Entry(contender) for contender in contenders]
+    entries = [_Entry(contender, sets, timer) for contender in contenders]
 
     def prepare(entry: _Entry) -> None:
-        entry.recorded = _record(entry.contender, sets, timer, protocol.sample_ms)
-        entry.verify(sets, timer)
+        entry.record(protocol.sample_ms)
+        entry.verify()
 
     for entry in entries:
         entry.attempt(lambda entry=entry: prepare(entry))
         advance()
 
-    timed = [entry for entry in entries if entry.recorded is not None and not entry.failure]
-    samples = [entry.recorded.sample for entry in timed if entry.recorded is not None]
+    timed = [entry for entry in entries if not entry.failure]
+    samples = [entry.sample for entry in timed if entry.sample is not None]
 
     def may_continue(done: int) -> bool:
         advance()
@@ -310,15 +294,15 @@ def measure_problem(
         entry.samples_ms = milliseconds
     for entry in entries:
         if entry in timed:
-            entry.attempt(lambda entry=entry: entry.verify(sets, timer))
+            entry.attempt(entry.verify)
         advance()
-    return [entry.measurement(shape, dtype, len(sets)) for entry in entries]
+    return [entry.measurement(shape, dtype) for entry in entries]
 
 
-class Monitor(AbstractContextManager["Monitor"], Interface):
-    """Reads (SM clock in MHz, power in W, temperature in degrees C) while its block runs."""
-
-    readings: list[tuple[float, ...]]
+def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
+    """Of a problem that `measure_problem` found no room for."""
+    reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
+    return SkippedRecord(dtype.short, seq_len, reason)
 
 
 def n_steps(n_contenders: int, protocol: Protocol) -> int:
@@ -328,35 +312,33 @@ def n_steps(n_contenders: int, protocol: Protocol) -> int:
 
 def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) -> list[Contender]:
     """The libraries, then the configs of one dtype."""
-    return [
-        *library_contenders(),
-        *(kernel_contender(c, backend.forward) for c in configs if c.dtype == dtype),
-    ]
+    own = (kernel_contender(config, backend.forward) for config in configs if config.dtype == dtype)
+    return [*library_contenders(), *own]
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchmarkRun:
-    """What one run found, in the order in which it was measured."""
+    """What one run found, in the order in which it was measured; called as in BenchmarkResults."""
 
-    measurements: list[Measurement] = field(default_factory=list)
-    clocks: list[ClockRecord] = field(default_factory=list)
-    rates: list[RateRecord] = field(default_factory=list)
-    skipped: list[SkippedRecord] = field(default_factory=list)
+    clocks: tuple[ClockRecord, ...]
+    rates: tuple[RateRecord, ...]
+    skipped: tuple[SkippedRecord, ...]
+    measurements: tuple[Measurement, ...]
 
 
 def run_benchmark(
-    configs: Sequence[Config],
+    contenders: Mapping[DType, Sequence[Contender]],
     seq_lens: Sequence[int],
-    backend: Backend,
-    timer: Timer,
+    device: torch.device,
+    timer: CudaTimer,
     protocol: Protocol,
-    make_monitor: Callable[[], Monitor],
+    make_monitor: Callable[[torch.device], GpuMonitor],
     rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,
     shape_for: Callable[[int], AttentionForward] = default_shape,
 ) -> BenchmarkRun:
-    """Measure the configs, beside the libraries, at every length in every dtype they have.
+    """Measure the contenders of each dtype at every length.
 
     rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
@@ -366,33 +348,38 @@ def run_benchmark(
     A problem that does not fit in the device's memory is skipped.
     """
     begin = time.monotonic()
-    run = BenchmarkRun()
-    dtypes = sorted({config.dtype for config in configs})
-    problems = [(dtype, shape_for(seq_len)) for dtype in dtypes for seq_len in seq_lens]
-    for dtype in dtypes:
-        run.rates += measure_rates(rate_works, dtype, timer, protocol)
+    measurements: list[Measurement] = []
+    clocks: list[ClockRecord | None] = []
+    skipped: list[SkippedRecord] = []
+    rates = [
+        rate for dtype in contenders for rate in measure_rates(rate_works, dtype, timer, protocol)
+    ]
+    problems = [(dtype, shape_for(seq_len)) for dtype in contenders for seq_len in seq_lens]
     for index, (dtype, shape) in enumerate(problems):
         now = time.monotonic()
         share = (begin + time_budget_s - now) / (len(problems) - index)
-        contenders = contenders_for(configs, dtype, backend)
-        monitor = make_monitor()
-        done = 0
+        monitor = make_monitor(device)
+        left = n_steps(len(contenders[dtype]), protocol)
 
         def step() -> None:
-            nonlocal done
-            done += 1
+            nonlocal left
+            left -= 1
             advance(1)
 
         try:
-            sets = make_input_sets(shape, dtype, backend.device, timer, protocol)
-            run.measurements += measure_problem(
-                contenders, sets, shape, dtype, timer, protocol, monitor, now + share, step
+            sets = make_input_sets(shape, dtype, device, timer, protocol)
+            measurements += measure_problem(
+                *(contenders[dtype], sets, shape, dtype, timer, protocol, monitor),
+                deadline=now + share,
+                advance=step,
             )
         except torch.cuda.OutOfMemoryError as error:
-            reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
-            run.skipped.append(SkippedRecord(dtype.short, shape.seq_len, reason))
-            advance(n_steps(len(contenders), protocol) - done)
-        record = clock_record(dtype.short, shape.seq_len, monitor.readings)
-        if record is not None:
-            run.clocks.append(record)
-    return run
+            skipped.append(skipped_record(dtype, shape.seq_len, error))
+            advance(left)
+        clocks.append(clock_record(dtype.short, shape.seq_len, monitor.readings))
+    return BenchmarkRun(
+        tuple(clock for clock in clocks if clock is not None),
+        tuple(rates),
+        tuple(skipped),
+        tuple(measurements),
+    )

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Callable
 from functools import partial
-
-from tabulate import tabulate
 
 from flash_helpers.kernel_configs import (
     FAMILIES,
-    STEPS,
     Config,
     DType,
     config_from_short_form,
@@ -20,6 +16,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
 from flash_helpers.registry.family import Step
+from flash_helpers.tables import Table, number
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
@@ -43,31 +40,35 @@ def main_dtype(results: BenchmarkResults) -> str:
     return MAIN_DTYPE if MAIN_DTYPE in results.dtypes else results.dtypes[0]
 
 
-def format_cell(value: float | None, factor: float = 1, digits: int = 0) -> str:
-    """A number for a table; a dash where there is none."""
-    return "-" if value is None else f"{factor * value:.{digits}f}"
+def share_text(share: float | None) -> str:
+    """A share as a number of percent, under a title that says so; a dash where there is none."""
+    return number(None if share is None else 100 * share, 1)
+
+
+def best_configs(results: BenchmarkResults, dtype: str) -> dict[str, Config]:
+    """By id of the step its fastest config by the mean over all lengths, where two or more were
+    measured."""
+    found: dict[str, list[tuple[float, Config]]] = {}
+    for name in results.names(dtype):
+        mean = results.mean_tflops(name, dtype)
+        if name not in LIBRARY_NAMES and mean is not None:
+            config = config_from_short_form(name)
+            found.setdefault(config.step.id, []).append((mean, config))
+    return {step: max(configs)[1] for step, configs in found.items() if len(configs) > 1}
 
 
 def _length_table(
-    results: BenchmarkResults, dtype: str, title: str, value: Share, factor: float, digits: int
-) -> str:
+    results: BenchmarkResults, dtype: str, title: str, value: Share, text: Callable[..., str]
+) -> Table:
     """A row a contender, a column a length and one for the mean, for which `value` gets None; then
     the widest spread over the lengths."""
-    columns = (*results.seq_lens, None)
-    headers = [f"{dtype}, {title}", *(f"seq {n}" for n in results.seq_lens)]
-    return tabulate(
-        [
-            [
-                name,
-                *(format_cell(value(name, dtype, n), factor, digits) for n in columns),
-                format_cell(_widest_spread(results, name, dtype), 100, 1),
-            ]
-            for name in results.names(dtype)
-        ],
-        headers=[*headers, "harmonic mean", "spread %"],
-        disable_numparse=True,
-        colalign=("left", *["right"] * (len(columns) + 1)),
-    )
+    lengths = results.seq_lens
+    header = [f"{dtype}, {title}", *(f"seq {n}" for n in lengths), "harmonic mean", "spread %"]
+    rows = []
+    for name in results.names(dtype):
+        cells = [text(value(name, dtype, n)) for n in (*lengths, None)]
+        rows.append([name, *cells, share_text(_widest_spread(results, name, dtype))])
+    return Table(header, rows)
 
 
 def _widest_spread(results: BenchmarkResults, name: str, dtype: str) -> float | None:
@@ -75,31 +76,24 @@ def _widest_spread(results: BenchmarkResults, name: str, dtype: str) -> float | 
     return max((m.spread for m in found if m is not None), default=None)
 
 
-def _tables(results: BenchmarkResults, dtype: str) -> list[str]:
-    def tflops(name: str, dtype: str, seq_len: int | None) -> float | None:
-        if seq_len is None:
-            return results.mean_tflops(name, dtype)
-        return results.tflops(name, dtype, seq_len)
-
+def _tables(results: BenchmarkResults, dtype: str) -> list[Table]:
     shares: dict[str, Share] = {"% of flash": results.of_flash}
     for rate, title in RATE_NAMES.items():
         if results.rate(rate, dtype) is not None:
             shares[f"% of {title}"] = partial(results.of_rate, rate)
     return [
-        _length_table(results, dtype, "TFLOP/s", tflops, 1, 0),
-        *(_length_table(results, dtype, title, share, 100, 1) for title, share in shares.items()),
+        _length_table(results, dtype, "TFLOP/s", results.tflops, number),
+        *(_length_table(results, dtype, title, s, share_text) for title, s in shares.items()),
     ]
 
 
 def report_text(results: BenchmarkResults) -> str:
     """For each dtype the TFLOP/s and the percent of PyTorch's flash backend and of the rates of the
     chip that were measured; then what to mind."""
-    parts = []
-    for dtype in results.dtypes:
-        parts += [f"{table}\n" for table in _tables(results, dtype)]
+    parts = [f"{t.text()}\n" for dtype in results.dtypes for t in _tables(results, dtype)]
     parts += [
         f"{record.dtype} {RATE_NAMES[record.name]}: "
-        + (record.failure or f"{format_cell(record.tflops)} TFLOP/s")
+        + (record.failure or f"{number(record.tflops)} TFLOP/s")
         for record in results.rates
     ]
     parts += [f"{library.name} {library.version}" for library in results.libraries]
@@ -126,17 +120,6 @@ def report_text(results: BenchmarkResults) -> str:
     return "\n".join(parts)
 
 
-def markdown_table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    alignment: Sequence[str] | None = None,
-) -> list[str]:
-    """The lines of a table. alignment: ":--" or "--:" a column; by default all but the first are
-    aligned to the right."""
-    alignment = alignment or [":--", *["--:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows)]
-
-
 def replace_between_markers(
     text: str, body: str, begin: str = BEGIN_MARKER, end: str = END_MARKER
 ) -> str:
@@ -151,56 +134,36 @@ def replace_between_markers(
     return f"{before}{begin}\n{body.strip()}\n{end}{after}"
 
 
-def _measured_configs(results: BenchmarkResults, dtype: str) -> Mapping[str, list[Config]]:
-    by_step: dict[str, list[Config]] = {step: [] for step in STEPS}
-    for name in results.names(dtype):
-        if name not in LIBRARY_NAMES:
-            config = config_from_short_form(name)
-            by_step[config.step.id].append(config)
-    return by_step
+# How a field of a config c reads; the loads of fragments stand together.
+_WORDS = {
+    "n_warps": "{c.n_warps} warps",
+    "Q_mma_load_K_tiles": (
+        "loads {c.Q_mma_load_K_tiles}/{c.K_mma_load_K_tiles}/{c.V_mma_load_K_tiles}"
+    ),
+    "K_mma_load_K_tiles": "",
+    "V_mma_load_K_tiles": "",
+    "mma_double_buffer_loads": "double-buffered",
+}
 
 
 def _tuned_text(config: Config) -> str:
-    text = (
-        f"B_r {config.B_r}, B_c {config.B_c}, {config.n_warps} warps, loads "
-        f"{config.Q_mma_load_K_tiles}/{config.K_mma_load_K_tiles}/{config.V_mma_load_K_tiles}"
-    )
-    parts = [text, *(["double-buffered"] if config.mma_double_buffer_loads else [])]
-    for field in fields(config):
-        value = getattr(config, field.name)
-        # the options above have no default; what the sweep does not vary is no news
-        is_swept = len(config.step.tunable.get(field.name, ())) > 1
-        if is_swept and field.default not in (MISSING, value):
-            parts.append(field.name if value is True else f"{field.name} {value}")
-    return ", ".join(parts)
+    """What a sweep has chosen of a config; what is off or as it always is goes without saying."""
+    parts = []
+    for name, tried in config.step.tunable.items():
+        value = getattr(config, name)
+        usual = config.__dataclass_fields__[name].default
+        if len(tried) > 1 and value is not False and value != usual:
+            words = name if value is True else f"{name} {value}"
+            parts.append(_WORDS.get(name, words).format(c=config))
+    return ", ".join(filter(None, parts))
 
 
 def _speed_cells(results: BenchmarkResults, name: str, dtype: str, seq_len: int) -> list[str]:
     return [
-        format_cell(results.tflops(name, dtype, seq_len)),
-        format_cell(results.of_flash(name, dtype, seq_len), 100, 1),
-        format_cell(results.of_flash(name, dtype), 100, 1),
+        number(results.tflops(name, dtype, seq_len)),
+        share_text(results.of_flash(name, dtype, seq_len)),
+        share_text(results.of_flash(name, dtype)),
     ]
-
-
-def _step_row(
-    results: BenchmarkResults,
-    fixed: Config,
-    measured: list[Config],
-    seq_len: int,
-) -> list[str]:
-    dtype = fixed.dtype.short
-    row = [
-        fixed.step.id,
-        fixed.step.idea,
-        *_speed_cells(results, fixed.short_form(), dtype, seq_len),
-    ]
-    means = {config: results.mean_tflops(config.short_form(), dtype) for config in measured}
-    complete = {config: mean for config, mean in means.items() if mean is not None}
-    if len(complete) < 2:
-        return [*row, "", "", "", ""]
-    best = max(complete, key=lambda config: complete[config])
-    return [*row, *_speed_cells(results, best.short_form(), dtype, seq_len), _tuned_text(best)]
 
 
 _PROTOCOL_TEXTS = {
@@ -213,7 +176,7 @@ _PROTOCOL_TEXTS = {
 
 def _rates_text(results: BenchmarkResults, dtype: str) -> str:
     measured = [
-        f"{title} {format_cell(speed)} TFLOP/s"
+        f"{title} {number(speed)} TFLOP/s"
         for rate, title in RATE_NAMES.items()
         if (speed := results.rate(rate, dtype)) is not None
     ]
@@ -223,28 +186,22 @@ def _rates_text(results: BenchmarkResults, dtype: str) -> str:
 
 
 def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
-    found = results.provenance
-    shapes = {(m.batch, m.n_heads, m.seq_len) for m in results.measurements if m.dtype == dtype}
-    heads = "/".join(str(n) for n in sorted({n_heads for _, n_heads, _ in shapes}))
-    batches = ", ".join(f"{batch} at {seq_len}" for batch, _, seq_len in sorted(
-        shapes, key=lambda shape: shape[2]))  # fmt: skip
+    found, protocol = results.provenance, results.protocol
+    own = [m for m in results.measurements if m.dtype == dtype]
+    heads = "/".join(map(str, sorted({m.n_heads for m in own})))
+    batches = dict(sorted((m.seq_len, m.batch) for m in own))
     counts = sorted({len(m.samples_ms) for m in results.measurements if m.valid})
     rounds = " to ".join(str(n) for n in dict.fromkeys((*counts[:1], *counts[-1:])))
     clocks = [record.sm_mhz[1] for record in results.clocks if record.dtype == dtype]
-    parts = [
-        found.gpu,
-        f"SM clock {statistics.median(clocks):.0f} MHz (median)" if clocks else "",
-        f"driver {found.driver}" if found.driver else "",
-        f"kernels built with {found.library}" if found.library else "",
+    return found.sentence(
+        found.built_with,
         f"PyTorch {found.torch}, CUDA {found.cuda}, cuDNN {found.cudnn}",
         *(f"{library.name} {library.version}" for library in results.libraries),
-        f"{dtype}, {heads} heads, batch {batches}",
-        f"median of {rounds} rounds of {_PROTOCOL_TEXTS[results.protocol.timing]}",
-        _PROTOCOL_TEXTS[results.protocol.cache],
-        found.date,
-        f"commit {found.commit}" if found.commit else "",
-    ]
-    return "; ".join(part for part in parts if part) + "."
+        f"{dtype}, {heads} heads, batch {', '.join(f'{b} at {n}' for n, b in batches.items())}",
+        f"median of {rounds} rounds of {_PROTOCOL_TEXTS[protocol.timing]}",
+        _PROTOCOL_TEXTS[protocol.cache],
+        clock=f"SM clock {statistics.median(clocks):.0f} MHz (median)" if clocks else "",
+    )
 
 
 def header_lines(results: BenchmarkResults, step: Step) -> str:
@@ -255,8 +212,8 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
     mean_of_flash = results.of_flash(name, MAIN_DTYPE)
     lines = [
         f"Measured ({results.provenance.gpu}, CUDA {results.provenance.cuda}, {MAIN_DTYPE}): "
-        f"{format_cell(speed)} TFLOP/s at length {TABLE_SEQ_LEN}, {format_cell(of_flash, 1, 2)} of "
-        f"PyTorch's flash backend; {format_cell(mean_of_flash, 1, 2)} in the harmonic mean."
+        f"{number(speed)} TFLOP/s at length {TABLE_SEQ_LEN}, {number(of_flash, 2)} of "
+        f"PyTorch's flash backend; {number(mean_of_flash, 2)} in the harmonic mean."
     ]
     for record in results.resources:
         if record.name == name:
@@ -271,7 +228,7 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
 
 
 def progression_table(results: BenchmarkResults) -> str:
-    """Markdown: a row a version in the order of the steps, then the libraries.
+    """Markdown: a row a step in the order of the registry, then the libraries.
 
     Speeds are TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), and percent
     of PyTorch's flash backend there and of the harmonic means over all lengths.
@@ -281,28 +238,29 @@ def progression_table(results: BenchmarkResults) -> str:
     seq_len = TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
     speed = [f"TFLOP/s at {seq_len}", f"% of flash at {seq_len}", "% of flash, mean"]
     header = ["step", "idea", *speed, *(f"best config: {name}" for name in speed), "best config"]
-    measured = _measured_configs(results, dtype)
-    rows = [
-        _step_row(results, config, measured[config.step.id], seq_len)
-        for config in get_kernel_progression_configs()
-        if config.dtype == DType.from_name(dtype)
-    ]
-    rows += [
-        ["", LIBRARY_NAMES[name], *_speed_cells(results, name, dtype, seq_len), "", "", "", ""]
-        for name in LIBRARY_NAMES
-        if name in results.names(dtype)
-    ]
-    alignment = ["--:", ":--", *["--:"] * 6, ":--"]
+    best_of = best_configs(results, dtype)
+    rows = []
+    for config in get_kernel_progression_configs():
+        if config.dtype.short == dtype:
+            step, best = config.step, best_of.get(config.step.id)
+            cells = _speed_cells(results, config.short_form(), dtype, seq_len)
+            if best is None:
+                cells += [""] * 4
+            else:
+                cells += _speed_cells(results, best.short_form(), dtype, seq_len)
+                cells.append(_tuned_text(best))
+            rows.append([step.id, step.idea, *cells])
+    for name, title in LIBRARY_NAMES.items():
+        if name in results.names(dtype):
+            rows.append(["", title, *_speed_cells(results, name, dtype, seq_len), *[""] * 4])
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-    return "\n".join(
+    return "\n\n".join(
         [
-            *markdown_table(header, rows, alignment),
-            "",
+            Table(header, rows, "llrrrrrrl").markdown(),
             f"TFLOP/s count 4·B·H·S²·D operations. Flash is {LIBRARY_NAMES[FLASH]}, "
             f"timed in the same process; mean is the harmonic mean over sequence lengths {span}. "
             "The best config is the fastest by that mean among those measured for the step, with "
             f"the fragment loads of Q/K/V.{_rates_text(results, dtype)}",
-            "",
             _provenance_text(results, dtype),
         ]
     )

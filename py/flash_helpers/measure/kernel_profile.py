@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.ptx import Counts, Phase, Run
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
+from flash_helpers.tables import Table, change, number, records_csv
 
 # (config, q, k, v): the output and what the simulator counted
 Simulate = Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]]
@@ -106,37 +104,29 @@ def as_dict(counts: Counts) -> dict[str, int]:
     return {**asdict(counts), "bank_conflicts": counts.bank_conflicts}
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if isinstance(value, int) else f"{value:,.2f}"
+def _digits(value: float | None) -> int:
+    return 2 if isinstance(value, float) else 0
 
 
-def _change(before: float | None, after: float | None) -> str:
-    if before is None or after is None:
-        return ""
-    difference = after - before
-    if not difference:
-        return "="
-    return f"{difference:+,.0f}" if isinstance(difference, int) else f"{difference:+,.2f}"
+def _cells(values: Sequence[float | None]) -> list[str]:
+    """Each number, and from the second on how it differs from the one before; nothing where there
+    is none."""
+    cells: list[str] = []
+    for n, value in enumerate(values):
+        cells.append("" if value is None else number(value, _digits(value)))
+        if n:
+            cells.append(change(values[n - 1], value, _digits(value)))
+    return cells
 
 
 def _side_by_side(
-    profiles: Sequence[KernelProfile], rows: Iterable[tuple[str, Sequence[float | None]]]
+    profiles: Sequence[KernelProfile],
+    rows: Iterable[tuple[str, Sequence[float | None]]],
+    title: str = "",
 ) -> str:
-    names = names_of([profile.config for profile in profiles])
-    headers = [""]
-    for i, name in enumerate(names):
-        headers += [name] if i == 0 else [name, "change"]
-    body = []
-    for label, values in rows:
-        cells = [label]
-        for i, value in enumerate(values):
-            cells += [_number(value)] if i == 0 else [_number(value), _change(values[i - 1], value)]
-        body.append(cells)
-    return tabulate(
-        body, headers, disable_numparse=True, colalign=("left", *("right",) * (len(headers) - 1))
-    )
+    first, *others = names_of([profile.config for profile in profiles])
+    header = ["", first, *(cell for name in others for cell in (name, "change"))]
+    return Table(header, [[label, *_cells(values)] for label, values in rows], title=title).text()
 
 
 def _per_mma(counts: Counts, name: str) -> float | None:
@@ -177,54 +167,42 @@ def opcode_text(profiles: Sequence[KernelProfile], phase: Phase | None = None) -
     }
     rows = sorted(counts_of.items(), key=lambda row: (-max(row[1]), row[0]))
     title = "whole kernel" if phase is None else phase.value
-    return f"warp instructions by opcode, {title}\n{_side_by_side(profiles, rows)}"
+    return _side_by_side(profiles, rows, f"warp instructions by opcode, {title}")
 
 
 def overview_text(profiles: Sequence[KernelProfile]) -> str:
     """A line a kernel: totals, and how instructions and wavefronts per mma change."""
-    body = []
+    rows = []
     before: float | None = None
-    for name, profile in zip(
-        names_of([profile.config for profile in profiles]), profiles, strict=True
-    ):
+    names = names_of([profile.config for profile in profiles])
+    for name, profile in zip(names, profiles, strict=True):
         total = profile.run.counters.total
         share = _per_mma(profile.phases[Phase.MAIN_LOOP.value], "instructions")
-        body.append(
-            [
-                name,
-                profile.config.step.idea,
-                *(_number(getattr(total, column)) for column in _OVERVIEW),
-                _number(share),
-                _change(before, share),
-            ]
-        )
+        counts = (number(getattr(total, column)) for column in _OVERVIEW)
+        own, changed = _cells([before, share])[1:]
+        rows.append([name, profile.config.step.idea, *counts, own, changed])
         before = share
-    headers = [
+    header = [
         "",
         "idea",
         *(_LABELS[column] for column in _OVERVIEW),
         "main-loop instructions per mma",
         "change",
     ]
-    return tabulate(
-        body,
-        headers,
-        disable_numparse=True,
-        maxheadercolwidths=14,
-        colalign=("left", "left", *("right",) * (len(headers) - 2)),
-    )
+    return Table(header, rows, "ll").text(maxheadercolwidths=14)
 
 
 def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> str:
     """The profiles for a reader: side by side, or a line each if they are many."""
     shape = profiles[0].shape
     parts = [f"{shape}; counted in the simulator; PTX instructions of one warp"]
-    parts += [
-        f"{profile.config.short_form()} was run by {profile.ran.short_form()}: the row stride is "
-        f"{shape.row_stride} (--heads {profile.config.static_row_stride // shape.d_head} is its)"
-        for profile in profiles
-        if profile.ran != profile.config
-    ]
+    for profile in profiles:
+        if profile.ran != profile.config:
+            heads = profile.config.own_row_stride(shape) // shape.d_head
+            parts.append(
+                f"{profile.config.short_form()} was run by {profile.ran.short_form()}: the row "
+                f"stride is {shape.row_stride} (--heads {heads} is its)"
+            )
     if len(profiles) > _MOST_SIDE_BY_SIDE:
         parts.append(overview_text(profiles))
     else:
@@ -268,12 +246,11 @@ def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -
     header = f"{margin}      % | line | {profile.ran.step.source}"
     rows = [header, "-" * len(header)]
     for line in lines:
-        cells, share = [], ""
-        for name, width in widths.items():
-            value = getattr(line.counts, name) if line.counts else 0
-            cells.append(f"{value or '':>{width},}" if value else " " * width)
+        counts, share = line.counts or Counts(), ""
+        values = {name: getattr(counts, name) for name in widths}
+        cells = (f"{f'{values[n]:,}' if values[n] else '':>{w}}" for n, w in widths.items())
         if line.counts:
-            share = f"{100 * line.counts.instructions / total.instructions:.1f}"
+            share = f"{100 * counts.instructions / total.instructions:.1f}"
         rows.append(f"{' '.join(cells)} {share:>6} | {line.number:4} | {line.text}".rstrip())
     inside = sum(line.counts.instructions for line in lines if line.counts)
     rows.append(
@@ -285,8 +262,14 @@ def annotated_source_text(profile: KernelProfile, lines: Sequence[SourceLine]) -
 
 def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
     """Everything but the source lines, for a machine."""
+    shape = profiles[0].shape
     return {
-        "shape": asdict(profiles[0].shape),
+        "shape": {
+            "batch": shape.batch,
+            "n_heads": shape.heads,
+            "seq_len": shape.seq_len,
+            "d_head": shape.d_head,
+        },
         "kernels": [
             {
                 "step": profile.config.step.id,
@@ -320,48 +303,30 @@ def source_as_json(profile: KernelProfile, lines: Sequence[SourceLine]) -> dict[
     }
 
 
-def _csv(head: Sequence[str], rows: Iterable[tuple[Sequence[Any], Counts]]) -> str:
-    names = list(as_dict(Counts()))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*head, *names])
-    writer.writerows([*keys, *as_dict(counts).values()] for keys, counts in rows)
-    return text.getvalue()
-
-
 def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
     """One row for each opcode of each phase of each kernel."""
-    return _csv(
-        ("config", "step", "dtype", "batch", "heads", "seq", "phase", "opcode"),
-        (
-            (
-                (
-                    p.ran.short_form(),
-                    p.ran.step.id,
-                    p.ran.dtype.short,
-                    p.shape.batch,
-                    p.shape.heads,
-                    p.shape.seq_len,
-                    phase.value,
-                    opcode,
-                ),
-                counts,
-            )
+    return records_csv(
+        [
+            {
+                "config": p.ran.short_form(),
+                "step": p.ran.step.id,
+                "dtype": p.ran.dtype.short,
+                "batch": p.shape.batch,
+                "heads": p.shape.heads,
+                "seq": p.shape.seq_len,
+                "phase": phase.value,
+                "opcode": opcode,
+                **as_dict(counts),
+            }
             for p in profiles
             for phase in Phase
             for opcode, counts in p.run.counters.by_opcode(phase).items()
-        ),
+        ]
     )
 
 
 def source_as_csv(profile: KernelProfile, lines: Sequence[SourceLine]) -> str:
     """One row for each line that executes something."""
-    file = str(profile.ran.step.source)
-    return _csv(
-        ("config", "file", "line", "text"),
-        (
-            ((profile.ran.short_form(), file, line.number, line.text.strip()), line.counts)
-            for line in lines
-            if line.counts
-        ),
-    )
+    found = source_as_json(profile, lines)
+    own = {"config": found["ran"], "file": found["file"]}
+    return records_csv([own | line | {"text": line["text"].strip()} for line in found["lines"]])

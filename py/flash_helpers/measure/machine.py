@@ -1,52 +1,72 @@
-"""What a GPU is and does while something is measured, as nvidia-smi, PyTorch and git tell it."""
+"""What a GPU is and does while something is measured, as NVML, PyTorch and git tell it.
+
+NVML is the driver's management library, which nvidia-smi asks too (NVIDIA, "NVML API Reference
+Guide"). Without a driver all that it would tell is left out.
+"""
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
+import pynvml
 import torch
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import ClockRecord, Provenance, ResourceRecord
+from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.call import resources
 
 READING_INTERVAL_S = 0.25
-_READING_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+
+T = TypeVar("T")
 
 
-def _output_of(command: Sequence[str]) -> str | None:
-    """What the command prints; None if it is not there or fails."""
+def _ask(question: Callable[..., T], *arguments: Any) -> T | None:
+    """NVML's answer; None if there is none."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
+        return question(*arguments)
+    except pynvml.NVMLError:
         return None
-    return result.stdout.strip()
 
 
-def query_gpu(device: torch.device, names: Sequence[str]) -> list[str] | None:
-    """Values of nvidia-smi's query fields for one CUDA device; None where it does not answer."""
-    # CUDA_VISIBLE_DEVICES renumbers devices for PyTorch but not for nvidia-smi
+@functools.cache
+def _handle(device: torch.device) -> Any:
+    """NVML's of a CUDA device; None, for which it answers nothing, if it does not know the
+    device."""
+    _ask(pynvml.nvmlInit)
+    # CUDA_VISIBLE_DEVICES renumbers devices for PyTorch but not for NVML
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    selected = f"GPU-{uuid}" if uuid else str(device.index)
-    text = _output_of(
-        [
-            "nvidia-smi",
-            f"--id={selected}",
-            f"--query-gpu={','.join(names)}",
-            "--format=csv,noheader,nounits",
-        ]
-    )
-    if not text:
+    if uuid is None:
+        return _ask(pynvml.nvmlDeviceGetHandleByIndex, device.index)
+    return _ask(pynvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+
+
+def driver_version(device: torch.device) -> str:
+    """Of the driver of a CUDA device; "" where it does not tell."""
+    _handle(device)
+    return _ask(pynvml.nvmlSystemGetDriverVersion) or ""
+
+
+def read_gpu(device: torch.device) -> tuple[float, float, float] | None:
+    """SM clock in MHz, power in W and temperature in degrees C of a CUDA device; None unless it
+    tells all three. It takes microseconds."""
+    handle = _handle(device)
+    try:
+        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
+        celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+    except pynvml.NVMLError:
         return None
-    values = [value.strip() for value in text.splitlines()[0].split(",")]
-    return values if len(values) == len(names) else None
+    return float(clock), milliwatts / 1000, float(celsius)
 
 
 def clock_record(
@@ -88,13 +108,8 @@ class GpuMonitor:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def _read(self) -> None:
-        while True:
-            values = query_gpu(self._device, _READING_FIELDS)
-            try:
-                if values:
-                    self.readings.append(tuple(float(value) for value in values))
-            except ValueError:
-                return  # "[N/A]": this GPU does not tell
+        while (reading := read_gpu(self._device)) is not None:
+            self.readings.append(reading)
             if self._stop.wait(READING_INTERVAL_S):
                 return
 
@@ -114,36 +129,45 @@ class GpuMonitor:
 
 def git_commit(root: Path) -> str:
     """Hash of the commit checked out at `root`, with "-dirty" if files differ; "" outside git."""
-    commit = _output_of(["git", "-C", str(root), "rev-parse", "HEAD"])
-    if not commit:
+    commit = _git(root, "rev-parse", "HEAD")
+    return f"{commit}-dirty" if commit and _git(root, "status", "-s") else commit
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git prints; "" if it is not there or fails."""
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return f"{commit}-dirty" if _output_of(["git", "-C", str(root), "status", "-s"]) else commit
+    return result.stdout.strip()
 
 
-def provenance(device: torch.device, library: str, command: str, commit: str) -> Provenance:
-    """The record of this machine and moment.
-
-    library: what the kernels were built with. commit: of their sources, "" if unknown.
-    """
-    gpu = capability = ""
-    answers = None
+def provenance(backend: Backend, command: str, commit: str) -> Provenance:
+    """The record of this machine and moment. commit: of the kernels' sources, "" if unknown."""
+    device = backend.device
+    gpu, capability, driver = platform.machine(), "", ""
+    max_sm_mhz = milliwatts = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
-        answers = query_gpu(device, ("driver_version", "clocks.max.sm", "power.limit"))
-    driver, max_sm_mhz, power_limit_w = answers or ("", "", "")
+        driver = driver_version(device)
+        handle = _handle(device)
+        max_sm_mhz = _ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
+        milliwatts = _ask(pynvml.nvmlDeviceGetPowerManagementLimit, handle)
     return Provenance(
         date=datetime.now(timezone.utc).date().isoformat(),
         commit=commit,
         command=command,
-        gpu=gpu or platform.machine(),
+        gpu=gpu,
         compute_capability=capability,
         driver=driver,
-        max_sm_mhz=max_sm_mhz,
-        power_limit_w=power_limit_w,
+        # as nvidia-smi prints them
+        max_sm_mhz=str(max_sm_mhz or ""),
+        power_limit_w=f"{milliwatts / 1000:.2f}" if milliwatts else "",
         cuda=torch.version.cuda or "",
         cudnn=str(torch.backends.cudnn.version() or ""),
         torch=torch.__version__,
         python=platform.python_version(),
-        library=library,
+        library=backend.library,
     )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-
-from tabulate import tabulate
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.measure.benchmark_tables import format_cell
 from flash_helpers.measure.nsight import (
+    EXECUTED_METRICS,
     FORWARD_KERNEL,
     NsightCompute,
     ProfiledLaunch,
@@ -21,15 +18,9 @@ from flash_helpers.measure.nsight import (
     ProfilerError,
     launched_config,
 )
-from flash_helpers.measure.results import (
-    CUDNN,
-    FLASH,
-    FLASH_ATTN,
-    Provenance,
-    measured_json,
-)
+from flash_helpers.measure.results import CUDNN, FLASH, FLASH_ATTN, Provenance, RecordFile
+from flash_helpers.tables import DASH, Table, csv_text, number
 
-FORMAT = 1
 SHOWN_STALLS = 3
 
 # What `--library` calls a library, its name among the contenders of the benchmark, and the pattern
@@ -56,56 +47,36 @@ class Counter:
     digits: int = 0
 
 
+_SHARE = "avg.pct_of_peak_sustained_active"
+
 # Nsight Compute's documentation, "Metrics Reference". The pipe of mma.sync is counted apart from
 # that of Hopper's own instructions where a GPU has both.
 COUNTERS = (
     Counter("duration_us", "us", ("gpu__time_duration.sum",), 1e-3, 1),
     Counter("cycles", "cycles", ("gpc__cycles_elapsed.max", "sm__cycles_elapsed.max")),
     Counter("registers_per_thread", "registers", ("launch__registers_per_thread",)),
-    Counter(
-        "occupancy_percent",
-        "occupancy %",
-        ("sm__warps_active.avg.pct_of_peak_sustained_active",),
-        digits=1,
-    ),
+    Counter("occupancy_percent", "occupancy %", (f"sm__warps_active.{_SHARE}",), digits=1),
     Counter("l2_hit_percent", "L2 hit %", ("lts__t_sector_hit_rate.pct",), digits=1),
     Counter(
         "tensor_pipe_percent",
         "tensor pipe %",
         (
-            "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+            f"sm__pipe_tensor_op_hmma_cycles_active.{_SHARE}",
+            f"sm__pipe_tensor_cycles_active.{_SHARE}",
+            f"sm__inst_executed_pipe_tensor.{_SHARE}",
         ),
         digits=1,
     ),
     Counter(
-        "bank_conflicts",
-        "bank conflicts",
-        ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
+        "bank_conflicts", "bank conflicts", ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",)
     ),
-    Counter("instructions", "instructions", ("smsp__inst_executed.sum", "sm__inst_executed.sum")),
+    Counter("instructions", "instructions", EXECUTED_METRICS),
 )
 # Why a warp did not issue: the same document, "Warp Stall Reasons".
 STALL_REASONS = (
-    "barrier",
-    "branch_resolving",
-    "dispatch_stall",
-    "drain",
-    "gmma",
-    "imc_miss",
-    "lg_throttle",
-    "long_scoreboard",
-    "math_pipe_throttle",
-    "membar",
-    "mio_throttle",
-    "misc",
-    "no_instruction",
-    "not_selected",
-    "short_scoreboard",
-    "sleeping",
-    "tex_throttle",
-    "wait",
+    *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
+    *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction"),
+    *("not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait"),
 )
 
 
@@ -150,75 +121,54 @@ class KernelCounters:
         return problem.operations / (duration_us * 1e-6) / 1e12
 
     def stall_text(self) -> str:
-        """The SHOWN_STALLS largest stalls, in words."""
-        return ", ".join(f"{name} {value:.2f}" for name, value in self._top())
-
-    def _top(self) -> list[tuple[str, float]]:
-        return [(k, v) for k, v in self.stalls.items() if v >= 0.005][:SHOWN_STALLS]
+        """The SHOWN_STALLS largest stalls, in words; a dash if there are none."""
+        shown = [f"{name} {v:.2f}" for name, v in self.stalls.items() if v >= 0.005]
+        return ", ".join(shown[:SHOWN_STALLS]) or DASH
 
 
 @dataclass(frozen=True)
-class NcuResults:
+class NcuResults(RecordFile):
     """Everything that one run found. profiler: its version."""
+
+    FORMAT: ClassVar[int] = 1
+    HOLDS: ClassVar[str] = "counters of kernels"
 
     provenance: Provenance
     profiler: str
     kernels: tuple[KernelCounters, ...]
 
-    def to_json(self) -> str:
-        """Text for a file; one line a kernel."""
-        head = {
-            "format": FORMAT,
-            "provenance": asdict(self.provenance),
-            "profiler": self.profiler,
-        }
-        return measured_json(head, {"kernels": map(asdict, self.kernels)})
-
     def to_csv(self) -> str:
         """One row a kernel; a column for each counter and each stall reason."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
+        asked = ("name", "kernel", "batch", "n_heads", "seq_len", "d_head", "runs")
         counters = [counter.key for counter in COUNTERS]
-        stalls = [f"stall_{reason}" for reason in STALL_REASONS]
-        shape = ["batch", "n_heads", "seq_len", "d_head", "runs"]
-        writer.writerow(["name", "kernel", *shape, *counters, "tflops", *stalls])
-        for kernel in self.kernels:
+
+        def cells(kernel: KernelCounters) -> list[Any]:
             values = [
                 *(kernel.values[key] for key in counters),
                 kernel.tflops,
                 *(kernel.stalls.get(reason) for reason in STALL_REASONS),
             ]
-            writer.writerow(
-                [
-                    kernel.name,
-                    kernel.kernel,
-                    *(getattr(kernel, name) for name in shape),
-                    *("" if value is None else f"{value:.6g}" for value in values),
-                ]
-            )
-        return text.getvalue()
+            texts = (None if value is None else f"{value:.6g}" for value in values)
+            return [*(getattr(kernel, name) for name in asked), *texts]
+
+        stalls = (f"stall_{reason}" for reason in STALL_REASONS)
+        return csv_text([*asked, *counters, "tflops", *stalls], map(cells, self.kernels))
 
 
 def ncu_table(results: NcuResults) -> str:
     """A row a kernel, and what it was counted on."""
-    headers = [
-        "kernel",
-        "TFLOP/s",
-        *(counter.title for counter in COUNTERS),
-        "stalled cycles an instruction",
-    ]
+    titles = [counter.title for counter in COUNTERS]
+    header = ["kernel", "TFLOP/s", *titles, "stalled cycles an instruction"]
     rows = [
         [
             kernel.name,
-            format_cell(kernel.tflops),
-            *(format_cell(kernel.values[c.key], digits=c.digits) for c in COUNTERS),
-            kernel.stall_text() or "-",
+            number(kernel.tflops),
+            *(number(kernel.values[c.key], c.digits) for c in COUNTERS),
+            kernel.stall_text(),
         ]
         for kernel in results.kernels
     ]
-    alignment = ("left", *["right"] * (len(headers) - 2), "left")
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=alignment)
-    found = results.provenance
+    table = Table(header, rows, "l" + "r" * (len(header) - 2) + "l")
     shapes = dict.fromkeys((k.batch, k.n_heads, k.seq_len, k.runs) for k in results.kernels)
     lines = [
         f"batch {batch}, heads {heads}, seq {seq_len}: mean of {runs} launches"
@@ -227,8 +177,7 @@ def ncu_table(results: NcuResults) -> str:
     spreads = [k.spread for k in results.kernels if k.spread is not None]
     if spreads:
         lines.append(f"largest difference between the launches of a kernel: {max(spreads):.1%}")
-    lines.append(f"{found.gpu}, driver {found.driver or 'unknown'}, {results.profiler}")
-    return "\n".join([table, "", *lines])
+    return "\n".join([table.text(), "", *lines, results.provenance.sentence(results.profiler)])
 
 
 def _averages(launches: Sequence[ProfiledLaunch], metric: str) -> float | None:
@@ -272,19 +221,6 @@ def _short_name(kernel: str) -> str:
     return re.split(r"[<(]", name, maxsplit=1)[0]
 
 
-def available_metrics(profiler: NsightCompute) -> list[str]:
-    """METRICS that this GPU has; all of them if Nsight Compute does not tell.
-
-    Of a launch's own numbers (launch__...) it has them all, and lists none.
-    """
-    known = profiler.metric_names()
-    return [
-        metric
-        for metric in METRICS
-        if not known or metric.startswith("launch__") or metric.partition(".")[0] in known
-    ]
-
-
 def profile_kernels(
     configs: Sequence[Config],
     libraries: Sequence[str],
@@ -300,7 +236,7 @@ def profile_kernels(
 
     Raises ProfilerDenied if counters may not be read.
     """
-    metrics = available_metrics(profiler)
+    metrics = profiler.available(METRICS)
     sizes = ["--batch", str(shape.batch), "--heads", str(shape.heads)]
     sizes += ["--seq", str(shape.seq_len), "--repeat", str(runs)]
     counted: list[KernelCounters] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import math
 import re
 import shutil
 import subprocess
@@ -13,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FORWARD_KERNEL = "forward_kernel"  # what the names of this library's kernels match
+EXECUTED_METRICS = ("smsp__inst_executed.sum", "sm__inst_executed.sum")
 TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
 _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 _REFUSED = re.compile(r"metric\w*\W+(?:regex:)?\^?([a-z]\w*__\w+)", flags=re.IGNORECASE)
 _DENIED = "ERR_NVGPUCTRPERM"
 _INSTANCE = re.compile(r"([A-Za-z_][\w.]*)\s*[:=]\s*(\d[\d,]*(?:\.\d+)?)")
-_ABSENT = ("", "n/a", "nan", "(!) n/a", "N/A")
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
@@ -30,6 +32,11 @@ class ProfilerError(RuntimeError):
 
 class ProfilerDenied(ProfilerError):
     """This user may not read the GPU's performance counters."""
+
+
+def operation_metrics(name: str) -> tuple[str, ...]:
+    """Metrics of the instructions executed of a kind, such as "ldsm"."""
+    return (f"smsp__inst_executed_op_{name}.sum", f"smsp__sass_inst_executed_op_{name}.sum")
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,12 @@ class ProfiledLaunch:
 
 
 def _number(text: str) -> float | None:
-    text = text.partition(" (")[0].strip()
-    if text in _ABSENT:
-        return None
+    """Of a cell such as "1,024 (HMMA: 512)"; None for one without a number, such as n/a."""
     try:
-        return float(text.replace(",", ""))
+        found = float(text.partition(" (")[0].replace(",", ""))
     except ValueError:
         return None
+    return found if math.isfinite(found) else None
 
 
 def _instances(text: str) -> dict[str, float]:
@@ -118,24 +124,6 @@ def find_launch(config: str, launches: Iterable[ProfiledLaunch]) -> ProfiledLaun
     return next((launch for launch in launches if launched_config(launch.kernel) == config), None)
 
 
-def launch_commands(
-    launcher: Sequence[str], kernels: Iterable[tuple[str, tuple[int, int, int]]]
-) -> dict[str, list[str]]:
-    """A command for each shape, which launches its kernels; by a name such as "1x2x512".
-
-    launcher: command of a program that takes --kernel, --batch, --heads and --seq.
-    kernels: short form, and (batch, heads, sequence length).
-    """
-    by_shape: dict[tuple[int, int, int], list[str]] = {}
-    for name, shape in kernels:
-        by_shape.setdefault(shape, []).append(name)
-    commands = {}
-    for (batch, heads, seq_len), names in by_shape.items():
-        sizes = ["--batch", str(batch), "--heads", str(heads), "--seq", str(seq_len)]
-        commands[f"{batch}x{heads}x{seq_len}"] = [*launcher, *sizes, "--kernel", *names]
-    return commands
-
-
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -181,6 +169,19 @@ class NsightCompute:
         self._keep("query_metrics.txt", text)
         return parse_metric_names(text)
 
+    def available(self, metrics: Iterable[str]) -> list[str]:
+        """Those of the metrics that this GPU has; all of them if Nsight Compute does not tell.
+
+        A launch's own numbers, and what is counted by patching the code, are never listed: they are
+        taken to be there.
+        """
+        known = self.metric_names()
+
+        def is_there(metric: str) -> bool:
+            return _base(metric) in known or metric.startswith("launch__") or "sass" in metric
+
+        return [metric for metric in metrics if not known or is_there(metric)]
+
     def profile(
         self,
         target: Sequence[str],
@@ -199,61 +200,39 @@ class NsightCompute:
 
         Raises ProfilerError if no launch could be counted, ProfilerDenied if that is not allowed.
         """
-        wanted = list(metrics)
-        said = ""
+        wanted, dropped, said = list(metrics), True, ""
         for attempt in range(_ATTEMPTS):
-            if not wanted:
+            if not wanted or not dropped:
                 break
             table, said = self._attempt(target, kernel, wanted, f"{name}_{attempt}", instances)
-            try:
-                launches = parse_csv(table)
-            except ProfilerError:
-                launches = []
-            if launches:
-                return launches
+            with contextlib.suppress(ProfilerError):
+                if launches := parse_csv(table):
+                    return launches
             if _DENIED in said:
                 raise ProfilerDenied(
                     f"ncu may not read the GPU's performance counters ({_DENIED}): run as root, or "
                     f"let all users read them, https://developer.nvidia.com/{_DENIED}"
                 )
-            refused = _refused(said)
-            kept = [metric for metric in wanted if _base(metric) not in refused]
-            if len(kept) == len(wanted):
-                known = self.metric_names()
-                kept = [metric for metric in wanted if _base(metric) in known]
-            if len(kept) == len(wanted):
-                break
-            wanted = kept
+            bases = {_base(metric) for metric in wanted}
+            dropped = bases & _refused(said) or bases - self.metric_names()
+            wanted = [metric for metric in wanted if _base(metric) not in dropped]
         raise ProfilerError(f"ncu counted nothing: {said.strip()[-2000:] or '(it said nothing)'}")
 
     def _attempt(
-        self,
-        target: Sequence[str],
-        kernel: str,
-        metrics: Sequence[str],
-        name: str,
-        instances: bool,
+        self, target: Sequence[str], kernel: str, metrics: Sequence[str], name: str, instances: bool
     ) -> tuple[str, str]:
         """The table that it wrote, and everything that it said."""
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log.csv"
-            result = self.run(
-                [
-                    self.executable,
-                    "--csv",
-                    *("--page", "raw"),
-                    *("--print-units", "base"),
-                    *(("--print-metric-instances", "details") if instances else ()),
-                    # counters only: the clocks of a shared machine are not ours to set
-                    *("--clock-control", "none"),
-                    *("--cache-control", "none"),
-                    *("--target-processes", "all"),
-                    *("--log-file", str(log)),
-                    *("--kernel-name", f"regex:{kernel}"),
-                    *("--metrics", ",".join(metrics)),
-                    *target,
-                ]
-            )
+            command = [
+                *(self.executable, "--csv", "--page", "raw", "--print-units", "base"),
+                *(("--print-metric-instances", "details") if instances else ()),
+                # counters only: the clocks of a shared machine are not ours to set
+                *("--clock-control", "none", "--cache-control", "none"),
+                *("--target-processes", "all", "--log-file", str(log)),
+                *("--kernel-name", f"regex:{kernel}", "--metrics", ",".join(metrics)),
+            ]
+            result = self.run([*command, *target])
             table = log.read_text() if log.is_file() else ""
         said = "\n".join((*_messages(table), result.stderr, result.stdout))
         self._keep(f"{name}.csv", table)

@@ -8,6 +8,7 @@ matplotlib (`plotted_numbers`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -17,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from flash_helpers.kernel_configs import (
-    STEPS,
+    FAMILIES,
     Config,
-    config_from_short_form,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.benchmark_tables import main_dtype
+from flash_helpers.measure.benchmark_tables import best_configs, main_dtype
 from flash_helpers.measure.results import (
     CUDNN,
     FLASH,
@@ -78,17 +78,6 @@ def _rounded(value: float | None, factor: float = 1) -> float | None:
     return None if value is None else round(factor * value, 1)
 
 
-def _best_configs(results: BenchmarkResults, dtype: str) -> Mapping[str, Config | None]:
-    """The fastest config of each step by its mean, among two or more that were measured."""
-    found: dict[str, list[tuple[float, Config]]] = {step: [] for step in STEPS}
-    for name in results.names(dtype):
-        mean = results.mean_tflops(name, dtype)
-        if name not in LIBRARY_NAMES and mean is not None:
-            config = config_from_short_form(name)
-            found[config.step.id].append((mean, config))
-    return {n: max(configs)[1] if len(configs) > 1 else None for n, configs in found.items()}
-
-
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     """By step: percent of PyTorch's flash backend in the harmonic mean over all lengths, at the
     fixed config and at the best one.
@@ -96,7 +85,7 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     Raises PlotError if no step or not the flash backend was measured at every length.
     """
     fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
-    best = _best_configs(results, dtype)
+    best = best_configs(results, dtype)
 
     def percent(config: Config | None) -> float | None:
         return _rounded(results.of_flash(config.short_form(), dtype) if config else None, 100)
@@ -104,7 +93,7 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     numbers = {
         "steps": [config.step.id for config in fixed],
         "fixed": [percent(config) for config in fixed],
-        "best": [percent(best[config.step.id]) for config in fixed],
+        "best": [percent(best.get(config.step.id)) for config in fixed],
     }
     if not any(value is not None for value in numbers["fixed"]):
         raise PlotError(f"no step of {dtype} was measured beside {LIBRARY_NAMES[FLASH]}")
@@ -112,19 +101,19 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
 
 def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
-    """Names of the steps to draw, with their labels: the first, those that gained, the last, and
-    the best config of the last."""
+    """Names of the steps to draw, with their labels: the first, those that gained, the last of each
+    family, and its best config."""
     labels = {}
     highest = 0.0
-    fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
-    for config in fixed:
-        mean = results.mean_tflops(config.short_form(), dtype) or 0.0
-        if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
-            labels[config.short_form()] = config.step.id
-        highest = max(highest, mean)
-    best = _best_configs(results, dtype)[fixed[-1].step.id]
-    if best is not None:
-        labels[best.short_form()] = f"{best.step.id}, best config"
+    for family in FAMILIES.values():
+        fixed = [config for config in family.progression() if config.dtype.short == dtype]
+        for config in fixed:
+            mean = results.mean_tflops(config.short_form(), dtype) or 0.0
+            if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
+                labels[config.short_form()] = config.step.id
+            highest = max(highest, mean)
+        if best := best_configs(results, dtype).get(fixed[-1].step.id):
+            labels[best.short_form()] = f"{best.step.id}, best config"
     return labels
 
 
@@ -133,8 +122,7 @@ def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
     Raises PlotError if nothing was measured.
     """
-    libraries = {name: title for name, title in LIBRARY_NAMES.items()}
-    shown = {**libraries, **_milestones(results, dtype)}
+    shown = {**LIBRARY_NAMES, **_milestones(results, dtype)}
     lines = {}
     for name, label in shown.items():
         speeds = [_rounded(results.tflops(name, dtype, n)) for n in results.seq_lens]
@@ -178,11 +166,9 @@ def drawable_panels(results: BenchmarkResults) -> list[str]:
     """The panels that the results have numbers for."""
     panels = []
     for panel in _NUMBERS:
-        try:
+        with contextlib.suppress(PlotError):
             description(results, [panel])
-        except PlotError:
-            continue
-        panels.append(panel)
+            panels.append(panel)
     return panels
 
 
@@ -233,24 +219,25 @@ _TITLES = MappingProxyType(
 
 def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     steps, fixed, best = numbers["steps"], numbers["fixed"], numbers["best"]
-    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    places = range(len(steps))
+    edges = [place - 0.5 for place in range(len(steps) + 1)]
     heights = [float("nan") if value is None else value for value in fixed]
     axes.stairs(heights, edges, color=_BLUE, linewidth=2.2, baseline=None)
     axes.stairs(heights, edges, color=_BLUE, alpha=0.12, fill=True)
     axes.axhline(100, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
     axes.annotate(
         LIBRARY_NAMES[FLASH],
-        (steps[0] - 0.4, 100),
+        (edges[0] + 0.1, 100),
         xytext=(0, 4),
         textcoords="offset points",
         color=_TEXT,
     )
-    for step, value, tuned in zip(steps, fixed, best, strict=True):
+    for place, value, tuned in zip(places, fixed, best, strict=True):
         if value is not None:
-            _number(axes, step, value, _BLUE, -13)
+            _number(axes, place, value, _BLUE, -13)
         if tuned is not None:
-            axes.hlines(tuned, step - 0.5, step + 0.5, color=_ORANGE, linewidth=3)
-            _number(axes, step, tuned, _ORANGE, 4)
+            axes.hlines(tuned, place - 0.5, place + 0.5, color=_ORANGE, linewidth=3)
+            _number(axes, place, tuned, _ORANGE, 4)
     if any(value is not None for value in best):
         axes.plot([], [], color=_BLUE, linewidth=2.2, label="fixed config")
         axes.plot([], [], color=_ORANGE, linewidth=3, label="best config measured")
@@ -258,15 +245,15 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     top = max(value for value in (*fixed, *best, 100.0) if value is not None)
     axes.set_ylim(0, 1.12 * top)
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_xticks(steps)
+    axes.set_xticks(places, steps)
     axes.set_xlabel("step")
     axes.set_ylabel("% of flash")
 
 
-def _number(axes: Axes, step: int, value: float, color: str, points_above: int) -> None:
+def _number(axes: Axes, place: int, value: float, color: str, points_above: int) -> None:
     axes.annotate(
         f"{value:.0f}",
-        (step, value),
+        (place, value),
         xytext=(0, points_above),
         textcoords="offset points",
         ha="center",

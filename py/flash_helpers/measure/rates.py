@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.results import MATMUL, MMA_SYNC, Protocol, RateRecord
-from flash_helpers.measure.timing import Sample, Timer, Work, interleaved_rounds, record_sample
+from flash_helpers.measure.timing import CudaTimer, Sample, Work, interleaved_rounds, record_sample
 from flash_helpers.runtime.mma_loop import MmaLoop
 
 MATMUL_SIZE = 8192  # rows, columns and depth of the matrix product
@@ -48,25 +48,29 @@ def default_rate_works(device: torch.device) -> dict[str, MakeRateWork]:
 
 
 def measure_rates(
-    works: Mapping[str, MakeRateWork], dtype: DType, timer: Timer, protocol: Protocol
+    works: Mapping[str, MakeRateWork], dtype: DType, timer: CudaTimer, protocol: Protocol
 ) -> list[RateRecord]:
     """How fast the chip does each of the works, interleaved like the contenders of a problem.
 
     A work that raises gets a record with the failure.
     """
-    records: dict[str, RateRecord] = {}
+    operations = dict.fromkeys(works, 0)
+    failures = dict.fromkeys(works, "")
     samples: dict[str, Sample] = {}
     for name, make in works.items():
-        records[name] = RateRecord(name, dtype.short, 0, (), "")
         try:
             work = make(dtype)
             samples[name] = record_sample(work.launch, 1, timer, protocol.sample_ms)
-            records[name] = replace(records[name], operations=work.operations)
+            operations[name] = work.operations
         except Exception as error:
-            records[name] = replace(records[name], failure=f"{type(error).__name__}: {error}")
+            failures[name] = f"{type(error).__name__}: {error}"
     interleaved_rounds(list(samples.values()), timer, protocol.warmup_rounds)
     taken = interleaved_rounds(list(samples.values()), timer, protocol.rounds)
-    for (name, sample), milliseconds in zip(samples.items(), taken, strict=True):
-        per_launch = tuple(ms / sample.n_launches for ms in milliseconds)
-        records[name] = replace(records[name], samples_ms=per_launch)
-    return list(records.values())
+    per_launch = {
+        name: tuple(ms / sample.n_launches for ms in milliseconds)
+        for (name, sample), milliseconds in zip(samples.items(), taken, strict=True)
+    }
+    return [
+        RateRecord(name, dtype.short, operations[name], per_launch.get(name, ()), failures[name])
+        for name in works
+    ]

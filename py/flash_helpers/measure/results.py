@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import functools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
+from flash_helpers.tables import csv_text
 
 T = TypeVar("T")
+Own = TypeVar("Own", bound="RecordFile")
 
-FORMAT = 2
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
 FLASH_ATTN = "flash_attn"
@@ -32,21 +33,98 @@ TIMING_CHOICES = ("graph", "events")
 CACHE_CHOICES = ("rotate", "flush")
 
 CSV_COLUMNS = (
-    "name",
-    "step",
-    "dtype",
-    "batch",
-    "n_heads",
-    "seq_len",
-    "d_head",
-    "median_ms",
-    "first_quartile_ms",
-    "third_quartile_ms",
-    "tflops",
-    "percent_of_flash",
+    *("name", "step", "dtype", "batch", "n_heads", "seq_len", "d_head"),
+    *("median_ms", "first_quartile_ms", "third_quartile_ms", "tflops", "percent_of_flash"),
     *(f"percent_of_{name}" for name in RATE_NAMES),
     "failure",
 )
+
+
+# -- files of records ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """A JSON file of ours: a few entries, and lists of records, each on a line, so that differences
+    can be read.
+
+    FORMAT: its number. HOLDS: what it holds, in words. NOT_READ, of any record: entries that follow
+    from others.
+    """
+
+    FORMAT: ClassVar[int]
+    HOLDS: ClassVar[str]
+    NOT_READ: ClassVar[tuple[str, ...]] = ("format",)
+
+    def document(self) -> dict[str, Any]:
+        """The entries, in order."""
+        return {"format": self.FORMAT, **asdict(self)}
+
+    def to_json(self) -> str:
+        """The text. Raises ValueError for NaN and infinity, which JSON does not have."""
+        entries = []
+        for key, value in self.document().items():
+            text = json.dumps(value, allow_nan=False)
+            if isinstance(value, tuple) and value:
+                rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in value)
+                text = f"[\n{rows}\n  ]"
+            entries.append(f"  {json.dumps(key)}: {text}")
+        return "{\n" + ",\n".join(entries) + "\n}\n"
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        write_if_different(path, self.to_json())
+
+    @classmethod
+    def load(cls: type[Own], path: Path) -> Own:
+        """Read what `save` wrote. Raises OSError, and ValueError that names the file for anything
+        else."""
+        try:
+            data = json.loads(path.read_text(), parse_constant=_refuse_constant)
+            found = data.get("format") if isinstance(data, dict) else None
+            if found != cls.FORMAT:
+                raise ValueError(f"format {found} is not {cls.FORMAT}: measure again")
+            return read_record(cls, data)
+        except ValueError as error:
+            raise ValueError(f"{path} holds no {cls.HOLDS}: {error}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def read_record(kind: type[T], value: Any, place: str = "$") -> T:
+    """What JSON has of a dataclass, as that, and all that it is made of.
+
+    Raises ValueError, which says where, for a field that is missing, unknown or of another type.
+    """
+    arguments = get_args(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        names = [field.name for field in fields(kind)]
+        if odd := {*names} ^ ({*value} - {*getattr(kind, "NOT_READ", ())}):
+            raise ValueError(f"{place} lacks or does not know the fields {', '.join(sorted(odd))}")
+        kinds = _kinds(kind)
+        return kind(**{n: read_record(kinds[n], value[n], f"{place}.{n}") for n in names})
+    if get_origin(kind) is tuple and isinstance(value, list):
+        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        if len(kinds) == len(value):
+            items = enumerate(zip(kinds, value, strict=True))
+            return tuple(read_record(k, item, f"{place}[{n}]") for n, (k, item) in items)
+    if get_origin(kind) is Mapping and isinstance(value, dict):
+        return {key: read_record(arguments[1], v, f"{place}.{key}") for key, v in value.items()}
+    if NoneType in arguments:
+        return None if value is None else read_record(arguments[0], value, place)
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ValueError(f"{place} is {json.dumps(value)[:50]}, which is no {kind.__name__}")
+
+
+@functools.cache
+def _kinds(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+# -- records ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,6 +138,8 @@ class Measurement:
         max_abs_bound, relative_bound: what was allowed there.
     failure: why there are no samples to trust; empty if the output was right before and after.
     """
+
+    NOT_READ: ClassVar[tuple[str, ...]] = ("derived",)
 
     name: str
     ran: str
@@ -80,9 +160,7 @@ class Measurement:
     @property
     def config(self) -> Config | None:
         """The kernel's config; None for a library. Raises ValueError if there is none any more."""
-        if self.name in LIBRARY_NAMES:
-            return None
-        return config_from_short_form(self.name)
+        return None if self.name in LIBRARY_NAMES else config_from_short_form(self.name)
 
     @property
     def valid(self) -> bool:
@@ -117,7 +195,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ClockRecord:
-    """The GPU while one problem was timed, as nvidia-smi read it n_readings times.
+    """The GPU while one problem was timed, read n_readings times.
 
     sm_mhz, power_w: lowest, median, highest. temperature_c: highest.
     """
@@ -206,6 +284,19 @@ class Provenance:
     python: str
     library: str
 
+    def sentence(self, *facts: str, clock: str = "") -> str:
+        """What stands below a table: GPU, driver, the facts and the sources, those that are
+        known. clock: its place is behind the GPU."""
+        driver = f"driver {self.driver}" if self.driver else ""
+        commit = f"commit {self.commit}" if self.commit else ""
+        parts = (self.gpu, clock, driver, *facts, self.date, commit)
+        return "; ".join(filter(None, parts)) + "."
+
+    @property
+    def built_with(self) -> str:
+        """What the kernels were built with, as one of the facts."""
+        return f"kernels built with {self.library}" if self.library else ""
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -229,18 +320,21 @@ class Protocol:
     cache: str = "rotate"
 
 
-@dataclass(frozen=True)
-class BenchmarkResults:
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkResults(RecordFile):
     """Everything that one run of the benchmark found."""
+
+    FORMAT: ClassVar[int] = 2
+    HOLDS: ClassVar[str] = "benchmark results"
 
     provenance: Provenance
     protocol: Protocol
     clocks: tuple[ClockRecord, ...]
-    resources: tuple[ResourceRecord, ...]
-    measurements: tuple[Measurement, ...]
     rates: tuple[RateRecord, ...] = ()
     libraries: tuple[LibraryRecord, ...] = ()
     skipped: tuple[SkippedRecord, ...] = ()
+    resources: tuple[ResourceRecord, ...]
+    measurements: tuple[Measurement, ...]
 
     @property
     def failures(self) -> list[Measurement]:
@@ -268,41 +362,29 @@ class BenchmarkResults:
                 return m
         return None
 
-    def tflops(self, name: str, dtype: str, seq_len: int) -> float | None:
-        """TFLOP/s of a contender at one length."""
-        found = self.find(name, dtype, seq_len)
-        return found.tflops if found else None
+    def tflops(self, name: str, dtype: str, seq_len: int | None = None) -> float | None:
+        """TFLOP/s of a contender at one length, or the harmonic mean over all of them; None if one
+        that it takes is missing."""
+        lengths = self.seq_lens if seq_len is None else [seq_len]
+        found = [m.tflops for n in lengths if (m := self.find(name, dtype, n))]
+        return statistics.harmonic_mean(found) if found and len(found) == len(lengths) else None
 
     def mean_tflops(self, name: str, dtype: str) -> float | None:
         """Harmonic mean of the TFLOP/s over all lengths; None if one of them is missing."""
-        speeds = [self.tflops(name, dtype, seq_len) for seq_len in self.seq_lens]
-        if not speeds or None in speeds:
-            return None
-        return statistics.harmonic_mean([speed for speed in speeds if speed is not None])
+        return self.tflops(name, dtype)
 
     def of_flash(self, name: str, dtype: str, seq_len: int | None = None) -> float | None:
         """Speed over that of PyTorch's flash backend: at one length, or of the harmonic means."""
-        if seq_len is None:
-            own, flash = self.mean_tflops(name, dtype), self.mean_tflops(FLASH, dtype)
-        else:
-            own, flash = self.tflops(name, dtype, seq_len), self.tflops(FLASH, dtype, seq_len)
-        return own / flash if own and flash else None
+        return _share(self.tflops(name, dtype, seq_len), self.tflops(FLASH, dtype, seq_len))
 
     def rate(self, name: str, dtype: str) -> float | None:
         """TFLOP/s of one of RATE_NAMES, if it was measured."""
-        for record in self.rates:
-            if (record.name, record.dtype) == (name, dtype):
-                return record.tflops
-        return None
+        found = (r.tflops for r in self.rates if (r.name, r.dtype) == (name, dtype))
+        return next(found, None)
 
     def of_rate(self, rate: str, name: str, dtype: str, seq_len: int | None = None) -> float | None:
         """Speed over one of RATE_NAMES: at one length, or of the harmonic mean over all."""
-        peak = self.rate(rate, dtype)
-        if seq_len is None:
-            own = self.mean_tflops(name, dtype)
-        else:
-            own = self.tflops(name, dtype, seq_len)
-        return own / peak if own and peak else None
+        return _share(self.tflops(name, dtype, seq_len), self.rate(rate, dtype))
 
     def derived(self, m: Measurement) -> dict[str, float | None]:
         """The numbers that follow from a valid measurement and its neighbours, by CSV column."""
@@ -320,119 +402,33 @@ class BenchmarkResults:
             },
         }
 
-    def _row(self, record: Any) -> dict[str, Any]:
-        row = asdict(record)
-        if isinstance(record, Measurement) and record.valid:
-            row[_DERIVED] = self.derived(record)
-        return row
-
-    def to_json(self) -> str:
-        """Text for a file; one line a measurement, so that differences can be read.
-
-        A valid measurement also has the derived numbers, which are not read back.
-        """
-        head = {
-            "format": FORMAT,
-            "provenance": asdict(self.provenance),
-            "protocol": asdict(self.protocol),
-        }
-        return measured_json(head, {k: map(self._row, getattr(self, k)) for k in _RECORDS})
+    def document(self) -> dict[str, Any]:
+        """The entries; a valid measurement also has the derived numbers, which are not read
+        back."""
+        rows = (
+            asdict(m) | ({"derived": self.derived(m)} if m.valid else {}) for m in self.measurements
+        )
+        return super().document() | {"measurements": tuple(rows)}
 
     def to_csv(self) -> str:
         """One row a measurement, with the derived numbers."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(CSV_COLUMNS)
-        for m in self.measurements:
+
+        def cells(m: Measurement) -> list[Any]:
             config = m.config
-            row: list[Any] = [
-                m.name,
-                config.step.id if config else "",
-                m.dtype,
-                m.batch,
-                m.n_heads,
-                m.seq_len,
-                m.d_head,
-            ]
-            derived = self.derived(m) if m.valid else dict.fromkeys(_DERIVED_COLUMNS)
-            row += ["" if derived[name] is None else derived[name] for name in _DERIVED_COLUMNS]
-            writer.writerow([*row, m.failure])
-        return text.getvalue()
+            found = asdict(m) | {"step": config.step.id if config else None}
+            found |= self.derived(m) if m.valid else {}
+            return [found.get(column) for column in CSV_COLUMNS]
 
-    def save_json(self, path: Path) -> None:
-        """Write the file whole or not at all."""
-        write_if_different(path, self.to_json())
-
-    def save_csv(self, path: Path) -> None:
-        """Write the file whole or not at all."""
-        write_if_different(path, self.to_csv())
+        return csv_text(CSV_COLUMNS, map(cells, self.measurements))
 
 
-_RECORDS: Mapping[str, type] = {
-    "clocks": ClockRecord,
-    "rates": RateRecord,
-    "libraries": LibraryRecord,
-    "skipped": SkippedRecord,
-    "resources": ResourceRecord,
-    "measurements": Measurement,
-}
-_DERIVED = "derived"
-_DERIVED_COLUMNS = CSV_COLUMNS[CSV_COLUMNS.index("median_ms") : -1]
-
-
-def read_record(kind: type, values: dict[str, Any]) -> Any:
-    """A dataclass from its JSON object. Raises ValueError unless the fields are just its own."""
-    names = {field.name for field in fields(kind)}
-    if set(values) != names:
-        raise ValueError(
-            f"a {kind.__name__} has the fields {sorted(names)}, found {sorted(values)}"
-        )
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-
-
-def read_records(kind: type, rows: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
-    """`read_record` of each row."""
-    return tuple(read_record(kind, row) for row in rows)
-
-
-def measured_json(head: Mapping[str, Any], records: Mapping[str, Iterable[Any]]) -> str:
-    """Text for a JSON file of measurements: the head's entries and then lists of records, each on a
-    line, so that differences can be read. Raises ValueError for a record with NaN or infinity."""
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    for key, found in records.items():
-        rows = [f"    {json.dumps(record, allow_nan=False)}" for record in found]
-        text = "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
-        lines.append(f"  {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def load_measured(path: Path, kind: str, number: int, build: Callable[[dict[str, Any]], T]) -> T:
-    """What `build` makes of a JSON file of measurements, in format `number`.
-
-    Raises OSError if the file cannot be read, and ValueError if it holds something else than kind.
-    """
-    try:
-        data = json.loads(path.read_text())
-        if data["format"] != number:
-            raise ValueError(f"format {data['format']} is not {number}: measure again")
-        return build(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no {kind}: {error}") from error
+def _share(own: float | None, other: float | None) -> float | None:
+    return own / other if own and other else None
 
 
 def load_results(path: Path) -> BenchmarkResults:
-    """Read what `BenchmarkResults.save_json` wrote. Raises as `load_measured` does."""
-
-    def build(data: dict[str, Any]) -> BenchmarkResults:
-        for row in data["measurements"]:
-            row.pop(_DERIVED, None)
-        return BenchmarkResults(
-            provenance=read_record(Provenance, data["provenance"]),
-            protocol=read_record(Protocol, data["protocol"]),
-            **{key: read_records(kind, data[key]) for key, kind in _RECORDS.items()},
-        )
-
-    return load_measured(path, "benchmark results", FORMAT, build)
+    """Read what `BenchmarkResults.save` wrote. Raises as `RecordFile.load` does."""
+    return BenchmarkResults.load(path)
 
 
 def refuse_another_gpu(path: Path, gpu: str) -> None:
@@ -440,11 +436,14 @@ def refuse_another_gpu(path: Path, gpu: str) -> None:
 
     gpu: the name of this one. A file that holds no results is refused too.
     """
-    if not path.exists():
-        return
-    measured = load_results(path).provenance.gpu
+    if path.exists():
+        refuse_mixing(path, load_results(path).provenance.gpu, gpu)
+
+
+def refuse_mixing(path: Path, measured: str, gpu: str) -> None:
+    """Raise ValueError unless the GPU that a file holds results of is this one."""
     if measured != gpu:
         raise ValueError(
             f"{path} holds results of {measured} and this is {gpu}: results of two GPUs are never "
-            "mixed, name another file"
+            "mixed, name another file or move that one away"
         )

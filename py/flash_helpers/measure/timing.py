@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol as Interface
 
 import torch
 
@@ -18,32 +17,11 @@ MAX_FLUSHED_WORKS = 100
 Work = Callable[[], object]
 
 
-class Timer(Interface):
-    """What measures time on a device.
-
-    cache_bytes: size of its last cache. flushes: it overwrites that cache before each launch.
-    """
-
-    flushes: bool
-
-    @property
-    def cache_bytes(self) -> int: ...
-
-    def record(self, work: Work) -> Work:
-        """Something that repeats the work that `work` puts on the device, with less host time."""
-
-    def start(self, work: Work, times: int = 1) -> Callable[[], float]:
-        """Put the work on the device `times` times; the result gives the milliseconds of all after
-        `synchronize`."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work."""
-
-
 class CudaTimer:
-    """Graphs and events of one CUDA device, which must be the current one.
+    """What measures time: graphs and events of one CUDA device, which must be the current one.
 
-    timing: one of TIMING_CHOICES; "events" records no graph.
+    timing: one of TIMING_CHOICES; "events" records no graph. flushes: it overwrites the last cache
+    before each launch.
     """
 
     flushes = False
@@ -54,9 +32,11 @@ class CudaTimer:
 
     @property
     def cache_bytes(self) -> int:
+        """Size of the last cache."""
         return torch.cuda.get_device_properties(self._device).L2_cache_size
 
     def record(self, work: Work) -> Work:
+        """Something that repeats the work that `work` puts on the device, with less host time."""
         if not self._has_graphs:
             return work
         graph = torch.cuda.CUDAGraph()
@@ -69,6 +49,8 @@ class CudaTimer:
         return replay
 
     def start(self, work: Work, times: int = 1) -> Callable[[], float]:
+        """Put the work on the device `times` times; the result gives the milliseconds of all after
+        `synchronize`."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(times):
@@ -77,6 +59,7 @@ class CudaTimer:
         return lambda: begin.elapsed_time(end)
 
     def synchronize(self) -> None:
+        """Wait until the device has done all work."""
         torch.cuda.synchronize(self._device)
 
 
@@ -122,7 +105,7 @@ class Sample:
 
 def interleaved_rounds(
     samples: Sequence[Sample],
-    timer: Timer,
+    timer: CudaTimer,
     rounds: int,
     may_continue: Callable[[int], bool] = lambda done: True,
 ) -> list[list[float]]:
@@ -149,7 +132,7 @@ def interleaved_rounds(
     return taken
 
 
-def record_sample(work: Work, n_launches: int, timer: Timer, sample_ms: float) -> Sample:
+def record_sample(work: Work, n_launches: int, timer: CudaTimer, sample_ms: float) -> Sample:
     """A sample of a work that lasts about sample_ms, as the timer repeats it best.
 
     n_launches: in one work. The work is done three times or more to find that out.

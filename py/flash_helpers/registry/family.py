@@ -58,9 +58,9 @@ class Step:
     idea: str
     parent: str | None
     source: PurePosixPath
-    fixed: Mapping[str, Any]
-    tunable: Mapping[str, tuple[Any, ...]]
-    options: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(hash=False)
+    tunable: Mapping[str, tuple[Any, ...]] = field(hash=False)
+    options: Mapping[str, Any] = field(hash=False)
     traits: frozenset[str]
 
     @property

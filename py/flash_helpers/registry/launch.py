@@ -18,7 +18,7 @@ from flash_helpers.gpu import WARP
 if TYPE_CHECKING:
     from flash_helpers.registry.config import Config
 
-TENSOR_MAP_BYTES = 128  # of a CUtensorMap, which a kernel takes 64-byte aligned
+TENSOR_MAP_BYTES = 128  # of a CUtensorMap: 64-byte aligned up to CUDA 12, since then 128
 WORKSPACE = "workspace"
 
 
@@ -38,7 +38,7 @@ class Kind:
 INT = Kind("i", 4)
 POINTER = Kind("Q", 8)
 STRIDES = Kind("3q", 8)  # TensorStrides: batch, row, head
-TENSOR_MAP = Kind(f"{TENSOR_MAP_BYTES}s", 64)
+TENSOR_MAP = Kind(f"{TENSOR_MAP_BYTES}s", TENSOR_MAP_BYTES)
 
 
 @dataclass(frozen=True)

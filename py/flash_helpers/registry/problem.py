@@ -77,9 +77,9 @@ class AttentionForward:
     dtype: DType = DType.BF16
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "seq_len", "d_head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
+        for name, size in self.sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} {size} is not positive: use 1 or more")
 
     def __str__(self) -> str:
         return f"batch {self.batch}, heads {self.heads}, seq {self.seq_len}, d_head {self.d_head}"
@@ -88,6 +88,11 @@ class AttentionForward:
     def shape(self) -> tuple[int, int, int, int]:
         """Of each tensor, in the order of its dimensions."""
         return self.batch, self.seq_len, self.heads, self.d_head
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """All but the element type, by name."""
+        return {name: getattr(self, name) for name in ("batch", "heads", "seq_len", "d_head")}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

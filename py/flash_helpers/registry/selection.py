@@ -74,7 +74,7 @@ def find_steps(selector: str) -> list[Step] | None:
     if match is None:
         return None
     prefix, first, to_prefix, last = match.groups()
-    prefix = prefix or to_prefix or _DEFAULT_PREFIX
+    prefix = prefix or _DEFAULT_PREFIX
     own = [step for step in STEPS.values() if step.id == f"{prefix}{step.number}"]
     if not own:
         raise UsageError(

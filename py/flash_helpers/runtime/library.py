@@ -196,9 +196,9 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
         tensor_map.dims,
         tensor_map.strides,
     )
-    # the driver wants 64 bytes of alignment
-    memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 63)
-    start = -ctypes.addressof(memory) % 64
+    # the driver wants it aligned
+    memory = ctypes.create_string_buffer(2 * TENSOR_MAP_BYTES)
+    start = -ctypes.addressof(memory) % TENSOR_MAP_BYTES
     where = ctypes.addressof(memory) + start
     check(load().flash_encode_tensor_map(call, address, where), f"tensor map of {tensor_map}")
     return memory.raw[start : start + TENSOR_MAP_BYTES]

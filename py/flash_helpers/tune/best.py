@@ -5,10 +5,8 @@ The files are those of configs/best_*.json in the repository when the library wa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,8 +60,13 @@ def _winners(step: Step, dtype: DType, device: torch.device | str | int | None) 
         return []
     name, capability = gpu
     files = _files(library.package_folder() / CONFIG_FOLDER)
-    own = _find([file for file in files if file.gpu == name], step, dtype)
-    if own and own[0] not in library.kernels():
+    own = [file.find(step.id, dtype.short) for file in files if file.gpu == name]
+    near = [
+        file.find(step.id, dtype.short)
+        for file in files
+        if file.gpu != name and file.compute_capability == capability
+    ]
+    if own and own[0] and own[0] not in library.kernels():
         warnings.warn(
             f"the fastest config of {step.id} in {dtype.short} on {name}, {own[0].short_form()}, "
             "was not built: run tools/build/generate_kernel_instantiations.py with this GPU's file "
@@ -71,18 +74,7 @@ def _winners(step: Step, dtype: DType, device: torch.device | str | int | None) 
             RuntimeWarning,
             stacklevel=3,
         )
-    near = [f for f in files if f.gpu != name and f.compute_capability == capability]
-    return [*own, *_find(near, step, dtype)]
-
-
-def _find(files: Sequence[BestConfigs], step: Step, dtype: DType) -> list[Config]:
-    found = []
-    for file in files:
-        # a ValueError: the registry has no such config any more, so that none can be built
-        with contextlib.suppress(ValueError):
-            config = file.find(step.id, dtype.short)
-            found += [config] if config is not None else []
-    return found
+    return [config for config in (*own, *near) if config is not None]
 
 
 def _gpu(device: torch.device | str | int | None) -> tuple[str, str] | None:

@@ -1,6 +1,6 @@
 """Keeps a measuring process: asks it, waits no longer than agreed, and replaces it when it dies.
 
-Standard library only: what talks to a GPU is the process (flash_helpers.tune.worker).
+What talks to a GPU is the process (flash_helpers.tune.worker), not this.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from flash_helpers.compile.compiler import kill_group
-from flash_helpers.measure.results import (
-    Measurement,
-    Protocol,
-    SkippedRecord,
-    read_record,
-    read_records,
-)
+from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord, read_record
 
 WORKER_COMMAND = (sys.executable, "-m", "flash_helpers.tune.worker")
 START_TIMEOUT_S = 300.0  # PyTorch and CUDA, from a cold disk
@@ -72,20 +66,6 @@ class Request:
     kernels: tuple[KernelFile, ...]
     seq_lens: tuple[int, ...]
     protocol: Protocol
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        """Inverse of `to_json`. Raises ValueError for anything else."""
-        data = json.loads(text)
-        return cls(
-            kernels=read_records(KernelFile, data["kernels"]),
-            seq_lens=tuple(data["seq_lens"]),
-            protocol=read_record(Protocol, data["protocol"]),
-        )
 
 
 @dataclass(frozen=True)
@@ -151,13 +131,9 @@ class WorkerProcess:
             self.start()
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has died: reading says how
-            self._process.stdin.write(f"{request.to_json()}\n".encode())
+            self._process.stdin.write(f"{json.dumps(asdict(request))}\n".encode())
             self._process.stdin.flush()
-        answer = self._read_line(timeout_s)
-        return Answer(
-            read_records(Measurement, answer["measurements"]),
-            read_records(SkippedRecord, answer["skipped"]),
-        )
+        return read_record(Answer, self._read_line(timeout_s))
 
     def _read_line(self, timeout_s: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None

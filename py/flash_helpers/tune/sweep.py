@@ -4,7 +4,7 @@ Each candidate is compiled on the side and dropped if it spills or does not fit.
 verified and timed beside PyTorch's flash backend, in turns, in a process of its own
 (flash_helpers.tune.process), so that it is ranked by a ratio that a drifting clock leaves alone,
 and so that it may hang or crash. Candidates with the same machine code share a measurement. The
-fastest few of each version then meet in one run at all lengths, and the harmonic mean decides.
+fastest few of each step then meet in one run at all lengths, and the harmonic mean decides.
 
 What was measured is in a journal as soon as it is known: a sweep that was stopped goes on there.
 """
@@ -18,25 +18,15 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
-from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
-from flash_helpers.measure.results import (
-    FLASH,
-    Measurement,
-    Protocol,
-    load_measured,
-    measured_json,
-    read_records,
-)
-from flash_helpers.registry.family import Step
+from flash_helpers.measure.results import FLASH, Measurement, Protocol, read_record
 from flash_helpers.tune.process import (
-    Answer,
     KernelFile,
     Request,
     WorkerError,
@@ -44,9 +34,8 @@ from flash_helpers.tune.process import (
     WorkerNotStarted,
     WorkerProcess,
 )
-from flash_helpers.tune.winners import BestConfig
+from flash_helpers.tune.winners import BestConfig, GpuFile
 
-FORMAT = 2
 N_FINALISTS = 5
 SCREEN_SEQ_LENS = (1024, 4096)
 SCREEN_PROTOCOL = Protocol(rounds=5, sample_ms=3.0)
@@ -89,60 +78,39 @@ class SweepRow:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a sweep allows.
+class JournalEntry:
+    """What became of one question to the measuring process. failure: why the measurements are not
+    to be trusted, or empty."""
 
-    spill_bytes: stores and loads of a thread. kernel_s: seconds that one kernel's measurement may
-        take. deadline: of `time.monotonic`, after which no candidate is begun.
-    """
-
-    spill_bytes: int
-    kernel_s: float
-    deadline: float
+    key: str
+    failure: str
+    measurements: tuple[Measurement, ...]
 
 
 class Journal:
-    """Answers of the measuring process by what was asked, in a file that is only appended to.
-
-    A last line that was not written to its end is left out.
-    """
+    """Answers of the measuring process by what was asked, in a file that is only appended to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._entries: dict[str, dict[str, Any]] = {}
-        if path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                    self._entries[entry["key"]] = entry
-                except (ValueError, KeyError, TypeError):
-                    continue
+        self._entries: dict[str, JournalEntry] = {}
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            # a line cut short, or of an older format: measure again
+            with contextlib.suppress(ValueError):
+                entry = read_record(JournalEntry, json.loads(line))
+                self._entries[entry.key] = entry
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def find(self, key: str) -> JournalEntry | None:
+        """What was noted under the key, if anything was."""
+        return self._entries.get(key)
 
-    def find(self, key: str) -> tuple[list[Measurement], str] | None:
-        """Measurements and failure that were noted under the key, if any were."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        try:
-            return list(read_records(Measurement, entry["measurements"])), entry["failure"]
-        except (ValueError, KeyError):
-            return None  # of an older format: measure again
-
-    def note(self, key: str, measurements: Iterable[Measurement], failure: str) -> None:
+    def note(self, entry: JournalEntry) -> None:
         """Keep what was measured; it is on the disk when this returns."""
-        entry = {
-            "key": key,
-            "failure": failure,
-            "measurements": [asdict(m) for m in measurements],
-        }
-        self._entries[key] = entry
+        self._entries[entry.key] = entry
         self._path.parent.mkdir(parents=True, exist_ok=True)
         is_whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
+        text = json.dumps(asdict(entry), allow_nan=False)
         with self._path.open("a") as file:
-            file.write(f"{'' if is_whole else chr(10)}{json.dumps(entry, allow_nan=False)}\n")
+            file.write(f"{'' if is_whole else chr(10)}{text}\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -171,43 +139,35 @@ def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> 
     return [*ahead, *rest]
 
 
+@dataclass
 class Sweep:
     """One search, on the GPU of one worker.
 
-    worker must have been started: info is what it said. seq_lens: of the final round. stamp: the
-    date and the commit that rows are marked with.
+    worker must have been started: info is what it said. seq_lens: of the final round. spill_bytes:
+    stores and loads of a thread that are allowed. kernel_s: seconds that one kernel's measurement
+    may take. deadline: of `time.monotonic`, after which no candidate is begun. date, commit: what
+    rows are marked with. notes: what to tell of it.
     """
 
-    def __init__(
-        self,
-        compiler: CubinCompiler,
-        worker: WorkerProcess,
-        info: WorkerInfo,
-        journal: Journal,
-        seq_lens: Sequence[int],
-        screen_seq_lens: Sequence[int],
-        limits: Limits,
-        stamp: tuple[str, str],
-    ) -> None:
-        self._compiler = compiler
-        self._worker = worker
-        self._info = info
-        self._journal = journal
-        self._seq_lens = tuple(seq_lens)
-        self._screen_seq_lens = tuple(screen_seq_lens)
-        self._limits = limits
-        self._date, self._commit = stamp
-        self._champions: frozenset[Config] = frozenset()
-        self._cubins: dict[Config, Cubin] = {}
-        self._by_code: dict[str, SweepRow] = {}
-        self._rows: dict[Config, SweepRow] = {}
-        self.notes: list[str] = []
+    compiler: CubinCompiler
+    worker: WorkerProcess
+    info: WorkerInfo
+    journal: Journal
+    seq_lens: Sequence[int]
+    screen_seq_lens: Sequence[int]
+    spill_bytes: int
+    kernel_s: float
+    deadline: float
+    date: str
+    commit: str
+    notes: list[str] = field(default_factory=list, init=False)
+    _champions: frozenset[Config] = field(default_factory=frozenset, init=False)
+    _cubins: dict[Config, Cubin] = field(default_factory=dict, init=False)
+    _by_code: dict[str, SweepRow] = field(default_factory=dict, init=False)
+    _rows: dict[Config, SweepRow] = field(default_factory=dict, init=False)
 
     def screen(
-        self,
-        configs: Iterable[Config],
-        progress: Progress,
-        champions: Iterable[Config] = (),
+        self, configs: Iterable[Config], progress: Progress, champions: Iterable[Config] = ()
     ) -> None:
         """Compile, drop, verify and time the candidates.
 
@@ -218,39 +178,38 @@ class Sweep:
         self._champions = frozenset(champions)
         fitting = []
         for config in in_search_order(configs, first=sorted(self._champions)):
-            if config.smem_bytes <= self._info.smem_bytes:
+            if config.smem_bytes <= self.info.smem_bytes:
                 fitting.append(config)
                 continue
             reason = (
                 f"needs {config.smem_bytes} bytes of shared memory a block, "
-                f"{self._info.gpu} has {self._info.smem_bytes}"
+                f"{self.info.gpu} has {self.info.smem_bytes}"
             )
             self._keep(self._row(config, None, DROPPED, reason), progress)
         with contextlib.closing(
-            self._compiler.compile_all([Source.of(config) for config in fitting])
+            self.compiler.compile_all([Source.of(config) for config in fitting])
         ) as results:
             for compiled in results:
                 self._keep(self._screened(compiled), progress)
-                if time.monotonic() >= self._limits.deadline:
+                if time.monotonic() >= self.deadline:
                     break
         for config in fitting:
             if config not in self._rows:
                 reason = "the time budget was spent"
                 self._keep(self._row(config, None, NOT_RUN, reason), progress)
 
-    def choose(self, step: Step, dtype: DType) -> BestConfig | None:
+    def choose(self, step: str, dtype: DType) -> BestConfig | None:
         """The fastest config of a step in a dtype by a run of the fastest few at all lengths;
         None if none was timed."""
         rows = [
             row
             for config, row in self._rows.items()
-            if (config.step, config.dtype) == (step, dtype) and row.of_flash is not None
+            if (config.step.id, config.dtype) == (step, dtype) and row.of_flash is not None
         ]
-        fastest: dict[str, Config] = {}
+        fastest: dict[str, Config] = {}  # of each code
         for row in sorted(rows, key=lambda row: (-(row.of_flash or 0), row.name)):
             if len(fastest) < N_FINALISTS:
-                config = config_from_short_form(row.name)
-                fastest.setdefault(row.code, config)
+                fastest.setdefault(row.code, config_from_short_form(row.name))
         measurements = self._final(list(fastest.values()))
         ratios = {c: _ratio(measurements, c.short_form()) for c in fastest.values()}
         right = {config: ratio for config, ratio in ratios.items() if ratio is not None}
@@ -264,18 +223,18 @@ class Sweep:
         mean = mean_tflops(measurements, name)
         assert mean is not None
         return BestConfig(
-            step=step.id,
+            step=step,
             dtype=dtype.short,
             config=name,
             mean_tflops=round(mean, 2),
             of_flash=round(right[winner], 4),
             n_candidates=len({row.code for row in rows}),
             seq_lens=tuple(lengths),
-            date=self._date,
-            commit=self._commit,
-            driver=self._info.driver,
-            compiler=".".join(map(str, self._compiler.toolchain.version)),
-            torch=self._info.torch,
+            date=self.date,
+            commit=self.commit,
+            driver=self.info.driver,
+            compiler=".".join(map(str, self.compiler.toolchain.version)),
+            torch=self.info.torch,
         )
 
     def rows(self) -> list[SweepRow]:
@@ -308,15 +267,15 @@ class Sweep:
             same_as="",
             of_flash=None if of_flash is None else round(of_flash, 4),
             final_of_flash=None,
-            date=self._date,
-            commit=self._commit,
+            date=self.date,
+            commit=self.commit,
         )
 
     def _screened(self, compiled: Compiled) -> SweepRow:
         config, cubin = compiled.source.config, compiled.cubin
         if cubin is None:
             return self._row(config, None, DROPPED, compiled.failure)
-        report, limit = cubin.report, self._limits.spill_bytes
+        report, limit = cubin.report, self.spill_bytes
         spilled = report.spill_store_bytes + report.spill_load_bytes
         if spilled > limit and config not in self._champions:
             reason = (
@@ -327,129 +286,103 @@ class Sweep:
         self._cubins[config] = cubin
         if (known := self._by_code.get(cubin.code)) is not None:
             return replace(known, name=config.short_form(), same_as=known.name)
-        measurements, failure = self._measure([cubin], self._screen_seq_lens, SCREEN_PROTOCOL)
-        ratio = None if failure else _ratio(measurements, config.short_form())
+        found = self._measure([cubin], self.screen_seq_lens, SCREEN_PROTOCOL)
+        ratio = None if found.failure else _ratio(found.measurements, config.short_form())
         outcome = FAILED if ratio is None else TIMED
-        row = self._row(config, cubin, outcome, failure, ratio)
+        row = self._row(config, cubin, outcome, found.failure, ratio)
         self._by_code[cubin.code] = row
         return row
 
     def _final(self, finalists: Sequence[Config]) -> list[Measurement]:
         """Measurements of the finalists, and of PyTorch's flash backend beside them."""
-        cubins = [self._cubins[config] for config in finalists]
-        if not cubins:
+        if not finalists:
             return []
-        measurements, failure = self._measure(cubins, self._seq_lens, FINAL_PROTOCOL)
-        if not failure or len(cubins) == 1:
-            return self._without_failed(measurements, cubins, failure)
-        # One of them took all along: each by itself, beside the flash backend.
-        alone: list[Measurement] = []
-        for cubin in cubins:
-            measurements, failure = self._measure([cubin], self._seq_lens, FINAL_PROTOCOL)
-            alone += self._without_failed(measurements, [cubin], failure)
-        return alone
-
-    def _without_failed(
-        self, measurements: list[Measurement], cubins: Sequence[Cubin], failure: str
-    ) -> list[Measurement]:
-        for cubin in cubins:
-            name = cubin.config.short_form()
-            reasons = [failure, *(m.failure for m in measurements if m.name == name)]
-            reason = next((reason for reason in reasons if reason), "")
-            if reason:
-                self._rows[cubin.config] = replace(
-                    self._rows[cubin.config], outcome=FAILED, reason=f"final round: {reason}"
+        cubins = [self._cubins[config] for config in finalists]
+        found = self._measure(cubins, self.seq_lens, FINAL_PROTOCOL)
+        if found.failure and len(finalists) > 1:
+            # One of them took all along: each by itself, beside the flash backend.
+            return [m for config in finalists for m in self._final([config])]
+        for config in finalists:
+            own = [m.failure for m in found.measurements if m.name == config.short_form()]
+            if reason := next(filter(None, [found.failure, *own]), ""):
+                self._rows[config] = replace(
+                    self._rows[config], outcome=FAILED, reason=f"final round: {reason}"
                 )
-        return [] if failure else measurements
-
-    def _key(self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol) -> str:
-        names = [cubin.config.short_form() for cubin in cubins] if len(cubins) > 1 else []
-        asked = [
-            [cubin.code for cubin in cubins],
-            names,
-            asdict(self._info),
-            list(seq_lens),
-            asdict(protocol),
-        ]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        return [] if found.failure else list(found.measurements)
 
     def _measure(
         self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol
-    ) -> tuple[list[Measurement], str]:
-        """Measurements, and why there are none to trust; from the journal, if it has them."""
-        key = self._key(cubins, seq_lens, protocol)
-        noted = self._journal.find(key)
-        if noted is not None:
-            measurements, failure = noted
-            if len(cubins) == 1:  # it may have been noted for another name of the same code
-                name = cubins[0].config.short_form()
-                measurements = [replace(m, name=name) if m.ran else m for m in measurements]
-            return measurements, failure
-        measurements, failure = self._ask(cubins, seq_lens, protocol)
-        if any(m.failure for m in measurements if m.name == FLASH):
-            # what the kernel before this one did to memory may be why
-            measurements, failure = self._ask(cubins, seq_lens, protocol)
-        self._journal.note(key, measurements, failure)
-        return measurements, failure
-
-    def _ask(
-        self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol
-    ) -> tuple[list[Measurement], str]:
+    ) -> JournalEntry:
+        """What the journal has of it, or else the worker's answer, which is noted."""
+        names = [cubin.config.short_form() for cubin in cubins]
+        asked = [
+            [cubin.code for cubin in cubins],
+            names if len(names) > 1 else [],  # one may be noted for another name of the same code
+            asdict(self.info),
+            list(seq_lens),
+            asdict(protocol),
+        ]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        if (noted := self.journal.find(key)) is not None:
+            if len(names) > 1:
+                return noted
+            own = (replace(m, name=names[0]) if m.ran else m for m in noted.measurements)
+            return replace(noted, measurements=tuple(own))
         kernels = tuple(
-            KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol) for cubin in cubins
+            KernelFile(name, str(cubin.path), cubin.symbol)
+            for name, cubin in zip(names, cubins, strict=True)
         )
-        timeout_s = self._limits.kernel_s * (1 + len(cubins) * len(seq_lens))
+        request = Request(kernels, tuple(seq_lens), protocol)
+        found = self._ask(key, request)
+        if any(m.failure for m in found.measurements if m.name == FLASH):
+            # what the kernel before this one did to memory may be why
+            found = self._ask(key, request)
+        self.journal.note(found)
+        return found
+
+    def _ask(self, key: str, request: Request) -> JournalEntry:
+        n_kernels = len(request.kernels)
+        timeout_s = self.kernel_s * (1 + n_kernels * len(request.seq_lens))
         try:
-            answer = self._worker.ask(Request(kernels, tuple(seq_lens), protocol), timeout_s)
+            answer = self.worker.ask(request, timeout_s)
         except WorkerNotStarted:
             raise
         except WorkerError as error:
-            return [], str(error)
-        self._tell_skipped(answer)
-        measurements = list(answer.measurements)
-        wrong = [m for m in measurements if m.failure]
-        if wrong:
-            # a kernel that writes where it should not may have spoilt what the next one reads
-            self._worker.end()
-        if not measurements:
-            return [], "no length fits in the GPU's memory"
-        if any(m.name == FLASH for m in wrong):
-            return measurements, "the flash backend beside it failed: " + wrong[0].failure
-        if wrong and len(cubins) == 1:
-            return measurements, wrong[0].failure
-        return measurements, ""
-
-    def _tell_skipped(self, answer: Answer) -> None:
+            return JournalEntry(key, str(error), ())
         for skipped in answer.skipped:
             note = f"{skipped.dtype} at {skipped.seq_len} skipped: {skipped.reason}"
             if note not in self.notes:
                 self.notes.append(note)
+        wrong = [m for m in answer.measurements if m.failure]
+        if wrong:
+            # a kernel that writes where it should not may have spoilt what the next one reads
+            self.worker.end()
+        failure = ""
+        if not answer.measurements:
+            failure = "no length fits in the GPU's memory"
+        elif any(m.name == FLASH for m in wrong):
+            failure = f"the flash backend beside it failed: {wrong[0].failure}"
+        elif wrong and n_kernels == 1:
+            failure = wrong[0].failure
+        return JournalEntry(key, failure, answer.measurements)
 
 
 @dataclass(frozen=True)
-class SweepTable:
+class SweepTable(GpuFile):
     """All that sweeps have found on one GPU."""
 
-    gpu: str
-    compute_capability: str
+    FORMAT: ClassVar[int] = 2
+    HOLDS: ClassVar[str] = "sweep"
+
     rows: tuple[SweepRow, ...]
 
     def updated(self, rows: Iterable[SweepRow]) -> SweepTable:
-        """With these in the place of others of their names; by version, dtype and name."""
+        """With these in the place of others of their names; by step, dtype and name."""
         by_name = {row.name: row for row in (*self.rows, *rows)}
         ordered = sorted(
             by_name.values(), key=lambda row: (list(STEPS).index(row.step), row.dtype, row.name)
         )
         return replace(self, rows=tuple(ordered))
-
-    def to_json(self) -> str:
-        """Text for a file; one line a candidate."""
-        head = {"format": FORMAT, "gpu": self.gpu, "compute_capability": self.compute_capability}
-        return measured_json(head, {"rows": map(asdict, self.rows)})
-
-    def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
-        write_if_different(path, self.to_json())
 
 
 def load_sweep(path: Path, gpu: str, compute_capability: str) -> SweepTable:
@@ -457,32 +390,16 @@ def load_sweep(path: Path, gpu: str, compute_capability: str) -> SweepTable:
 
     Raises OSError, and ValueError for a file of something else or of another GPU.
     """
-    if not path.exists():
-        return SweepTable(gpu, compute_capability, ())
-
-    def build(data: Mapping[str, Any]) -> SweepTable:
-        return SweepTable(
-            data["gpu"], data["compute_capability"], read_records(SweepRow, data["rows"])
-        )
-
-    table = load_measured(path, "sweep", FORMAT, build)
-    if table.gpu != gpu:
-        raise ValueError(
-            f"{path} is of {table.gpu} and this is {gpu}: results of two GPUs are never mixed, "
-            "name another folder"
-        )
-    return table
+    return SweepTable.load_own(path, gpu, compute_capability)
 
 
-def outcomes_text(rows: Iterable[SweepRow]) -> str:
+def outcomes_text(rows: Sequence[SweepRow]) -> str:
     """How many candidates came to what, e.g. "12 timed, 3 of them by the same code as another; 4
     dropped"."""
     parts = []
-    rows = list(rows)
     for outcome in (TIMED, DROPPED, FAILED, NOT_RUN):
         some = [row for row in rows if row.outcome == outcome]
         shared = sum(bool(row.same_as) for row in some)
         note = f", {shared} of them by the same code as another" if shared else ""
-        if some:
-            parts.append(f"{len(some)} {outcome}{note}")
+        parts += [f"{len(some)} {outcome}{note}"] if some else []
     return "; ".join(parts)

@@ -1,19 +1,19 @@
-"""The fastest configs of a GPU: the file that a sweep writes, and that the generator and
-`flash_attention.best_config` read. Standard library only."""
+"""What sweeps have found, a pair of files for each GPU: the fastest configs, which the generator
+and `flash_attention.best_config` read, and all candidates (flash_helpers.tune.sweep)."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
-from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
-from flash_helpers.measure.results import load_measured, measured_json, read_records
+from flash_helpers.measure.results import RecordFile, refuse_mixing
 
-FORMAT = 2
+Own = TypeVar("Own", bound="GpuFile")
 
 
 def gpu_slug(name: str) -> str:
@@ -30,6 +30,27 @@ def best_file(folder: Path, gpu: str) -> Path:
 def sweep_file(folder: Path, gpu: str) -> Path:
     """Where all that a sweep found on a GPU is kept."""
     return folder / f"sweep_{gpu_slug(gpu)}.json"
+
+
+@dataclass(frozen=True)
+class GpuFile(RecordFile):
+    """What was found on one GPU; a subclass adds one tuple of records, each of a step and a
+    dtype."""
+
+    gpu: str
+    compute_capability: str
+
+    @classmethod
+    def load_own(cls: type[Own], path: Path, gpu: str, compute_capability: str) -> Own:
+        """`load`, or nothing found on this GPU if there is no such file.
+
+        Raises ValueError if the file is of another GPU.
+        """
+        if not path.exists():
+            return cls(gpu, compute_capability, ())
+        found = cls.load(path)
+        refuse_mixing(path, found.gpu, gpu)
+        return found
 
 
 @dataclass(frozen=True)
@@ -55,21 +76,22 @@ class BestConfig:
 
 
 @dataclass(frozen=True)
-class BestConfigs:
+class BestConfigs(GpuFile):
     """The fastest configs known for one GPU."""
 
-    gpu: str
-    compute_capability: str
+    FORMAT: ClassVar[int] = 2
+    HOLDS: ClassVar[str] = "best configs"
+    NOT_READ: ClassVar[tuple[str, ...]] = (*RecordFile.NOT_READ, "configs")
+
     best: tuple[BestConfig, ...]
 
     def find(self, step: str, dtype: str) -> Config | None:
-        """The fastest config of a step in a dtype ("bf16"), if one is known.
-
-        Raises ValueError if the registry has no such config any more.
-        """
+        """The fastest config of a step in a dtype, if one is known and the registry still has
+        it."""
         for entry in self.best:
             if (entry.step, entry.dtype) == (step, dtype):
-                return config_from_short_form(entry.config)
+                with contextlib.suppress(ValueError):
+                    return config_from_short_form(entry.config)
         return None
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:
@@ -78,39 +100,13 @@ class BestConfigs:
         ordered = sorted(by_kernel, key=lambda key: (list(STEPS).index(key[0]), key[1]))
         return replace(self, best=tuple(by_kernel[key] for key in ordered))
 
-    def to_json(self) -> str:
-        """Text for a file; one line a config. "configs" is what the generator reads."""
-        head = {"format": FORMAT, "gpu": self.gpu, "compute_capability": self.compute_capability}
-        configs = [entry.config for entry in self.best]
-        return measured_json(head, {"configs": configs, "best": map(asdict, self.best)})
-
-    def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
-        write_if_different(path, self.to_json())
+    def document(self) -> dict[str, Any]:
+        """The entries; "configs" is what the generator reads."""
+        document = super().document()
+        best = document.pop("best")
+        return {**document, "configs": tuple(entry.config for entry in self.best), "best": best}
 
 
 def load_best(path: Path) -> BestConfigs:
-    """Read what `BestConfigs.save` wrote. Raises OSError, and ValueError for anything else."""
-
-    def build(data: dict[str, Any]) -> BestConfigs:
-        return BestConfigs(
-            data["gpu"], data["compute_capability"], read_records(BestConfig, data["best"])
-        )
-
-    return load_measured(path, "best configs", FORMAT, build)
-
-
-def load_own(path: Path, gpu: str, compute_capability: str) -> BestConfigs:
-    """The file's configs, or none of this GPU if there is no such file.
-
-    Raises ValueError if they are of another GPU.
-    """
-    if not path.exists():
-        return BestConfigs(gpu, compute_capability, ())
-    found = load_best(path)
-    if found.gpu != gpu:
-        raise ValueError(
-            f"{path} is of {found.gpu} and this is {gpu}: results of two GPUs are never mixed, "
-            "name another folder"
-        )
-    return found
+    """Read what `BestConfigs.save` wrote. Raises as `RecordFile.load` does."""
+    return BestConfigs.load(path)

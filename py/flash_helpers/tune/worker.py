@@ -31,14 +31,15 @@ from flash_helpers.measure.benchmark import (
     library_contender,
     make_input_sets,
     measure_problem,
+    skipped_record,
 )
-from flash_helpers.measure.machine import query_gpu
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
+from flash_helpers.measure.machine import driver_version
+from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.driver import LoadedKernel
 from flash_helpers.runtime.library import encode_tensor_map
 from flash_helpers.runtime.tensors import kernel_strides
-from flash_helpers.tune.process import KernelFile, Request, WorkerInfo
+from flash_helpers.tune.process import Answer, KernelFile, Request, WorkerInfo
 
 
 def cubin_contender(kernel: KernelFile) -> Contender:
@@ -69,12 +70,11 @@ def cubin_contender(kernel: KernelFile) -> Contender:
 def worker_info(device: torch.device) -> WorkerInfo:
     """What this process runs on."""
     properties = torch.cuda.get_device_properties(device)
-    driver = query_gpu(device, ("driver_version",))
     return WorkerInfo(
         gpu=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
         smem_bytes=properties.shared_memory_per_block_optin,
-        driver=driver[0] if driver else "",
+        driver=driver_version(device),
         torch=torch.__version__,
     )
 
@@ -89,7 +89,7 @@ class Worker:
         self._device = device
         self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
 
-    def answer(self, request: Request) -> dict[str, Any]:
+    def answer(self, request: Request) -> Answer:
         """Measure every kernel of a request, all of one dtype, at every length."""
         contenders = [library_contender(FLASH), *map(cubin_contender, request.kernels)]
         dtype = config_from_short_form(request.kernels[0].config).dtype
@@ -99,12 +99,8 @@ class Worker:
             try:
                 measurements += self._measure(contenders, seq_len, dtype, request.protocol)
             except torch.cuda.OutOfMemoryError as error:
-                reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
-                skipped.append(SkippedRecord(dtype.short, seq_len, reason))
-        return {
-            "measurements": [asdict(m) for m in measurements],
-            "skipped": [asdict(s) for s in skipped],
-        }
+                skipped.append(skipped_record(dtype, seq_len, error))
+        return Answer(tuple(measurements), tuple(skipped))
 
     def _measure(
         self, contenders: Sequence[Contender], seq_len: int, dtype: DType, protocol: Protocol
@@ -126,13 +122,7 @@ class Worker:
         if key not in self._sets:
             self._sets[key] = make_input_sets(shape, dtype, self._device, timer, protocol)
         found = measure_problem(
-            contenders,
-            self._sets[key],
-            shape,
-            dtype,
-            timer,
-            protocol,
-            contextlib.nullcontext(),
+            contenders, self._sets[key], shape, dtype, timer, protocol, contextlib.nullcontext()
         )
         # an error of the GPU stays: better here than in the next kernel's measurement
         torch.cuda.synchronize(self._device)
@@ -154,7 +144,7 @@ def serve(requests: TextIO, answers: TextIO) -> int:
         worker = Worker(device)
         say(asdict(worker_info(device)))
         for line in requests:
-            say(worker.answer(Request.from_json(line)))
+            say(asdict(worker.answer(read_record(Request, json.loads(line)))))
     except Exception as error:
         text = str(error).strip().splitlines() or ["no message"]
         say({"error": f"{type(error).__name__}: {text[0]}"})

@@ -10,29 +10,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flash_attention import _best_config, _library
 from flash_helpers.compile.build import CONFIG_FOLDER
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    STEPS,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
     read_configs,
 )
+from flash_helpers.runtime import library
+from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config
 from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, load_best
 
 BUILT = get_kernels_to_build()
-FIXED = {(c.version, c.dtype): c for c in get_kernel_progression_configs()}
-LARGE = next(c for c in BUILT if c.version == 7 and c.B_r == 128 and c.dtype == DType.BF16)
+FIXED = {(c.step.id, c.dtype): c for c in get_kernel_progression_configs()}
+LARGE = next(c for c in BUILT if c.step.id == "v7" and c.B_r == 128 and c.dtype == DType.BF16)
 UNBUILT = LARGE.replace(B_c=32)
 H100, H200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 
 
 def entry(config: FlashForwardKernelConfig) -> BestConfig:
     return BestConfig(
-        version=config.version,
+        step=config.step.id,
         dtype=config.dtype.short,
         config=config.short_form(),
         mean_tflops=333.0,
@@ -50,16 +51,16 @@ def entry(config: FlashForwardKernelConfig) -> BestConfig:
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch):
     """(GPU, compute capability, *configs) puts a file of winners into the package."""
-    monkeypatch.setattr(_library, "kernels", lambda: list(BUILT))
-    monkeypatch.setattr(_best_config, "CONFIG_FOLDER", tmp_path / "configs")
+    monkeypatch.setattr(library, "kernels", lambda: list(BUILT))
+    monkeypatch.setattr(library, "package_folder", lambda: tmp_path)
 
     def put(gpu: str, capability: str, *configs: FlashForwardKernelConfig) -> None:
-        _best_config._files.cache_clear()
+        best._files.cache_clear()
         file = BestConfigs(gpu, capability, tuple(map(entry, configs)))
         file.save(best_file(tmp_path / "configs", gpu))
 
     yield put
-    _best_config._files.cache_clear()
+    best._files.cache_clear()
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def on(monkeypatch):
 
 def test_the_winner_on_this_gpu_is_picked(found, on) -> None:
     found(H100, "9.0", LARGE)
-    found(H200, "9.0", FIXED[7, DType.BF16])
+    found(H200, "9.0", FIXED["v7", DType.BF16])
     on(H100, "9.0")
     assert best_config(7, torch.bfloat16) == LARGE
 
@@ -93,8 +94,8 @@ def test_dtype_and_device_are_taken_in_every_form(found, on, dtype, device) -> N
 def test_another_dtype_or_version_has_its_own_winner(found, on) -> None:
     found(H100, "9.0", LARGE)
     on(H100, "9.0")
-    assert best_config(7, torch.float16) == FIXED[7, DType.FP16]
-    assert best_config(8, torch.bfloat16) == FIXED[8, DType.BF16]
+    assert best_config(7, torch.float16) == FIXED["v7", DType.FP16]
+    assert best_config(8, torch.bfloat16) == FIXED["v8", DType.BF16]
 
 
 def test_a_gpu_without_a_file_takes_the_winner_of_its_compute_capability(found, on) -> None:
@@ -102,14 +103,14 @@ def test_a_gpu_without_a_file_takes_the_winner_of_its_compute_capability(found, 
     on(H200, "9.0")
     assert best_config(7, "bf16") == LARGE
     on(A100, "8.0")
-    assert best_config(7, "bf16") == FIXED[7, DType.BF16]
+    assert best_config(7, "bf16") == FIXED["v7", DType.BF16]
 
 
 def test_a_winner_that_was_not_built_is_announced_and_never_returned(found, on) -> None:
     found(H100, "9.0", UNBUILT)
     on(H100, "9.0")
     with pytest.warns(RuntimeWarning, match=f"{UNBUILT.short_form()}, was not built: run"):
-        assert best_config(7, "bf16") == FIXED[7, DType.BF16]
+        assert best_config(7, "bf16") == FIXED["v7", DType.BF16]
 
 
 def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, on) -> None:
@@ -125,14 +126,14 @@ def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, 
 def test_the_simulator_gets_the_progressions_config(found, on, device) -> None:
     found(H100, "9.0", LARGE)
     on(H100, "9.0")
-    assert best_config(7, "bf16", device) == FIXED[7, DType.BF16]
+    assert best_config(7, "bf16", device) == FIXED["v7", DType.BF16]
 
 
 def test_without_a_gpu_and_without_files_there_is_still_a_config(found, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for version in VERSIONS:
+    for step in STEPS:
         for dtype in DType:
-            assert best_config(version, dtype) == FIXED[version, dtype]
+            assert best_config(step, dtype) == FIXED[step, dtype]
 
 
 def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_path) -> None:
@@ -140,25 +141,27 @@ def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_pa
     path = best_file(tmp_path / "configs", H100)
     path.write_text(path.read_text().replace("_Br128_", "_Br127_"))
     on(H100, "9.0")
-    assert best_config(7, "bf16") == FIXED[7, DType.BF16]
+    assert best_config(7, "bf16") == FIXED["v7", DType.BF16]
 
 
 @pytest.mark.parametrize(
-    ("version", "dtype", "message"),
+    ("step", "dtype", "message"),
     [
-        (0, "bf16", "version 0 does not exist: choose one of 1 to 16"),
-        (17, "bf16", "version 17 does not exist"),
+        (0, "bf16", "'0': the steps are v1 to .* the nearest is v1"),
+        ("v99", "bf16", "'v99': the steps are v1 to"),
+        ("v7..9", "bf16", r"step 'v7\.\.9' is not one of v1, "),
+        (7.5, "bf16", r"step 7\.5 is not one of v1, "),
         (7, torch.float32, "dtype 'float32' is not one of fp16"),
     ],
 )
-def test_what_does_not_exist_is_refused(found, version, dtype, message: str) -> None:
+def test_what_does_not_exist_is_refused(found, step, dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        best_config(version, dtype)
+        best_config(step, dtype)
 
 
 def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monkeypatch) -> None:
-    monkeypatch.setattr(_library, "_built", lambda: {LARGE: None})
-    monkeypatch.setattr(_library, "kernels", lambda: [LARGE])
+    monkeypatch.setattr(library, "_built", lambda: {LARGE: None})
+    monkeypatch.setattr(library, "kernels", lambda: [LARGE])
     library.resolve.cache_clear()
     with pytest.raises(ValueError, match="was not built; the nearest that was is"):
         best_config(1, "bf16", "cpu")
@@ -172,17 +175,17 @@ def test_a_file_is_read_back_and_is_what_the_generator_reads(tmp_path: Path) -> 
     import json
 
     path = tmp_path / "best.json"
-    configs = BestConfigs(H100, "9.0", (entry(LARGE), entry(FIXED[8, DType.BF16])))
+    configs = BestConfigs(H100, "9.0", (entry(LARGE), entry(FIXED["v8", DType.BF16])))
     configs.save(path)
     assert load_best(path) == configs
-    assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED[8, DType.BF16]]
+    assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED["v8", DType.BF16]]
 
 
 def test_a_winner_takes_the_place_of_the_one_before_in_order() -> None:
-    first = BestConfigs(H100, "9.0", (entry(FIXED[8, DType.BF16]), entry(LARGE)))
+    first = BestConfigs(H100, "9.0", (entry(FIXED["v8", DType.BF16]), entry(LARGE)))
     better = dataclasses.replace(entry(LARGE), of_flash=1.2)
-    fp16 = entry(FIXED[7, DType.FP16])
-    assert first.updated([better, fp16]).best == (better, fp16, entry(FIXED[8, DType.BF16]))
+    fp16 = entry(FIXED["v7", DType.FP16])
+    assert first.updated([better, fp16]).best == (better, fp16, entry(FIXED["v8", DType.BF16]))
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -197,5 +200,5 @@ def test_committed_files_are_named_by_their_gpu_and_hold_configs_of_the_registry
         file = load_best(path)
         assert path == best_file(path.parent, file.gpu)
         for found in file.best:
-            config = file.find(found.version, found.dtype)
-            assert config is not None and config.version == found.version
+            config = file.find(found.step, found.dtype)
+            assert config is not None and config.step.id == found.step

@@ -1,0 +1,172 @@
+"""A launch as data: arguments, grid, and what a family besides ampere needs."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+from dataclasses import replace
+
+import pytest
+from other_family import ARGUMENTS, OTHER, TILE, OtherConfig
+
+from flash_helpers.compile.codegen import kernel_map_header, kernel_unit, with_fields
+from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    DType,
+    get_kernel_progression_configs,
+)
+from flash_helpers.registry import ampere
+from flash_helpers.registry.launch import INT, POINTER, STRIDES, WORKSPACE, StructLayout
+from flash_helpers.registry.problem import Strides
+
+V16 = get_kernel_progression_configs()[-1]
+PROBLEM = AttentionForward(batch=2, heads=3, seq_len=256)
+X3 = OtherConfig(3, DType.BF16, 128, lazy=True)
+
+
+class TestLayout:
+    def test_follows_the_rules_of_c(self):
+        layout = StructLayout("A", {"a": INT, "b": POINTER, "c": INT, "d": STRIDES, "e": INT})
+        assert [member.offset for member in layout.members] == [0, 8, 16, 24, 48]
+        assert layout.size == 56
+
+    def test_puts_a_tensor_map_on_128_bytes(self):
+        assert ARGUMENTS.offset("Q") == 128
+        assert ARGUMENTS.size == 384  # as large as its alignment asks for
+
+    def test_packs_values_and_zeros(self):
+        data = ampere.ARGUMENTS.pack({"seq_len": (7,), "K_strides": (1, 2, 3)})
+        assert data == struct.pack("<4Q12qi4x", *[0] * 4, 0, 0, 0, 1, 2, 3, *[0] * 6, 7)
+
+    def test_is_asserted_in_the_unit_of_every_kernel(self):
+        assert ampere.ARGUMENTS.assertions() in kernel_unit(V16)
+        assert "offsetof(ForwardKernelArgs, seq_len) == 128" in ampere.ARGUMENTS.assertions()
+
+    def test_that_has_drifted_does_not_compile(self, root, tmp_path):
+        try:
+            nvcc = find_toolchain((80,)).nvcc
+        except BuildError as error:
+            pytest.skip(str(error).splitlines()[0])
+        drifted = {**ampere.ARGUMENTS.kinds, "seq_len": POINTER}
+        texts = {
+            "right": ampere.ARGUMENTS.assertions(),
+            "drifted": replace(ampere.ARGUMENTS, kinds=drifted).assertions(),
+        }
+        status = {}
+        for name, assertions in texts.items():
+            unit = tmp_path / f"{name}.cu"
+            unit.write_text(f'#include "flash_attention.cuh"\n#include <cstddef>\n{assertions}\n')
+            command = [nvcc, "-std=c++20", "-Isrc/include", "-ptx", "-o", tmp_path / "out", unit]
+            status[name] = subprocess.run(command, cwd=root, capture_output=True).returncode
+        assert status["right"] == 0
+        assert status["drifted"] != 0
+
+
+class TestAmpere:
+    def test_has_a_block_for_each_tile_of_queries_head_and_batch(self):
+        (launch,) = V16.launch(PROBLEM, PROBLEM.strides())
+        assert launch.grid == (256 // V16.B_r, 3, 2)
+        assert launch.n_blocks == 4 * 3 * 2
+        assert (launch.block, launch.n_warps) == (V16.n_threads, V16.n_warps)
+        assert launch.shared_bytes == V16.smem_bytes
+        assert launch.outputs == ("o",)
+
+    def test_arguments_are_addresses_strides_and_the_length(self):
+        (launch,) = V16.launch(PROBLEM, PROBLEM.strides())
+        data = launch.bind({"q": 1 << 40, "k": 2, "v": 3, "o": 4})
+        assert data == struct.pack("<4Q12qi4x", 1 << 40, 2, 3, 4, *[98304, 384, 128] * 4, 256)
+
+    def test_more_batches_than_a_grid_has_are_several_launches(self):
+        problem = AttentionForward(2 * 65535 + 1, 1, 64)
+        strides = {name: Strides(64 * 128, 128, 0) for name in "qkvo"}
+        launches = V16.launch(problem, strides)
+        assert [launch.grid[2] for launch in launches] == [65535, 65535, 1]
+        starts = [launch.bind(dict.fromkeys("qkvo", 0))[:8] for launch in launches]
+        assert [int.from_bytes(start, "little") for start in starts] == [
+            first * 64 * 128 * 2 for first in (0, 65535, 2 * 65535)
+        ]
+
+    def test_another_row_stride_is_taken_over_by_the_general_sibling(self):
+        assert V16.static_row_stride == 2048
+        (launch,) = V16.launch(PROBLEM, PROBLEM.strides())
+        assert launch.config == V16.general()
+        wide = AttentionForward(2, 16, 256)
+        (launch,) = V16.launch(wide, wide.strides())
+        assert launch.config == V16
+        mixed = {**wide.strides(), "k": Strides(0, 4096, 128)}
+        assert V16.runs_as(mixed) == V16.general()
+        assert V16.general().runs_as(wide.strides()) == V16.general()
+
+
+class TestSupports:
+    @pytest.mark.parametrize(
+        ("problem", "reason"),
+        [
+            (AttentionForward(1, 1, 96), "seq_len 96 is not a multiple of B_r 64"),
+            (AttentionForward(1, 1, 64, d_head=64), "d_head 64: .* is built for 128"),
+            (AttentionForward(1, 70000, 64), "heads 70000 is over the limit 65535"),
+            (AttentionForward(1, 1, 2**31), "over the limit 2147483647: split the problem"),
+            (AttentionForward(1, 1, 64, dtype=DType.FP16), "dtype fp16: .* takes bf16"),
+        ],
+    )
+    def test_refuses_with_value_limit_and_way_out(self, problem, reason):
+        assert re.search(reason, V16.refusal(problem))
+
+    def test_takes_its_own_corners(self):
+        corners = list(V16.supports.corners())
+        assert {corner.seq_len for corner in corners} == {64, 192}
+        assert not any(V16.refusal(corner) for corner in corners)
+
+
+class TestOtherFamily:
+    def test_config_reads_writes_and_sorts_like_any(self):
+        assert X3.short_form() == "x3_bf16_B128_lazy"
+        assert OtherConfig.from_short_form("x3_bf16_B128_st3_lazy").stages == 3
+        for text in ("x3_bf16_B128_st2_lazy", "x3_bf16_B128_lazy_st3", "x03_bf16_B128_lazy"):
+            with pytest.raises(ValueError, match="short form"):
+                OtherConfig.from_short_form(text)
+        with pytest.raises(ValueError, match=r"lazy True: x1 fixes lazy False; choose x2 to x3"):
+            OtherConfig(1, DType.BF16, 128, lazy=True)
+        assert sorted([X3, V16]) == [V16, X3]
+        assert [step.parent for step in OTHER.steps.values()] == ["v16", "x1", "x2"]
+        assert {config.tile for config in OTHER.sweep()} == {64, 128}
+
+    def test_runs_where_its_own_instructions_are(self):
+        assert OTHER.targets_for([80, 90]) == ("90a",)
+        assert OTHER.targets_for([80]) == ()
+        assert OTHER.runs_on((9, 0))
+        assert not OTHER.runs_on((10, 0))
+        assert not OTHER.runs_on((8, 0))
+        assert V16.family.runs_on((12, 0))
+        assert not V16.family.runs_on((7, 5))
+
+    def test_launch_has_cluster_tensor_maps_and_a_zeroed_counter(self):
+        problem = AttentionForward(1, 1, 2 * TILE)
+        (launch,) = X3.launch(problem, problem.strides())
+        assert launch.cluster == (2, 1, 1)
+        assert launch.workspace_bytes == 4
+        asked = []
+
+        def encode(tensor_map, address):
+            asked.append((tensor_map.tensor, address))
+            return b"\x77" * 128
+
+        data = launch.bind({"q": 5, "o": 6, WORKSPACE: 7}, encode)
+        assert asked == [("q", 5)]
+        assert data[:4] == (2).to_bytes(4, "little")
+        assert data[128:256] == b"\x77" * 128
+        assert data[256:272] == struct.pack("<2Q", 6, 7)
+
+    def test_generated_text_has_its_own_struct_arguments_and_map(self):
+        text = kernel_map_header(OTHER, [X3, V16])
+        assert "std::map<OtherConfig, Kernel> other_kernels" in text
+        assert "v16" not in text
+        unit = kernel_unit(X3)
+        assert '#include "kernels/other/x3.cuh"' in unit
+        assert "sizeof(OtherArgs) == 384" in unit
+        header = "struct OtherConfig {\n    // fields:begin\n    // fields:end\n};\n"
+        assert "    int tile; // rows\n    int stages;\n    bool lazy;\n" in with_fields(
+            header, OTHER
+        )

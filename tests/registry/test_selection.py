@@ -1,0 +1,183 @@
+"""Steps, families and configs by the names that a command line gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import pytest
+from other_family import OTHER
+
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    LARGE_TILE,
+    STEPS,
+    AttentionForward,
+    DType,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.registry import families, selection
+from flash_helpers.registry.selection import (
+    UsageError,
+    choose_kernels,
+    find_steps,
+    names_of,
+    parse_config_option,
+    parse_steps,
+    require_supported,
+    select_kernels,
+)
+
+BUILT = get_kernels_to_build()
+PROGRESSION = get_kernel_progression_configs()
+
+
+@pytest.fixture
+def two_families(monkeypatch) -> Iterator[None]:
+    """The registry with a second family."""
+    both = MappingProxyType({**FAMILIES, "other": OTHER})
+    steps = MappingProxyType({**STEPS, **OTHER.steps})
+    for module in (selection, families):
+        monkeypatch.setattr(module, "FAMILIES", both)
+        monkeypatch.setattr(module, "STEPS", steps)
+    yield
+
+
+def ids(selector: str) -> list[str]:
+    found = find_steps(selector)
+    assert found is not None
+    return [step.id for step in found]
+
+
+class TestSteps:
+    @pytest.mark.parametrize("selector", ["9", "v9"])
+    def test_a_bare_number_is_of_the_ampere_family(self, selector):
+        assert ids(selector) == ["v9"]
+
+    @pytest.mark.parametrize("selector", ["7..9", "v7..v9", "v7..9", "7..v9", "7-9"])
+    def test_a_range_has_both_ends(self, selector):
+        assert ids(selector) == ["v7", "v8", "v9"]
+
+    def test_a_family_is_all_its_steps(self, two_families):
+        assert ids("ampere") == [step for step in STEPS if step.startswith("v")]
+        assert ids("other") == ["x1", "x2", "x3"]
+
+    def test_all_is_every_family(self, two_families):
+        assert ids("all") == [*STEPS, "x1", "x2", "x3"]
+
+    def test_of_another_family_go_by_its_letter(self, two_families):
+        assert ids("x2") == ["x2"]
+        assert ids("x1..x3") == ids("x1..3") == ["x1", "x2", "x3"]
+
+    @pytest.mark.parametrize("selector", ["v7..x2", "7..x2"])
+    def test_a_range_across_families_is_refused(self, two_families, selector):
+        with pytest.raises(UsageError, match=r"goes from one family to another: .* v7\.\.v"):
+            find_steps(selector)
+
+    @pytest.mark.parametrize(
+        ("selector", "reason"),
+        [
+            ("v99", r"the steps are v1 to v\d+, .*; the nearest is v\d+"),
+            ("0", "the nearest is v1"),
+            ("9..7", "goes from the lower to the higher one"),
+            ("v9..99", "the steps are v1 to"),
+            ("q3", r"no family has steps q1, q2, …; there are v1 to v\d+"),
+        ],
+    )
+    def test_that_do_not_exist_are_refused_with_the_nearest(self, selector, reason):
+        with pytest.raises(UsageError, match=reason):
+            find_steps(selector)
+
+    @pytest.mark.parametrize("selector", ["v7_bf16", "ampere7", "", "v", "v7..", "1.5"])
+    def test_have_no_other_form(self, selector):
+        assert find_steps(selector) is None
+        with pytest.raises(UsageError, match="is not a step"):
+            parse_steps([selector])
+
+    def test_are_given_in_order_each_once(self):
+        assert [step.id for step in parse_steps(["9", "7..8", "v8"])] == ["v7", "v8", "v9"]
+
+
+class TestSelectKernels:
+    def test_of_a_step_takes_every_built_config(self):
+        found = select_kernels(BUILT, ["v7"], [DType.BF16], PROGRESSION)
+        assert found == [c for c in BUILT if c.step.id == "v7" and c.dtype == DType.BF16]
+        assert len(found) > 1
+
+    def test_without_a_selector_takes_the_default_that_is_built(self):
+        assert select_kernels(BUILT[:3], [], DType, PROGRESSION) == BUILT[:3]
+
+    def test_all_and_a_family_take_what_is_built_of_them(self):
+        assert select_kernels(BUILT, ["all"], DType, []) == BUILT
+        some = [config for config in BUILT if config.step.id in ("v3", "v4")]
+        assert select_kernels(some, ["ampere"], DType, []) == some
+
+    def test_a_short_form_means_itself(self):
+        assert select_kernels(BUILT, [BUILT[5].short_form()], DType, []) == [BUILT[5]]
+
+    def test_that_were_not_built_name_the_nearest(self):
+        config = BUILT[0].replace(version=2, swizzled=True)
+        with pytest.raises(UsageError, match="is not built; the nearest that is: v1_fp16"):
+            select_kernels([BUILT[0]], [config.short_form()], DType, [])
+        with pytest.raises(UsageError, match="no config of v9 is built"):
+            select_kernels([BUILT[0]], ["9"], DType, [])
+
+    def test_of_a_dtype_that_is_not_there_are_refused(self):
+        with pytest.raises(UsageError, match="dtype fp16: widen one of the two"):
+            select_kernels(BUILT, [PROGRESSION[1].short_form()], [DType.FP16], [])
+
+
+class TestChooseKernels:
+    def test_takes_the_fixed_config_of_each_step_in_the_order_asked_for(self):
+        found = choose_kernels(BUILT, ["9", "v7..8", "9"], DType.BF16)
+        assert [config.step.id for config in found] == ["v9", "v7", "v8"]
+        assert set(found) <= set(PROGRESSION)
+
+    def test_takes_the_config_with_the_wanted_values(self):
+        (found,) = choose_kernels(BUILT, ["7"], DType.BF16, {"B_r": 128})
+        assert found.B_r == 128
+        with pytest.raises(UsageError, match="--config B_r=256: no such config of v7 is built"):
+            choose_kernels(BUILT, ["7"], DType.BF16, {"B_r": 256})
+
+    def test_takes_the_nearest_to_a_config(self):
+        large = PROGRESSION[13].replace(**LARGE_TILE)
+        found = choose_kernels(BUILT, ["7", "8"], DType.BF16, large)
+        assert found[0] == large
+        assert found[1].step.id == "v8"
+
+
+class TestConfigOption:
+    def test_is_a_short_form_or_values_of_fields(self):
+        assert parse_config_option([BUILT[0].short_form()]) == BUILT[0]
+        found = parse_config_option(["B_r=128", "mma_double_buffer_loads=false"])
+        assert found == {"B_r": 128, "mma_double_buffer_loads": False}
+
+    @pytest.mark.parametrize(
+        ("word", "reason"),
+        [
+            ("tile=3", "expected a field and its value, such as B_r=128"),
+            ("version=3", "expected a field"),
+            ("B_r=many", "B_r takes a number, not 'many'"),
+            ("swizzled=2", "swizzled takes true or false, not '2'"),
+            ("v7_bf16", "is not a config's short form"),
+        ],
+    )
+    def test_is_nothing_else(self, word, reason):
+        with pytest.raises(UsageError, match=reason):
+            parse_config_option([word])
+
+
+def test_names_tell_apart_configs_of_one_step():
+    v7 = next(c for c in PROGRESSION if c.step.id == "v7" and c.dtype == DType.BF16)
+    large = v7.replace(**LARGE_TILE)
+    assert names_of([v7, PROGRESSION[-1]]) == ["v7", PROGRESSION[-1].step.id]
+    assert names_of([v7, large]) == ["v7 Br64", "v7 Br128"]
+    assert names_of([v7, v7.replace(dtype=DType.FP16)]) == ["v7 bf16", "v7 fp16"]
+
+
+def test_a_problem_that_a_kernel_does_not_take_is_refused_with_the_way_out():
+    v7 = next(c for c in PROGRESSION if c.step.id == "v7")
+    require_supported([v7], AttentionForward(1, 1, 128))
+    with pytest.raises(UsageError, match=r"seq_len 100 is not a multiple of B_r 64 .*: use 128"):
+        require_supported([v7], AttentionForward(1, 1, 100))
