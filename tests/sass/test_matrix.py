@@ -131,8 +131,8 @@ class TestChoice:
     def test_of_no_architecture_is_otherwise_the_latest_and_says_so(
         self, monkeypatch, capsys
     ) -> None:
-        there = [("sm_80", "k"), ("sm_100a", "k"), ("sm_89", "k")]
-        monkeypatch.setattr("flash_helpers.measure.machine_code.list_kernels", lambda path: there)
+        there = ["sm_80", "sm_100a", "sm_89", "compute_80"]
+        monkeypatch.setattr(library, "architectures", lambda: there)
         assert default_architecture() == "sm_100a"
         assert capsys.readouterr().err == "the library holds nothing for sm_90: this is sm_100a\n"
 

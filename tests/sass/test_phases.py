@@ -8,13 +8,12 @@ import pytest
 from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, kernel, of_version, progression_kernels
 
 from flash_helpers.measure.machine_code import trips, unit_of
-from flash_helpers.sass.analyse.counts import Bucket, count_loop
+from flash_helpers.sass.analyse.counts import Bucket, count_executed, count_loop
 from flash_helpers.sass.analyse.phases import (
     NotDeterminedError,
     Unit,
     block_executions,
     count_phases,
-    executed,
     main_loop,
     phases,
     trip_counts,
@@ -165,8 +164,9 @@ def test_an_unrolled_loop_with_a_remainder_is_told_from_its_tensor_instructions(
     found = trip_counts(planted, UNIT, 8)
     # one block is peeled off, four are one trip of the first loop, three are left
     assert found == {0: 1, 1: 3}
-    assert executed(planted, found).tensor == 8 * EACH
-    assert executed(planted, trip_counts(planted, UNIT, 1)).tensor == EACH
+    assert count_executed(planted, block_executions(planted, found)).tensor == 8 * EACH
+    one = block_executions(planted, trip_counts(planted, UNIT, 1))
+    assert count_executed(planted, one).tensor == EACH
 
 
 def test_a_part_of_a_block_is_counted_as_a_whole_one():
@@ -212,7 +212,7 @@ def test_a_warp_goes_round_a_loop_as_often_as_told():
     # the jump back is executed once less than the loop
     assert block_executions(planted, {0: 5}) == [1, 1, 5, 4, 1, 0]
     assert block_executions(planted, {0: 0}) == [1, 0, 0, 0, 1, 0]
-    counts = executed(planted, {0: 5})
+    counts = count_executed(planted, block_executions(planted, {0: 5}))
     assert (counts.tensor, counts.by_bucket[Bucket.FILLER]) == (5, 5)
     assert counts.work == 1 + 1 + 5 * 2 + 4 + 1
     assert counts.by_bucket[Bucket.PADDING] == 0
@@ -227,7 +227,7 @@ def test_an_inner_loop_is_entered_anew_in_each_iteration():
         EXIT
     """)
     assert block_executions(planted, {0: 3, 1: 4}) == [3, 12, 3, 1]
-    assert executed(planted, {0: 3, 1: 4}).tensor == 12
+    assert count_executed(planted, block_executions(planted, {0: 3, 1: 4})).tensor == 12
 
 
 def test_a_branch_on_data_is_an_error_that_names_it():

@@ -65,9 +65,12 @@ def default_architecture() -> str:
     """ARCHITECTURE if the installed library has it; otherwise the latest that it has, which a line
     on stderr then says.
 
-    Raises SassError as `reader.list_kernels` does.
+    Raises SassError if the library is not there, or is none.
     """
-    there = {architecture for architecture, _ in list_kernels(installed_library())}
+    try:
+        there = [name for name in library.architectures() if name.startswith("sm_")]
+    except RuntimeError as error:
+        raise SassError(str(error)) from error
     if ARCHITECTURE in there:
         return ARCHITECTURE
     found = max(there, key=capability_of)

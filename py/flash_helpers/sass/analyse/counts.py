@@ -101,6 +101,15 @@ def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
     )
 
 
+def count_executed(kernel: Kernel, times: Sequence[int]) -> Counts:
+    """Count what a warp executes. times: executions of each block.
+
+    Predicated instructions count whatever their guard says, and filler is counted as such, since
+    the warp issues both.
+    """
+    return weigh((i, kind, times[i.block]) for i, kind in with_buckets(kernel))
+
+
 def count_all(operations: Sequence[Operation]) -> Counts:
     """Count a whole kernel."""
     return weigh((o, kind, 1) for o, kind in zip(operations, buckets(operations), strict=True))
@@ -109,7 +118,7 @@ def count_all(operations: Sequence[Operation]) -> Counts:
 def count_blocks(kernel: Kernel, blocks: Iterable[int]) -> Counts:
     """Count some of a kernel's blocks, given by their indices."""
     wanted = set(blocks)
-    return weigh((i, kind, 1) for i, kind in with_buckets(kernel) if i.block in wanted)
+    return count_executed(kernel, [int(block.index in wanted) for block in kernel.blocks])
 
 
 def count_loop(kernel: Kernel, loop: Loop) -> Counts:

@@ -78,6 +78,13 @@ class Change:
     after: Side | None
 
     @property
+    def side(self) -> Side:
+        """The instruction after, or before if it was removed."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
     def is_news(self) -> bool:
         """False for what stayed where it was and says the same."""
         return self.moved or self.likeness not in ALIKE
@@ -161,9 +168,7 @@ def _happened(change: Change) -> Iterator[tuple[Side, str]]:
     """The columns of `Tally` that a change counts in, besides before and after."""
     before, after = change.before, change.after
     if before is None or after is None:
-        side = before or after
-        assert side is not None
-        yield side, change.likeness.value
+        yield change.side, change.likeness.value
     elif before.phase != after.phase:
         yield before, "moved_out"
         yield after, "moved_in"

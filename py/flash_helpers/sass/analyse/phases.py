@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from flash_helpers.sass.analyse.counts import Counts, count_blocks, weigh, with_buckets
+from flash_helpers.sass.analyse.counts import Counts, count_blocks
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import may_execute, padding_start, reach
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel, Loop
@@ -210,16 +210,6 @@ def block_executions(kernel: Kernel, trips: Mapping[int, int]) -> list[int]:
             loop = kernel.loops[loop].parent
         at = following
     raise NotDeterminedError(f"a warp executes more than {_MOST_STEPS} blocks of {kernel.symbol}")
-
-
-def executed(kernel: Kernel, trips: Mapping[int, int]) -> Counts:
-    """The instructions that one warp executes, when loops make so many trips.
-
-    Predicated instructions count whatever their guard says, and filler is counted as such, since
-    the warp issues both. Raises as `block_executions` does.
-    """
-    times = block_executions(kernel, trips)
-    return weigh((i, kind, times[i.block]) for i, kind in with_buckets(kernel))
 
 
 def unrolling(kernel: Kernel, loop: Loop) -> Unrolling:

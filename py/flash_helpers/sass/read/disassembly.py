@@ -23,12 +23,7 @@ from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
 from flash_helpers.sass.read.elf import Cubin, CubinKernel
-from flash_helpers.sass.read.lines import (
-    CUDA_LINES,
-    PTX_LINES,
-    LineTable,
-    read_line_tables,
-)
+from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
 from flash_helpers.sass.read.listing import Kind, scan
 from flash_helpers.sass.read.merge import merged_cubin, merged_name
 from flash_helpers.sass.read.records import (
@@ -222,23 +217,16 @@ def _disassemblies(
         )
         operations = _operations(kernel, functions.get(name), cubin.origin)
         rows = live.get(name, {})
-        sources = [cuda_lines.at(operation.address) for operation in operations]
+        of_ptx = [ptx_lines.at(operation.address) for operation in operations]
         found.append(
             Disassembly(
                 operations=operations,
-                live=tuple(
-                    None if operation.base in _CALLS else rows.get(operation.address)
-                    for operation in operations
-                ),
-                sources=tuple(sources),
-                ptx_lines=tuple(_line_of(ptx_lines.at(o.address)) for o in operations),
+                live=tuple(None if o.base in _CALLS else rows.get(o.address) for o in operations),
+                sources=tuple(cuda_lines.at(operation.address) for operation in operations),
+                ptx_lines=tuple(chain[0].line if chain else None for chain in of_ptx),
             )
         )
     return found
-
-
-def _line_of(chain: tuple[SourceLine, ...]) -> int | None:
-    return chain[0].line if chain else None
 
 
 def _operations(

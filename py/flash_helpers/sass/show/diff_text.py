@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from flash_helpers.ptx.read.flow import Phase
@@ -64,9 +65,7 @@ def _address(change: Change, after: bool) -> str:
 def change_line(change: Change) -> str:
     """One line: mark, address before, address after, text."""
     before, after = change.before, change.after
-    side = after or before
-    assert side is not None
-    text = side.instruction.text
+    text = change.side.instruction.text
     mark = " "
     if change.likeness is Likeness.ADDED:
         mark = "+"
@@ -89,25 +88,12 @@ def listing_text(diff: KernelDiff) -> str:
         "+ added, - removed, ~ changed, > moved, } moved and changed; addresses before and after"
     ]
     for phase in Phase:
-        alike = 0
         lines += ["", f"[{phase.value}]"]
-        for change in diff.changes:
-            side = change.after or change.before
-            assert side is not None
-            if side.phase is not phase:
-                continue
-            if not change.is_news:
-                alike += 1
-                continue
-            lines += _folded(alike)
-            alike = 0
-            lines.append(change_line(change))
-        lines += _folded(alike)
+        changes = (change for change in diff.changes if change.side.phase is phase)
+        for is_news, found in itertools.groupby(changes, lambda change: change.is_news):
+            texts = [change_line(change) for change in found]
+            lines += texts if is_news else [f"            ... {len(texts)} alike"]
     return "\n".join(lines)
-
-
-def _folded(number: int) -> list[str]:
-    return [f"            ... {number} alike"] if number else []
 
 
 def diff_text(diff: KernelDiff, names: tuple[str, str]) -> str:
