@@ -23,6 +23,7 @@ from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
 from flash_helpers.sass.read.elf import Cubin, CubinKernel
+from flash_helpers.sass.read.flow import BRANCHES, CALLS
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
 from flash_helpers.sass.read.listing import Kind, scan
 from flash_helpers.sass.read.merge import merged_cubin, merged_name
@@ -44,8 +45,6 @@ _LIVE_FIELDS = {
     "UGPR": "uniform",
     "UPRED": "uniform_predicate",
 }
-_CALLS = ("CALL", "JCAL")
-_JUMPS = ("BRA", "JMP", *_CALLS)
 _JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
 _TARGET = re.compile(r"0x[0-9a-f]+")
 
@@ -221,7 +220,7 @@ def _disassemblies(
         found.append(
             Disassembly(
                 operations=operations,
-                live=tuple(None if o.base in _CALLS else rows.get(o.address) for o in operations),
+                live=tuple(None if o.base in CALLS else rows.get(o.address) for o in operations),
                 sources=tuple(cuda_lines.at(operation.address) for operation in operations),
                 ptx_lines=tuple(chain[0].line if chain else None for chain in of_ptx),
             )
@@ -255,7 +254,7 @@ def _operation(address: int, item: Mapping[str, Any], kernel: CubinKernel) -> Op
     listed = _JOINED.sub(r"\1,", item.get("operands", ""))
     predicate, operands = _guard_and_operands(item.get("predicate", ""), listed.split(","))
     target = None
-    if opcode.partition(".")[0] in _JUMPS:
+    if opcode.partition(".")[0] in BRANCHES | CALLS:
         last = operands[-1]
         target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(last)
     return Operation(address, encoding, predicate, opcode, ", ".join(operands), target)

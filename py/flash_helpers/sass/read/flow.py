@@ -24,11 +24,11 @@ from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Loop, Oper
 NEVER = ("@!PT", "@!UPT")
 ALWAYS = ("", "@PT", "@UPT")
 
-_BRANCHES = frozenset({"BRA", "JMP"})
+BRANCHES = frozenset({"BRA", "JMP"})
+CALLS = frozenset({"CALL", "JCAL"})
 _COMPUTED = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
-_CALLS = frozenset({"CALL", "JCAL"})
 _ENDS = frozenset({"EXIT", "RET", "KILL"})
-_JUMPS = _BRANCHES | _COMPUTED | _CALLS | _ENDS
+_JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
 
 
 def may_execute(operation: Operation) -> bool:
@@ -90,14 +90,14 @@ def _falls_through(operation: Operation) -> bool:
     if not is_jump(operation):
         return True
     conditional = operation.predicate not in ALWAYS
-    if operation.base in _BRANCHES:
+    if operation.base in BRANCHES:
         conditional = conditional or "," in operation.operands
     return conditional
 
 
 def _jumps_to_itself(operation: Operation) -> bool:
     return (
-        operation.base in _BRANCHES
+        operation.base in BRANCHES
         and operation.target == operation.address
         and not _falls_through(operation)
     )
@@ -133,7 +133,7 @@ class _Graph:
                 continue
             if target is not None:
                 jumps[n].append(target)
-            if operation.base in _CALLS:
+            if operation.base in CALLS:
                 if target is None:
                     # a routine that is not known is taken to come back
                     falls[n] = n + 1 < len(lasts)
@@ -175,7 +175,7 @@ def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
             continue
         if n + 1 < len(operations):
             leaders.add(n + 1)
-        if operation.base in _BRANCHES | _CALLS and operation.target in index:
+        if operation.base in BRANCHES | CALLS and operation.target in index:
             leaders.add(index[operation.target])
     return sorted(leaders)
 

@@ -18,13 +18,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from flash_helpers.sass.read.choice import Found
+from flash_helpers.sass.read.elf import ELF_MAGIC
+from flash_helpers.sass.read.flow import BRANCHES, CALLS
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Operation, SassError
 
 READABLE = (
     "readable are the listings of nvdisasm, cuobjdump -sass and tools/build/extract_sass.py, and "
     'lines of "COUNT OPCODE", as sort | uniq -c prints them'
 )
-ELF_MAGIC = b"\x7fELF"
 
 # the columns of a table of counts before the opcode: see `counts_in_text`
 COUNT_COLUMNS = ("count", "executed", "predicated", "filler", "padding")
@@ -39,7 +40,6 @@ _FUNCTION = re.compile(r"Function : (\S+)")
 _ARCHITECTURE = re.compile(r"(?:\.target |code for )(sm_\d+[a-z]?)")
 _LABEL = re.compile(r"([.$\w]+):")
 _JUMP = re.compile(r"(?:.*, ?)?(?:0x([0-9a-f]+)|`\(([^)]+)\))")
-_JUMPS = ("BRA", "JMP", "CALL", "JCAL")
 _COUNT = re.compile(r"(\d+)\s+([A-Z][A-Za-z0-9_.]*);?")
 _SHOWN = 60  # characters of a line that an error quotes
 
@@ -174,7 +174,7 @@ class _Function:
         return ListedFunction(self.name, self.architecture, tuple(operations))
 
     def _target(self, opcode: str, operands: str) -> int | None:
-        match = _JUMP.fullmatch(operands) if opcode.partition(".")[0] in _JUMPS else None
+        match = _JUMP.fullmatch(operands) if opcode.partition(".")[0] in BRANCHES | CALLS else None
         if match is None:
             return None
         return int(match[1], 16) if match[1] else self.labels.get(match[2])
