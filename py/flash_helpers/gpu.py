@@ -16,6 +16,13 @@ MAX_BLOCK_Z = 64
 MAX_REGISTERS = 255  # of a thread; the zero register takes the 256th name
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
+# Of an SM, from 8.0 to 9.0.
+SUB_PARTITIONS = 4
+REGISTERS_PER_SM = 64 * 1024
+REGISTERS_ALLOCATED_AT_ONCE = 256  # to a warp
+SMEM_ALLOCATED_AT_ONCE = 128  # to a block
+RESERVED_SMEM_BYTES = 1024  # of a block, which the driver takes besides the block's own
+
 
 @dataclass(frozen=True)
 class Limits:

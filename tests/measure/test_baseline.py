@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from listing_files import SEVERAL, extract
 
-from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
+from flash_helpers.compile.codegen import committed_configs
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
 from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
-    LARGE_TILE_VERSIONS,
     FlashForwardKernelConfig,
     config_from_short_form,
     config_from_symbol,
@@ -32,6 +31,8 @@ from flash_helpers.measure.baseline import (
     natural,
     read_library,
 )
+from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.registry.ampere import LARGE_TILE_STEPS
 from flash_helpers.registry.families import with_siblings
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, SassError
@@ -48,7 +49,7 @@ STEPS = with_siblings(
     for step in get_kernel_progression_configs()
     for config in (
         step,
-        step.replace(**LARGE_TILE) if step.version in LARGE_TILE_VERSIONS else step,
+        step.replace(**LARGE_TILE) if step.step.id in LARGE_TILE_STEPS else step,
     )
 )
 FIGURES = KernelFigures(
@@ -88,7 +89,7 @@ class TestCommitted:
     def test_holds_every_kernel_that_is_built_for_every_architecture(self, root) -> None:
         wanted = {
             (config.short_form(), f"sm_{architecture}")
-            for config in configs_in_header((root / MAP_HEADER).read_text())
+            for config in committed_configs(root)
             for architecture in DEFAULT_ARCHITECTURES
         }
         figures = committed(root).figures
@@ -119,9 +120,9 @@ class TestCommitted:
 
     def test_says_what_ptxas_said(self, root, package) -> None:
         """In the logs that ship with the library, if the baseline knows its compiler."""
-        library = reader.installed_library()
+        library = installed_library()
         architecture, symbol = reader.list_kernels(library)[0]
-        (kernel,) = reader.load_kernels(library, architecture, lambda other: other == symbol)
+        kernel = reader.load_kernel(library, architecture, [symbol])
         known = committed(root).of(replace(kernel.compiler, options=""))
         if not known:
             pytest.skip(f"the baseline does not know {kernel.compiler}")

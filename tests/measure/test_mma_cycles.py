@@ -30,7 +30,7 @@ def test_the_cost_of_an_mma_is_what_was_counted_on_an_h100() -> None:
     launches = counted["launches"]
     assert [x["dtype"] for x in launches] == [d.short for d in DType for _ in range(tool.LAUNCHES)]
     for x in launches:
-        expected = cost(OPCODES[x["dtype"]], "", 90)
+        expected = cost(OPCODES[x["dtype"]], 90)
         assert x["cycles"] / x["instructions"] == pytest.approx(expected, abs=0.01)
 
 

@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sass_text import guard_text
 
+from flash_helpers.measure.machine_code import installed_library
 from flash_helpers.sass.read import disassembler
 from flash_helpers.sass.read.cache import (
     DisassemblyCache,
@@ -27,7 +29,6 @@ from flash_helpers.sass.read.cache import (
     entry_key,
 )
 from flash_helpers.sass.read.containers import Member, cubins_of
-from flash_helpers.sass.read.control import guard_text
 from flash_helpers.sass.read.disassembler import (
     Disassembler,
     candidates,
@@ -39,12 +40,7 @@ from flash_helpers.sass.read.disassembler import (
 from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, disassemble
 from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, read_line_tables
-from flash_helpers.sass.read.reader import (
-    installed_library,
-    list_kernels,
-    load_kernels,
-    read_member,
-)
+from flash_helpers.sass.read.reader import list_kernels, load_kernels, read_member
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
 from flash_helpers.sass.read.records import SourceLine as Line
 
@@ -265,10 +261,14 @@ class TestCacheEntries:
         }
         assert len(keys) == 8
 
-    def test_lie_where_the_user_says(self) -> None:
-        assert cache_folder({"FLASH_HELPERS_SASS_CACHE": "/x"}) == Path("/x")
-        assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/flash_helpers/sass")
-        assert cache_folder({}) == Path.home() / ".cache/flash_helpers/sass"
+    def test_lie_where_the_user_says(self, monkeypatch) -> None:
+        monkeypatch.setenv("FLASH_HELPERS_SASS_CACHE", "/x")
+        assert cache_folder() == Path("/x")
+        monkeypatch.delenv("FLASH_HELPERS_SASS_CACHE")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+        assert cache_folder() == Path("/c/flash_helpers/sass")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache_folder() == Path.home() / ".cache/flash_helpers/sass"
 
     def test_make_room_the_longest_unused_first(self, tmp_path: Path) -> None:
         original, code = disassembly()

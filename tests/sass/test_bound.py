@@ -7,21 +7,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sass_text import ARCHITECTURES, PROGRESSION, kernel, of_version, progression_kernels
-
-from flash_helpers.measure.results import BenchmarkResults, load_results
-from flash_helpers.sass.analyse.bound import (
-    SM_COUNTS,
-    Launch,
-    kernel_bound,
-    loop_bound,
-    measured_launch,
-    predict,
+from sass_text import (
+    ARCHITECTURES,
+    DEFAULT,
+    PROGRESSION,
+    kernel,
+    needs,
+    of_version,
+    progression_kernels,
 )
-from flash_helpers.sass.analyse.occupancy import config_occupancy
-from flash_helpers.sass.analyse.phases import main_loop, trip_counts
-from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
 
+from flash_helpers.gpu import SM_COUNTS
+from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.measure.machine_code import (
+    config_facts,
+    launch_of,
+    predict_config,
+    timed_launch,
+    trips,
+)
+from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.sass.analyse.bound import Chip, Launch, kernel_bound, loop_bound, predict
+from flash_helpers.sass.analyse.phases import main_loop
+from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
+from flash_helpers.sass.read.records import SassError
+
+HMMA_CYCLES = {"sm_80": 2, "sm_86": 8, "sm_89": 8, "sm_90": 1.5}
 LOOP = """
     loop: LDSM.16.M88.4 R8, [R1] ; stall=2 write=0
     HMMA.16816.F32 R4, R8, R12, R4 ; stall=4 wait=0
@@ -105,7 +116,7 @@ def test_a_loop_that_branches_is_told_apart():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
-    cycles = {"sm_80": 2, "sm_86": 8, "sm_89": 8, "sm_90": 1.5}[architecture]
+    cycles = HMMA_CYCLES[architecture]
     for config in PROGRESSION:
         found = progression_kernels(architecture)[config]
         loop = main_loop(found)
@@ -115,7 +126,7 @@ def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
         assert bound.pipes["tensor"] == pytest.approx(config.mma_per_key_block * cycles)
         # S takes d_head / 16 steps into one accumulator
         assert bound.tensor_chain >= config.d_head // 16
-        whole = kernel_bound(found, trip_counts(found, config, 4 * config.B_c))
+        whole = kernel_bound(found, trips(found, config, 4 * config.B_c))
         assert whole.pipes["tensor"] == pytest.approx(4 * config.mma_per_key_block * cycles)
 
 
@@ -124,26 +135,40 @@ def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
 
 def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
     config = of_version(16)
-    found = progression_kernels("sm_90")[config]
-    seq_len = 4096
-    per_head = seq_len // config.B_r
-    launch = Launch(batch=1, n_heads=33, seq_len=seq_len, sms=132, mhz=1000.0)
-    prediction = predict(found, config, launch)
-    tensor = config.mma_per_key_block * (seq_len // config.B_c) * 1.5
+    found = progression_kernels(DEFAULT)[config]
+    problem = AttentionForward(batch=1, heads=33, seq_len=4096, dtype=config.dtype)
+    chip = Chip(sms=132, mhz=1000.0)
+    prediction = predict_config(found, config, problem, chip)
+    per_head = problem.seq_len // config.B_r
     blocks = math.ceil(33 * per_head / 132)
+    tensor = config.mma_per_key_block * (problem.seq_len // config.B_c) * HMMA_CYCLES[DEFAULT]
     assert prediction.milliseconds["tensor"] == pytest.approx(
         blocks * config.n_warps * tensor / (1000.0 * 1e3)
     )
-    assert prediction.resident == config_occupancy(found, config).warps
+    assert prediction.launch == launch_of(config, problem)
+    assert prediction.launch.blocks == 33 * per_head
+    assert prediction.resident == config_facts(config, found, None).occupancy.warps
     assert prediction.least_ms == max(prediction.milliseconds.values())
-    flops = 4 * 33 * seq_len**2 * config.d_head
+    flops = 4 * 33 * problem.seq_len**2 * config.d_head
     assert prediction.most_tflops == pytest.approx(flops / prediction.least_ms / 1e9)
     # one more block is one more for one of them
-    more = predict(found, config, replace(launch, n_heads=34))
+    more = predict_config(found, config, replace(problem, heads=34), chip)
     assert more.least_ms > prediction.least_ms
     # twice the clock, half the time
-    faster = predict(found, config, replace(launch, mhz=2000.0))
+    faster = predict_config(found, config, problem, replace(chip, mhz=2000.0))
     assert faster.least_ms == pytest.approx(prediction.least_ms / 2)
+
+
+def test_anybodys_launch_is_predicted_from_trips_and_geometry():
+    planted = kernel(LOOP)
+    chip = Chip(sms=2, mhz=1.0)
+    found = predict(planted, {0: 10}, Launch(threads=256, blocks=5), chip)
+    # three blocks of eight warps each on the busier SM, an LDSM of 4 cycles each time round
+    assert found.milliseconds["lsu"] == pytest.approx(3 * 8 * 10 * 4 / 1e3)
+    assert found.most_tflops is None
+    assert (found.resident, found.binding) == (24, "lsu")
+    with pytest.raises(SassError, match=r"planted does not fit .* shared memory leave room for no"):
+        predict(planted, {0: 10}, Launch(threads=256, dynamic_smem_bytes=1 << 20), chip)
 
 
 @pytest.fixture(scope="module")
@@ -151,26 +176,29 @@ def results(root: Path) -> BenchmarkResults:
     return load_results(root / "benchmarks/results/h100.json")
 
 
+@needs("sm_90")
 def test_no_kernel_was_measured_faster_than_its_bound(results):
     checked = 0
     for config in PROGRESSION:
-        measured = measured_launch(results, config, 4096)
-        if measured is None:
+        timed = timed_launch(results, config, 4096)
+        if timed is None:
             continue
-        launch, measurement = measured
-        assert launch.sms == SM_COUNTS[results.provenance.gpu]
-        kernel = progression_kernels("sm_90")[config]
-        assert predict(kernel, config, launch).least_ms < measurement.median_ms
+        problem, chip = timed
+        assert chip.sms == SM_COUNTS[results.provenance.gpu]
+        measurement = results.find(config.short_form(), config.dtype.short, 4096)
+        assert (problem.batch, problem.heads) == (measurement.batch, measurement.n_heads)
+        found = progression_kernels("sm_90")[config]
+        assert predict_config(found, config, problem, chip).least_ms < measurement.median_ms
         checked += 1
     assert checked >= 16
 
 
 def test_what_was_not_measured_has_no_launch(results):
     config = of_version(16)
-    assert measured_launch(results, config, 4097) is None
-    assert measured_launch(replace(results, clocks=()), config, 4096) is None
+    assert timed_launch(results, config, 4097) is None
+    assert timed_launch(replace(results, clocks=()), config, 4096) is None
     unknown = replace(results, provenance=replace(results.provenance, gpu="GPU of tomorrow"))
-    assert measured_launch(unknown, config, 4096) is None
+    assert timed_launch(unknown, config, 4096) is None
 
 
 # -- stalls and scoreboards ------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import struct
 from pathlib import Path
 
 import pytest
+from sass_text import ARCHITECTURES
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.measure.machine_code import installed_library
 from flash_helpers.sass.read.containers import cubins_of, ptx_of
 from flash_helpers.sass.read.elf import read_cubin
-from flash_helpers.sass.read.reader import installed_library, list_kernels, load_kernels
+from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError
 
 BOTH = [("sm_80", "one"), ("sm_90", "one")]
@@ -57,10 +59,11 @@ class TestKernelsIn:
 
     def test_the_installed_library(self) -> None:
         architectures = {architecture for architecture, _ in list_kernels(installed_library())}
-        assert "sm_90" in architectures
-        symbols = [symbol for _, symbol in list_kernels(installed_library(), "sm_90")]
-        for config in get_kernel_progression_configs():
-            assert sum(config.short_form() + "EE" in symbol for symbol in symbols) == 1
+        assert architectures == set(ARCHITECTURES)
+        for architecture in architectures:
+            symbols = [symbol for _, symbol in list_kernels(installed_library(), architecture)]
+            for config in get_kernel_progression_configs():
+                assert sum(config.short_form() + "EE" in symbol for symbol in symbols) == 1
 
 
 class TestChoice:
@@ -71,7 +74,7 @@ class TestChoice:
     def test_of_kernels(self, planted: Path) -> None:
         path = planted / "several.sm_90.cubin"
         all_of_them = {kernel.symbol: kernel for kernel in load_kernels(path)}
-        (kernel,) = load_kernels(path, kernels=lambda symbol: symbol == "table")
+        (kernel,) = load_kernels(path, names=["table"])
         assert kernel == all_of_them["table"]
 
     def test_of_an_architecture_that_is_not_there_names_those_that_are(self, planted) -> None:
@@ -86,7 +89,7 @@ class TestChoice:
 
     def test_of_kernels_that_are_not_there_names_those_that_are(self, planted: Path) -> None:
         with pytest.raises(SassError, match="only divergent, local_array, nested, table"):
-            load_kernels(planted / "several.sm_90.cubin", kernels=lambda symbol: False)
+            load_kernels(planted / "several.sm_90.cubin", names=["nix"])
 
     def test_of_what_is_no_architecture(self, planted: Path) -> None:
         with pytest.raises(SassError, match="'90' is no architecture: write it as in sm_90"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from sass_text import DEFAULT, guard_text
 
-from flash_helpers.sass.read.control import control_text, decode_control, guard, guard_text
-from flash_helpers.sass.read.reader import library_kernels
+from flash_helpers.measure.machine_code import library_kernels
+from flash_helpers.sass.read.control import control_text, decode_control
 from flash_helpers.sass.read.records import Control, Instruction
 
 FILES = (
@@ -37,7 +38,7 @@ def instructions(request: pytest.FixtureRequest, load: Callable) -> list[Instruc
 
 @pytest.fixture(scope="module")
 def of_library() -> list[Instruction]:
-    return [i for k in library_kernels("sm_90").values() for i in k.instructions]
+    return [i for k in library_kernels(DEFAULT).values() for i in k.instructions]
 
 
 class TestFields:
@@ -53,7 +54,6 @@ class TestFields:
         assert control_text(Control(13, False, None, 5, 0, 0)) == "s13 - w- r5 b:------ u:---"
 
     def test_guard(self) -> None:
-        assert guard(word(bit_12=3, bit_15=1)) == (3, True)
         assert guard_text(word(bit_12=3, bit_15=1)) == "@!P3"
         assert guard_text(word(bit_12=7)) == ""
         assert guard_text(word(bit_12=7, bit_15=1)) == "@!PT"

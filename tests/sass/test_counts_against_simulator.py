@@ -9,12 +9,12 @@ import pytest
 import torch
 from sass_text import ARCHITECTURES, PROGRESSION, progression_kernels
 
-from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.execution_check import predict_launch
 from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
 from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.simulator import load_kernel, run_forward
+from flash_helpers.runtime.simulator import load_kernel, run_kernel
 from flash_helpers.sass.read.opcodes import (
     ASYNC_COPY,
     GLOBAL_STORE,
@@ -50,7 +50,8 @@ def simulated(config: FlashForwardKernelConfig, blocks: int) -> dict[str, int]:
     inputs = make_inputs(
         "normal", shape_of(config, blocks), getattr(torch, config.dtype.torch_name)
     )
-    _, run = run_forward(config, load_kernel(config, ptx_path(config)), *inputs)
+    kernel = load_kernel(config, ptx_path(config))
+    run = run_kernel(config, kernel, tensors_for(config, *inputs))
     return {name: c.instructions for name, c in run.counters.by_opcode().items()}
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from fake_backend import ROOT, load_tool
+from sass_text import DEFAULT
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.measure.machine_code import installed_library, readable_name
 from flash_helpers.sass.read.listing import parse_listing
-from flash_helpers.sass.read.reader import installed_library
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.extract import (
     file_names,
     graph_text,
-    kernel_filter,
     listing_text,
 )
 
@@ -139,11 +139,11 @@ class TestNames:
         long = "x" * 400
         names = file_names(
             [
-                ("a/b", "sm_80"),
-                ("a_b", "sm_80"),
-                ("a_b", "sm_90"),
-                (long, "sm_80"),
-                (long + "y", "sm_80"),
+                ("sm_80", "a/b"),
+                ("sm_80", "a_b"),
+                ("sm_90", "a_b"),
+                ("sm_80", long),
+                ("sm_80", long + "y"),
             ],
             ".sass",
         )
@@ -154,17 +154,8 @@ class TestNames:
         config = get_kernel_progression_configs()[0]
         short = config.short_form()
         symbol = f"_ZN2v114forward_kernelI{len(short)}{short}EEv17ForwardKernelArgs"
-        assert file_names([(symbol, "sm_90")], ".sass") == [f"{short}.sm_90.sass"]
-        chosen = kernel_filter(["1"])
-        assert chosen is not None
-        assert chosen(symbol)
-        assert not chosen(symbol.replace("2v1", "3v11").replace("v1_", "v11_"))
-
-    def test_select_by_part_or_pattern(self) -> None:
-        assert kernel_filter([]) is None
-        for selector in ("vec_add", "add", "vec*", "*_a?d"):
-            assert kernel_filter([selector])("vec_add"), selector
-        assert not kernel_filter(["vec", "mul*"])("add")
+        named = file_names([("sm_90", symbol)], ".sass", readable_name)
+        assert named == [f"{short}.sm_90.sass"]
 
 
 class TestExtractSass:
@@ -215,9 +206,10 @@ class TestExtractSass:
         )
         assert out == graph_text(kernels["table"], offsets=False)
 
-    def test_takes_versions_of_the_library(self, capsys) -> None:
+    @pytest.mark.parametrize("step", ["v3", "3", "3..3"])
+    def test_takes_steps_of_the_library(self, capsys, step) -> None:
         _, out, _ = run_tool(
-            capsys, SASS_TOOL, installed_library(), "--list", "--arch", "sm_90", "--kernel", "v3"
+            capsys, SASS_TOOL, installed_library(), "--list", "--arch", DEFAULT, "--kernel", step
         )
         named = {line.split()[-1] for line in out.splitlines()}
         assert named >= {c.short_form() for c in get_kernel_progression_configs() if c.version == 3}
@@ -230,7 +222,7 @@ class TestExtractSass:
             (["no_such_file"], "no_such_file cannot be read: No such file"),
             ([sys.executable], "holds no device code"),
             (["one.o", "--arch", "sm_75"], "no kernel for sm_75, only for sm_80, sm_90"),
-            (["one.o", "--kernel", "two"], "none of the kernels asked for, only one"),
+            (["one.o", "--kernel", "two"], "holds no kernel 'two', only one"),
             (["only_ptx.fatbin"], "holds no cubin, only PTX"),
         ],
     )

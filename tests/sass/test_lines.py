@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sass_text import DEFAULT
 
+from flash_helpers.measure.machine_code import installed_library, library_kernels
 from flash_helpers.sass.read.containers import cubins_of
 from flash_helpers.sass.read.elf import Cubin, Section, read_cubin
 from flash_helpers.sass.read.lines import (
@@ -19,7 +21,7 @@ from flash_helpers.sass.read.lines import (
     read_line_tables,
     relative_to_repository,
 )
-from flash_helpers.sass.read.reader import installed_library, library_kernels, read_member
+from flash_helpers.sass.read.reader import read_member
 from flash_helpers.sass.read.records import SassError, SourceLine
 
 WITH_LINES = (
@@ -90,7 +92,7 @@ class TestPlanted:
 
 def test_lines_of_the_library_are_those_of_nvdisasm(nvdisasm) -> None:
     with cubins_of(installed_library()) as members:
-        member = next(m for m in members if "v16_bf16" in m.origin and m.architecture == "sm_80")
+        member = next(m for m in members if "v16_bf16" in m.origin and m.architecture == DEFAULT)
         cubin = read_member(member)
         printed, deepest = check(cubin, CUDA_LINES, nvdisasm("-c", "-gi", member.path))
         assert printed > 500
@@ -158,7 +160,7 @@ class TestPaths:
         assert relative_to_repository(chains, "src/include/forward_kernel.cuh") == chains
 
     def test_of_the_library_name_files_of_the_repository(self, root: Path) -> None:
-        for kernel in library_kernels("sm_90").values():
+        for kernel in library_kernels(DEFAULT).values():
             files = {line.file for i in kernel.instructions for line in i.source}
             relative = {file for file in files if not file.startswith("/")}
             assert len(relative) >= 3

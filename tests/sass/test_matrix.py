@@ -9,30 +9,37 @@ from dataclasses import replace
 
 import pytest
 from edited_kernels import block_of_phase, instructions_of, library_kernel
+from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version
 
-from flash_helpers.compile.codegen import MAP_HEADER, configs_in_header
 from flash_helpers.kernel_configs import (
-    VERSIONS,
+    STEPS,
     DType,
-    FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
+from flash_helpers.measure.machine_code import (
+    config_facts,
+    config_matrix,
+    default_architecture,
+    library_configs,
+)
 from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.ptx.read.flow import Phase
-from flash_helpers.registry.selection import UsageError
+from flash_helpers.registry.selection import (
+    UsageError,
+    choose_kernels,
+    names_of,
+    parse_config_option,
+)
+from flash_helpers.runtime import library
+from flash_helpers.sass.analyse.bound import Launch
 from flash_helpers.sass.analyse.matrix import (
     GROUP_NAMES,
     GROUPS,
+    KernelFacts,
     Matrix,
-    build_matrix,
     changes_text,
-    choose_kernels,
-    kernel_facts,
-    library_configs,
-    names_of,
     opcode_changes,
-    parse_config_option,
 )
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import NEVER
@@ -46,13 +53,8 @@ from flash_helpers.sass.show.matrix_tables import (
 
 BUILT = get_kernels_to_build()
 LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, DType.BF16))
+NUMBERS = [step.number for step in STEPS.values() if step.family == LARGE.family.name]
 TERMINAL = 120
-
-
-def progression_config(version: int) -> FlashForwardKernelConfig:
-    return next(
-        c for c in get_kernel_progression_configs() if (c.version, c.dtype) == (version, DType.BF16)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +64,8 @@ def results(root) -> BenchmarkResults:
 
 @pytest.fixture(scope="module")
 def matrix(results) -> Matrix:
-    """Every version in bf16 for sm_90, the architecture of the measurements."""
-    kernels = [(progression_config(number), library_kernel(number)) for number in VERSIONS]
-    return build_matrix(kernels, results, 4096)
+    """Every version in bf16; for sm_90, the architecture of the measurements, if it is built."""
+    return config_matrix([(of_version(n), library_kernel(n)) for n in NUMBERS], results, 4096)
 
 
 class TestChoice:
@@ -75,7 +76,7 @@ class TestChoice:
         assert set(chosen) <= set(get_kernel_progression_configs())
 
     def test_of_all_is_one_kernel_a_version(self) -> None:
-        assert len(choose_kernels(BUILT, ["all"], DType.BF16)) == len(VERSIONS)
+        assert len(choose_kernels(BUILT, ["all"], DType.BF16)) == len(STEPS)
 
     def test_of_a_short_form_is_itself_in_its_own_dtype(self) -> None:
         assert choose_kernels(BUILT, [LARGE.short_form()], DType.FP16) == [LARGE]
@@ -84,7 +85,7 @@ class TestChoice:
         chosen = choose_kernels(BUILT, ["7", "16"], DType.BF16, {"B_r": 128})
         assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (16, 128)]
         # of the two that are left, the one nearest to the progression's
-        assert chosen[1].static_row_stride == progression_config(16).static_row_stride
+        assert chosen[1].static_row_stride == of_version(16).static_row_stride
 
     def test_by_a_config_is_the_nearest(self) -> None:
         chosen = choose_kernels(BUILT, ["7..8"], DType.BF16, LARGE)
@@ -95,7 +96,7 @@ class TestChoice:
             choose_kernels(BUILT, ["8"], DType.BF16, {"B_r": 128})
 
     def test_of_nothing_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="versions go from"):
+        with pytest.raises(UsageError, match="the steps are v1 to v16"):
             choose_kernels(BUILT, ["99"], DType.BF16)
 
     def test_option_reads_pairs_and_short_forms(self) -> None:
@@ -118,25 +119,37 @@ class TestChoice:
         with pytest.raises(UsageError, match=message):
             parse_config_option(words)
 
-    def test_knows_what_the_library_holds(self, root) -> None:
-        assert library_configs("sm_90") == configs_in_header((root / MAP_HEADER).read_text())
-        with pytest.raises(SassError, match="sm_90"):
+    def test_knows_what_the_library_holds(self) -> None:
+        assert library_configs(DEFAULT) == library.kernels()
+        with pytest.raises(SassError, match=DEFAULT):
             library_configs("sm_75")
+
+    def test_of_no_architecture_is_that_of_the_measurements_if_it_is_built(self) -> None:
+        assert default_architecture() in ARCHITECTURES
+        assert DEFAULT == "sm_90" or "sm_90" not in ARCHITECTURES
+
+    def test_of_no_architecture_is_otherwise_the_latest_and_says_so(
+        self, monkeypatch, capsys
+    ) -> None:
+        there = ["sm_80", "sm_100a", "sm_89", "compute_80"]
+        monkeypatch.setattr(library, "architectures", lambda: there)
+        assert default_architecture() == "sm_100a"
+        assert capsys.readouterr().err == "the library holds nothing for sm_90: this is sm_100a\n"
 
 
 class TestNames:
     def test_are_versions_where_that_is_enough(self) -> None:
-        assert names_of([progression_config(7), progression_config(8)]) == ["v7", "v8"]
+        assert names_of([of_version(7), of_version(8)]) == ["v7", "v8"]
 
     def test_tell_configs_of_one_version_apart(self) -> None:
-        config = progression_config(7)
+        config = of_version(7)
         assert names_of([config, LARGE]) == ["v7 Br64", "v7 Br128"]
         assert names_of([config, config.replace(dtype=DType.FP16)]) == ["v7 bf16", "v7 fp16"]
 
     def test_tell_architectures_apart(self) -> None:
-        config = progression_config(16)
-        kernels = [(config, library_kernel(16, architecture=a)) for a in ("sm_80", "sm_90")]
-        assert build_matrix(kernels, None, 4096).names == ["v16 sm_80", "v16 sm_90"]
+        rows = [KernelFacts(kernel=kernel("EXIT", a), name="k") for a in ("sm_80", "sm_90")]
+        assert Matrix(rows, ["v16", "v16"]).names == ["v16 sm_80", "v16 sm_90"]
+        assert Matrix(rows[:1] * 2, ["v15", "v16"]).names == ["v15", "v16"]
 
 
 class TestFacts:
@@ -155,12 +168,14 @@ class TestFacts:
         for facts in matrix.rows:
             assert facts.phases.main_loop.tensor == facts.config.mma_per_key_block == 128
 
+    @needs("sm_90")
     def test_version_8_lowers_integer_work_and_registers(self, matrix) -> None:
         before, after = matrix.rows[6], matrix.rows[7]
         assert after.groups["integer"] < before.groups["integer"]
         assert after.kernel.resources.registers < before.kernel.resources.registers
         assert after.occupancy.blocks == before.occupancy.blocks + 1
 
+    @needs("sm_90")
     def test_version_9_lowers_moves(self, matrix) -> None:
         before, after = matrix.rows[7], matrix.rows[8]
         lowered = before.groups["move"] - after.groups["move"]
@@ -175,6 +190,7 @@ class TestFacts:
     def test_shared_memory_is_a_tile_each_of_q_k_and_v(self, matrix) -> None:
         assert {facts.smem_bytes for facts in matrix.rows} == {3 * 64 * 128 * 2}
 
+    @needs("sm_90")
     def test_are_those_that_the_gpu_reported(self, matrix, results) -> None:
         """The driver's numbers, taken when the kernels were timed."""
         reported = {record.name: record for record in results.resources}
@@ -183,23 +199,23 @@ class TestFacts:
             assert facts.smem_bytes == record.smem_bytes
             assert facts.occupancy.blocks == record.blocks_per_sm
 
+    @needs("sm_90")
     def test_no_launch_is_faster_than_its_bound(self, matrix) -> None:
         for facts in matrix.rows:
             assert 0 < facts.of_bound < 1
 
     def test_measurements_of_another_architecture_are_left_aside(self, results) -> None:
-        config = progression_config(16)
-        kernel = library_kernel(16, architecture="sm_80")
-        facts = kernel_facts(config, kernel, results, 4096)
+        other = replace(library_kernel(16), architecture="sm_80")
+        facts = config_facts(of_version(16), other, results)
         assert (facts.measurement, facts.prediction) == (None, None)
 
     def test_of_a_kernel_without_a_loop_has_none_of_it(self) -> None:
         kernel = library_kernel(9)
         instructions = tuple(replace(i, loop=None) for i in kernel.instructions)
         flat = replace(kernel, loops=(), instructions=instructions)
-        facts = kernel_facts(progression_config(9), flat, None, 4096)
+        facts = config_facts(of_version(9), flat, None)
         assert facts.loop is None and facts.per_hmma(1) is None
-        matrix = Matrix((facts, facts), 4096, "")
+        matrix = Matrix((facts, facts), ("v9", "v9"))
         assert "-" in matrix_text(matrix)
         matrix_csv(matrix)
         json.dumps(matrix_json(matrix))
@@ -228,7 +244,8 @@ class TestChanges:
             by_opcode={opcode: 2 * number for opcode, number in counts.by_opcode.items()},
             by_class={name: 2 * number for name, number in counts.by_class.items()},
         )
-        twice = replace(one, phases=replace(one.phases, main_loop=doubled))
+        twice = replace(one)
+        vars(twice)["phases"] = replace(one.phases, main_loop=doubled)
         assert opcode_changes(one, twice) == []
 
     def test_text_is_cut(self) -> None:
@@ -238,27 +255,30 @@ class TestChanges:
 
 
 class TestTables:
+    @needs("sm_90")
     def test_fit_a_terminal_and_have_a_row_a_version(self, matrix) -> None:
         lines = matrix_text(matrix).splitlines()
         assert max(map(len, lines)) <= TERMINAL
-        for number in VERSIONS:
+        for number in NUMBERS:
             assert sum(line.startswith(f"v{number} ") for line in lines) == 5
 
     def test_tell_resources(self, matrix) -> None:
         text = matrix_text(matrix)
         row = next(line.split() for line in text.splitlines() if line.startswith("v8 "))
         registers = str(matrix.rows[7].kernel.resources.registers)
-        assert row[1:7] == [registers, "0/0", "0", "49,152", "3", "12/64"]
+        held = matrix.rows[7].occupancy
+        blocks, warps = str(held.blocks), f"{4 * held.blocks}/{held.max_warps}"
+        assert row[1:7] == [registers, "0/0", "0", "49,152", blocks, warps]
 
     def test_warn_of_different_compilers(self, matrix) -> None:
         other = replace(matrix.rows[1].kernel.compiler, version=(12, 0, 0))
         changed = replace(matrix.rows[1], kernel=replace(matrix.rows[1].kernel, compiler=other))
-        text = matrix_text(replace(matrix, rows=(matrix.rows[0], changed)))
+        text = matrix_text(Matrix((matrix.rows[0], changed), matrix.short_names[:2]))
         assert "different compilers" in text
         assert "different compilers" not in matrix_text(matrix)
 
     def test_without_measurements_say_so(self, matrix) -> None:
-        bare = build_matrix([(f.config, f.kernel) for f in matrix.rows[:2]], None, 4096)
+        bare = config_matrix([(f.config, f.kernel) for f in matrix.rows[:2]], None)
         text = matrix_text(bare)
         assert "No measurement" in text and "TFLOP/s" not in text
 
@@ -270,7 +290,7 @@ class TestTables:
 
     def test_in_csv_are_a_row_a_kernel(self, matrix) -> None:
         rows = list(csv.DictReader(matrix_csv(matrix).splitlines()))
-        assert [int(row["version"]) for row in rows] == list(VERSIONS)
+        assert [row["step"] for row in rows] == [f"v{number}" for number in NUMBERS]
         for row, facts in zip(rows, matrix.rows, strict=True):
             shares = sum(float(row[f"{name}_per_hmma"]) for name in GROUP_NAMES)
             assert shares == pytest.approx(float(row["instructions_per_hmma"]))
@@ -283,3 +303,30 @@ class TestTables:
             assert sum(loop["opcodes"].values()) == entry["loop_instructions"]
             assert sum(loop["classes"].values()) == entry["loop_instructions"]
         assert document["kernels"][0]["changes"] == {}
+
+
+class TestAnybodysKernels:
+    """Two that no config is known of."""
+
+    LOOP = "loop: HMMA.16816.F32 R4, R8, R12, R4\n{}@P0 BRA loop\nEXIT"
+
+    def facts(self, text: str, name: str, launch: Launch | None = None) -> KernelFacts:
+        return KernelFacts(kernel=kernel(self.LOOP.format(text)), name=name, launch=launch)
+
+    def test_are_compared_by_what_their_text_tells(self) -> None:
+        rows = [self.facts("", "one"), self.facts("FADD R1, R1, R1\n", "two")]
+        matrix = Matrix(rows, ["one", "two"])
+        text = matrix_text(matrix)
+        assert text.startswith("2 kernels, sm_90, compiled by ptxas 13.0.88\n")
+        assert "FADD +1" in text and "Time of a launch" not in text
+        assert "**Resources**" in matrix_markdown(matrix)
+        one, two = csv.DictReader(matrix_csv(matrix).splitlines())
+        assert (one["blocks_per_sm"], one["loop_instructions"]) == ("", "2")
+        assert (two["loop_instructions"], two["least_ms"]) == ("3", "")
+        assert json.dumps(matrix_json(matrix))
+
+    def test_are_resident_as_they_are_said_to_be_launched(self) -> None:
+        facts = self.facts("", "one", Launch(threads=256, dynamic_smem_bytes=48 * 1024))
+        assert facts.smem_bytes == 48 * 1024
+        assert (facts.occupancy.blocks, facts.resident_warps) == (4, 32)
+        assert "32/64" in matrix_text(Matrix([facts], ["one"]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sass_text import PROGRESSION, of_version, progression_kernels
+from sass_text import DEFAULT, PROGRESSION, needs, of_version, progression_kernels
 
+from flash_helpers.gpu import LIMITS
+from flash_helpers.measure.machine_code import config_facts
 from flash_helpers.measure.results import load_results
-from flash_helpers.sass.analyse.occupancy import config_occupancy, kernel_occupancy, occupancy
+from flash_helpers.sass.analyse.occupancy import kernel_occupancy, occupancy
 from flash_helpers.sass.read.records import SassError
 
 # capability, registers, shared memory, threads, barriers: blocks, as cuda_occupancy.h of CUDA 13.0
@@ -58,7 +60,7 @@ def test_warps_are_those_of_all_blocks():
 @pytest.mark.parametrize(
     ("launch", "reason"),
     (
-        ((75, 32, 0, 32), "sm_75 are not known: only those of sm_80, sm_86, sm_89, sm_90"),
+        ((75, 32, 0, 32), "sm_75 are not known: only those of sm_80, sm_86, sm_87, sm_89, sm_90"),
         ((90, 32, 0, 0), "0 threads"),
         ((90, 32, 0, 1025), "1025 threads"),
     ),
@@ -68,6 +70,7 @@ def test_what_cannot_be_launched_or_is_not_known_is_an_error(launch, reason):
         occupancy(*launch)
 
 
+@needs("sm_90")
 def test_the_kernels_are_resident_as_the_h100_reported(root: Path):
     results = load_results(root / "benchmarks/results/h100.json")
     reported = {record.name: record for record in results.resources}
@@ -80,15 +83,18 @@ def test_the_kernels_are_resident_as_the_h100_reported(root: Path):
         found = occupancy(90, record.registers, record.smem_bytes, config.n_threads, barriers=1)
         assert found.blocks == record.blocks_per_sm
         if kernels[config].resources.registers == record.registers:
-            assert config_occupancy(kernels[config], config).blocks == record.blocks_per_sm
+            held = config_facts(config, kernels[config], None).occupancy
+            assert held.blocks == record.blocks_per_sm
         checked += 1
     assert checked >= 16
 
 
 def test_a_kernel_is_resident_as_it_is_launched():
     config = of_version(16)
-    kernel = progression_kernels("sm_90")[config]
-    assert config_occupancy(kernel, config) == kernel_occupancy(
+    kernel = progression_kernels(DEFAULT)[config]
+    assert config_facts(config, kernel, None).occupancy == kernel_occupancy(
         kernel, config.n_threads, config.smem_bytes
     )
-    assert kernel_occupancy(kernel, 128, 227 * 1024).blocks == 1
+    most = LIMITS[kernel.capability].smem_bytes
+    assert kernel_occupancy(kernel, 128, most).blocks == 1
+    assert kernel_occupancy(kernel, 128, most + 1).blocks == 0

@@ -83,7 +83,7 @@ def test_the_multiplier_is_used_for_other_things_too(opcode, operands, name):
 def test_what_is_not_known_is_said_and_never_an_error(opcode, capability):
     assert classify(opcode, "R1") == OTHER
     assert pipe(opcode, capability) == UNKNOWN_PIPE
-    assert cost(opcode, "R1", capability) is None
+    assert cost(opcode, capability) is None
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -118,7 +118,7 @@ def test_an_opcode_has_a_cost_only_where_it_has_a_pipe(architecture):
 )
 def test_costs_are_32_lanes_over_the_results_per_clock(opcode, per_clock):
     for capability, results in zip(CAPABILITIES, per_clock, strict=True):
-        found = throughput(opcode, "", capability)
+        found = throughput(opcode, capability)
         assert found is not None and found.certain
         assert found.cycles == 32 / results
 
@@ -138,7 +138,7 @@ def test_costs_are_32_lanes_over_the_results_per_clock(opcode, per_clock):
     ),
 )
 def test_a_shared_access_takes_a_cycle_for_128_bytes(opcode, wavefronts):
-    found = throughput(opcode, "", 90)
+    found = throughput(opcode, 90)
     assert found is not None
     assert found.cycles == wavefronts
     assert not found.certain
@@ -147,17 +147,15 @@ def test_a_shared_access_takes_a_cycle_for_128_bytes(opcode, wavefronts):
 def test_tensor_costs_are_those_of_the_peak_rates():
     # A100: 312 TFLOP/s with 108 SMs at 1.41 GHz, NVIDIA A100 Tensor Core GPU Architecture
     flops_a_cycle = 312e12 / 108 / 1.41e9
-    assert cost("HMMA.16816.F32", "", 80) == pytest.approx(
-        2 * 16 * 8 * 16 / flops_a_cycle, rel=0.01
-    )
-    assert cost("HMMA.16816.F32.BF16", "", 90) == cost("HMMA.16816.F32", "", 90)
-    assert cost("HMMA.16816.F16", "", 90) is None
+    assert cost("HMMA.16816.F32", 80) == pytest.approx(2 * 16 * 8 * 16 / flops_a_cycle, rel=0.01)
+    assert cost("HMMA.16816.F32.BF16", 90) == cost("HMMA.16816.F32", 90)
+    assert cost("HMMA.16816.F16", 90) is None
 
 
 def test_f2fp_is_unknown_since_sources_differ():
     for capability in CAPABILITIES:
         assert pipe("F2FP.BF16.PACK_AB", capability) == UNKNOWN_PIPE
-        assert cost("F2FP.BF16.PACK_AB", "", capability) is None
+        assert cost("F2FP.BF16.PACK_AB", capability) is None
 
 
 def test_integers_are_multiplied_by_one_half_of_the_fma_pipe_from_8_6_on():

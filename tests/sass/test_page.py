@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 from edited_kernels import library_kernel
+from sass_text import of_version
 
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
-from flash_helpers.sass.analyse.matrix import GROUP_NAMES, Matrix, build_matrix
-from flash_helpers.sass.read.reader import installed_library
+from flash_helpers.measure.machine_code import config_matrix, config_page
+from flash_helpers.sass.analyse.matrix import GROUP_NAMES, Matrix
 from flash_helpers.sass.read.records import Kernel
-from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import PageKernel, packed_control, page_html
 from flash_helpers.sass.show.picture import picture_svg
 
@@ -45,13 +44,12 @@ class Elements(HTMLParser):
 
 
 def matrix_of(versions: tuple[int, ...]) -> Matrix:
-    configs = {c.version: c for c in get_kernel_progression_configs() if c.dtype is DType.BF16}
-    return build_matrix([(configs[n], library_kernel(n)) for n in versions], None, 4096)
+    return config_matrix([(of_version(n), library_kernel(n)) for n in versions], None)
 
 
 @pytest.fixture(scope="module")
 def page(root) -> str:
-    return comparison_page(matrix_of(FEW), root, installed_library().parent / "ptx")
+    return config_page(matrix_of(FEW), root)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +72,7 @@ class TestDocument:
         assert "default-src 'none'" in page
 
     def test_is_the_same_each_time(self, page, root) -> None:
-        folder = installed_library().parent / "ptx"
-        assert comparison_page(matrix_of(FEW), root, folder) == page
+        assert config_page(matrix_of(FEW), root) == page
 
     def test_no_text_can_end_a_script(self) -> None:
         text = "</script><script>alert(1)</script><!--"
@@ -209,5 +206,5 @@ class TestPicture:
                 assert float(height) / heights == pytest.approx(share, abs=0.01)
 
     def test_of_one_kernel_is_no_comparison(self, root) -> None:
-        page = comparison_page(matrix_of((9,)), root, installed_library().parent / "ptx")
+        page = config_page(matrix_of((9,)), root)
         assert "<svg" not in page

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from browser import open_browser, requested_urls
 from edited_kernels import library_kernel
+from sass_text import of_version
 
-from flash_helpers.kernel_configs import VERSIONS, DType, get_kernel_progression_configs
-from flash_helpers.sass.analyse.matrix import build_matrix
-from flash_helpers.sass.read.reader import installed_library
+from flash_helpers.measure.machine_code import config_matrix, config_page
 from flash_helpers.sass.read.records import Instruction, Kernel
-from flash_helpers.sass.show.comparison_page import comparison_page
 
 SHOWN = (8, 9, 16)
 PANES = ("cuda", "ptx", "sass")
@@ -23,10 +21,9 @@ NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 @pytest.fixture(scope="module")
 def page(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    configs = {c.version: c for c in get_kernel_progression_configs() if c.dtype is DType.BF16}
-    matrix = build_matrix([(configs[n], library_kernel(n)) for n in SHOWN], None, 4096)
+    matrix = config_matrix([(of_version(n), library_kernel(n)) for n in SHOWN], None)
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(comparison_page(matrix, root, installed_library().parent / "ptx"))
+    file.write_text(config_page(matrix, root))
     return file
 
 
@@ -280,12 +277,12 @@ class TestPicker:
                 "return document.querySelectorAll('[data-pane=sass] [data-key]').length"
             )
             assert rows == len(library_kernel(version).instructions)
-            assert VERSIONS[version].idea in shown.text("#about h2")
-            assert shown.text("#file option:checked") == str(VERSIONS[version].source)
+            assert of_version(version).step.idea in shown.text("#about h2")
+            assert shown.text("#file option:checked") == str(of_version(version).step.source)
 
     def test_the_picture_picks_too(self, shown: Page) -> None:
         shown.driver.find_element("css selector", '#overview [data-kernel="0"] .name').click()
-        assert VERSIONS[SHOWN[0]].idea in shown.text("#about h2")
+        assert of_version(SHOWN[0]).step.idea in shown.text("#about h2")
         current = shown.js(
             "return document.querySelector('#versions [aria-current=true]').textContent"
         )
@@ -306,9 +303,9 @@ class TestKeys:
         shown.press("n")
         assert shown.keys_with("ptx", "cursor") == shown.lit("ptx")
         shown.press("]")
-        assert VERSIONS[16].idea in shown.text("#about h2")
+        assert of_version(16).step.idea in shown.text("#about h2")
         shown.press("[", "[")
-        assert VERSIONS[8].idea in shown.text("#about h2")
+        assert of_version(8).step.idea in shown.text("#about h2")
 
     def test_explain_themselves(self, shown: Page) -> None:
         shown.press("?")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sass_text import ARCHITECTURES, PROGRESSION, kernel, of_version, progression_kernels
+from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, kernel, of_version, progression_kernels
 
-from flash_helpers.sass.analyse.counts import Bucket, count_loop
+from flash_helpers.measure.machine_code import trips, unit_of
+from flash_helpers.sass.analyse.counts import Bucket, count_executed, count_loop
 from flash_helpers.sass.analyse.phases import (
     NotDeterminedError,
+    Unit,
     block_executions,
     count_phases,
-    executed,
     main_loop,
     phases,
-    tensor_per_block,
     trip_counts,
     unrolling,
 )
@@ -141,8 +141,9 @@ def test_the_loop_of_a_kernel_handles_one_block_of_k_and_v(config, architecture)
     assert counts.prologue.tensor + counts.epilogue.tensor == peeled
     (loop,) = found.loops
     for blocks in (2, 3, 8):
-        trips = trip_counts(found, config, blocks * config.B_c)
-        assert trips == {loop.index: blocks - bool(peeled)}
+        expected = {loop.index: blocks - bool(peeled)}
+        assert trip_counts(found, unit_of(config), blocks) == expected
+        assert trips(found, config, blocks * config.B_c) == expected
 
 
 def flash_text(prologue: int, *loops: int) -> str:
@@ -154,36 +155,44 @@ def flash_text(prologue: int, *loops: int) -> str:
     return "\n".join([*listed, f"after{len(loops)}: EXIT"])
 
 
-CONFIG = of_version(1)
-EACH = tensor_per_block(CONFIG)
+UNIT = Unit("block", 128)
+EACH = UNIT.tensor
 
 
 def test_an_unrolled_loop_with_a_remainder_is_told_from_its_tensor_instructions():
     planted = kernel(flash_text(EACH, 4 * EACH, EACH))
-    trips = trip_counts(planted, CONFIG, 8 * CONFIG.B_c)
+    found = trip_counts(planted, UNIT, 8)
     # one block is peeled off, four are one trip of the first loop, three are left
-    assert trips == {0: 1, 1: 3}
-    assert executed(planted, trips).tensor == 8 * EACH
-    assert executed(planted, trip_counts(planted, CONFIG, 64)).tensor == EACH
+    assert found == {0: 1, 1: 3}
+    assert count_executed(planted, block_executions(planted, found)).tensor == 8 * EACH
+    one = block_executions(planted, trip_counts(planted, UNIT, 1))
+    assert count_executed(planted, one).tensor == EACH
 
 
 def test_a_part_of_a_block_is_counted_as_a_whole_one():
-    planted = kernel(flash_text(0, EACH))
-    assert trip_counts(planted, CONFIG, 65) == {0: 2}
+    config = of_version(1)
+    planted = kernel(flash_text(0, config.mma_per_key_block))
+    assert trips(planted, config, config.B_c + 1) == {0: 2}
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     (
-        (flash_text(0, EACH + 1), "in loop 0, but a block of K and V takes"),
+        (flash_text(0, EACH + 1), "129 tensor instructions in loop 0, but a block takes 128"),
         (flash_text(7, EACH), "7 tensor instructions outside loops"),
         (flash_text(0, EACH, 0), "loop 1 .* has no tensor instruction"),
-        (flash_text(0, 3 * EACH), "do not add up to the 8 blocks"),
+        (flash_text(0, 3 * EACH), "do not add up to 8 times a block"),
     ),
 )
 def test_trips_that_cannot_be_told_are_an_error(text, reason):
     with pytest.raises(NotDeterminedError, match=reason):
-        trip_counts(kernel(text), CONFIG, 8 * CONFIG.B_c)
+        trip_counts(kernel(text), UNIT, 8)
+
+
+def test_trips_of_a_config_that_cannot_be_told_name_it():
+    config = of_version(1)
+    with pytest.raises(NotDeterminedError, match=f"^{config.short_form()} has 7 .* K and V takes"):
+        trips(kernel(flash_text(7, 1)), config, config.B_c)
 
 
 # -- what is executed ------------------------------------------------------------------------------
@@ -203,7 +212,7 @@ def test_a_warp_goes_round_a_loop_as_often_as_told():
     # the jump back is executed once less than the loop
     assert block_executions(planted, {0: 5}) == [1, 1, 5, 4, 1, 0]
     assert block_executions(planted, {0: 0}) == [1, 0, 0, 0, 1, 0]
-    counts = executed(planted, {0: 5})
+    counts = count_executed(planted, block_executions(planted, {0: 5}))
     assert (counts.tensor, counts.by_bucket[Bucket.FILLER]) == (5, 5)
     assert counts.work == 1 + 1 + 5 * 2 + 4 + 1
     assert counts.by_bucket[Bucket.PADDING] == 0
@@ -218,7 +227,7 @@ def test_an_inner_loop_is_entered_anew_in_each_iteration():
         EXIT
     """)
     assert block_executions(planted, {0: 3, 1: 4}) == [3, 12, 3, 1]
-    assert executed(planted, {0: 3, 1: 4}).tensor == 12
+    assert count_executed(planted, block_executions(planted, {0: 3, 1: 4})).tensor == 12
 
 
 def test_a_branch_on_data_is_an_error_that_names_it():
@@ -290,7 +299,7 @@ def test_without_lines_nothing_is_claimed():
 
 def test_the_loops_of_the_library_are_unrolled_by_pragmas_alone():
     config = of_version(16)
-    found = progression_kernels("sm_90")[config]
+    found = progression_kernels(DEFAULT)[config]
     signs = unrolling(found, found.loops[0])
     assert signs.by_ptxas == 1
     # one line holds mma; it is inlined into the two products of half the tensor instructions each

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from edited_kernels import library_kernel
 from fake_backend import load_tool
+from sass_text import ARCHITECTURES, DEFAULT, of_version
 
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.measure.machine_code import installed_library, shipped_ptx
 from flash_helpers.ptx import read_ptx
 from flash_helpers.ptx.read.flow import Phase, build_program
 from flash_helpers.sass.analyse.counts import WORK, buckets
@@ -24,7 +25,6 @@ from flash_helpers.sass.analyse.ptx_links import (
     sass_by_ptx_line,
     written_registers,
 )
-from flash_helpers.sass.read.reader import installed_library
 from flash_helpers.sass.read.records import Kernel, SassError
 
 TOOL = "tools/analysis/ptx_sass_filter.py"
@@ -56,11 +56,7 @@ ret;
 }
 """
 
-V8, V9 = (
-    config.short_form()
-    for config in get_kernel_progression_configs()
-    if config.version in (8, 9) and config.dtype == DType.BF16
-)
+V8, V9 = of_version(8), of_version(9)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +176,7 @@ class TestFanOut:
 
 class TestSources:
     def test_are_those_of_the_directives(self, kernel, ptx) -> None:
-        shipped = next((installed_library().parent / "ptx").glob(f"{V9}.ptx")).read_text()
+        shipped = shipped_ptx(V9)
         chains = ptx_sources(kernel, shipped)
         lines = shipped.split("\n")
         assert set(chains) == set(ptx.at_line)
@@ -191,8 +187,7 @@ class TestSources:
         assert tails == {"previous_kernels/v9/forward_kernel.cuh"}
 
     def test_of_another_text_are_none(self, kernel) -> None:
-        other = next((installed_library().parent / "ptx").glob(f"{V8}.ptx")).read_text()
-        assert ptx_sources(kernel, other) == {}
+        assert ptx_sources(kernel, shipped_ptx(V8)) == {}
         assert ptx_sources(kernel, "no PTX") == {}
 
 
@@ -217,7 +212,7 @@ class TestCommand:
 
     @pytest.fixture
     def file(self) -> list[str]:
-        return [str(installed_library()), "--arch", "sm_90", "--kernel", V9]
+        return [str(installed_library()), "--arch", DEFAULT, "--kernel", V9.short_form()]
 
     def run(self, tool, capsys, *arguments: str) -> tuple[int, str, str]:
         status = tool.main(list(arguments))
@@ -254,18 +249,25 @@ class TestCommand:
     def test_a_short_form_is_just_itself(self, tool, capsys, mma) -> None:
         """That of version 16 without a static stride begins that with one."""
         name = "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
-        arguments = [str(installed_library()), "--arch", "sm_90", "--kernel", name, "--fan-out"]
+        arguments = [str(installed_library()), "--arch", DEFAULT, "--kernel", name, "--fan-out"]
         assert self.run(tool, capsys, *arguments)[0] == 0
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--arch", "sm_90", "--fan-out"], "such kernels: "),
-            (["--kernel", "v3_bf16", "--fan-out"], "holds 4 such kernels"),  # four architectures
+            (["--arch", DEFAULT, "--fan-out"], "such kernels: name one of "),
+            (["--arch", DEFAULT, "--kernel", "v16", "--fan-out"], "such kernels: name one of v16_"),
+            pytest.param(
+                ["--kernel", "v3_bf16", "--fan-out"],
+                "choose one with --arch",
+                marks=pytest.mark.skipif(
+                    len(ARCHITECTURES) < 2, reason="one architecture is built"
+                ),
+            ),
             (["--arch", "sm_75", "--fan-out"], "sm_75"),
-            (["--kernel", "nothing", "--fan-out"], "none of the kernels asked for"),
-            (["--arch", "sm_90", "--kernel", "v3_bf16", "1"], "holds no instruction"),
-            (["--arch", "sm_90", "--kernel", "v3_bf16", "999999"], "the nearest that does"),
+            (["--kernel", "nothing", "--fan-out"], "holds no kernel 'nothing', only "),
+            (["--arch", DEFAULT, "--kernel", "v3_bf16", "1"], "holds no instruction"),
+            (["--arch", DEFAULT, "--kernel", "v3_bf16", "999999"], "the nearest that does"),
         ],
     )
     def test_refuses_with_2(self, tool, capsys, arguments, message) -> None:

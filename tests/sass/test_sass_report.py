@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_backend import load_tool
-from sass_text import kernel, of_version, progression_kernels
+from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version, progression_kernels
 
-from flash_helpers.kernel_configs import DType, config_from_short_form
-from flash_helpers.measure.results import load_results
-from flash_helpers.sass.analyse.bound import Launch, predict
-from flash_helpers.sass.analyse.report import LaunchShape, build_report, verdicts
-from flash_helpers.sass.read.reader import (
+from flash_helpers.kernel_configs import AttentionForward, Config, DType, config_from_short_form
+from flash_helpers.measure.machine_code import (
+    config_facts,
     installed_library,
     library_kernels,
-    list_kernels,
-    load_kernels,
+    predict_config,
 )
-from flash_helpers.sass.read.records import SassError, SourceLine
+from flash_helpers.measure.results import load_results
+from flash_helpers.sass.analyse.bound import Chip, Launch
+from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.sass.analyse.report import KernelReport, report_on, verdicts
+from flash_helpers.sass.read.reader import list_kernels, load_kernels
+from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
 from flash_helpers.sass.show.report_text import (
     SourceText,
     report_json,
@@ -42,8 +45,18 @@ PLANTED = Path(__file__).parent / "kernels/spills.sm_90.cubin"
 BIG_TILE = "v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
 
 
+def report_of(found: Kernel, loop: int | None = None, launch: Launch | None = None) -> KernelReport:
+    """The report of a kernel that no config is known of."""
+    return report_on(KernelFacts(kernel=found, name=found.symbol, launch=launch), loop)
+
+
+def config_report(config: Config, found: Kernel) -> KernelReport:
+    """The report of a kernel of the library, without measurements."""
+    return report_on(config_facts(config, found, None))
+
+
 def verdict(text: str) -> str:
-    return verdicts(build_report(kernel(text)))[0]
+    return verdicts(report_of(kernel(text)))[0]
 
 
 def test_spills_outside_loops_are_harmless():
@@ -62,15 +75,15 @@ def test_spills_in_the_main_loop_are_told_by_iteration():
 
 def test_the_planted_kernel_spills_in_its_loop():
     (planted,) = load_kernels(PLANTED)
-    report = build_report(planted)
+    report = report_of(planted)
     assert "Spills in loops: the main loop" in verdicts(report)[0]
     assert {site.loop for site in report.spills} == {None, 0}
 
 
 def test_the_spills_of_the_big_tile_are_found_where_its_registers_run_out():
     config = config_from_short_form(BIG_TILE)
-    found = library_kernels("sm_90", [config])[config]
-    report = build_report(found, config)
+    found = library_kernels(DEFAULT, [config])[config]
+    report = config_report(config, found)
     by_place = {site.loop: site for site in report.spills}
     assert report.loop is not None
     assert by_place[report.loop.index].load_bytes > 0
@@ -80,15 +93,15 @@ def test_the_spills_of_the_big_tile_are_found_where_its_registers_run_out():
 
 
 def test_the_peak_of_live_registers_is_found():
-    report = build_report(kernel(SPILLS_IN_LOOP, registers=32))
+    report = report_of(kernel(SPILLS_IN_LOOP, registers=32))
     assert report.peak is not None and report.peak.live is not None
     assert (report.peak.live.general, report.peak.address) == (24, 0x20)
     assert "At most 24 of 32 registers are live, first at 0x0020, in loop 0" in report_text(report)
 
 
 def test_no_more_registers_are_live_than_the_kernel_has():
-    for config, found in progression_kernels("sm_90").items():
-        peak = build_report(found, config).peak
+    for config, found in progression_kernels(DEFAULT).items():
+        peak = config_report(config, found).peak
         assert peak is not None and peak.live is not None
         assert 0 < peak.live.general <= found.resources.registers
 
@@ -96,61 +109,66 @@ def test_no_more_registers_are_live_than_the_kernel_has():
 def test_what_binds_depends_on_the_warps():
     text = f"loop: {HMMA} ; stall=15\n" + "FADD R1, R1, R1\n" * 20 + "@P0 BRA loop\nEXIT"
     planted = kernel(text)
-    alone = build_report(planted)
+    alone = report_of(planted)
     assert "Bound by latency" in verdicts(alone)[1] and "one warp" in verdicts(alone)[1]
-    crowded = build_report(planted, launch=LaunchShape(1024, 0))
-    assert crowded.resident_warps == 64
+    crowded = report_of(planted, launch=Launch(1024))
+    assert crowded.facts.resident_warps == 64
     assert "Bound by issue: 64 resident warps take" in verdicts(crowded)[1]
 
 
 def test_a_bound_on_a_cost_that_is_not_certain_says_so():
     text = "loop: " + "LDSM.16.M88.4 R8, [R1]\n" * 8 + "@P0 BRA loop\nEXIT"
-    report = build_report(kernel(text), launch=LaunchShape(1024, 0))
+    report = report_of(kernel(text), launch=Launch(1024))
     assert "Bound by the lsu pipe" in verdicts(report)[1]
     assert "its costs are not certain" in verdicts(report)[1]
 
 
+@needs("sm_90")
 def test_the_bound_stands_beside_the_measurement(root: Path):
     config = of_version(16)
     results = load_results(root / "benchmarks/results/h100.json")
-    report = build_report(progression_kernels("sm_90")[config], config, results=results)
+    report = report_on(config_facts(config, progression_kernels("sm_90")[config], results))
     measured = results.find(config.short_form(), "bf16", 4096)
-    assert measured is not None and report.measurement == measured
+    told = report.facts.measurement
+    assert measured is not None and told is not None
+    assert (told.median_ms, told.tflops) == (measured.median_ms, measured.tflops)
     text = report_text(report)
     assert f"Measured: {measured.median_ms:.3f} ms" in text
     assert "Lower bounds of a launch" in text
-    without = report_text(build_report(progression_kernels("sm_90")[config], config))
+    without = report_text(config_report(config, progression_kernels("sm_90")[config]))
     assert "Lower bounds of a launch" not in without
 
 
 def test_another_launch_can_be_predicted():
     config = of_version(16)
-    found = progression_kernels("sm_80")[config]
-    launch = Launch(batch=1, n_heads=16, seq_len=8192, sms=108, mhz=1410.0)
-    report = build_report(found, config, problem=launch)
-    assert report.prediction == predict(found, config, launch)
-    text = report_text(report)
-    assert "Batch 1, heads 16, seq_len 8192: the lsu pipe allows no less than" in text
+    found = progression_kernels(DEFAULT)[config]
+    problem = AttentionForward(batch=1, heads=16, seq_len=8192, dtype=config.dtype)
+    prediction = predict_config(found, config, problem, Chip(sms=108, mhz=1410.0))
+    facts = replace(config_facts(config, found, None), prediction=prediction)
+    text = report_text(report_on(facts))
+    limit = f"the {prediction.binding} pipe allows no less than {prediction.least_ms:.3f} ms"
+    assert f"Batch 1, heads 16, seq_len 8192: {limit}" in text
+    assert "with 108 SMs at 1410 MHz" in text
     assert "of the measured time" not in text
 
 
 def test_a_kernel_without_loops_is_reported():
-    text = report_text(build_report(kernel("MOV R1, R2\nEXIT")))
+    text = report_text(report_of(kernel("MOV R1, R2\nEXIT")))
     assert "The kernel has no loop." in text
 
 
 def test_a_loop_that_is_not_there_is_an_error():
     with pytest.raises(SassError, match="loop 7 is not in planted: they are 0 to 0"):
-        build_report(kernel(SPILLS_IN_LOOP), loop=7)
+        report_of(kernel(SPILLS_IN_LOOP), loop=7)
     with pytest.raises(SassError, match="it has no loop"):
-        build_report(kernel("EXIT"), loop=0)
+        report_of(kernel("EXIT"), loop=0)
 
 
 def test_the_listing_shows_every_instruction_of_the_loop_decoded():
     planted = kernel(
         f"MOV R1, R2\nloop: {HMMA} ; stall=9 write=2 wait=03 live=7\n@P0 BRA loop\nEXIT"
     )
-    text = report_text(build_report(planted))
+    text = report_text(report_of(planted))
     listing = text.partition("\nMain loop\n")[2]
     (line,) = [line for line in listing.splitlines() if line.startswith("0x0010")]
     assert line.split()[1:9] == ["7", "s09", "-", "w2", "r-", "b:0--3--", "u:---", "tensor"]
@@ -161,7 +179,7 @@ def test_the_listing_shows_every_instruction_of_the_loop_decoded():
 def test_source_lines_are_printed_once_above_what_they_became(tmp_path):
     (tmp_path / "planted.cu").write_text("first\n    second;\n")
     planted = kernel(f"loop: {HMMA} ; source=2\n{HMMA} ; source=2\n@P0 BRA loop ; source=9\nEXIT")
-    text = report_text(build_report(planted), SourceText(tmp_path))
+    text = report_text(report_of(planted), SourceText(tmp_path))
     assert text.count("// planted.cu:2  second;") == 1
     # a line that is not there is named all the same
     assert "// planted.cu:9\n" in text
@@ -170,8 +188,8 @@ def test_source_lines_are_printed_once_above_what_they_became(tmp_path):
 
 def test_markdown_and_json_hold_the_same():
     config = of_version(1)
-    found = progression_kernels("sm_80")[config]
-    report = build_report(found, config)
+    found = progression_kernels(DEFAULT)[config]
+    report = config_report(config, found)
     data = json.loads(json.dumps(report_json(report)))
     assert data["name"] == config.short_form()
     assert data["resources"]["registers"] == found.resources.registers
@@ -192,19 +210,23 @@ def tool(*arguments: str) -> int:
 
 
 def test_one_command_reports_a_version(capsys):
-    assert tool("16", "--arch", "sm_86", "--dtype", "fp16") == 0
-    text = capsys.readouterr().out
-    assert text.startswith(of_version(16, DType.FP16).short_form())
-    assert "sm_86, ptxas" in text
-    # what an H100 measured says nothing about sm_86
-    assert "Measured" not in text
+    for architecture in ARCHITECTURES:
+        assert tool("16", "--arch", architecture, "--dtype", "fp16") == 0
+        text = capsys.readouterr().out
+        assert text.startswith(of_version(16, DType.FP16).short_form())
+        assert f"{architecture}, ptxas" in text
+        # what an H100 measured says nothing about others
+        assert ("Measured" in text) == (architecture == "sm_90")
 
 
 def test_a_file_is_reported_like_a_version(capsys):
     library = str(installed_library())
     _, symbol = next(k for k in list_kernels(installed_library()) if "v3_bf16" in k[1])
-    assert tool(library, "--kernel", "v3_bf16", "--arch", "sm_90", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["symbol"] == symbol
+    assert tool(library, "--kernel", "v3_bf16", "--arch", DEFAULT, "--json") == 0
+    of_file = json.loads(capsys.readouterr().out)
+    assert of_file["symbol"] == symbol
+    assert tool("3", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == of_file
     assert tool("3", "--markdown") == 0
     assert capsys.readouterr().out.startswith(f"# `{of_version(3).short_form()}`")
 
@@ -222,14 +244,15 @@ def test_wrong_usage_ends_with_2(arguments):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     (
-        (["99"], "versions go from v1 to v16"),
+        (["99"], "the steps are v1 to v16"),
         (["7..8"], "names 2 kernels"),
         (["missing.cubin"], "not a file that is there"),
-        (["16", "--arch", "sm_70"], "no kernel for sm_70, only for sm_80"),
+        (["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
         (["16", "--loop", "3"], "they are 0 to 0"),
         ([__file__], "is not an ELF file"),
         (["16", "--threads", "0"], "0 threads"),
         ([str(PLANTED), "--sms", "1", "--mhz", "1"], "only for kernels of this library"),
+        (["16", "--sms", "1", "--mhz", "1", "--seq", "1000"], "1000 is not a multiple of B_r 64"),
     ),
 )
 def test_what_cannot_be_reported_is_one_line_and_exit_2(arguments, reason, capsys):
@@ -242,7 +265,17 @@ def test_what_cannot_be_reported_is_one_line_and_exit_2(arguments, reason, capsy
 
 def test_a_file_with_several_kernels_or_architectures_asks_for_one(capsys):
     library = str(installed_library())
-    assert tool(library) == 2
-    assert "sm_80, sm_86, sm_89, sm_90: choose one with --arch" in capsys.readouterr().err
-    assert tool(library, "--arch", "sm_90", "--kernel", "v16_bf16") == 2
-    assert "choose one of" in capsys.readouterr().err
+    if len(ARCHITECTURES) > 1:
+        assert tool(library) == 2
+        several = ", ".join(sorted(ARCHITECTURES))
+        assert f"{several}: choose one with --arch" in capsys.readouterr().err
+    assert tool(library, "--arch", DEFAULT, "--kernel", "v16_bf16") == 2
+    assert "such kernels: name one of v16_bf16" in capsys.readouterr().err
+
+
+def test_without_the_usual_architecture_the_latest_is_taken_and_that_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("flash_helpers.measure.machine_code.ARCHITECTURE", "sm_10")
+    assert tool("16") == 0
+    printed = capsys.readouterr()
+    assert f"{ARCHITECTURES[-1]}, ptxas" in printed.out
+    assert printed.err == f"the library holds nothing for sm_10: this is {ARCHITECTURES[-1]}\n"

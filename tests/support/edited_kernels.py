@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from sass_text import DEFAULT, PROGRESSION, of_version
+
+from flash_helpers.kernel_configs import Config, DType
+from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import block_phases
-from flash_helpers.sass.read.reader import library_kernels
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
 
 OPERAND_BIT = 1 << 20  # in the field of the first register
@@ -18,28 +20,18 @@ STALL_BIT = 1 << 105
 
 
 @cache
-def _progression(architecture: str, dtype: str) -> dict[int, Kernel]:
-    configs = [c for c in get_kernel_progression_configs() if c.dtype is DType.from_name(dtype)]
-    found = library_kernels(architecture, configs)
-    return {config.version: kernel for config, kernel in found.items()}
+def _of_default(dtype: DType) -> dict[Config, Kernel]:
+    return library_kernels(DEFAULT, [config for config in PROGRESSION if config.dtype is dtype])
 
 
 @cache
-def _single(version: int, dtype: str, architecture: str) -> Kernel:
-    (config,) = (
-        config
-        for config in get_kernel_progression_configs()
-        if (config.version, config.dtype) == (version, DType.from_name(dtype))
-    )
-    return library_kernels(architecture, [config])[config]
-
-
-def library_kernel(version: int, dtype: str = "bf16", architecture: str = "sm_90") -> Kernel:
-    """The kernel of a version at the config of the progression. Those in bf16 for sm_90 are read
+def library_kernel(version: int, dtype: DType = DType.BF16, architecture: str = DEFAULT) -> Kernel:
+    """The kernel of a version at the config of the progression. Those in bf16 for DEFAULT are read
     together, since most tests want several."""
-    if (dtype, architecture) == ("bf16", "sm_90"):
-        return _progression(architecture, dtype)[version]
-    return _single(version, dtype, architecture)
+    config = of_version(version, dtype)
+    if (dtype, architecture) == (DType.BF16, DEFAULT):
+        return _of_default(dtype)[config]
+    return library_kernels(architecture, [config])[config]
 
 
 def block_of_phase(kernel: Kernel, phase: Phase) -> Block:

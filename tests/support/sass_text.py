@@ -6,14 +6,17 @@ import functools
 import re
 from collections.abc import Sequence
 
+import pytest
+
 from flash_helpers.kernel_configs import (
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
+from flash_helpers.measure.machine_code import default_architecture, library_kernels
+from flash_helpers.runtime import library
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import control_flow
-from flash_helpers.sass.read.reader import library_kernels
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Compiler,
@@ -26,7 +29,9 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
+# What the installed library holds machine code for, and one of these.
+ARCHITECTURES = tuple(name for name in library.architectures() if name.startswith("sm_"))
+DEFAULT = default_architecture()
 PROGRESSION = get_kernel_progression_configs()
 
 _LINE = re.compile(
@@ -34,6 +39,12 @@ _LINE = re.compile(
     r"(?:;(?P<notes>.*))?"
 )
 _JUMPS = ("BRA", "JMP", "CALL", "BSSY")
+
+
+def needs(*architectures: str) -> pytest.MarkDecorator:
+    """Skips a test where the library is not built for all of these."""
+    missing = ", ".join(name for name in architectures if name not in ARCHITECTURES)
+    return pytest.mark.skipif(bool(missing), reason=f"the library is not built for {missing}")
 
 
 def _parse(text: str) -> tuple[list[Operation], list[dict[str, str]]]:
@@ -104,7 +115,7 @@ def kernel(text: str, architecture: str = "sm_90", registers: int = 32) -> Kerne
                 block,
                 loop_of.get(block),
                 opcodes.pipe(o.opcode, capability),
-                opcodes.cost(o.opcode, o.operands, capability),
+                opcodes.cost(o.opcode, capability),
             )
             for o, note, block in zip(listed, notes, block_of, strict=True)
         ),
@@ -120,6 +131,17 @@ def _control(note: dict[str, str]) -> Control:
 
     waits = sum(1 << int(digit) for digit in note.get("wait", ""))
     return Control(int(note.get("stall", 1)), False, number("write"), number("read"), waits, 0)
+
+
+def guard_text(encoding: int, uniform: bool = False) -> str:
+    """The guard of an instruction word as a disassembler prints it: "" where it always executes.
+
+    uniform: instructions of the uniform datapath are guarded by UP0 to UP6.
+    """
+    number, negated = encoding >> 12 & 7, encoding >> 15 & 1
+    if number == 7 and not negated:
+        return ""
+    return f"@{'!' * negated}{'U' * uniform}P{'T' if number == 7 else number}"
 
 
 @functools.lru_cache

@@ -19,7 +19,8 @@ from flash_helpers.measure.baseline import (
     load_baseline,
     read_library,
 )
-from flash_helpers.sass.read.reader import installed_library, progress_bar
+from flash_helpers.measure.machine_code import installed_library
+from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,6 @@ if __name__ == "__main__":
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,16 @@ from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.files import write_if_different
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config
+from flash_helpers.measure.machine_code import (
+    ARCHITECTURE,
+    SEQ_LEN,
+    config_matrix,
+    config_page,
+    default_architecture,
+    library_configs,
+    library_kernels,
+    source_diff,
+)
 from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
@@ -27,10 +36,9 @@ from flash_helpers.registry.selection import (
     parse_dtypes,
 )
 from flash_helpers.sass.analyse.diff import diff_kernels
-from flash_helpers.sass.analyse.matrix import Matrix, build_matrix, library_configs
-from flash_helpers.sass.read.reader import installed_library, library_kernels, progress_bar
+from flash_helpers.sass.analyse.matrix import Matrix
+from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
-from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.diff_text import diff_as_json, diff_text
 from flash_helpers.sass.show.matrix_tables import (
     matrix_csv,
@@ -38,10 +46,9 @@ from flash_helpers.sass.show.matrix_tables import (
     matrix_markdown,
     matrix_text,
 )
-from flash_helpers.sass.show.source_diff import source_diff
+from flash_helpers.tables import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_ARCHITECTURE = "sm_90"
 RESULTS = ROOT / "benchmarks/results/h100.json"
 
 DESCRIPTION = """\
@@ -83,7 +90,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         choices=[f"sm_{capability}" for capability in LIMITS],
         help="several may be given: each kernel on one, then on the next (default: "
-        f"{DEFAULT_ARCHITECTURE}, that of the committed measurements)",
+        f"{ARCHITECTURE}, that of the committed measurements, or else the latest that is built)",
     )
     parser.add_argument(
         "--dtype",
@@ -99,7 +106,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "a short form, for the nearest to it (default: that of the progression)",
     )
     parser.add_argument(
-        "--seq", type=int, default=4096, help="length of the launch whose time is told (4096)"
+        "--seq",
+        type=int,
+        default=SEQ_LEN,
+        help=f"length of the launch whose time is told ({SEQ_LEN})",
     )
     parser.add_argument(
         "--results",
@@ -146,8 +156,7 @@ def read_results(path: Path | None) -> BenchmarkResults | None:
 
 def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     """Title, text and JSON of each diff asked for, of each kernel with the one before it."""
-    rows = list(zip(matrix.names, matrix.rows, strict=True))
-    for (name_a, a), (name_b, b) in itertools.pairwise(rows):
+    for (name_a, a), (name_b, b) in itertools.pairwise(matrix.named):
         if arguments.source:
             text = source_diff(a.config.step, b.config.step, ROOT, arguments.fold_namespace)
             yield f"Source, {name_a} to {name_b}", text or "the same file\n", text
@@ -163,8 +172,8 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
         return matrix_csv(matrix)
     found = list(diffs(matrix, arguments))
     if arguments.json:
-        document = {**matrix_json(matrix), "diffs": {title: data for title, _, data in found}}
-        return json.dumps(document, indent=2) + "\n"
+        diffs_by_title = {title: data for title, _, data in found}
+        return json_text({"seq_len": arguments.seq, **matrix_json(matrix), "diffs": diffs_by_title})
     if arguments.markdown:
         parts = [matrix_markdown(matrix)]
         parts += [f"**{title}**\n\n```diff\n{text.rstrip()}\n```" for title, text, _ in found]
@@ -177,7 +186,7 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
 def read_kernels(arguments: argparse.Namespace) -> list[tuple[Config, Kernel]]:
     """The kernels asked for, in their order, each on all architectures asked for."""
     wanted = parse_config_option(arguments.config) if arguments.config else None
-    architectures = list(dict.fromkeys(arguments.arch or [DEFAULT_ARCHITECTURE]))
+    architectures = list(dict.fromkeys(arguments.arch or [default_architecture()]))
     found = []
     for architecture in architectures:
         built = library_configs(architecture)
@@ -195,11 +204,10 @@ def read_kernels(arguments: argparse.Namespace) -> list[tuple[Config, Kernel]]:
 def compare(arguments: argparse.Namespace) -> str:
     """Write the page if one is asked for; what goes to stdout. Raises ValueError and OSError."""
     results = read_results(arguments.results)
-    matrix = build_matrix(read_kernels(arguments), results, arguments.seq)
+    matrix = config_matrix(read_kernels(arguments), results, arguments.seq)
     text = report(matrix, arguments)
     if arguments.html:
-        page = comparison_page(matrix, ROOT, installed_library().parent / "ptx")
-        write_if_different(arguments.html, page)
+        write_if_different(arguments.html, config_page(matrix, ROOT))
     return text
 
 

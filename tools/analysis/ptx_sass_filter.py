@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.measure.machine_code import kernel_names
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
+from flash_helpers.sass.read.reader import load_kernel
 from flash_helpers.sass.read.records import SassError
-from flash_helpers.sass.show.ptx_links_text import LinkFormat, fan_out_text, one_kernel, slice_text
+from flash_helpers.sass.show.ptx_links_text import LinkFormat, fan_out_text, slice_text
 
 DESCRIPTION = """\
 Show a PTX instruction, the PTX that it depends on, and the SASS that each became; or, with
@@ -64,7 +66,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--kernel",
         action="append",
         default=[],
-        help="if it holds several kernels: a symbol or a part of one, or a config's short form",
+        help="if it holds several kernels: a symbol, a name in it, such as a config's short form, "
+        "or a part of it",
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.fan_out == (arguments.line is not None):
@@ -78,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def links(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    kernel = one_kernel(arguments.file, arguments.arch, arguments.kernel)
+    kernel = load_kernel(arguments.file, arguments.arch, kernel_names(arguments.kernel))
     ptx = read_kernel_ptx(kernel)
     shape = LinkFormat(ptx=not arguments.sass, sass=not arguments.ptx, numbers=arguments.n)
     if arguments.fan_out:

@@ -7,35 +7,41 @@ if __name__ == "__main__":
     import flash_helpers.quiet_start  # noqa: F401
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.kernel_configs import Config, DType, find_config
-from flash_helpers.measure.results import BenchmarkResults, load_results
-from flash_helpers.registry.selection import UsageError, choose_kernels
-from flash_helpers.sass.analyse.bound import Launch
-from flash_helpers.sass.analyse.matrix import library_configs
-from flash_helpers.sass.analyse.report import SEQ_LEN, LaunchShape, build_report
-from flash_helpers.sass.read.reader import (
+from flash_helpers.kernel_configs import AttentionForward, DType, find_config
+from flash_helpers.measure.machine_code import (
+    ARCHITECTURE,
+    SEQ_LEN,
+    ConfigFacts,
+    config_facts,
+    default_architecture,
+    kernel_names,
+    library_configs,
     library_kernels,
-    list_kernels,
-    load_kernels,
-    progress_bar,
+    predict_config,
+    with_own_paths,
 )
-from flash_helpers.sass.read.records import Kernel
+from flash_helpers.measure.results import load_results
+from flash_helpers.registry.selection import UsageError, choose_kernels, require_supported
+from flash_helpers.sass.analyse.bound import Chip, Launch
+from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.sass.analyse.report import report_on
+from flash_helpers.sass.read.reader import load_kernel, progress_bar
 from flash_helpers.sass.show.report_text import (
     SourceText,
     report_json,
     report_markdown,
     report_text,
 )
+from flash_helpers.tables import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
-ARCHITECTURE = "sm_90"
 
 DESCRIPTION = """\
 Report on the SASS of one kernel, from the installed library or from any cubin, fatbin, object file
@@ -72,23 +78,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "kernel_or_file",
-        metavar="VERSION|FILE",
-        help="a version (7 or v7: its config in the progression), the short form of a config, or a "
+        metavar="STEP|FILE",
+        help="a step (7 or v7: its config in the progression), the short form of a config, or a "
         "file that holds machine code",
     )
     parser.add_argument(
-        "--kernel", metavar="NAME", help="of a FILE: the kernel whose symbol is or contains NAME"
+        "--kernel",
+        metavar="NAME",
+        help="of a FILE: a kernel's symbol, a name in it, such as a namespace, or a part of it",
     )
     parser.add_argument(
         "--arch",
         metavar="SM",
-        help=f"such as sm_89 (default: {ARCHITECTURE}, or the only one of a FILE)",
+        help=f"such as sm_89 (default: {ARCHITECTURE}, or else the latest that is built; the only "
+        "one of a FILE)",
     )
     parser.add_argument(
         "--dtype",
         choices=[dtype.short for dtype in DType],
         default="bf16",
-        help="of versions; a short form has its own (default: bf16)",
+        help="of steps; a short form has its own (default: bf16)",
     )
     parser.add_argument(
         "--loop", type=int, metavar="N", help="the loop to look into (default: the main loop)"
@@ -132,89 +141,67 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def problem(arguments: argparse.Namespace) -> Launch | None:
-    """The launch to predict, if one is asked for."""
-    if arguments.sms is None:
-        return None
-    return Launch(arguments.batch, arguments.heads, arguments.seq, arguments.sms, arguments.mhz)
-
-
-def from_library(arguments: argparse.Namespace) -> tuple[Kernel, Config]:
-    """The kernel of the installed library that is named. Raises UsageError or SassError."""
-    architecture = arguments.arch or ARCHITECTURE
+def read_kernel(arguments: argparse.Namespace) -> KernelFacts:
+    """The kernel that is named, of a file or of the installed library. Raises UsageError, SassError
+    and ValueError."""
+    path = Path(arguments.kernel_or_file)
+    results = load_results(arguments.results) if arguments.results.is_file() else None
+    if path.is_file():
+        names = kernel_names([arguments.kernel] if arguments.kernel else [])
+        with progress_bar("disassembling") as progress:
+            kernel = with_own_paths(load_kernel(path, arguments.arch, names, progress=progress))
+        config = find_config(kernel.symbol)
+        if config is None:
+            return KernelFacts(kernel=kernel, name=kernel.symbol)
+        return config_facts(config, kernel, results)
+    if path.name != arguments.kernel_or_file or path.suffix[1:].isalpha():
+        raise UsageError(f"{path} is not a file that is there")
+    architecture = arguments.arch or default_architecture()
     dtype = DType.from_name(arguments.dtype)
     configs = choose_kernels(library_configs(architecture), [arguments.kernel_or_file], dtype)
     if len(configs) != 1:
         raise UsageError(
-            f"{arguments.kernel_or_file!r} names {len(configs)} kernels: name one version or one "
+            f"{arguments.kernel_or_file!r} names {len(configs)} kernels: name one step or one "
             "short form"
         )
-    found = library_kernels(architecture, configs)
-    return found[configs[0]], configs[0]
+    (kernel,) = library_kernels(architecture, configs).values()
+    return config_facts(configs[0], kernel, results)
 
 
-def from_file(arguments: argparse.Namespace) -> tuple[Kernel, Config | None]:
-    """The kernel of a file that is named. Raises UsageError or SassError."""
-    path = Path(arguments.kernel_or_file)
-    there = list_kernels(path)
-    architectures = sorted({architecture for architecture, _ in there})
-    architecture = arguments.arch or (architectures[0] if len(architectures) == 1 else None)
-    if architecture is None:
-        raise UsageError(f"{path} holds {', '.join(architectures)}: choose one with --arch")
-    symbols = sorted({symbol for found, symbol in there if found == architecture})
-    wanted = arguments.kernel or ""
-    named = [symbol for symbol in symbols if symbol == wanted] or [
-        symbol for symbol in symbols if wanted in symbol
-    ]
-    # an architecture that is not there is told by load_kernels
-    if symbols and len(named) != 1:
-        which = f" whose symbol contains {wanted!r}" if wanted else ""
+def with_prediction(facts: KernelFacts, arguments: argparse.Namespace) -> KernelFacts:
+    """The facts with the launch that is asked for in place of the one that was measured. Raises
+    UsageError and ValueError."""
+    if not isinstance(facts, ConfigFacts):
         raise UsageError(
-            f"{path} holds {len(named)} kernels for {architecture}{which}: choose one of "
-            f"{', '.join(named or symbols)} with --kernel"
+            "--sms and --mhz: how often loops are run is known only for kernels of this library"
         )
-    with progress_bar("disassembling") as progress:
-        (kernel,) = load_kernels(path, architecture, lambda s: s in named, progress=progress)
-    return kernel, find_config(kernel.symbol)
-
-
-def measurements(arguments: argparse.Namespace, kernel: Kernel) -> BenchmarkResults | None:
-    """The results if they are there and of the kernel's architecture. Raises ValueError."""
-    if not arguments.results.is_file():
-        return None
-    results = load_results(arguments.results)
-    capability = results.provenance.compute_capability.replace(".", "")
-    return results if capability == str(kernel.capability) else None
+    dtype, d_head = facts.config.dtype, facts.config.d_head
+    problem = AttentionForward(arguments.batch, arguments.heads, arguments.seq, d_head, dtype)
+    require_supported([facts.config], problem)
+    chip = Chip(arguments.sms, arguments.mhz)
+    prediction = predict_config(facts.kernel, facts.config, problem, chip)
+    return replace(facts, prediction=prediction, measurement=None)
 
 
 def report(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises ValueError and OSError."""
-    path = Path(arguments.kernel_or_file)
-    if path.is_file():
-        kernel, config = from_file(arguments)
-    elif path.name != arguments.kernel_or_file or path.suffix[1:].isalpha():
-        raise UsageError(f"{path} is not a file that is there")
-    else:
-        kernel, config = from_library(arguments)
-    if arguments.sms is not None and config is None:
-        raise UsageError(
-            "--sms and --mhz: how often loops are run is known only for kernels of this library"
-        )
-    launch = None
+    facts = read_kernel(arguments)
+    if arguments.sms is not None:
+        facts = with_prediction(facts, arguments)
     if arguments.threads is not None:
-        launch = LaunchShape(arguments.threads, arguments.smem)
-    results = measurements(arguments, kernel)
-    found = build_report(kernel, config, arguments.loop, launch, results, problem(arguments))
+        facts = replace(facts, launch=Launch(arguments.threads, arguments.smem))
+    found = report_on(facts, arguments.loop)
     source = SourceText(ROOT) if arguments.source else None
     if arguments.json:
-        return json.dumps(report_json(found), indent=2)
-    return report_markdown(found, source) if arguments.markdown else report_text(found, source)
+        return json_text(report_json(found))
+    make = report_markdown if arguments.markdown else report_text
+    return make(found, source) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Report; returns the exit status."""
     arguments = parse_arguments(argv)
-    return run_tool(lambda: print_text(report(arguments) + "\n"), ValueError, OSError)
+    return run_tool(lambda: print_text(report(arguments)), ValueError, OSError)
 
 
 if __name__ == "__main__":

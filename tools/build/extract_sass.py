@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
 from flash_helpers.sass.read.reader import list_kernels, load_kernels, progress_bar
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import (
     file_names,
     graph_text,
-    kernel_filter,
     kernel_list_text,
     listing_text,
     write_files,
@@ -40,7 +40,7 @@ EXAMPLES = """\
 examples:
   what is in the installed library:
     python tools/build/extract_sass.py flash_attention/libflash_attention.so --list --arch sm_90
-  version 16, a file for each of its kernels:
+  step 16, a file for each of its kernels:
     python tools/build/extract_sass.py flash_attention/libflash_attention.so --arch sm_90 \\
         --kernel v16 -o sass
   two cubins compared with nothing but diff:
@@ -63,8 +63,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--kernel",
         action="append",
         default=[],
-        help="a symbol or a part of one, a pattern with * or ?, or a version of this library's "
-        "kernels (v7 or 7); several may be given (default: all)",
+        help="a symbol, a name in it, such as a namespace, or a part of it; a pattern with * or ?; "
+        "a step of this library (7 or v7..v9); several may be given (default: all)",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="only name architectures and kernels")
@@ -89,16 +89,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def extract(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    chosen = kernel_filter(arguments.kernel)
+    chosen = arguments.file, arguments.arch, kernel_names(arguments.kernel)
     if arguments.list:
-        return kernel_list_text(list_kernels(arguments.file, arguments.arch, chosen))
+        return kernel_list_text(list_kernels(*chosen), readable_name)
     with progress_bar("disassemble") as progress:
-        kernels = load_kernels(arguments.file, arguments.arch, chosen, progress=progress)
+        kernels = [with_own_paths(kernel) for kernel in load_kernels(*chosen, progress=progress)]
     make, suffix = (graph_text, ".dot") if arguments.cfg else (listing_text, ".sass")
     texts = [make(kernel, offsets=not arguments.no_offsets) for kernel in kernels]
     if arguments.output is None:
         return "\n".join(texts)
-    names = file_names([(kernel.symbol, kernel.architecture) for kernel in kernels], suffix)
+    found = [(kernel.architecture, kernel.symbol) for kernel in kernels]
+    names = file_names(found, suffix, readable_name)
     return write_files(arguments.output, dict(zip(names, texts, strict=True)))
 
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.measure.machine_code import kernel_names, readable_name
 from flash_helpers.sass.read.records import SassError
-from flash_helpers.sass.show.extract import file_names, kernel_filter, ptx_texts, write_files
+from flash_helpers.sass.show.extract import file_names, ptx_texts, write_files
 
 DESCRIPTION = """\
 Print the PTX in a cubin, fatbin, object file, library or program: that which was compiled to its
@@ -24,7 +25,7 @@ extract_sass.py shows.
 
 EXAMPLES = """\
 examples:
-  the PTX of version 16, a file for each of its kernels:
+  the PTX of step 16, a file for each of its kernels:
     python tools/build/get_embedded_ptx_from_cubin.py flash_attention/libflash_attention.so \\
         --arch sm_90 --kernel v16 -o ptx
   of a cubin:
@@ -43,8 +44,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--kernel",
         action="append",
         default=[],
-        help="modules with this kernel: a symbol or a part of one, a pattern with * or ?, or a "
-        "version of this library's kernels (v7 or 7); several may be given (default: all)",
+        help="modules with this kernel: a symbol, a name in it, such as a namespace, or a part of "
+        "it; a pattern with * or ?; a step of this library (7 or v7..v9); several may be given "
+        "(default: all)",
     )
     parser.add_argument(
         "-o",
@@ -58,11 +60,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def extract(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    modules = ptx_texts(arguments.file, arguments.arch, kernel_filter(arguments.kernel))
+    modules = ptx_texts(arguments.file, arguments.arch, kernel_names(arguments.kernel))
     texts = [module.text for module in modules]
     if arguments.output is None:
         return "".join(texts)
-    names = file_names([(module.name, module.architecture) for module in modules], ".ptx")
+    found = [(module.architecture, module.name) for module in modules]
+    names = file_names(found, ".ptx", readable_name)
     return write_files(arguments.output, dict(zip(names, texts, strict=True)))
 
 

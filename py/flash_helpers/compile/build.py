@@ -85,8 +85,8 @@ def architecture_names(targets: Sequence[str]) -> str:
 def gencode_flags(targets: Sequence[str]) -> list[str]:
     """nvcc's flags for machine code for each target, and PTX for the first.
 
-    Targets of one major version are assembled from the PTX of the first of them: to make PTX is most
-    of the work, and that for the others differs in the name of the target only.
+    Targets of one major version are assembled from the PTX of the first of them: to make PTX is
+    most of the work, and that for the others differs in the name of the target only.
     """
     sharing: dict[str, list[str]] = {}
     for target in targets:

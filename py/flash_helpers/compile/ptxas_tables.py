@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tabulate import tabulate
-
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.kernel_configs import Config, find_config
+from flash_helpers.tables import Table, csv_text, json_text
 
 STDIN = "-"
 
@@ -120,21 +116,16 @@ def _order(entry: LogEntry) -> tuple[Any, ...]:
 
 def entries_as_text(entries: Sequence[LogEntry]) -> str:
     """A table: a row for each kernel and architecture; bytes, "" where ptxas did not tell."""
-    rows = [[entry.row()[key] for key in _COLUMNS] for entry in entries]
-    return tabulate(rows, headers=list(_COLUMNS.values()), missingval="", disable_numparse=[0, 1])
+    rows = [["" if cell is None else str(cell) for cell in e.row().values()] for e in entries]
+    return Table(list(_COLUMNS.values()), rows, "ll").text()
 
 
 def entries_as_csv(entries: Sequence[LogEntry]) -> str:
     """A row for each kernel and architecture, with its symbol and its log."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_COLUMNS, "symbol", "log"])
-    for entry in entries:
-        writer.writerow([*entry.row().values(), entry.report.symbol, entry.log])
-    return text.getvalue()
+    rows = ([*entry.row().values(), entry.report.symbol, entry.log] for entry in entries)
+    return csv_text([*_COLUMNS, "symbol", "log"], rows)
 
 
 def entries_as_json(entries: Sequence[LogEntry]) -> str:
     """The reports, with constant memory by bank."""
-    reports = [{"kernel": e.kernel, "log": e.log, **asdict(e.report)} for e in entries]
-    return json.dumps(reports, indent=2) + "\n"
+    return json_text([{"kernel": e.kernel, "log": e.log, **asdict(e.report)} for e in entries])

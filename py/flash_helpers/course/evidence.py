@@ -13,13 +13,12 @@ from flash_helpers.course.published import Published, load_published
 from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
-from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
+from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
 from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import library
-from flash_helpers.sass.analyse.matrix import KernelFacts, kernel_facts
-from flash_helpers.sass.read.reader import library_kernels, progress_bar
+from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
 
 RESULTS = Path("benchmarks/results/h100.json")
@@ -39,7 +38,7 @@ class Evidence:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._facts: dict[tuple[Config, str], KernelFacts] = {}
+        self._facts: dict[tuple[Config, str], ConfigFacts] = {}
         self._kernels: dict[tuple[Config, str], Kernel] = {}
         self._counts: dict[Config, KernelCounts] = {}
         self._diffs: dict[str, CodeDiff] = {}
@@ -63,14 +62,14 @@ class Evidence:
                 f"{', '.join(library.architectures())}"
             )
 
-    def facts(self, config: Config, architecture: str) -> KernelFacts:
+    def facts(self, config: Config, architecture: str) -> ConfigFacts:
         """The machine code of a kernel of the library, counted.
 
         architecture: such as "sm_90", which stands for sm_90a where a family is built for that.
         """
         key = (config, target_of(config.family, architecture))
         if key not in self._facts:
-            self._facts[key] = kernel_facts(config, self._kernel(*key), self.results, TABLE_SEQ_LEN)
+            self._facts[key] = config_facts(config, self._kernel(*key), self.results)
         return self._facts[key]
 
     def _kernel(self, config: Config, target: str) -> Kernel:

@@ -108,10 +108,10 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
             ["measured ms", *(number(m.median_ms, 3) for m in measured)],
             ["least of measured", *(percent(facts.of_bound) for facts in found)],
         ]
-        launch = predictions[-1].launch
+        problem, chip = predictions[-1].launch.problem, predictions[-1].chip
         text += (
-            f" The launch: batch {launch.batch}, {launch.n_heads} heads, length {launch.seq_len}, "
-            f"on {launch.sms} SMs at {launch.mhz:.0f} MHz."
+            f" The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
+            f"{problem['seq_len']}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
         )
     headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
     return f"{Table(headers, rows).markdown()}\n\n{text}"

@@ -11,13 +11,13 @@ from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, DTYPE, with_par
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import file_stem
 from flash_helpers.kernel_configs import STEPS
+from flash_helpers.measure.machine_code import SEQ_LEN
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
 from flash_helpers.sass.show.comparison_page import page_facts
-from flash_helpers.sass.show.page import PageKernel, page_html
-from flash_helpers.sass.show.source_diff import read_sources
+from flash_helpers.sass.show.page import PageKernel, page_html, read_sources
 from flash_helpers.tables import Table
 
 VIEWS = PurePosixPath("views")  # folder of the site
@@ -66,7 +66,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
                 kernel=facts.kernel,
                 name=name,
                 title=f"Step {config.step.id}: {config.step.idea}",
-                facts=page_facts(facts),
+                facts=page_facts(facts, f"length {SEQ_LEN}"),
                 ptx_sources=ptx_sources(facts.kernel, ptx_path(config).read_text(encoding="utf-8")),
             )
             for config, name, facts in zip(configs, names_of(configs), found, strict=True)

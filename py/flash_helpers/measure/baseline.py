@@ -11,16 +11,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from flash_helpers.files import write_if_different
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.measure.results import read_record
-from flash_helpers.sass.analyse.occupancy import config_occupancy
+from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
+from flash_helpers.tables import Table
 
 FORMAT = 1
 
@@ -187,8 +186,10 @@ def natural(name: str) -> list[str | int]:
 def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
     """What a kernel takes, launched as its config says."""
     loop = count_phases(kernel).main_loop
-    known = kernel.capability in LIMITS
     resources = kernel.resources
+    held = None
+    if kernel.capability in LIMITS:
+        held = kernel_occupancy(kernel, config.n_threads, config.smem_bytes)
     return KernelFigures(
         kernel=config.short_form(),
         architecture=kernel.architecture,
@@ -197,7 +198,7 @@ def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
         spill_store_bytes=resources.spill_store_bytes,
         spill_load_bytes=resources.spill_load_bytes,
         smem_bytes=resources.static_smem_bytes + config.smem_bytes,
-        blocks_per_sm=config_occupancy(kernel, config).blocks if known else None,
+        blocks_per_sm=held.blocks if held else None,
         loop_instructions=loop.work if loop else 0,
         loop_hmma=loop.tensor if loop else 0,
     )
@@ -225,9 +226,7 @@ def read_library(
     compilers = set()
     found = []
     for architecture in architectures or there:
-        for kernel in reader.load_kernels(
-            path, architecture, configs.__contains__, progress=progress
-        ):
+        for kernel in reader.load_kernels(path, architecture, configs, progress=progress):
             compilers.add(replace(kernel.compiler, options=""))
             found.append(figures_of(kernel, configs[kernel.symbol]))
     if len(compilers) != 1:
@@ -346,12 +345,8 @@ def _table(differences: Iterable[Difference]) -> str:
         [d.kernel, d.architecture, d.quantity, _shown(d.before), _shown(d.after), _delta(d)]
         for d in differences
     ]
-    return tabulate(
-        rows,
-        headers=["kernel", "arch", "quantity", "baseline", "now", "change"],
-        disable_numparse=True,
-        colalign=("left", "left", "left", "right", "right", "right"),
-    )
+    header = ["kernel", "arch", "quantity", "baseline", "now", "change"]
+    return Table(header, rows, "lll").text()
 
 
 def _shown(value: Any) -> str:

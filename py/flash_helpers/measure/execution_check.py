@@ -18,9 +18,10 @@ from flash_helpers.measure.counter_check import (
     count_launches,
     with_hardware,
 )
+from flash_helpers.measure.machine_code import trips
 from flash_helpers.measure.nsight import EXECUTED_METRICS, NsightCompute, operation_metrics
-from flash_helpers.sass.analyse.counts import Bucket, Counts, buckets, weigh
-from flash_helpers.sass.analyse.phases import block_executions, trip_counts
+from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_buckets
+from flash_helpers.sass.analyse.phases import block_executions
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.tables import Table
@@ -134,12 +135,9 @@ def _kernel_row(record: ExecutionRecord) -> list[str]:
 def predicted_counts(kernel: Kernel, times: Sequence[int]) -> dict[str, int]:
     """What is compared, by name, for one warp: all work and filler, each class of opcodes, and each
     pipe, to which filler does not count. times: executions of each block."""
-    kinds = buckets(kernel.instructions)
-    counts: Counts = weigh(
-        (i, kind, times[i.block]) for i, kind in zip(kernel.instructions, kinds, strict=True)
-    )
+    counts = count_executed(kernel, times)
     pipes: Counter[str] = Counter()
-    for instruction, kind in zip(kernel.instructions, kinds, strict=True):
+    for instruction, kind in with_buckets(kernel):
         if kind in (Bucket.EXECUTED, Bucket.PREDICATED):
             pipes[instruction.pipe] += times[instruction.block]
     # from 8.6 on the heavy half is a part of the FMA pipe
@@ -157,7 +155,7 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> E
 
     Raises NotDeterminedError where the text does not tell.
     """
-    times = block_executions(kernel, trip_counts(kernel, config, shape.seq_len))
+    times = block_executions(kernel, trips(kernel, config, shape.seq_len))
     launches = config.launch(shape, shape.strides())
     warps = sum(launch.n_blocks * launch.n_warps for launch in launches)
     by_base: Counter[str] = Counter()

@@ -22,7 +22,7 @@ WAVEFRONT_BYTES = 128
 
 
 def _cost(opcode: str) -> float:
-    cycles = opcodes.cost(opcode, "", CAPABILITY)
+    cycles = opcodes.cost(opcode, CAPABILITY)
     if cycles is None:
         raise ValueError(f"{opcode}: what it costs on sm_{CAPABILITY} is not known")
     return cycles

@@ -20,15 +20,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
-from flash_helpers.gpu import SM_COUNTS
-from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.measure.results import BenchmarkResults, Measurement
-from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
-from flash_helpers.sass.analyse.occupancy import config_occupancy
-from flash_helpers.sass.analyse.phases import block_executions, trip_counts
+from flash_helpers.gpu import WARP
+from flash_helpers.sass.analyse.counts import WORK, Bucket, with_buckets
+from flash_helpers.sass.analyse.occupancy import kernel_occupancy
+from flash_helpers.sass.analyse.phases import block_executions
 from flash_helpers.sass.analyse.stalls import stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
@@ -96,7 +93,7 @@ class Bound:
         found = {name: warps * cycles for name, cycles in self.pipes.items()}
         found[ISSUE] = warps * self.issue
         found[LATENCY] = float(self.latency)
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return _highest_first(found)
 
     def binding(self, warps: int) -> tuple[str, float]:
         """Name and cycles of the highest lower bound."""
@@ -104,14 +101,34 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A problem, and the GPU that it runs on. sms: multiprocessors. mhz: their clock."""
+class Chip:
+    """The GPU that a launch runs on. sms: multiprocessors. mhz: their clock."""
 
-    batch: int
-    n_heads: int
-    seq_len: int
     sms: int
     mhz: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched.
+
+    threads, dynamic_smem_bytes: of a block. blocks: of the grid. operations: floating-point
+    operations that it takes; None if that is not known. problem: its sizes by name, for readers.
+    """
+
+    threads: int
+    dynamic_smem_bytes: int = 0
+    blocks: int = 1
+    operations: int | None = None
+    problem: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A launch that was timed: its median time, and 10^12 floating-point operations a second."""
+
+    median_ms: float
+    tflops: float
 
 
 @dataclass(frozen=True)
@@ -121,8 +138,8 @@ class Prediction:
     milliseconds: by pipe, "issue" and "latency", the highest first. resident: warps of an SM.
     """
 
-    config: Config
     launch: Launch
+    chip: Chip
     resident: int
     milliseconds: Mapping[str, float]
 
@@ -137,12 +154,10 @@ class Prediction:
         return next(iter(self.milliseconds.values()))
 
     @property
-    def most_tflops(self) -> float:
+    def most_tflops(self) -> float | None:
         """10^12 floating-point operations a second at most."""
-        problem = AttentionForward(
-            self.launch.batch, self.launch.n_heads, self.launch.seq_len, self.config.d_head
-        )
-        return problem.operations / (self.least_ms * 1e-3) / 1e12
+        operations = self.launch.operations
+        return None if operations is None else operations / (self.least_ms * 1e-3) / 1e12
 
 
 def loop_bound(kernel: Kernel, loop: Loop) -> Bound:
@@ -158,58 +173,38 @@ def kernel_bound(kernel: Kernel, trips: Mapping[int, int]) -> Bound:
     return _bound(kernel, block_executions(kernel, trips), straight=True)
 
 
-def predict(kernel: Kernel, config: Config, launch: Launch) -> Prediction:
+def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip) -> Prediction:
     """The least time of a launch: that of an SM that gets as many blocks as the busiest one does.
+
+    trips: of the loops, as `phases.block_executions` takes them.
 
     Raises NotDeterminedError where the text does not tell what is executed, and SassError for a
     kernel that does not fit on an SM.
     """
-    found = kernel_bound(kernel, trip_counts(kernel, config, launch.seq_len))
-    held = config_occupancy(kernel, config)
+    found = kernel_bound(kernel, trips)
+    held = kernel_occupancy(kernel, launch.threads, launch.dynamic_smem_bytes)
     if not held.blocks:
         raise SassError(
-            f"{config.short_form()} does not fit on an SM of {kernel.architecture}: its "
+            f"{kernel.symbol} does not fit on an SM of {kernel.architecture}: its "
             f"{' and '.join(held.limiters)} leave room for no block"
         )
-    blocks = launch.batch * launch.n_heads * -(-launch.seq_len // config.B_r)
-    each = -(-blocks // launch.sms)
-    cycles = found.cycles(each * config.n_warps)
+    warps = -(-launch.threads // WARP)
+    each = -(-launch.blocks // chip.sms)
+    cycles = found.cycles(each * warps)
     cycles[LATENCY] = found.latency * -(-each // held.blocks)
-    per_ms = launch.mhz * 1e3
-    ordered = sorted(cycles.items(), key=lambda item: -item[1])
+    per_ms = chip.mhz * 1e3
     return Prediction(
-        config=config,
-        launch=launch,
-        resident=min(held.blocks, each) * config.n_warps,
-        milliseconds=MappingProxyType({name: value / per_ms for name, value in ordered}),
+        launch,
+        chip,
+        min(held.blocks, each) * warps,
+        {name: value / per_ms for name, value in _highest_first(cycles).items()},
     )
-
-
-def measured_launch(
-    results: BenchmarkResults, config: Config, seq_len: int
-) -> tuple[Launch, Measurement] | None:
-    """The launch that was timed and its time, at the median clock while it was; None if there is no
-    such measurement, no clock was read, or the GPU's number of SMs is not known."""
-    found = results.find(config.short_form(), config.dtype.short, seq_len)
-    sms = SM_COUNTS.get(results.provenance.gpu)
-    mhz = next(
-        (
-            c.sm_mhz[1]
-            for c in results.clocks
-            if (c.dtype, c.seq_len) == (config.dtype.short, seq_len)
-        ),
-        None,
-    )
-    if found is None or sms is None or mhz is None:
-        return None
-    return Launch(found.batch, found.n_heads, found.seq_len, sms, mhz), found
 
 
 def _bound(kernel: Kernel, times: Sequence[int], straight: bool) -> Bound:
-    kinds = buckets(kernel.instructions)
     executed = [
         (instruction, kind, times[instruction.block])
-        for instruction, kind in zip(kernel.instructions, kinds, strict=True)
+        for instruction, kind in with_buckets(kernel)
         if times[instruction.block] and kind is not Bucket.PADDING
     ]
     issued = sum(number for _, _, number in executed)
@@ -232,7 +227,7 @@ def _rows(work: Sequence[tuple[Instruction, int]], capability: int) -> tuple[Cos
         if name == opcodes.CONVERSION:
             # of this class some are known and some are not
             name = f"{name} ({instruction.base})"
-        cost = opcodes.throughput(instruction.opcode, instruction.operands, capability)
+        cost = opcodes.throughput(instruction.opcode, capability)
         numbers[name, instruction.pipe, cost] += number
     rows = (
         CostRow(
@@ -260,7 +255,11 @@ def _pipes(rows: Sequence[CostRow]) -> Mapping[str, float]:
     # what only one half of the FMA pipe can do takes half as long from both
     if "fmaheavy" in found:
         found["fma"] += found["fmaheavy"] / 2
-    return MappingProxyType(dict(sorted(found.items(), key=lambda item: -item[1])))
+    return _highest_first(found)
+
+
+def _highest_first(numbers: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
 
 
 def _tensor_chain(executed: Sequence[tuple[Instruction, int]]) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import ALWAYS, NEVER, padding_start
-from flash_helpers.sass.read.records import Kernel, Loop, Operation
+from flash_helpers.sass.read.records import Instruction, Kernel, Loop, Operation
 
 
 class Bucket(Enum):
@@ -30,19 +30,22 @@ class Bucket(Enum):
 WORK = (Bucket.EXECUTED, Bucket.PREDICATED)
 
 
-def bucket(operation: Operation, in_padding: bool = False) -> Bucket:
-    """The bucket of one instruction. in_padding: it is at or behind `flow.padding_start`."""
-    if in_padding:
-        return Bucket.PADDING
+def buckets(operations: Sequence[Operation]) -> list[Bucket]:
+    """The bucket of each instruction of a whole kernel."""
+    padding = padding_start(operations)
+    found = [_bucket_of_code(operation) for operation in operations[:padding]]
+    return [*found, *[Bucket.PADDING] * (len(operations) - padding)]
+
+
+def _bucket_of_code(operation: Operation) -> Bucket:
     if operation.predicate in NEVER:
         return Bucket.FILLER
     return Bucket.EXECUTED if operation.predicate in ALWAYS else Bucket.PREDICATED
 
 
-def buckets(operations: Sequence[Operation]) -> list[Bucket]:
-    """The bucket of each instruction of a whole kernel."""
-    padding = padding_start(operations)
-    return [bucket(operation, n >= padding) for n, operation in enumerate(operations)]
+def with_buckets(kernel: Kernel) -> Iterator[tuple[Instruction, Bucket]]:
+    """The instructions of a kernel, each with its bucket."""
+    return zip(kernel.instructions, buckets(kernel.instructions), strict=True)
 
 
 @dataclass(frozen=True)
@@ -98,30 +101,40 @@ def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
     )
 
 
-def count(operations: Iterable[tuple[Operation, Bucket]]) -> Counts:
-    """Count instructions of which the buckets are known."""
-    return weigh((operation, kind, 1) for operation, kind in operations)
+def count_executed(kernel: Kernel, times: Sequence[int]) -> Counts:
+    """Count what a warp executes. times: executions of each block.
+
+    Predicated instructions count whatever their guard says, and filler is counted as such, since
+    the warp issues both.
+    """
+    return weigh((i, kind, times[i.block]) for i, kind in with_buckets(kernel))
 
 
 def count_all(operations: Sequence[Operation]) -> Counts:
     """Count a whole kernel."""
-    return count(zip(operations, buckets(operations), strict=True))
+    return weigh((o, kind, 1) for o, kind in zip(operations, buckets(operations), strict=True))
 
 
 def count_blocks(kernel: Kernel, blocks: Iterable[int]) -> Counts:
     """Count some of a kernel's blocks, given by their indices."""
     wanted = set(blocks)
-    kinds = buckets(kernel.instructions)
-    return count(
-        (instruction, kind)
-        for instruction, kind in zip(kernel.instructions, kinds, strict=True)
-        if instruction.block in wanted
-    )
+    return count_executed(kernel, [int(block.index in wanted) for block in kernel.blocks])
 
 
 def count_loop(kernel: Kernel, loop: Loop) -> Counts:
     """Count one iteration's text of a loop, with all the loops inside it."""
     return count_blocks(kernel, loop.blocks)
+
+
+def count_changes(
+    before: Mapping[str, float], after: Mapping[str, float]
+) -> list[tuple[str, float, float]]:
+    """What is counted otherwise than before: its name and both numbers, the largest change
+    first."""
+    rows = ((name, before.get(name, 0), after.get(name, 0)) for name in {*before, *after})
+    return sorted(
+        (row for row in rows if row[1] != row[2]), key=lambda row: (-abs(row[2] - row[1]), row[0])
+    )
 
 
 def _ordered(counted: Mapping[str, int]) -> Mapping[str, int]:

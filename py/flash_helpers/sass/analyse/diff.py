@@ -8,10 +8,11 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.alignment import common_subsequence, gaps
-from flash_helpers.sass.analyse.counts import Bucket, buckets
+from flash_helpers.sass.analyse.counts import Bucket, count_changes, with_buckets
 from flash_helpers.sass.analyse.phases import phases
 from flash_helpers.sass.analyse.ptx_links import KernelPtx, read_kernel_ptx
 from flash_helpers.sass.read.opcodes import classify
@@ -77,13 +78,19 @@ class Change:
     after: Side | None
 
     @property
+    def side(self) -> Side:
+        """The instruction after, or before if it was removed."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
     def is_news(self) -> bool:
         """False for what stayed where it was and says the same."""
         return self.moved or self.likeness not in ALIKE
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """Instructions of one class in one phase.
 
     before, after: how many there are. alike: stayed and say the same. changed: stayed, with other
@@ -141,41 +148,27 @@ class KernelDiff:
                     found[side.phase, side.group][name] += 1
             for side, what in _happened(change):
                 found[side.phase, side.group][what] += 1
-        fields = Tally.__dataclass_fields__
         tallies: dict[Phase, dict[str, Tally]] = {phase: {} for phase in Phase}
         for (phase, group), counts in sorted(
             found.items(), key=lambda item: (-item[1]["before"] - item[1]["after"], item[0][1])
         ):
-            tallies[phase][group] = Tally(**{name: counts[name] for name in fields})
+            tallies[phase][group] = Tally(*(counts[name] for name in Tally._fields))
         return tallies
 
-    def opcode_deltas(self, phase: Phase | None = None) -> list[tuple[str, int, int]]:
-        """Opcodes whose number changed: (opcode, before, after), the largest change first.
-
-        phase: only there.
-        """
+    def opcode_deltas(self) -> list[tuple[str, float, float]]:
+        """Opcodes whose number changed: (opcode, before, after), the largest change first."""
         before, after = (
-            Counter(
-                side.instruction.opcode
-                for side in sides
-                if side is not None and side.group != FILLER and phase in (None, side.phase)
-            )
+            Counter(s.instruction.opcode for s in sides if s is not None and s.group != FILLER)
             for sides in ([c.before for c in self.changes], [c.after for c in self.changes])
         )
-        rows = [(opcode, before[opcode], after[opcode]) for opcode in before | after]
-        return sorted(
-            (row for row in rows if row[1] != row[2]),
-            key=lambda row: (-abs(row[2] - row[1]), row[0]),
-        )
+        return count_changes(before, after)
 
 
 def _happened(change: Change) -> Iterator[tuple[Side, str]]:
     """The columns of `Tally` that a change counts in, besides before and after."""
     before, after = change.before, change.after
     if before is None or after is None:
-        side = before or after
-        assert side is not None
-        yield side, change.likeness.value
+        yield change.side, change.likeness.value
     elif before.phase != after.phase:
         yield before, "moved_out"
         yield after, "moved_in"
@@ -233,11 +226,11 @@ def _sides(kernel: Kernel) -> list[Side]:
     phase_of = block_phases(kernel)
     return [
         Side(
-            instruction,
-            phase_of[instruction.block],
-            FILLER if kind is Bucket.FILLER else classify(instruction.opcode, instruction.operands),
+            i,
+            phase_of[i.block],
+            FILLER if kind is Bucket.FILLER else classify(i.opcode, i.operands),
         )
-        for instruction, kind in zip(kernel.instructions, buckets(kernel.instructions), strict=True)
+        for i, kind in with_buckets(kernel)
         if kind is not Bucket.PADDING
     ]
 
@@ -261,40 +254,42 @@ class _PtxIdentity:
     texts: dict[int, str]
 
 
+class _PtxRow(NamedTuple):
+    phase: Phase
+    line: int
+    text: str
+    name: str
+
+
 def _align_ptx(
     kernels: tuple[Kernel, Kernel], ptx: tuple[KernelPtx, KernelPtx]
 ) -> tuple[_PtxIdentity, _PtxIdentity]:
     """Pair the PTX instructions phase by phase: by their text, then in between by their name."""
-    texts = tuple(
-        {
-            instruction.line: normalised_ptx(found.text(instruction.line), kernel.symbol)
-            for instruction in found.program.instructions
-        }
+    rows = [
+        [
+            _PtxRow(
+                found.phase(n), i.line, normalised_ptx(found.text(i.line), kernel.symbol), i.name
+            )
+            for n, i in enumerate(found.program.instructions)
+        ]
         for kernel, found in zip(kernels, ptx, strict=True)
-    )
-    pairs: list[tuple[int, int]] = []
+    ]
+    pairs: list[tuple[_PtxRow, _PtxRow]] = []
     for phase in Phase:
-        lines = tuple(
-            [
-                i.line
-                for index, i in enumerate(found.program.instructions)
-                if found.phase(index) is phase
-            ]
-            for found in ptx
-        )
-        names = tuple({i.line: i.name for i in found.program.instructions} for found in ptx)
-        a, b = lines
-        aligned = common_subsequence([texts[0][n] for n in a], [texts[1][n] for n in b])
+        a, b = ([row for row in side if row.phase is phase] for side in rows)
+        aligned = common_subsequence([row.text for row in a], [row.text for row in b])
         pairs += [(a[i], b[j]) for i, j in aligned]
         for in_a, in_b in gaps(aligned, len(a), len(b)):
-            rest = common_subsequence(
-                [names[0][a[i]] for i in in_a], [names[1][b[j]] for j in in_b]
-            )
+            rest = common_subsequence([a[i].name for i in in_a], [b[j].name for j in in_b])
             pairs += [(a[in_a[i]], b[in_b[j]]) for i, j in rest]
-    return (
-        _PtxIdentity({a: number for number, (a, _) in enumerate(pairs)}, texts[0]),
-        _PtxIdentity({b: number for number, (_, b) in enumerate(pairs)}, texts[1]),
+    before, after = (
+        _PtxIdentity(
+            {pair[side].line: number for number, pair in enumerate(pairs)},
+            {row.line: row.text for row in rows[side]},
+        )
+        for side in (0, 1)
     )
+    return before, after
 
 
 class _Matching:
@@ -350,25 +345,23 @@ class _Matching:
 
 def _keys(
     sides: Sequence[Side], capability: int, identity: _PtxIdentity | None
-) -> tuple[list[Hashable], list[Hashable | None], list[Hashable | None], list[Hashable | None]]:
+) -> Iterator[tuple[str, Hashable | None, Hashable | None, Hashable | None]]:
     """Of each instruction: its text; text and PTX; opcode, class and PTX; text and text of the
     PTX."""
-    texts: list[Hashable] = [normalised(side.instruction, capability) for side in sides]
-    if identity is None:
-        none: list[Hashable | None] = [None] * len(sides)
-        return texts, list(texts), none, list(texts)
-    lines = [side.instruction.ptx_line for side in sides]
-    ids = [identity.pair_of.get(line) if line is not None else None for line in lines]
-    ptx_texts = [identity.texts.get(line) if line is not None else None for line in lines]
-    return (
-        texts,
-        [None if n is None else (t, n) for t, n in zip(texts, ids, strict=True)],
-        [
-            None if n is None else (side.instruction.base, side.group, n)
-            for side, n in zip(sides, ids, strict=True)
-        ],
-        [None if p is None else (t, p) for t, p in zip(texts, ptx_texts, strict=True)],
-    )
+    for side in sides:
+        text = normalised(side.instruction, capability)
+        if identity is None:
+            yield text, text, None, text
+            continue
+        line = side.instruction.ptx_line
+        pair = None if line is None else identity.pair_of.get(line)
+        ptx = None if line is None else identity.texts.get(line)
+        yield (
+            text,
+            None if pair is None else (text, pair),
+            None if pair is None else (side.instruction.base, side.group, pair),
+            None if ptx is None else (text, ptx),
+        )
 
 
 def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
@@ -388,8 +381,8 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     identities: tuple[_PtxIdentity | None, _PtxIdentity | None] = (None, None)
     if found[0] is not None and found[1] is not None:
         identities = _align_ptx((before, after), (found[0], found[1]))
-    of_before = _keys(sides[0], before.capability, identities[0])
-    of_after = _keys(sides[1], after.capability, identities[1])
+    of_before = zip(*_keys(sides[0], before.capability, identities[0]), strict=True)
+    of_after = zip(*_keys(sides[1], after.capability, identities[1]), strict=True)
     text, text_and_ptx, opcode_and_ptx, text_and_ptx_text = zip(of_before, of_after, strict=True)
     matching = _Matching(*sides)
     matching.align(_distinct(text_and_ptx))

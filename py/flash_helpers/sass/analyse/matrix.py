@@ -1,29 +1,19 @@
-"""The progression in its machine code: which kernels to compare, and what each takes, executes and
-could reach."""
+"""Kernels side by side: what each takes, executes and could reach."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from flash_helpers.kernel_configs import Config, find_config
-from flash_helpers.measure.results import BenchmarkResults, Measurement
-from flash_helpers.registry.selection import names_of
-from flash_helpers.sass.analyse.bound import (
-    Bound,
-    Prediction,
-    loop_bound,
-    measured_launch,
-    predict,
-)
-from flash_helpers.sass.analyse.counts import Counts
-from flash_helpers.sass.analyse.occupancy import Occupancy, config_occupancy
-from flash_helpers.sass.analyse.phases import NotDeterminedError, PhaseCounts, count_phases, phases
+from flash_helpers.sass.analyse.bound import Bound, Launch, Measured, Prediction, loop_bound
+from flash_helpers.sass.analyse.counts import count_changes
+from flash_helpers.sass.analyse.occupancy import Occupancy, kernel_occupancy
+from flash_helpers.sass.analyse.phases import PhaseCounts, Unit, count_phases, main_loop
 from flash_helpers.sass.read import opcodes
-from flash_helpers.sass.read.reader import installed_library, list_kernels
-from flash_helpers.sass.read.records import Kernel, SassError
+from flash_helpers.sass.read.records import Kernel
 
 # The classes of opcodes, in the groups that a table or a picture has room for.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -31,34 +21,20 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tensor": (opcodes.TENSOR,),
         "ldmatrix": (opcodes.LDMATRIX,),
         "memory": (
-            opcodes.ASYNC_COPY,
-            opcodes.BULK_COPY,
-            opcodes.SHARED_LOAD,
-            opcodes.SHARED_STORE,
-            opcodes.GLOBAL_LOAD,
-            opcodes.GLOBAL_STORE,
-            opcodes.LOCAL_LOAD,
-            opcodes.LOCAL_STORE,
-            opcodes.ATOMIC,
-            opcodes.TEXTURE,
+            opcodes.ASYNC_COPY, opcodes.BULK_COPY, opcodes.SHARED_LOAD, opcodes.SHARED_STORE,
+            opcodes.GLOBAL_LOAD, opcodes.GLOBAL_STORE, opcodes.LOCAL_LOAD, opcodes.LOCAL_STORE,
+            opcodes.ATOMIC, opcodes.TEXTURE,
         ),
         "fp32": (opcodes.FP32, opcodes.FP32_MINMAX, opcodes.FP16, opcodes.FP64),
         "special": (opcodes.MUFU, opcodes.CONVERSION),
         "integer": (
-            opcodes.INTEGER_ADD,
-            opcodes.INTEGER_OTHER,
-            opcodes.IMAD,
-            opcodes.IMAD_WIDE,
-            opcodes.IMAD_SHIFT,
-            opcodes.IMAD_ADD,
-            opcodes.LOGIC,
-            opcodes.SHIFT,
-            opcodes.LEA,
+            opcodes.INTEGER_ADD, opcodes.INTEGER_OTHER, opcodes.IMAD, opcodes.IMAD_WIDE,
+            opcodes.IMAD_SHIFT, opcodes.IMAD_ADD, opcodes.LOGIC, opcodes.SHIFT, opcodes.LEA,
         ),
         "move": (opcodes.MOVE, opcodes.IMAD_MOVE, opcodes.PERMUTE),
         "uniform": (opcodes.UNIFORM,),
     }
-)
+)  # fmt: skip
 OTHER = "other"
 GROUP_NAMES = (*GROUPS, OTHER)
 MEANING = (
@@ -70,27 +46,67 @@ MEANING = (
 _MOST_CHANGES = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What the matrix tells of one kernel.
+    """What is known of one kernel, beside others or alone.
 
-    phases: its text counted. loop: the bound of the main loop; None in a kernel without loops.
-    prediction, measurement: of the launch that was timed; None where none was, on this
-        architecture, or where the text does not tell what is executed.
+    name: in full. is_usual: a short name says the same. identity: what else names it, by column of
+    a table for machines. note: what is particular about it, in a line. launch: None takes the most
+    threads that it was compiled for, if it was for any. unit: what its loops handle. prediction,
+    measurement: of a launch, `timed` in words; None where none was timed, on this architecture, or
+    where the text does not tell what is executed.
     """
 
-    config: Config
     kernel: Kernel
-    phases: PhaseCounts
-    occupancy: Occupancy
-    loop: Bound | None
-    prediction: Prediction | None
-    measurement: Measurement | None
+    name: str
+    is_usual: bool = False
+    identity: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    launch: Launch | None = None
+    unit: Unit | None = None
+    prediction: Prediction | None = None
+    measurement: Measured | None = None
+    timed: str = ""
+
+    @cached_property
+    def phases(self) -> PhaseCounts:
+        """The text of the kernel, counted."""
+        return count_phases(self.kernel)
+
+    @cached_property
+    def occupancy(self) -> Occupancy | None:
+        """Blocks and warps that an SM holds; None if it is not known how the kernel is launched.
+
+        Raises SassError for a launch that is none, and for an architecture that is not known.
+        """
+        launch, most = self.launch, self.kernel.resources.max_threads
+        if launch is None and most is not None:
+            launch = Launch(most)
+        if launch is None:
+            return None
+        return kernel_occupancy(self.kernel, launch.threads, launch.dynamic_smem_bytes)
+
+    @property
+    def resident_warps(self) -> int:
+        """Warps of an SM that bounds are told for; 1 if the occupancy is not known."""
+        return self.occupancy.warps if self.occupancy and self.occupancy.warps else 1
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a block, static and dynamic."""
-        return self.kernel.resources.static_smem_bytes + self.config.smem_bytes
+        dynamic = self.launch.dynamic_smem_bytes if self.launch else 0
+        return self.kernel.resources.static_smem_bytes + dynamic
+
+    @cached_property
+    def loop(self) -> Bound | None:
+        """The bound of the main loop; None in a kernel without loops."""
+        loop = main_loop(self.kernel)
+        return loop_bound(self.kernel, loop) if loop else None
+
+    @property
+    def bound_cycles(self) -> Mapping[str, float] | None:
+        """Lower bounds of an iteration of all resident warps, as `Bound.cycles` gives them."""
+        return self.loop.cycles(self.resident_warps) if self.loop else None
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
@@ -110,11 +126,6 @@ class KernelFacts:
         return counts.per_tensor(number) if counts else None
 
     @property
-    def bound_cycles(self) -> Mapping[str, float] | None:
-        """Lower bounds of an iteration of all resident warps, as `Bound.cycles` gives them."""
-        return self.loop.cycles(self.occupancy.warps) if self.loop else None
-
-    @property
     def of_bound(self) -> float | None:
         """The least time that the launch could take over the time that it took."""
         if self.prediction is None or self.measurement is None:
@@ -122,92 +133,36 @@ class KernelFacts:
         return self.prediction.least_ms / self.measurement.median_ms
 
 
-def library_configs(architecture: str) -> list[Config]:
-    """The configs that the installed library holds for an architecture such as "sm_90", sorted.
-
-    Raises SassError as `reader.list_kernels` does, and if there are none.
-    """
-    path = installed_library()
-    symbols = [symbol for _, symbol in list_kernels(path, architecture)]
-    # it may hold kernels of another kind, too
-    found = [config for config in map(find_config, symbols) if config is not None]
-    if not found:
-        raise SassError(f"{path} holds no forward kernel for {architecture}: build it again")
-    return sorted(found)
-
-
-def kernel_facts(
-    config: Config,
-    kernel: Kernel,
-    results: BenchmarkResults | None,
-    seq_len: int,
-) -> KernelFacts:
-    """Everything that the matrix tells of a kernel.
-
-    results: of a benchmark; those of another architecture than the kernel's are left aside.
-    seq_len: of the launch whose time is told.
-
-    Raises SassError for an architecture whose limits are not known.
-    """
-    loop = phases(kernel).main_loop
-    prediction = measurement = None
-    if results is not None and _measured_on(results) == kernel.capability:
-        measurement = results.find(config.short_form(), config.dtype.short, seq_len)
-        timed = measured_launch(results, config, seq_len)
-        if timed is not None:
-            try:
-                prediction = predict(kernel, config, timed[0])
-            except NotDeterminedError:
-                prediction = None
-    return KernelFacts(
-        config=config,
-        kernel=kernel,
-        phases=count_phases(kernel),
-        occupancy=config_occupancy(kernel, config),
-        loop=loop_bound(kernel, loop) if loop else None,
-        prediction=prediction,
-        measurement=measurement,
-    )
-
-
-def _measured_on(results: BenchmarkResults) -> int | None:
-    digits = results.provenance.compute_capability.replace(".", "")
-    return int(digits) if digits.isdigit() else None
-
-
 @dataclass(frozen=True)
 class Matrix:
-    """Kernels to compare, each with the one before it. seq_len: of the measured launches.
+    """Kernels to compare, each with the one before it.
 
-    measured_on: the GPU, clock and date of the measurements; empty without any.
+    short_names: of the kernels, without their architectures. timed: the launch whose time is told,
+    in words. measured_on: the GPU, clock and date of the measurements; empty without any.
     """
 
-    rows: tuple[KernelFacts, ...]
-    seq_len: int
-    measured_on: str
+    rows: Sequence[KernelFacts]
+    short_names: Sequence[str]
+    timed: str = ""
+    measured_on: str = ""
 
     @cached_property
     def names(self) -> list[str]:
-        """A short name for each kernel."""
-        names = names_of([facts.config for facts in self.rows])
+        """A short name for each kernel, with its architecture where there are several."""
         architectures = [facts.kernel.architecture for facts in self.rows]
         if len(set(architectures)) == 1:
-            return names
-        return [f"{name} {there}" for name, there in zip(names, architectures, strict=True)]
+            return list(self.short_names)
+        return [f"{n} {there}" for n, there in zip(self.short_names, architectures, strict=True)]
 
+    @property
+    def named(self) -> list[tuple[str, KernelFacts]]:
+        """Each kernel with its name."""
+        return list(zip(self.names, self.rows, strict=True))
 
-def build_matrix(
-    kernels: Iterable[tuple[Config, Kernel]],
-    results: BenchmarkResults | None,
-    seq_len: int,
-) -> Matrix:
-    """The matrix of some kernels, in their order. Raises as `kernel_facts` does."""
-    rows = tuple(kernel_facts(config, kernel, results, seq_len) for config, kernel in kernels)
-    measured_on = ""
-    if results is not None and any(facts.measurement for facts in rows):
-        found = results.provenance
-        measured_on = f"{found.gpu}, {found.date}, CUDA {found.cuda}, commit {found.commit}"
-    return Matrix(rows, seq_len, measured_on)
+    @property
+    def changes(self) -> list[list[tuple[str, float]]]:
+        """`opcode_changes` of each kernel but the first, against the one before it."""
+        return [opcode_changes(*pair) for pair in itertools.pairwise(self.rows)]
 
 
 def opcode_changes(before: KernelFacts, after: KernelFacts) -> list[tuple[str, float]]:
@@ -216,27 +171,18 @@ def opcode_changes(before: KernelFacts, after: KernelFacts) -> list[tuple[str, f
     Differences of numbers where both loops have as many tensor instructions; else of numbers per
     tensor instruction.
     """
-    counts = [facts.phases.main_loop for facts in (before, after)]
-    if counts[0] is None or counts[1] is None:
+    old, new = before.phases.main_loop, after.phases.main_loop
+    if old is None or new is None:
         return []
-    scales = (
-        (1, 1) if counts[0].tensor == counts[1].tensor else (counts[0].tensor, counts[1].tensor)
-    )
-    if 0 in scales:
-        return []
-    found = {
-        opcode: _scaled(counts[1], opcode, scales[1]) - _scaled(counts[0], opcode, scales[0])
-        for opcode in {*counts[0].by_opcode, *counts[1].by_opcode}
-    }
-    return sorted(
-        ((opcode, change) for opcode, change in found.items() if change),
-        key=lambda item: (-abs(item[1]), item[0]),
-    )
-
-
-def _scaled(counts: Counts, opcode: str, scale: int) -> float:
-    number = counts.by_opcode.get(opcode, 0)
-    return number if scale == 1 else number / scale
+    if old.tensor == new.tensor:
+        found = count_changes(old.by_opcode, new.by_opcode)
+    elif old.tensor and new.tensor:
+        found = count_changes(
+            *({o: n / c.tensor for o, n in c.by_opcode.items()} for c in (old, new))
+        )
+    else:
+        found = []
+    return [(opcode, number_after - number) for opcode, number, number_after in found]
 
 
 def changes_text(changes: Sequence[tuple[str, float]], most: int = _MOST_CHANGES) -> str:

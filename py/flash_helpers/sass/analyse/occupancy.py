@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from flash_helpers import gpu
-from flash_helpers.kernel_configs import Config
+from flash_helpers.gpu import (
+    REGISTERS_ALLOCATED_AT_ONCE,
+    REGISTERS_PER_SM,
+    RESERVED_SMEM_BYTES,
+    SMEM_ALLOCATED_AT_ONCE,
+    SUB_PARTITIONS,
+)
 from flash_helpers.sass.read.records import Kernel, SassError
-
-REGISTERS_PER_SM = 64 * 1024
-REGISTERS_ALLOCATED_AT_ONCE = 256  # to a warp
-SUB_PARTITIONS = 4
-SMEM_ALLOCATED_AT_ONCE = 128
-RESERVED_SMEM_BYTES = 1024  # a block, by the driver
 
 
 def limits_of(capability: int) -> gpu.Limits:
@@ -88,11 +88,6 @@ def kernel_occupancy(kernel: Kernel, threads: int, dynamic_smem_bytes: int) -> O
         threads,
         resources.barriers,
     )
-
-
-def config_occupancy(kernel: Kernel, config: Config) -> Occupancy:
-    """The occupancy of a forward kernel, launched as its config says."""
-    return kernel_occupancy(kernel, config.n_threads, config.smem_bytes)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -6,13 +6,12 @@ Standard library only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.sass.analyse.counts import Counts, buckets, count_blocks, weigh
+from flash_helpers.sass.analyse.counts import Counts, count_blocks
 from flash_helpers.sass.read import opcodes
-from flash_helpers.sass.read.flow import may_execute, padding_start
+from flash_helpers.sass.read.flow import may_execute, padding_start, reach
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel, Loop
 
 # A walk that takes more steps than this is not that of a loop that somebody wants counted.
@@ -53,6 +52,23 @@ class PhaseCounts:
     prologue: Counts
     main_loop: Counts | None
     epilogue: Counts
+
+    @property
+    def named(self) -> dict[str, Counts]:
+        """Those that there are, by name, in order."""
+        main = {} if self.main_loop is None else {"main loop": self.main_loop}
+        return {"prologue": self.prologue, **main, "epilogue": self.epilogue}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a kernel's loops handle one by one, or several in an iteration.
+
+    name: such as "block of keys". tensor: tensor instructions of a warp for one of it.
+    """
+
+    name: str
+    tensor: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,7 @@ def phases(kernel: Kernel) -> Phases:
     code = [block.index for block in code_of(kernel)]
     if main is None:
         return Phases(tuple(code), None, ())
-    before = _reaching(kernel.blocks, main.header)
+    before = reach(main.header, lambda block: kernel.blocks[block].predecessors)
     outside = [block for block in code if block not in main.blocks]
     around = [loop for loop in kernel.loops if loop.blocks > main.blocks]
 
@@ -126,45 +142,42 @@ def count_phases(kernel: Kernel) -> PhaseCounts:
     )
 
 
-def trip_counts(kernel: Kernel, config: FlashForwardKernelConfig, seq_len: int) -> dict[int, int]:
-    """How often each loop of a forward kernel is run, by index, for a whole sequence.
+def trip_counts(kernel: Kernel, unit: Unit, number: int) -> dict[int, int]:
+    """How often each loop of a kernel is run, by index, for a number of units.
 
-    A loop handles as many blocks of K and V as its tensor instructions are enough for; those
-    outside loops handle peeled blocks. Where there are two loops, the second takes what the first,
+    A loop handles as many units as its tensor instructions are enough for; those outside loops
+    handle units that were peeled off. Where there are two loops, the second takes what the first,
     unrolled one leaves.
 
-    Raises NotDeterminedError if the tensor instructions are not those of whole blocks, or if there
+    Raises NotDeterminedError if the tensor instructions are not those of whole units, or if there
     are loops without them.
     """
-    per_block = config.mma_per_key_block
     total: Counter[int | None] = Counter(
         instruction.loop
         for instruction in kernel.instructions
         if opcodes.classify(instruction.opcode) == opcodes.TENSOR and may_execute(instruction)
     )
-    name = config.short_form()
-    for where, number in total.items():
-        if number % per_block:
+    for where, tensor in total.items():
+        if tensor % unit.tensor:
             place = "outside loops" if where is None else f"in loop {where}"
             raise NotDeterminedError(
-                f"{name} has {number} tensor instructions {place}, but a block of K and V takes "
-                f"{per_block}: how many blocks these are cannot be told"
+                f"{kernel.symbol} has {tensor} tensor instructions {place}, but a {unit.name} "
+                f"takes {unit.tensor}: how many of them these are cannot be told"
             )
     unknown = [loop.index for loop in kernel.loops if not total[loop.index]]
     if unknown:
         raise NotDeterminedError(
-            f"loop {unknown[0]} of {name} has no tensor instruction of its own: how often it is "
-            "run cannot be told"
+            f"loop {unknown[0]} of {kernel.symbol} has no tensor instruction of its own: how often "
+            "it is run cannot be told"
         )
-    n_blocks = len(config.key_blocks(seq_len))
-    left = n_blocks - total[None] // per_block
+    left = number - total[None] // unit.tensor
     trips: dict[int, int] = {}
     for loop in sorted(kernel.loops, key=lambda loop: (-total[loop.index], loop.index)):
-        trips[loop.index], left = divmod(max(left, 0), total[loop.index] // per_block)
+        trips[loop.index], left = divmod(max(left, 0), total[loop.index] // unit.tensor)
     if left or any(loop.parent is not None for loop in kernel.loops):
         raise NotDeterminedError(
-            f"the loops of {name} do not add up to the {n_blocks} blocks of K and "
-            f"V of seq_len {seq_len}: how often they are run cannot be told"
+            f"the loops of {kernel.symbol} do not add up to {number} times a {unit.name}: how "
+            "often they are run cannot be told"
         )
     return trips
 
@@ -179,7 +192,7 @@ def block_executions(kernel: Kernel, trips: Mapping[int, int]) -> list[int]:
 
     Raises NotDeterminedError if a branch is decided by something else than the number of trips.
     """
-    loop_of = _innermost_loops(kernel)
+    loop_of = [kernel.instructions[b.start // INSTRUCTION_BYTES].loop for b in kernel.blocks]
     executed = [0] * len(kernel.blocks)
     iterations: Counter[int] = Counter()
     at = 0
@@ -197,20 +210,6 @@ def block_executions(kernel: Kernel, trips: Mapping[int, int]) -> list[int]:
             loop = kernel.loops[loop].parent
         at = following
     raise NotDeterminedError(f"a warp executes more than {_MOST_STEPS} blocks of {kernel.symbol}")
-
-
-def executed(kernel: Kernel, trips: Mapping[int, int]) -> Counts:
-    """The instructions that one warp executes, when loops make so many trips.
-
-    Predicated instructions count whatever their guard says, and filler is counted as such, since
-    the warp issues both. Raises as `block_executions` does.
-    """
-    times = block_executions(kernel, trips)
-    kinds = buckets(kernel.instructions)
-    return weigh(
-        (instruction, kind, times[instruction.block])
-        for instruction, kind in zip(kernel.instructions, kinds, strict=True)
-    )
 
 
 def unrolling(kernel: Kernel, loop: Loop) -> Unrolling:
@@ -231,14 +230,6 @@ def _most_frequent(numbers: Collection[int]) -> int | None:
     return min(counted, key=lambda number: (-counted[number], number)) if counted else None
 
 
-def _innermost_loops(kernel: Kernel) -> list[int | None]:
-    innermost: list[int | None] = [None] * len(kernel.blocks)
-    for loop in sorted(kernel.loops, key=lambda loop: loop.depth):
-        for block in loop.blocks:
-            innermost[block] = loop.index
-    return innermost
-
-
 def _choose(
     kernel: Kernel,
     block: Block,
@@ -256,8 +247,8 @@ def _choose(
             candidates = leaving if iterations[loop] >= trips.get(loop, 0) else staying
     for other in kernel.loops:
         if len(candidates) > 1 and block.index not in other.blocks:
-            stop = None if loop is None else kernel.loops[loop].header
-            leading = [n for n in candidates if other.header in _reachable(kernel.blocks, n, stop)]
+            header = None if loop is None else kernel.loops[loop].header
+            leading = [n for n in candidates if _leads_to(kernel, n, other.header, header)]
             passing = [n for n in candidates if n not in leading]
             if leading and passing:
                 candidates = leading if trips.get(other.index, 0) else passing
@@ -270,25 +261,10 @@ def _choose(
     return candidates[0]
 
 
-def _reachable(blocks: Sequence[Block], start: int, stop: int | None) -> set[int]:
-    """What can be reached from a block without passing through `stop`."""
-    found: set[int] = set()
-    stack = [start]
-    while stack:
-        n = stack.pop()
-        if n not in found and n != stop:
-            found.add(n)
-            stack.extend(blocks[n].successors)
-    return found
+def _leads_to(kernel: Kernel, start: int, target: int, around: int | None) -> bool:
+    """Whether a block can be reached from another without passing through a third."""
 
+    def following(block: int) -> list[int]:
+        return [n for n in kernel.blocks[block].successors if n != around]
 
-def _reaching(blocks: Sequence[Block], target: int) -> set[int]:
-    """The blocks from which a block can be reached."""
-    found: set[int] = set()
-    stack = [target]
-    while stack:
-        n = stack.pop()
-        if n not in found:
-            found.add(n)
-            stack.extend(blocks[n].predecessors)
-    return found
+    return start != around and target in reach(start, following)

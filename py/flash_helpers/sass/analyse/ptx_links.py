@@ -9,17 +9,10 @@ from functools import cached_property
 
 from flash_helpers.ptx.errors import PtxError
 from flash_helpers.ptx.read.flow import Phase, Program, build_program
-from flash_helpers.ptx.read.module import (
-    Address,
-    Arguments,
-    Operand,
-    Pair,
-    Register,
-    Vector,
-)
+from flash_helpers.ptx.read.module import Address, Arguments, Operand, Pair, Register, Vector
 from flash_helpers.ptx.read.module import Instruction as PtxInstruction
 from flash_helpers.ptx.read.reader import read_ptx
-from flash_helpers.sass.analyse.counts import WORK, buckets
+from flash_helpers.sass.analyse.counts import WORK, with_buckets
 from flash_helpers.sass.read.records import Instruction, Kernel, SassError, SourceLine
 
 # Their first operand is read, not written (PTX ISA 9.0, "Instruction Set").
@@ -95,8 +88,7 @@ class KernelPtx:
         """The instructions whose value of a register may reach an instruction, in program order."""
         program = self.program
         found = set()
-        block = program.block_of[index]
-        to_search = [(block, index)]
+        to_search = [(program.block_of[index], index)]
         seen: set[int] = set()
         while to_search:
             block, end = to_search.pop()
@@ -137,8 +129,7 @@ def sass_by_ptx_line(kernel: Kernel) -> dict[int, tuple[Instruction, ...]]:
     """The SASS instructions that came from each PTX line, by address. Filler and padding, which
     the line table gives to some line, too, are left out."""
     found: dict[int, list[Instruction]] = {}
-    kinds = buckets(kernel.instructions)
-    for instruction, kind in zip(kernel.instructions, kinds, strict=True):
+    for instruction, kind in with_buckets(kernel):
         if instruction.ptx_line is not None and kind in WORK:
             found.setdefault(instruction.ptx_line, []).append(instruction)
     return {line: tuple(instructions) for line, instructions in found.items()}
@@ -255,7 +246,7 @@ def fan_out(kernel: Kernel, ptx: KernelPtx) -> FanOut:
             )
         )
     opcodes.sort(key=lambda found: (-found.sass, -found.instructions, found.opcode))
-    work = sum(kind in WORK for kind in buckets(kernel.instructions))
+    work = sum(kind in WORK for _, kind in with_buckets(kernel))
     return FanOut(counts, tuple(opcodes), work - sum(counts.values()))
 
 

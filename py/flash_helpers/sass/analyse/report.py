@@ -4,48 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
-from flash_helpers.kernel_configs import Config
-from flash_helpers.measure.results import BenchmarkResults, Measurement
-from flash_helpers.sass.analyse.bound import (
-    ISSUE,
-    LATENCY,
-    Bound,
-    Launch,
-    Prediction,
-    loop_bound,
-    measured_launch,
-    predict,
-)
-from flash_helpers.sass.analyse.counts import Counts, count_all, count_loop
-from flash_helpers.sass.analyse.occupancy import Occupancy, kernel_occupancy
-from flash_helpers.sass.analyse.phases import (
-    NotDeterminedError,
-    PhaseCounts,
-    Unrolling,
-    count_phases,
-    main_loop,
-    unrolling,
-)
+from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction, loop_bound
+from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.sass.analyse.phases import Unrolling, main_loop, unrolling
 from flash_helpers.sass.analyse.stalls import Wait, body_of, scoreboard_waits
 from flash_helpers.sass.read.flow import may_execute
 from flash_helpers.sass.read.reader import local_bytes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
-
-SEQ_LEN = 4096  # of the measurement that the bound is compared with
-
-
-@dataclass(frozen=True)
-class LaunchShape:
-    """How a kernel is launched: threads and dynamic shared memory of a block."""
-
-    threads: int
-    dynamic_smem_bytes: int
-
-    @classmethod
-    def of(cls, config: Config) -> LaunchShape:
-        """What the library launches."""
-        return cls(config.n_threads, config.smem_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,138 +31,77 @@ class SpillSite:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel, and one of its loops.
+    """One kernel, and the loop of it that is looked into, None in a kernel without loops."""
 
-    config: None for a kernel that is not ours. loop: None for a kernel without loops; then bound,
-    unrolling and waits are empty. occupancy: None if it is not known how the kernel is launched.
-    peak: where most general registers are live. prediction: of the launch that was asked for, or of
-    the one that was measured.
-    """
-
-    kernel: Kernel
-    config: Config | None
+    facts: KernelFacts
     loop: Loop | None
-    is_main_loop: bool
-    counts: Counts
-    phases: PhaseCounts
-    loop_counts: Counts | None
-    occupancy: Occupancy | None
-    peak: Instruction | None
-    spills: tuple[SpillSite, ...]
-    unrolling: Unrolling | None
-    bound: Bound | None
-    waits: tuple[Wait, ...]
-    prediction: Prediction | None
-    measurement: Measurement | None
 
     @property
+    def kernel(self) -> Kernel:
+        """That it is about."""
+        return self.facts.kernel
+
+    @property
+    def is_main_loop(self) -> bool:
+        """Whether the loop is the main loop."""
+        return self.loop == main_loop(self.kernel)
+
+    @cached_property
     def body(self) -> tuple[Instruction, ...]:
         """The instructions of the loop."""
         return body_of(self.kernel, self.loop) if self.loop else ()
 
-    @property
-    def resident_warps(self) -> int:
-        """Warps of an SM that the bound is told for; 1 if the occupancy is not known."""
-        return self.occupancy.warps if self.occupancy and self.occupancy.warps else 1
+    @cached_property
+    def bound(self) -> Bound | None:
+        """Of one iteration of the loop."""
+        return loop_bound(self.kernel, self.loop) if self.loop else None
 
-    @property
-    def name(self) -> str:
-        """The config's short form, or the symbol."""
-        return self.config.short_form() if self.config else self.kernel.symbol
+    @cached_property
+    def unrolling(self) -> Unrolling | None:
+        """Signs of it in the loop."""
+        return unrolling(self.kernel, self.loop) if self.loop else None
 
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """For scoreboards, in the loop."""
+        return tuple(scoreboard_waits(self.kernel, self.loop)) if self.loop else ()
 
-def build_report(
-    kernel: Kernel,
-    config: Config | None = None,
-    loop: int | None = None,
-    launch: LaunchShape | None = None,
-    results: BenchmarkResults | None = None,
-    problem: Launch | None = None,
-) -> KernelReport:
-    """Everything that is known of a kernel.
+    @cached_property
+    def peak(self) -> Instruction | None:
+        """Where most general registers are live; None if that is not known."""
+        known = [i for i in self.kernel.instructions if i.live is not None]
+        return max(known, key=lambda i: i.live.general if i.live else 0, default=None)
 
-    loop: index of the loop to look into; None takes the main loop. launch: None takes the config's,
-    or for a kernel that is not ours the most threads that it was compiled for. results: of a GPU of
-    the kernel's architecture. problem: what to predict the time of, instead of what was measured.
-
-    Raises SassError if there is no such loop, and NotDeterminedError if the time of the problem
-    cannot be predicted from the text.
-    """
-    chosen = _choose_loop(kernel, loop)
-    occupancy = _occupancy(kernel, config, launch)
-    if problem is not None and config is not None:
-        prediction, measurement = predict(kernel, config, problem), None
-    else:
-        prediction, measurement = _predict_measured(kernel, config, results)
-    return KernelReport(
-        kernel=kernel,
-        config=config,
-        loop=chosen,
-        is_main_loop=chosen == main_loop(kernel),
-        counts=count_all(kernel.instructions),
-        phases=count_phases(kernel),
-        loop_counts=count_loop(kernel, chosen) if chosen else None,
-        occupancy=occupancy,
-        peak=_peak(kernel),
-        spills=_spills(kernel),
-        unrolling=unrolling(kernel, chosen) if chosen else None,
-        bound=loop_bound(kernel, chosen) if chosen else None,
-        waits=tuple(scoreboard_waits(kernel, chosen)) if chosen else (),
-        prediction=prediction,
-        measurement=measurement,
-    )
-
-
-def _choose_loop(kernel: Kernel, loop: int | None) -> Loop | None:
-    if loop is None:
-        return main_loop(kernel)
-    if not 0 <= loop < len(kernel.loops):
-        there = f"they are 0 to {len(kernel.loops) - 1}" if kernel.loops else "it has no loop"
-        raise SassError(f"loop {loop} is not in {kernel.symbol}: {there}")
-    return kernel.loops[loop]
-
-
-def _occupancy(
-    kernel: Kernel, config: Config | None, launch: LaunchShape | None
-) -> Occupancy | None:
-    if launch is None and config is not None:
-        launch = LaunchShape.of(config)
-    if launch is None and kernel.resources.max_threads is not None:
-        launch = LaunchShape(kernel.resources.max_threads, 0)
-    if launch is None:
-        return None
-    return kernel_occupancy(kernel, launch.threads, launch.dynamic_smem_bytes)
-
-
-def _predict_measured(
-    kernel: Kernel, config: Config | None, results: BenchmarkResults | None
-) -> tuple[Prediction | None, Measurement | None]:
-    found = measured_launch(results, config, SEQ_LEN) if results and config else None
-    if found is None or config is None:
-        return None, None
-    launch, measurement = found
-    try:
-        return predict(kernel, config, launch), measurement
-    except NotDeterminedError:
-        return None, measurement
-
-
-def _peak(kernel: Kernel) -> Instruction | None:
-    known = [i for i in kernel.instructions if i.live is not None]
-    return max(known, key=lambda i: i.live.general if i.live else 0, default=None)
-
-
-def _spills(kernel: Kernel) -> tuple[SpillSite, ...]:
-    sites: dict[int | None, list[Instruction]] = defaultdict(list)
-    for instruction in kernel.instructions:
-        if instruction.base in ("LDL", "STL") and may_execute(instruction):
-            sites[instruction.loop].append(instruction)
-    return tuple(
-        SpillSite(loop, len(found), local_bytes(found, "STL"), local_bytes(found, "LDL"))
-        for loop, found in sorted(
-            sites.items(), key=lambda site: -1 if site[0] is None else site[0]
+    @cached_property
+    def spills(self) -> tuple[SpillSite, ...]:
+        """By loop, those outside loops first."""
+        sites: dict[int, list[Instruction]] = defaultdict(list)
+        for i in self.kernel.instructions:
+            if i.base in ("LDL", "STL") and may_execute(i):
+                sites[-1 if i.loop is None else i.loop].append(i)
+        return tuple(
+            SpillSite(
+                None if loop < 0 else loop,
+                len(found),
+                local_bytes(found, "STL"),
+                local_bytes(found, "LDL"),
+            )
+            for loop, found in sorted(sites.items())
         )
-    )
+
+
+def report_on(facts: KernelFacts, loop: int | None = None) -> KernelReport:
+    """The report of a kernel. loop: index of the one to look into; None takes the main loop.
+
+    Raises SassError if there is no such loop.
+    """
+    loops = facts.kernel.loops
+    if loop is None:
+        return KernelReport(facts, main_loop(facts.kernel))
+    if not 0 <= loop < len(loops):
+        there = f"they are 0 to {len(loops) - 1}" if loops else "it has no loop"
+        raise SassError(f"loop {loop} is not in {facts.kernel.symbol}: {there}")
+    return KernelReport(facts, loops[loop])
 
 
 def verdicts(report: KernelReport) -> list[str]:
@@ -208,8 +114,8 @@ def verdicts(report: KernelReport) -> list[str]:
                 "The loop branches, and each of its blocks is counted once: what an iteration "
                 "takes depends on its way through them."
             )
-    if report.prediction is not None:
-        found.append(_launch_verdict(report.prediction, report.measurement))
+    if report.facts.prediction is not None:
+        found.append(_launch_verdict(report.facts, report.facts.prediction))
     return found
 
 
@@ -234,7 +140,7 @@ def _spill_verdict(report: KernelReport) -> str:
 
 
 def _bound_verdict(report: KernelReport, bound: Bound) -> str:
-    warps = report.resident_warps
+    warps = report.facts.resident_warps
     (name, cycles), *others = bound.cycles(warps).items()
     share = ", ".join(f"{other} {100 * value / cycles:.0f}%" for other, value in others[:3])
     unknown = (
@@ -276,19 +182,19 @@ def _wait_verdict(report: KernelReport) -> str:
     )
 
 
-def _launch_verdict(prediction: Prediction, measurement: Measurement | None) -> str:
-    launch = prediction.launch
+def _launch_verdict(facts: KernelFacts, prediction: Prediction) -> str:
+    measured, chip, speed = facts.measurement, prediction.chip, prediction.most_tflops
     least = (
-        f"{prediction.least_ms:.3f} ms ({prediction.most_tflops:.0f} TFLOP/s) with "
-        f"{launch.sms} SMs at {launch.mhz:.0f} MHz and no bank conflict"
+        f"{prediction.least_ms:.3f} ms{'' if speed is None else f' ({speed:.0f} TFLOP/s)'} with "
+        f"{chip.sms} SMs at {chip.mhz:.0f} MHz and no bank conflict"
     )
-    if measurement is None:
-        return (
-            f"Batch {launch.batch}, heads {launch.n_heads}, seq_len {launch.seq_len}: "
-            f"{_limit_text(prediction.binding)} allows no less than {least}."
-        )
+    limit = _limit_text(prediction.binding)
+    if measured is None:
+        sizes = prediction.launch.problem.items()
+        problem = ", ".join(f"{name.removeprefix('n_')} {size}" for name, size in sizes)
+        return f"{problem.capitalize()}: {limit} allows no less than {least}."
     return (
-        f"Measured: {measurement.median_ms:.3f} ms ({measurement.tflops:.0f} TFLOP/s) at seq_len "
-        f"{measurement.seq_len}, {measurement.median_ms / prediction.least_ms:.2f} times the least "
-        f"that {_limit_text(prediction.binding)} allows, {least}."
+        f"Measured: {measured.median_ms:.3f} ms ({measured.tflops:.0f} TFLOP/s) at "
+        f"{facts.timed}, {measured.median_ms / prediction.least_ms:.2f} times the least that "
+        f"{limit} allows, {least}."
     )

@@ -15,10 +15,12 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
+
+from platformdirs import user_cache_path
 
 from flash_helpers.sass.read.disassembly import Disassembly
 from flash_helpers.sass.read.records import (
@@ -29,7 +31,7 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-FORMAT = 3  # raise it when `Disassembly`, or what is put into one, changes
+FORMAT = 4  # raise it when `Disassembly`, or what is put into one, changes
 FOLDER_VARIABLE = "FLASH_HELPERS_SASS_CACHE"
 MAX_BYTES = 256 << 20  # of all entries; a kernel of this library takes about 30 KB
 MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked
@@ -37,15 +39,13 @@ MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".sass"
 _COMPRESSION = 1  # fast: the entries are small anyway
-_LIVE_FIELDS = tuple(field.name for field in fields(LiveRegisters))
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
+def cache_folder() -> Path:
     """$FLASH_HELPERS_SASS_CACHE, or flash_helpers/sass in the user's cache folder."""
-    if folder := environ.get(FOLDER_VARIABLE):
+    if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
-    user_folder = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user_folder) / "flash_helpers" / "sass"
+    return user_cache_path("flash_helpers", appauthor=False) / "sass"
 
 
 class DisassemblyCache:
@@ -110,21 +110,11 @@ def entry_key(digest: str, symbol: str, disassembler: str) -> str:
 
 def encode(disassembly: Disassembly) -> bytes:
     """The bytes of an entry. Texts, live registers and locations repeat: each stands once."""
-    operations = disassembly.operations
-    texts, text_of = _numbered([(o.predicate, o.opcode, o.operands) for o in operations])
-    live, live_of = _numbered(disassembly.live)
-    sources, source_of = _numbered(disassembly.sources)
-    files, _ = _numbered([line.file for source in sources for line in source])
-    number_of_file = {file: number for number, file in enumerate(files)}
     document = {
-        "texts": texts,
-        "text_of": text_of,
-        "targets": [operation.target for operation in operations],
-        "live": [item and [getattr(item, name) for name in _LIVE_FIELDS] for item in live],
-        "live_of": live_of,
-        "files": files,
-        "sources": [[(number_of_file[x.file], x.line) for x in source] for source in sources],
-        "source_of": source_of,
+        "texts": _numbered((o.predicate, o.opcode, o.operands) for o in disassembly.operations),
+        "targets": [operation.target for operation in disassembly.operations],
+        "live": _numbered(item and astuple(item) for item in disassembly.live),
+        "sources": _numbered(tuple(map(astuple, source)) for source in disassembly.sources),
         "ptx_lines": disassembly.ptx_lines,
     }
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), _COMPRESSION)
@@ -147,17 +137,16 @@ def decode(data: bytes, code: bytes) -> Disassembly:
 
 
 def _from_document(document: Mapping[str, Any], code: bytes) -> Disassembly:
-    texts = [tuple(text) for text in document["texts"]]
-    live = [None if item is None else LiveRegisters(*item) for item in document["live"]]
-    files = document["files"]
-    sources = [
-        tuple(SourceLine(files[file], line) for file, line in source)
-        for source in document["sources"]
-    ]
-    count = len(code) // INSTRUCTION_BYTES
-    columns = ("text_of", "targets", "live_of", "source_of", "ptx_lines")
-    if any(len(document[column]) != count for column in columns):
-        raise ValueError(f"it is not of {count} instructions")
+    (texts, text_of), (live, live_of), (sources, source_of) = (
+        document[name] for name in ("texts", "live", "sources")
+    )
+    targets, ptx_lines = document["targets"], document["ptx_lines"]
+    live = [item and LiveRegisters(*item) for item in live]
+    sources = [tuple(SourceLine(*line) for line in source) for source in sources]
+    addresses = range(0, len(code), INSTRUCTION_BYTES)
+    columns = (targets, text_of, live_of, source_of, ptx_lines)
+    if any(len(column) != len(addresses) for column in columns):
+        raise ValueError(f"it is not of {len(addresses)} instructions")
     operations = tuple(
         Operation(
             address,
@@ -165,22 +154,17 @@ def _from_document(document: Mapping[str, Any], code: bytes) -> Disassembly:
             *texts[text],
             target,
         )
-        for address, text, target in zip(
-            range(0, count * INSTRUCTION_BYTES, INSTRUCTION_BYTES),
-            document["text_of"],
-            document["targets"],
-            strict=True,
-        )
+        for address, text, target in zip(addresses, text_of, targets, strict=True)
     )
     return Disassembly(
         operations,
-        tuple(live[number] for number in document["live_of"]),
-        tuple(sources[number] for number in document["source_of"]),
-        tuple(document["ptx_lines"]),
+        tuple(live[number] for number in live_of),
+        tuple(sources[number] for number in source_of),
+        tuple(ptx_lines),
     )
 
 
-def _numbered(items: Sequence[Hashable]) -> tuple[list[Any], list[int]]:
+def _numbered(items: Iterable[Hashable]) -> tuple[list[Any], list[int]]:
     """The items, each once, and the number of each."""
     numbers: dict[Hashable, int] = {}
     number_of = [numbers.setdefault(item, len(numbers)) for item in items]

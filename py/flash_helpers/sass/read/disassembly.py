@@ -19,17 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.kernel_configs import find_config
+from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
 from flash_helpers.sass.read.elf import Cubin, CubinKernel
-from flash_helpers.sass.read.lines import (
-    CUDA_LINES,
-    PTX_LINES,
-    LineTable,
-    read_line_tables,
-    relative_to_repository,
-)
+from flash_helpers.sass.read.flow import BRANCHES, CALLS
+from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
+from flash_helpers.sass.read.listing import Kind, scan
 from flash_helpers.sass.read.merge import merged_cubin, merged_name
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
@@ -42,8 +38,6 @@ from flash_helpers.sass.read.records import (
 LARGEST_BATCH = 16  # kernels: a second's work
 
 _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
-_SECTION = re.compile(r"\s*\.section\s+\.text\.([^,]+),")
-_ADDRESS = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
 _LIVE_TABLE = "// |"
 _LIVE_FIELDS = {
     "GPR": "general",
@@ -51,8 +45,6 @@ _LIVE_FIELDS = {
     "UGPR": "uniform",
     "UPRED": "uniform_predicate",
 }
-_CALLS = ("CALL", "JCAL")
-_JUMPS = ("BRA", "JMP", *_CALLS)
 _JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
 _TARGET = re.compile(r"0x[0-9a-f]+")
 
@@ -75,6 +67,11 @@ class Request:
     member: Member
     cubin: Cubin
     kernel: CubinKernel
+
+    @property
+    def found(self) -> Found:
+        """What the kernel is chosen by."""
+        return self.cubin.architecture, self.kernel.symbol
 
 
 @dataclass(frozen=True)
@@ -176,16 +173,16 @@ def _live_registers(text: str) -> LiveTables:
     rows: dict[int, LiveRegisters] = {}
     columns: list[str] = []
     distinct: dict[str, LiveRegisters] = {}
-    for line in text.splitlines():
-        code, _, table = line.partition(_LIVE_TABLE)
-        if match := _SECTION.match(code):
-            rows = found.setdefault(match[1], {})
+    for line in scan(text, "nvdisasm's listing"):
+        table = line.remark.removeprefix(_LIVE_TABLE)
+        if line.kind is Kind.FUNCTION:
+            rows = found.setdefault(line.name, {})
         elif "GPR" in table:
             columns = [cell.strip() for cell in table.split("|")[:-1]]
-        elif table and (match := _ADDRESS.match(code)):
+        elif line.address is not None and table != line.remark:
             if table not in distinct:
                 distinct[table] = _live_row(table, columns)
-            rows[int(match[1], 16)] = distinct[table]
+            rows[line.address] = distinct[table]
     return found
 
 
@@ -219,31 +216,16 @@ def _disassemblies(
         )
         operations = _operations(kernel, functions.get(name), cubin.origin)
         rows = live.get(name, {})
-        sources = [cuda_lines.at(operation.address) for operation in operations]
-        if source := _source_of(kernel.symbol):
-            sources = relative_to_repository(sources, source)
+        of_ptx = [ptx_lines.at(operation.address) for operation in operations]
         found.append(
             Disassembly(
                 operations=operations,
-                live=tuple(
-                    None if operation.base in _CALLS else rows.get(operation.address)
-                    for operation in operations
-                ),
-                sources=tuple(sources),
-                ptx_lines=tuple(_line_of(ptx_lines.at(o.address)) for o in operations),
+                live=tuple(None if o.base in CALLS else rows.get(o.address) for o in operations),
+                sources=tuple(cuda_lines.at(operation.address) for operation in operations),
+                ptx_lines=tuple(chain[0].line if chain else None for chain in of_ptx),
             )
         )
     return found
-
-
-def _source_of(symbol: str) -> str | None:
-    """The file in the repository that a kernel of this library stands in; None for others."""
-    config = find_config(symbol)
-    return str(config.step.source) if config else None
-
-
-def _line_of(chain: tuple[SourceLine, ...]) -> int | None:
-    return chain[0].line if chain else None
 
 
 def _operations(
@@ -272,7 +254,7 @@ def _operation(address: int, item: Mapping[str, Any], kernel: CubinKernel) -> Op
     listed = _JOINED.sub(r"\1,", item.get("operands", ""))
     predicate, operands = _guard_and_operands(item.get("predicate", ""), listed.split(","))
     target = None
-    if opcode.partition(".")[0] in _JUMPS:
+    if opcode.partition(".")[0] in BRANCHES | CALLS:
         last = operands[-1]
         target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(last)
     return Operation(address, encoding, predicate, opcode, ", ".join(operands), target)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
+from flash_helpers.gpu import RESERVED_SMEM_BYTES
 from flash_helpers.sass.read.disassembler import parse_version
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Resources, SassError
 
@@ -23,7 +24,6 @@ ELF_HEADER_BYTES = 64
 ELF_MAGIC = b"\x7fELF"
 EM_CUDA = 190
 FIRST_ARCHITECTURE = 70  # the first whose instructions are 16 bytes
-RESERVED_SMEM_BYTES = 1024  # a block's share that the driver keeps for itself from sm_90 on
 
 _ABI_OF_CUDA_13 = 8
 _SPECIFIC_BEFORE_CUDA_13 = 0x800  # in e_flags: sm_90a rather than sm_90
@@ -240,27 +240,19 @@ def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cub
         )
     attributes = _common_attributes(by_name, origin)
     relocatable = file.header["e_type"] == "ET_REL"
-    reserved = capability >= 90 and not relocatable
+    reserved = RESERVED_SMEM_BYTES if capability >= 90 and not relocatable else 0
     kernels = []
     for symbol in symbols:
         if not symbol.is_kernel:
             continue
-        if not 0 < symbol.section < len(sections):
-            raise SassError(f"{origin} is damaged: the kernel {symbol.name} lies in no section")
-        section = sections[symbol.section]
-        if section.name != f".text.{symbol.name}" or symbol.value:
-            raise SassError(
-                f"{origin} is damaged: the kernel {symbol.name} is said to lie at byte "
-                f"{symbol.value} of {section.name!r}"
-            )
-        _check_code(section, symbol, origin)
+        section = _code_section(sections, symbol, origin)
         own = _own_attributes(by_name, symbol.name, origin)
-        barriers = max(own.barriers, section.flags >> _BARRIERS_BEFORE_CUDA_13 & 0x7F)
         functions = {
             other.name: other.value
             for other in symbols
             if other.is_function and other.section == symbol.section
         }
+        relocated = any(by_name.get(f"{p}{section.name}", _NOTHING).size for p in _RELOCATIONS)
         kernels.append(
             CubinKernel(
                 symbol=symbol.name,
@@ -272,18 +264,13 @@ def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cub
                     stack_bytes=_stack(attributes, symbol),
                     spill_store_bytes=0,
                     spill_load_bytes=0,
-                    barriers=barriers,
+                    barriers=max(own.barriers, section.flags >> _BARRIERS_BEFORE_CUDA_13 & 0x7F),
                     max_threads=own.max_threads,
                 ),
                 attributes=own.movable,
                 functions=functions,
-                self_contained=(
-                    not relocatable
-                    and not own.jump_tables
-                    and len(functions) == 1
-                    and not any(
-                        by_name.get(f"{p}{section.name}", _NOTHING).size for p in _RELOCATIONS
-                    )
+                self_contained=not (
+                    relocatable or relocated or own.jump_tables or len(functions) > 1
                 ),
             )
         )
@@ -320,13 +307,22 @@ def _architecture(data: bytes, compiler: Compiler, told: str | None) -> str:
     return plain + ("a" if specific else "")
 
 
-def _check_code(section: Section, symbol: Symbol, origin: str) -> None:
+def _code_section(sections: Sequence[Section], symbol: Symbol, origin: str) -> Section:
+    """The section that holds a kernel's code, and nothing before it."""
+    where = symbol.section
+    section = sections[where] if 0 < where < len(sections) else _NOTHING
+    if section.name != f".text.{symbol.name}" or symbol.value:
+        raise SassError(
+            f"{origin} is damaged: the kernel {symbol.name} is said to lie at byte {symbol.value} "
+            f"of {section.name!r}"
+        )
     size = len(section.data)
     if not size or size % INSTRUCTION_BYTES or size != symbol.size:
         raise SassError(
             f"{origin} is damaged: the code of {symbol.name} is {size} bytes by its section and "
             f"{symbol.size} by its symbol, in instructions of {INSTRUCTION_BYTES}"
         )
+    return section
 
 
 def _compiler(sections: Mapping[str, Section]) -> Compiler:
@@ -418,18 +414,15 @@ def _stack(attributes: Mapping[tuple[int, int], int], symbol: Symbol) -> int:
     return frame if with_calls == _UNKNOWN_STACK else max(frame, with_calls)
 
 
-def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: bool, origin: str) -> int:
-    """Bytes of .nv.shared.<kernel>, which the linker starts with the driver's share on sm_90."""
+def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: int, origin: str) -> int:
+    """Bytes of .nv.shared.<kernel>, which the linker starts with what is reserved on sm_90."""
     section = sections.get(f".nv.shared.{kernel}")
-    if section is None:
-        return 0
-    size = section.size - (RESERVED_SMEM_BYTES if reserved else 0)
-    if size < 0:
+    if section is not None and section.size < reserved:
         raise SassError(
             f"{origin} is damaged: {section.size} bytes of shared memory for {kernel} are less "
-            f"than the {RESERVED_SMEM_BYTES} that the driver reserves"
+            f"than the {reserved} that the driver reserves"
         )
-    return size
+    return section.size - reserved if section else 0
 
 
 def embedded_ptx(sections: Mapping[str, Section]) -> str | None:

@@ -15,7 +15,7 @@ What ends a block and what does not, since Volta:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_helpers.ptx.read.graph import strongly_connected_components
@@ -24,11 +24,11 @@ from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Loop, Oper
 NEVER = ("@!PT", "@!UPT")
 ALWAYS = ("", "@PT", "@UPT")
 
-_BRANCHES = frozenset({"BRA", "JMP"})
+BRANCHES = frozenset({"BRA", "JMP"})
+CALLS = frozenset({"CALL", "JCAL"})
 _COMPUTED = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
-_CALLS = frozenset({"CALL", "JCAL"})
 _ENDS = frozenset({"EXIT", "RET", "KILL"})
-_JUMPS = _BRANCHES | _COMPUTED | _CALLS | _ENDS
+_JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
 
 
 def may_execute(operation: Operation) -> bool:
@@ -39,6 +39,18 @@ def may_execute(operation: Operation) -> bool:
 def is_jump(operation: Operation) -> bool:
     """True for what may continue elsewhere than at the next instruction, or not at all."""
     return operation.base in _JUMPS and may_execute(operation)
+
+
+def reach(start: int, neighbours: Callable[[int], Iterable[int]]) -> set[int]:
+    """What can be reached from a node of a graph, itself included."""
+    found: set[int] = set()
+    stack = [start]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack.extend(neighbours(n))
+    return found
 
 
 def padding_start(operations: Sequence[Operation]) -> int:
@@ -78,14 +90,14 @@ def _falls_through(operation: Operation) -> bool:
     if not is_jump(operation):
         return True
     conditional = operation.predicate not in ALWAYS
-    if operation.base in _BRANCHES:
+    if operation.base in BRANCHES:
         conditional = conditional or "," in operation.operands
     return conditional
 
 
 def _jumps_to_itself(operation: Operation) -> bool:
     return (
-        operation.base in _BRANCHES
+        operation.base in BRANCHES
         and operation.target == operation.address
         and not _falls_through(operation)
     )
@@ -121,7 +133,7 @@ class _Graph:
                 continue
             if target is not None:
                 jumps[n].append(target)
-            if operation.base in _CALLS:
+            if operation.base in CALLS:
                 if target is None:
                     # a routine that is not known is taken to come back
                     falls[n] = n + 1 < len(lasts)
@@ -151,16 +163,6 @@ class _Graph:
             for n, (start, end) in enumerate(zip(self.starts, self.ends, strict=True))
         )
 
-    def reachable(self, entry: int) -> set[int]:
-        found = {entry}
-        stack = [entry]
-        while stack:
-            for target in self.successors[stack.pop()]:
-                if target not in found:
-                    found.add(target)
-                    stack.append(target)
-        return found
-
 
 def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
     """Indices of the instructions that blocks begin with."""
@@ -173,7 +175,7 @@ def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
             continue
         if n + 1 < len(operations):
             leaders.add(n + 1)
-        if operation.base in _BRANCHES | _CALLS and operation.target in index:
+        if operation.base in BRANCHES | CALLS and operation.target in index:
             leaders.add(index[operation.target])
     return sorted(leaders)
 
@@ -276,7 +278,7 @@ def _add_routines(graph: _Graph, regions: Sequence[_Region]) -> None:
     callers: dict[int, set[int]] = defaultdict(set)
     for caller, routine in graph.calls.items():
         callers[routine].add(caller)
-    bodies = {routine: graph.reachable(routine) for routine in callers}
+    bodies = {routine: reach(routine, graph.successors.__getitem__) for routine in callers}
     changed = True
     while changed:
         changed = False

@@ -12,35 +12,114 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
+from flash_helpers.sass.read.choice import Found
+from flash_helpers.sass.read.elf import ELF_MAGIC
+from flash_helpers.sass.read.flow import BRANCHES, CALLS
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Operation, SassError
 
 READABLE = (
     "readable are the listings of nvdisasm, cuobjdump -sass and tools/build/extract_sass.py, and "
     'lines of "COUNT OPCODE", as sort | uniq -c prints them'
 )
-ELF_MAGIC = b"\x7fELF"
 
 # the columns of a table of counts before the opcode: see `counts_in_text`
 COUNT_COLUMNS = ("count", "executed", "predicated", "filler", "padding")
 _HEADERS = ([*COUNT_COLUMNS, "opcode"], [COUNT_COLUMNS[0], "opcode"])
 
-_ADDRESS = re.compile(r"/\*([0-9a-f]+)\*/")
-_INSTRUCTION = re.compile(
-    r"(?:(?P<predicate>@!?U?P[0-9T])\s+)?(?P<opcode>[A-Z][A-Za-z0-9_.]*)(?P<operands>(?:\s[^;]*)?);"
-)
-_AFTER = re.compile(r"\s*(?:/\*.*|//.*)?")  # an encoding, live registers, lines
+_START = re.compile(r"\s*/\*(?:([0-9a-f]+)\*/| 0x)")  # an address, or a second half of an encoding
+_REMARK = re.compile(r"//|/\* 0x")  # encodings, live registers, lines
 _HINT = re.compile(r" ?\(\*\"[^\"]*\"\*\)")  # (*"SpillRefill"*), (*"BRANCH_TARGETS .L_x_1"*)
-_SECTION = re.compile(r"\.section\s+(\.text)?\.?([^\s,]*)")
+_INSTRUCTION = re.compile(r"(?:(@!?U?P[0-9T]) )?([A-Z][A-Za-z0-9_.]*)((?: [^;]*)?);")
+_SECTION = re.compile(r"\.section (\.text)?\.?([^\s,]*)")
 _FUNCTION = re.compile(r"Function : (\S+)")
-_ARCHITECTURE = re.compile(r"(?:\.target\s+|code for )(sm_\d+[a-z]?)")
+_ARCHITECTURE = re.compile(r"(?:\.target |code for )(sm_\d+[a-z]?)")
 _LABEL = re.compile(r"([.$\w]+):")
-_JUMP = re.compile(r"(?:.*,\s*)?(?:0x([0-9a-f]+)|`\(([^)]+)\))")
-_JUMPS = ("BRA", "JMP", "CALL", "JCAL")
+_JUMP = re.compile(r"(?:.*, ?)?(?:0x([0-9a-f]+)|`\(([^)]+)\))")
 _COUNT = re.compile(r"(\d+)\s+([A-Z][A-Za-z0-9_.]*);?")
 _SHOWN = 60  # characters of a line that an error quotes
+
+
+class Kind(Enum):
+    """What a line of a listing is."""
+
+    FUNCTION = "function"
+    ARCHITECTURE = "architecture"
+    LABEL = "label"
+    INSTRUCTION = "instruction"
+    OTHER = "other"
+
+
+class Line(NamedTuple):
+    """A line of a listing.
+
+    text: without address, remark and hints, one space between words. remark: what stands behind the
+    text: encodings, live registers, where it came from. name: of the function, the architecture or
+    the label. address: None where there is none. instruction: predicate, opcode and operands.
+    raw: the line without address and remark, its white space kept.
+    """
+
+    kind: Kind
+    number: int
+    text: str
+    raw: str
+    remark: str
+    name: str
+    address: int | None
+    instruction: tuple[str, str, str]
+
+
+def scan(text: str, name: str) -> Iterator[Line]:
+    """The lines of a listing, but for those that hold the second half of an encoding.
+
+    name: of the file, for errors. Raises SassError for a line of code that is no instruction.
+    """
+    in_data = False
+    for number, line in enumerate(text.split("\n"), start=1):
+        start = _START.match(line)
+        if start and not start[1]:
+            continue
+        raw, remark = line[start.end() :] if start else line, ""
+        if found := _REMARK.search(raw):
+            raw, remark = raw[: found.start()], raw[found.start() :]
+        raw = (_HINT.sub("", raw) if '(*"' in raw else raw).rstrip()
+        code = " ".join(raw.split())
+        code = f"{code[:-2]};" if code.endswith(" ;") else code
+        kind, called, instruction = Kind.OTHER, "", ("", "", "")
+        # asked for ";", as a long line without it would be searched again and again
+        if not in_data and ";" in code:
+            found = _INSTRUCTION.match(code)
+            if found and found.end() == len(code):
+                kind, instruction = Kind.INSTRUCTION, (found[1] or "", found[2], found[3].strip())
+            elif found or (start and code[0] != ".") or code[-1] == ";":
+                raise no_instruction(name, number, line)
+        elif found := _SECTION.match(code):
+            in_data = found[1] is None
+            kind, called = (Kind.OTHER, "") if in_data else (Kind.FUNCTION, found[2])
+        elif found := _FUNCTION.match(code):
+            in_data = False
+            kind, called = Kind.FUNCTION, found[1]
+        elif found := _ARCHITECTURE.match(code):
+            kind, called = Kind.ARCHITECTURE, found[1]
+        elif code and not in_data:
+            if start and code[0] != ".":
+                raise no_instruction(name, number, line)
+            if found := _LABEL.fullmatch(code):
+                kind, called = Kind.LABEL, found[1]
+        address = int(start[1], 16) if start else None
+        yield Line(kind, number, code, raw, remark, called, address, instruction)
+
+
+def no_instruction(name: str, number: int, line: str) -> SassError:
+    """The error of a line that stands among code."""
+    return SassError(
+        f"{name} line {number}: not an instruction, or one that is cut off: "
+        f"{line.strip()[:_SHOWN]!r}; {READABLE}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,129 +135,62 @@ class ListedFunction:
     architecture: str
     operations: tuple[Operation, ...]
 
-
-@dataclass(slots=True)
-class _Line:
-    """An instruction as it stands in a listing."""
-
-    address: int
-    predicate: str
-    opcode: str
-    operands: str
+    @property
+    def found(self) -> Found:
+        """What the function is chosen by."""
+        return self.architecture, self.name
 
 
 @dataclass(slots=True)
 class _Function:
     name: str
     architecture: str
-    lines: list[_Line] = field(default_factory=list)
+    lines: dict[int, Line] = field(default_factory=dict)  # by address
     labels: dict[str, int] = field(default_factory=dict)
-    next_address: int = 0
+    end: int = 0
+
+    def add(self, line: Line, labels: Iterable[str], file: str) -> None:
+        """Add an instruction and the labels before it."""
+        address = self.end if line.address is None else line.address
+        if address % INSTRUCTION_BYTES:
+            raise SassError(
+                f"{file} line {line.number}: address {address:#x} is not a multiple of "
+                f"{INSTRUCTION_BYTES}: only code for sm_70 and later can be read"
+            )
+        if address < self.end:
+            raise SassError(
+                f"{file} line {line.number}: address {address:#x} comes again in "
+                f"{self.name or 'the listing'}: give each function the line that names it"
+            )
+        self.lines[address] = line
+        self.labels.update(dict.fromkeys(labels, address))
+        self.end = address + INSTRUCTION_BYTES
 
     def finished(self) -> ListedFunction:
         operations = (
-            Operation(x.address, 0, x.predicate, x.opcode, x.operands, self._target(x))
-            for x in self.lines
+            Operation(address, 0, *line.instruction, self._target(*line.instruction[1:]))
+            for address, line in self.lines.items()
         )
         return ListedFunction(self.name, self.architecture, tuple(operations))
 
-    def _target(self, line: _Line) -> int | None:
-        if line.opcode.partition(".")[0] not in _JUMPS:
-            return None
-        match = _JUMP.fullmatch(line.operands)
+    def _target(self, opcode: str, operands: str) -> int | None:
+        match = _JUMP.fullmatch(operands) if opcode.partition(".")[0] in BRANCHES | CALLS else None
         if match is None:
             return None
         return int(match[1], 16) if match[1] else self.labels.get(match[2])
 
 
-class _Reader:
-    """Reads a listing line by line; `name` stands for the file in errors."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.architecture = ""
-        self.in_data = False
-        self.functions: list[_Function] = []
-        self.labels: list[str] = []  # of the next instruction
-
-    def read(self, text: str) -> list[ListedFunction]:
-        for number, line in enumerate(text.split("\n"), start=1):
-            self._read_line(number, line.strip())
-        return [function.finished() for function in self.functions if function.lines]
-
-    def _read_line(self, number: int, line: str) -> None:
-        if not line or line.startswith("//"):
-            return
-        if found := _SECTION.match(line):
-            self.in_data = found[1] is None
-            if not self.in_data:
-                self._begin(found[2])
-        elif found := _FUNCTION.match(line):
-            self.in_data = False
-            self._begin(found[1])
-        elif found := _ARCHITECTURE.match(line):
-            self.architecture = found[1]
-        elif not self.in_data and not line.startswith("."):
-            self._read_code(number, line)
-        elif not self.in_data and (found := _LABEL.match(line)):
-            self.labels.append(found[1])
-
-    def _begin(self, name: str) -> None:
-        self.functions.append(_Function(name, self.architecture))
-        self.labels.clear()
-
-    def _read_code(self, number: int, line: str) -> None:
-        address = _ADDRESS.match(line)
-        rest = line[address.end() :].lstrip() if address else line
-        # asked first, as a long line without it would be searched for it again and again
-        found = _INSTRUCTION.match(rest) if ";" in rest else None
-        # prose may look like an instruction, but not behind an address or in a function
-        in_code = address is not None or bool(self.functions)
-        if found and in_code and _AFTER.fullmatch(rest, found.end()):
-            self._add(number, int(address[1], 16) if address else None, found)
-        elif (found and in_code) or (address and not rest.startswith(".")) or line.endswith(";"):
-            raise self._refusal(number, line)
-        elif not address and (label := _LABEL.match(line)):
-            self.labels.append(label[1])
-
-    def _add(self, number: int, address: int | None, found: re.Match[str]) -> None:
-        if not self.functions:
-            self.functions.append(_Function("", self.architecture))
-        function = self.functions[-1]
-        if address is None:
-            address = function.next_address
-        elif address % INSTRUCTION_BYTES:
-            raise SassError(
-                f"{self.name} line {number}: address {address:#x} is not a multiple of "
-                f"{INSTRUCTION_BYTES}: only code for sm_70 and later can be read"
-            )
-        elif function.lines and address < function.next_address:
-            raise SassError(
-                f"{self.name} line {number}: address {address:#x} comes again in "
-                f"{function.name or 'the listing'}: give each function the line that names it"
-            )
-        operands = _HINT.sub("", found["operands"] or "").strip()
-        function.lines.append(_Line(address, found["predicate"] or "", found["opcode"], operands))
-        function.labels.update(dict.fromkeys(self.labels, address))
-        self.labels.clear()
-        function.next_address = address + INSTRUCTION_BYTES
-
-    def _refusal(self, number: int, line: str) -> SassError:
-        return SassError(
-            f"{self.name} line {number} is no instruction of a listing, or is cut off: "
-            f"{line[:_SHOWN]!r}; {READABLE}"
-        )
-
-
 def decode(data: bytes, name: str) -> str:
     """The text of a listing or of a file of counts, with line ends of "\\n".
 
-    name: of the file, for errors. Raises SassError for what is empty or no text.
+    name: of the file, for errors. Raises SassError for what is no text.
     """
-    if not data.strip():
-        raise SassError(f"{name} is empty; {READABLE}")
+    if data.startswith(ELF_MAGIC):
+        raise SassError(
+            f"{name} is an object file and no listing: tools/build/extract_sass.py makes one of it"
+        )
     if is_binary(data):
-        raise SassError(f"{name} is no text; {READABLE}")
+        raise SassError(f"{name} holds bytes that no listing does; {READABLE}")
     return data.decode(errors="replace").replace("\r\n", "\n")
 
 
@@ -192,11 +204,36 @@ def parse_listing(text: str, name: str) -> list[ListedFunction]:
 
     name: of the file, for errors. Raises SassError, naming the line, for what is no listing.
     """
-    functions = _Reader(name).read(text)
-    if not functions:
-        first = next((line.strip() for line in text.split("\n") if line.strip()), "")
-        raise SassError(f"{name} has no instruction ({first[:_SHOWN]!r} ...); {READABLE}")
-    return functions
+    architecture = ""
+    functions: list[_Function] = []
+    labels: list[str] = []  # of the next instruction
+    for line in scan(text, name):
+        if line.kind is Kind.ARCHITECTURE:
+            architecture = line.name
+        elif line.kind is Kind.LABEL:
+            labels.append(line.name)
+        elif line.kind is Kind.FUNCTION:
+            functions.append(_Function(line.name, architecture))
+            labels.clear()
+        elif line.kind is Kind.INSTRUCTION:
+            if not functions:
+                # prose may look like an instruction, but not behind an address
+                if line.address is None:
+                    raise no_instruction(name, line.number, line.raw)
+                functions.append(_Function("", architecture))
+            functions[-1].add(line, labels, name)
+            labels.clear()
+    found = [function.finished() for function in functions if function.lines]
+    if not found:
+        raise holds_nothing(name, text)
+    return found
+
+
+def holds_nothing(name: str, text: str) -> SassError:
+    """The error of a text without an instruction."""
+    first = next((line.strip() for line in text.split("\n") if line.strip()), "")
+    found = f"{first[:_SHOWN]!r} ..." if first else "it is empty"
+    return SassError(f"{name} holds no SASS ({found}); {READABLE}")
 
 
 def _count_rows(text: str) -> Iterator[list[str]]:

@@ -21,6 +21,7 @@ A source that ends in a question mark is from memory or deduced; nothing else ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -73,50 +74,66 @@ CONSTANT_LOAD = "constant load"
 SPECIAL_REGISTER = "special register"
 NOP = "nop"
 
-_BASES: Mapping[str, str] = {
-    TENSOR: "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA",
-    LDMATRIX: "LDSM",
-    ASYNC_COPY: "LDGSTS",
-    SHARED_LOAD: "LDS",
-    SHARED_STORE: "STS STSM",
-    GLOBAL_LOAD: "LDG LD",
-    GLOBAL_STORE: "STG ST",
-    LOCAL_LOAD: "LDL",
-    LOCAL_STORE: "STL",
-    FP32: "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD",
-    FP32_MINMAX: "FMNMX FMNMX3",
-    FP16: "HADD2 HMUL2 HFMA2 HMNMX2 HADD2_32I HMUL2_32I HFMA2_32I VHMNMX",
-    FP64: "DADD DMUL DFMA",
-    MUFU: "MUFU",
-    CONVERSION: "F2F F2FP F2I I2F I2FP FRND I2I",
-    INTEGER_ADD: "IADD3 IADD IADD32I VIADD",
-    INTEGER_OTHER: "IABS IMNMX VIMNMX VIMNMX3 VIADDMNMX ISCADD BMSK SGXT POPC FLO BREV VABSDIFF "
-    "VABSDIFF4 LEPC",
-    IMAD: "IMAD IMUL IDP IDP4A IMAD32I IMUL32I",
-    LOGIC: "LOP3 LOP LOP32I",
-    SHIFT: "SHF SHL SHR",
-    LEA: "LEA",
-    PERMUTE: "PRMT",
-    MOVE: "MOV MOV32I CS2R SEL FSEL MOVM",
-    UNIFORM: "R2UR UBMSK UBREV UCLEA UFLO UIADD3 UIMAD UIADD UISETP ULEA ULOP ULOP3 "
-    "ULOP32I UMOV UP2UR UPLOP3 UPOPC UPRMT UPSETP UR2UP USEL USGXT USHF USHL USHR UVIADD UVIMNMX "
-    "UF2FP UFADD UFMUL UFFMA UFSETP UFSEL UFMNMX UI2F UF2I ULEPC UMEMBAR UIABS",
-    PREDICATE: "ISETP FSETP DSETP HSETP2 PLOP3 PSETP P2R R2P FSET HSET2 FCHK",
-    SHUFFLE: "SHFL",
-    VOTE: "VOTE VOTEU MATCH REDUX ELECT",
-    ATOMIC: "ATOM ATOMG ATOMS RED REDG REDS",
-    TEXTURE: "TEX TLD TLD4 TMML TXD TXQ SULD SUST SUATOM SURED SUQUERY",
-    BULK_COPY: "UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH",
-    BARRIER: "BAR B2R R2B DEPBAR LDGDEPBAR LDTRAM MEMBAR ERRBAR CCTL CCTLL CCTLT FENCE SYNCS "
-    "ARRIVES WARPGROUP WARPGROUPSET USETMAXREG UCGABAR_ARV UCGABAR_WAIT ACQBULK PREEXIT",
-    CONTROL_FLOW: "BRA BRX BRXU JMP JMX JMXU CALL JCAL RET EXIT KILL BSSY BSYNC BREAK WARPSYNC "
-    "BMOV RPCMOV YIELD NANOSLEEP BPT RTT PMTRIG",
-    CONSTANT_LOAD: "LDC ULDC LDCU",
-    SPECIAL_REGISTER: "S2R S2UR",
-    NOP: "NOP",
+# Of each class its pipe, where a source tells it, and its opcodes.
+_TABLE: Mapping[str, tuple[str, str]] = {
+    TENSOR: ("tensor", "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA"),
+    LDMATRIX: ("lsu", "LDSM"),
+    ASYNC_COPY: ("lsu", "LDGSTS"),
+    SHARED_LOAD: ("lsu", "LDS"),
+    SHARED_STORE: ("lsu", "STS STSM"),
+    GLOBAL_LOAD: ("lsu", "LDG LD"),
+    GLOBAL_STORE: ("lsu", "STG ST"),
+    LOCAL_LOAD: ("lsu", "LDL"),
+    LOCAL_STORE: ("lsu", "STL"),
+    FP32: ("fma", "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD"),
+    FP32_MINMAX: ("alu", "FMNMX FMNMX3"),
+    FP16: ("fma", "HADD2 HMUL2 HFMA2 HMNMX2 HADD2_32I HMUL2_32I HFMA2_32I VHMNMX"),
+    FP64: ("fp64", "DADD DMUL DFMA"),
+    MUFU: ("xu", "MUFU"),
+    CONVERSION: ("xu", "F2F F2FP F2I I2F I2FP FRND I2I"),
+    INTEGER_ADD: ("alu", "IADD3 IADD IADD32I VIADD"),
+    INTEGER_OTHER: (
+        "alu",
+        "IABS IMNMX VIMNMX VIMNMX3 VIADDMNMX ISCADD BMSK SGXT POPC FLO BREV VABSDIFF VABSDIFF4 "
+        "LEPC",
+    ),
+    IMAD: ("fma", "IMAD IMUL IDP IDP4A IMAD32I IMUL32I"),
+    LOGIC: ("alu", "LOP3 LOP LOP32I"),
+    SHIFT: ("alu", "SHF SHL SHR"),
+    LEA: ("alu", "LEA"),
+    PERMUTE: ("alu", "PRMT"),
+    MOVE: ("alu", "MOV MOV32I CS2R SEL FSEL MOVM"),
+    UNIFORM: (
+        "uniform",
+        "R2UR UBMSK UBREV UCLEA UFLO UIADD3 UIMAD UIADD UISETP ULEA ULOP ULOP3 ULOP32I UMOV UP2UR "
+        "UPLOP3 UPOPC UPRMT UPSETP UR2UP USEL USGXT USHF USHL USHR UVIADD UVIMNMX UF2FP UFADD "
+        "UFMUL UFFMA UFSETP UFSEL UFMNMX UI2F UF2I ULEPC UMEMBAR UIABS",
+    ),
+    PREDICATE: ("alu", "ISETP FSETP DSETP HSETP2 PLOP3 PSETP P2R R2P FSET HSET2 FCHK"),
+    SHUFFLE: ("lsu", "SHFL"),
+    VOTE: (UNKNOWN_PIPE, "VOTE VOTEU MATCH REDUX ELECT"),
+    ATOMIC: ("lsu", "ATOM ATOMG ATOMS RED REDG REDS"),
+    TEXTURE: ("tex", "TEX TLD TLD4 TMML TXD TXQ SULD SUST SUATOM SURED SUQUERY"),
+    BULK_COPY: (
+        UNKNOWN_PIPE,
+        "UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH",
+    ),
+    BARRIER: (
+        UNKNOWN_PIPE,
+        "BAR B2R R2B DEPBAR LDGDEPBAR LDTRAM MEMBAR ERRBAR CCTL CCTLL CCTLT FENCE SYNCS ARRIVES "
+        "WARPGROUP WARPGROUPSET USETMAXREG UCGABAR_ARV UCGABAR_WAIT ACQBULK PREEXIT",
+    ),
+    CONTROL_FLOW: (
+        "cbu",
+        "BRA BRX BRXU JMP JMX JMXU CALL JCAL RET EXIT KILL BSSY BSYNC BREAK WARPSYNC BMOV RPCMOV "
+        "YIELD NANOSLEEP BPT RTT PMTRIG",
+    ),
+    CONSTANT_LOAD: ("adu", "LDC ULDC LDCU"),
+    SPECIAL_REGISTER: ("lsu", "S2R S2UR"),
+    NOP: (UNKNOWN_PIPE, "NOP"),
 }
 _CLASS_OF = MappingProxyType(
-    {base: name for name, bases in _BASES.items() for base in bases.split()}
+    {base: name for name, (_, bases) in _TABLE.items() for base in bases.split()}
 )
 _IMAD_FORMS = MappingProxyType(
     {"MOV": IMAD_MOVE, "SHL": IMAD_SHIFT, "IADD": IMAD_ADD, "WIDE": IMAD_WIDE}
@@ -124,45 +141,14 @@ _IMAD_FORMS = MappingProxyType(
 
 IMAD_CLASSES = (IMAD, *_IMAD_FORMS.values())
 CLASSES = (
-    *(name for base in _BASES for name in (IMAD_CLASSES if base == IMAD else (base,))),
+    *(name for row in _TABLE for name in (IMAD_CLASSES if row == IMAD else (row,))),
     OTHER,
 )
-
-_PIPES: Mapping[str, tuple[str, ...]] = {
-    "tensor": (TENSOR,),
-    "lsu": (
-        LDMATRIX,
-        ASYNC_COPY,
-        SHARED_LOAD,
-        SHARED_STORE,
-        GLOBAL_LOAD,
-        GLOBAL_STORE,
-        LOCAL_LOAD,
-        LOCAL_STORE,
-        SHUFFLE,
-        ATOMIC,
-        SPECIAL_REGISTER,
-    ),
-    "fma": (FP32, FP16, IMAD, IMAD_WIDE, IMAD_MOVE, IMAD_SHIFT, IMAD_ADD),
-    "alu": (
-        FP32_MINMAX,
-        INTEGER_ADD,
-        INTEGER_OTHER,
-        LOGIC,
-        SHIFT,
-        LEA,
-        PERMUTE,
-        MOVE,
-        PREDICATE,
-    ),
-    "xu": (MUFU, CONVERSION),
-    "uniform": (UNIFORM,),
-    "cbu": (CONTROL_FLOW,),
-    "adu": (CONSTANT_LOAD,),
-    "tex": (TEXTURE,),
-    "fp64": (FP64,),
-}
-_PIPE_OF = MappingProxyType({name: pipe for pipe, names in _PIPES.items() for name in names})
+_PIPE_OF = MappingProxyType(
+    {name: own for name, (own, _) in _TABLE.items()}
+    | dict.fromkeys(IMAD_CLASSES, "fma")
+    | {OTHER: UNKNOWN_PIPE}
+)
 # Members of those classes of which no source tells, or sources differ: F2FP runs on the FP16 pipe
 # before 8.6 and on the ALU from then on, but is listed with a quarter of the ALU's throughput too.
 _WITHOUT_PIPE = frozenset(
@@ -210,6 +196,7 @@ def classify(opcode: str, operands: str = "") -> str:
     return IMAD_MOVE if factors == ["RZ", "RZ"] else name
 
 
+@functools.cache
 def pipe(opcode: str, capability: int) -> str:
     """The pipe that executes an opcode on a compute capability such as 90; "unknown" where no
     source tells, or where sources differ.
@@ -220,11 +207,12 @@ def pipe(opcode: str, capability: int) -> str:
     if opcode.partition(".")[0] in _WITHOUT_PIPE:
         return UNKNOWN_PIPE
     if capability < 86:
-        return "fp16" if name == FP16 else _PIPE_OF.get(name, UNKNOWN_PIPE)
-    return "fmaheavy" if name in IMAD_CLASSES else _PIPE_OF.get(name, UNKNOWN_PIPE)
+        return "fp16" if name == FP16 else _PIPE_OF[name]
+    return "fmaheavy" if name in IMAD_CLASSES else _PIPE_OF[name]
 
 
-def throughput(opcode: str, operands: str, capability: int) -> Throughput | None:
+@functools.cache
+def throughput(opcode: str, capability: int) -> Throughput | None:
     """What one warp instruction costs its pipe, with the source; None where nothing is known.
 
     Shared-memory accesses are taken to be free of bank conflicts. Tensor instructions of 8.6 and
@@ -235,7 +223,7 @@ def throughput(opcode: str, operands: str, capability: int) -> Throughput | None
     if capability not in (80, 86, 89, 90):
         return None
     base = opcode.partition(".")[0]
-    name = classify(opcode, operands)
+    name = classify(opcode)
     if name == TENSOR:
         return _tensor_throughput(opcode, capability)
     if name in (LDMATRIX, SHARED_LOAD, SHARED_STORE):
@@ -253,9 +241,9 @@ def throughput(opcode: str, operands: str, capability: int) -> Throughput | None
     return None
 
 
-def cost(opcode: str, operands: str, capability: int) -> float | None:
+def cost(opcode: str, capability: int) -> float | None:
     """The cycles of `throughput`; None where nothing is known."""
-    found = throughput(opcode, operands, capability)
+    found = throughput(opcode, capability)
     return found.cycles if found else None
 
 

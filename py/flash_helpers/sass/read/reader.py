@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,25 +13,22 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flash_helpers.kernel_configs import Config, config_from_symbol, find_config
+from flash_helpers.gpu import capability_of
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_digest, entry_key
+from flash_helpers.sass.read.choice import Found, choose, require_one
 from flash_helpers.sass.read.containers import Member, cubins_of, read_bytes
-from flash_helpers.sass.read.control import CONTROL_BIT, decode_control
+from flash_helpers.sass.read.control import decode_control
 from flash_helpers.sass.read.disassembler import Disassembler, find_disassembler, require_new_enough
 from flash_helpers.sass.read.disassembly import Disassembly, Request, batches, disassemble
-from flash_helpers.sass.read.elf import Cubin, CubinKernel, cubin_capability, read_cubin
+from flash_helpers.sass.read.elf import Cubin, cubin_capability, read_cubin
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
-    Control,
     Instruction,
     Kernel,
     Operation,
     SassError,
 )
-
-LIBRARY = "libflash_attention.so"
-_SHOWN_NAMES = 40  # of kernels in an error
 
 Progress = Callable[[int, int], None]
 
@@ -50,39 +46,53 @@ def progress_bar(description: str) -> Iterator[Progress]:
 
 
 def list_kernels(
-    path: Path,
-    architecture: str | None = None,
-    kernels: Callable[[str], bool] | None = None,
-) -> list[tuple[str, str]]:
+    path: Path, architecture: str | None = None, names: Iterable[str] = ()
+) -> list[Found]:
     """Architecture and symbol of the kernels in a file, without disassembling.
 
-    architecture, kernels: as for `load_kernels`, which also tells what is raised.
+    architecture, names: as for `load_kernels`, which also tells what is raised.
     """
     with cubins_of(path) as members:
-        wanted = _choose(path, members, architecture, kernels)
-    return [(cubin.architecture, kernel.symbol) for _, cubin, chosen in wanted for kernel in chosen]
+        return [request.found for request in _chosen(path, members, architecture, names)]
 
 
 def load_kernels(
     path: Path,
     architecture: str | None = None,
-    kernels: Callable[[str], bool] | None = None,
+    names: Iterable[str] = (),
     *,
     cache: DisassemblyCache | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
     """The kernels in a cubin, fatbin, object file, library or program.
 
-    architecture: such as "sm_90"; None takes all. kernels: which symbols to take; None takes all.
-    cache: None takes the one in the user's cache folder, see `cache.cache_folder`. progress: called
-    with the number of kernels that are read and of all, while they are being disassembled.
+    architecture: such as "sm_90"; None takes all. names: which kernels to take, as
+    `choice.matching` takes them; without any, all. cache: None takes the one in the user's cache
+    folder, see `cache.cache_folder`. progress: called with the number of kernels that are read and
+    of all, while they are being disassembled.
 
     Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
-    architecture or kernels that are not in it, and for a disassembler that is missing or too old.
+    architecture or a name that is not in it, and for a disassembler that is missing or too old.
     """
     with cubins_of(path) as members:
-        wanted = _choose(path, members, architecture, kernels)
-        return _load(wanted, cache or DisassemblyCache(cache_folder(os.environ)), progress)
+        return _load(_chosen(path, members, architecture, names), cache, progress)
+
+
+def load_kernel(
+    path: Path,
+    architecture: str | None = None,
+    names: Iterable[str] = (),
+    *,
+    progress: Progress | None = None,
+) -> Kernel:
+    """The one kernel of a file that is asked for; the arguments are those of `load_kernels`.
+
+    Raises SassError as that does, and if several are left.
+    """
+    with cubins_of(path) as members:
+        chosen = _chosen(path, members, architecture, names)
+        require_one(str(path), [request.found for request in chosen])
+        return _load(chosen, None, progress)[0]
 
 
 def read_member(member: Member) -> Cubin:
@@ -90,104 +100,43 @@ def read_member(member: Member) -> Cubin:
     return read_cubin(read_bytes(member.path), member.origin, member.architecture)
 
 
-Choice = tuple[Member, Cubin, Sequence[CubinKernel]]
+def _chosen(
+    path: Path, members: Sequence[Member], architecture: str | None, names: Iterable[str]
+) -> list[Request]:
+    try:
+        capability = None if architecture is None else capability_of(architecture)
+    except ValueError as error:
+        raise SassError(str(error)) from error
+    own = [m for m in members if capability in (None, cubin_capability(read_bytes(m.path)))]
+    # all of them only to say what there is
+    requests = _requests(own, architecture) or _requests(members)
+    if not requests:
+        raise SassError(f"{path} holds device code, but no kernel")
+    wanted = set(choose(str(path), [r.found for r in requests], architecture, names))
+    return [request for request in requests if request.found in wanted]
 
 
-def library_kernels(
-    architecture: str,
-    configs: Iterable[Config] | None = None,
-    *,
-    cache: DisassemblyCache | None = None,
-    progress: Progress | None = None,
-) -> dict[Config, Kernel]:
-    """Forward kernels of the installed library, by config, sorted; configs: None takes all.
-
-    Raises SassError as `load_kernels` does, when the library is not there, and for configs that it
-    does not hold.
-    """
-    path = installed_library()
-    wanted = None if configs is None else set(configs)
-
-    def chosen(symbol: str) -> bool:
-        config = find_config(symbol)
-        return config is not None and (wanted is None or config in wanted)
-
-    found = {
-        config_from_symbol(kernel.symbol): kernel
-        for kernel in load_kernels(path, architecture, chosen, cache=cache, progress=progress)
-    }
-    if missing := sorted((wanted or set()) - set(found)):
-        raise SassError(
-            f"{path} holds no {', '.join(config.short_form() for config in missing)}: "
-            "`python -m flash_attention` lists what is built"
-        )
-    return dict(sorted(found.items()))
-
-
-def installed_library() -> Path:
-    """The kernel library of the installed package flash_attention, which is not imported.
-
-    Raises SassError if it is not there.
-    """
-    spec = importlib.util.find_spec("flash_attention")
-    path = Path(spec.origin).parent / LIBRARY if spec and spec.origin else None
-    if path is None or not path.is_file():
-        raise SassError(
-            "the kernel library is not there: build it with `pip install . ./py` in the repository"
-        )
-    return path
-
-
-def _choose(
-    path: Path,
-    members: Sequence[Member],
-    architecture: str | None,
-    kernels: Callable[[str], bool] | None,
-) -> list[Choice]:
-    capability = None if architecture is None else _capability(architecture)
-    cubins = [
-        (member, cubin)
+def _requests(members: Iterable[Member], architecture: str | None = None) -> list[Request]:
+    return [
+        Request(member, cubin, kernel)
         for member in members
-        if capability is None or cubin_capability(read_bytes(member.path)) == capability
-        if (cubin := read_member(member)).kernels
+        for cubin in [read_member(member)]
         if architecture in (None, cubin.architecture)
+        for kernel in cubin.kernels
     ]
-    if not cubins:
-        there = sorted({cubin.architecture for m in members if (cubin := read_member(m)).kernels})
-        if not there:
-            raise SassError(f"{path} holds device code, but no kernel")
-        raise SassError(f"{path} holds no kernel for {architecture}, only for {', '.join(there)}")
-    wanted = [
-        (member, cubin, [k for k in cubin.kernels if kernels is None or kernels(k.symbol)])
-        for member, cubin in cubins
-    ]
-    wanted = [choice for choice in wanted if choice[2]]
-    if not wanted:
-        names = sorted({kernel.symbol for _, cubin in cubins for kernel in cubin.kernels})
-        shown = ", ".join(names[:_SHOWN_NAMES])
-        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-        raise SassError(f"{path} holds none of the kernels asked for, only {shown}{more}")
-    return wanted
-
-
-def _capability(architecture: str) -> int:
-    match = re.fullmatch(r"sm_(\d+)[a-z]?", architecture)
-    if match is None:
-        raise SassError(f"{architecture!r} is no architecture: write it as in sm_90")
-    return int(match[1])
 
 
 def _load(
-    wanted: Sequence[Choice], cache: DisassemblyCache, progress: Progress | None
+    requests: Sequence[Request], cache: DisassemblyCache | None, progress: Progress | None
 ) -> list[Kernel]:
+    cache = cache or DisassemblyCache(cache_folder())
     nvdisasm = find_disassembler("nvdisasm")
+    digest = functools.cache(lambda path: cubin_digest(read_bytes(path)))
     keys: dict[Request, str] = {}
-    for member, cubin, kernels in wanted:
+    for request in requests:
+        cubin = request.cubin
         require_new_enough(nvdisasm, cubin.compiler.name, cubin.compiler.version, cubin.origin)
-        digest = cubin_digest(read_bytes(member.path))
-        for kernel in kernels:
-            key = entry_key(digest, kernel.symbol, str(nvdisasm))
-            keys[Request(member, cubin, kernel)] = key
+        keys[request] = entry_key(digest(request.member.path), request.kernel.symbol, str(nvdisasm))
     found = {
         request: disassembly
         for request, key in keys.items()
@@ -230,51 +179,35 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
     cubin, kernel = request.cubin, request.kernel
     operations = disassembly.operations
     blocks, loops = flow.control_flow(operations)
-    block_of = [
-        block.index for block in blocks for _ in range(block.start, block.end, INSTRUCTION_BYTES)
-    ]
     loop_of: dict[int, int] = {}
     for loop in sorted(loops, key=lambda loop: loop.depth):
         loop_of.update(dict.fromkeys(loop.blocks, loop.index))
-    capability = cubin.capability
-    controls: dict[int, Control] = {}
-    pipes: dict[str, str] = {}
-    costs: dict[tuple[str, str], float | None] = {}
-    instructions = []
-    for operation, block, live, source, ptx_line in zip(
-        operations,
-        block_of,
-        disassembly.live,
-        disassembly.sources,
-        disassembly.ptx_lines,
-        strict=True,
-    ):
-        opcode, operands, encoding = operation.opcode, operation.operands, operation.encoding
-        scheduling = encoding >> CONTROL_BIT
-        if scheduling not in controls:
-            controls[scheduling] = decode_control(encoding)
-        if opcode not in pipes:
-            pipes[opcode] = opcodes.pipe(opcode, capability)
-        if (opcode, operands) not in costs:
-            costs[opcode, operands] = opcodes.cost(opcode, operands, capability)
-        instructions.append(
-            Instruction(
-                operation.address,
-                encoding,
-                operation.predicate,
-                opcode,
-                operands,
-                operation.target,
-                controls[scheduling],
-                live,
-                source,
-                ptx_line,
-                block,
-                loop_of.get(block),
-                pipes[opcode],
-                costs[opcode, operands],
-            )
+    instructions = tuple(
+        Instruction(
+            o.address,
+            o.encoding,
+            o.predicate,
+            o.opcode,
+            o.operands,
+            o.target,
+            decode_control(o.encoding),
+            live,
+            source,
+            ptx_line,
+            block,
+            loop_of.get(block),
+            opcodes.pipe(o.opcode, cubin.capability),
+            opcodes.cost(o.opcode, cubin.capability),
         )
+        for o, block, live, source, ptx_line in zip(
+            operations,
+            (b.index for b in blocks for _ in range(b.start, b.end, INSTRUCTION_BYTES)),
+            disassembly.live,
+            disassembly.sources,
+            disassembly.ptx_lines,
+            strict=True,
+        )
+    )
     return Kernel(
         symbol=kernel.symbol,
         architecture=cubin.architecture,
@@ -285,7 +218,7 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
             spill_store_bytes=local_bytes(operations, "STL"),
             spill_load_bytes=local_bytes(operations, "LDL"),
         ),
-        instructions=tuple(instructions),
+        instructions=instructions,
         blocks=blocks,
         loops=loops,
         ptx=cubin.ptx,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+
+from flash_helpers.gpu import capability_of
 
 INSTRUCTION_BYTES = 16  # sm_70 and later
 
@@ -187,6 +188,4 @@ class Kernel:
     @property
     def capability(self) -> int:
         """Compute capability as a number: 90 for sm_90 and for sm_90a."""
-        match = re.fullmatch(r"sm_(\d+)[a-z]?", self.architecture)
-        assert match is not None, self.architecture
-        return int(match[1])
+        return capability_of(self.architecture)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
-
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.show.listing_counts import OpcodeCounts
+from flash_helpers.tables import Table, csv_text, json_text
 
 
 @dataclass(frozen=True)
@@ -82,8 +77,8 @@ class Comparison:
         )
         if self.before.by_bucket is None or self.after.by_bucket is None:
             return text
-        sides = zip(self.before.totals()[1:], self.after.totals()[1:], strict=True)
-        parts = (f"{k.value} {b:,} -> {a:,}" for k, (b, a) in zip(Bucket, sides, strict=True))
+        before, after = self.before.totals(), self.after.totals()
+        parts = (f"{k.value} {before[k.value]:,} -> {after[k.value]:,}" for k in Bucket)
         return f"{text}; {', '.join(parts)}"
 
 
@@ -101,13 +96,6 @@ def compare_counts(before: OpcodeCounts, after: OpcodeCounts) -> Comparison:
     return Comparison(before, after, tuple(ordered))
 
 
-def _comparison_rows(changes: Iterable[Change]) -> list[list[Any]]:
-    return [
-        [c.opcode, c.before, c.after, f"{c.delta:+d}" if c.delta else "=", _percent(c)]
-        for c in changes
-    ]
-
-
 def _percent(change: Change) -> str:
     if not change.delta:
         return ""
@@ -122,35 +110,32 @@ def comparison_as_text(
     lines = [comparison.summary(), *comparison.notes()]
     if not shown:
         return "\n".join(lines)
-    table = tabulate(
-        _comparison_rows([*shown, comparison.total]),
-        headers=COMPARISON_COLUMNS,
-        tablefmt="pipe" if markdown else "simple",
-        disable_numparse=True,
-        colalign=("left", "right", "right", "right", "right"),
-    )
-    return "\n\n".join([table, *lines] if markdown else [table, "\n".join(lines)])
+    rows = [
+        [c.opcode, str(c.before), str(c.after), f"{c.delta:+d}" if c.delta else "=", _percent(c)]
+        for c in [*shown, comparison.total]
+    ]
+    table = Table(COMPARISON_COLUMNS, rows)
+    if markdown:
+        return "\n\n".join([table.markdown(), *lines])
+    return "\n\n".join([table.text(), "\n".join(lines)])
 
 
 def comparison_as_csv(comparison: Comparison, unchanged: bool = False) -> str:
     """A row for each opcode."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COMPARISON_COLUMNS)
-    for change in comparison.shown(unchanged):
-        writer.writerow(getattr(change, name) for name in COMPARISON_COLUMNS)
-    return text.getvalue()
+    rows = (_entry(change).values() for change in comparison.shown(unchanged))
+    return csv_text(COMPARISON_COLUMNS, map(list, rows))
 
 
 def comparison_as_json(comparison: Comparison, unchanged: bool = False) -> str:
     """The total, the notes, and an object for each opcode."""
+    return json_text(
+        {
+            "total": _entry(comparison.total),
+            "notes": comparison.notes(),
+            "opcodes": [_entry(change) for change in comparison.shown(unchanged)],
+        }
+    )
 
-    def entry(change: Change) -> dict[str, Any]:
-        return {name: getattr(change, name) for name in COMPARISON_COLUMNS}
 
-    document = {
-        "total": entry(comparison.total),
-        "notes": comparison.notes(),
-        "opcodes": [entry(change) for change in comparison.shown(unchanged)],
-    }
-    return json.dumps(document, indent=2) + "\n"
+def _entry(change: Change) -> dict[str, Any]:
+    return {name: getattr(change, name) for name in COMPARISON_COLUMNS}

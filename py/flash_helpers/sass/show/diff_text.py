@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import itertools
 from typing import Any
-
-from tabulate import tabulate
 
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import ALIKE, MEANING, Change, KernelDiff, Likeness, Tally
+from flash_helpers.tables import Table
 
-_COLUMNS = {
-    "before": "before",
-    "after": "after",
-    "alike": "alike",
-    "changed": "changed",
-    "moved": "moved",
-    "moved_out": "moved\nout",
-    "moved_in": "moved\nin",
-    "added": "added",
-    "removed": "removed",
-}
+_HEADER = ("", *(name.replace("_", "\n") for name in Tally._fields))
 _NO_ADDRESS = " " * 4
 _MOST_DELTAS = 12
 
 
-def _sum(tallies: list[Tally]) -> Tally:
-    return Tally(**{name: sum(getattr(t, name) for t in tallies) for name in _COLUMNS})
-
-
 def _cells(name: str, tally: Tally) -> list[str]:
-    return [name, *(str(getattr(tally, column) or "") for column in _COLUMNS)]
+    return [name, *(str(number or "") for number in tally)]
 
 
 def summary_text(diff: KernelDiff, names: tuple[str, str]) -> str:
@@ -60,14 +45,11 @@ def summary_text(diff: KernelDiff, names: tuple[str, str]) -> str:
     rows = []
     for phase, tallies in diff.tallies().items():
         if tallies:
-            rows.append(_cells(f"[{phase.value}]", _sum(list(tallies.values()))))
+            rows.append(
+                _cells(f"[{phase.value}]", Tally(*map(sum, zip(*tallies.values(), strict=True))))
+            )
             rows += [_cells(name, tally) for name, tally in tallies.items()]
-    table = tabulate(
-        rows,
-        ["", *_COLUMNS.values()],
-        disable_numparse=True,
-        colalign=("left", *["right"] * len(_COLUMNS)),
-    )
+    table = Table(_HEADER, rows).text()
     deltas = diff.opcode_deltas()
     changes = ", ".join(f"{opcode} {b - a:+d}" for opcode, a, b in deltas[:_MOST_DELTAS])
     if len(deltas) > _MOST_DELTAS:
@@ -83,9 +65,7 @@ def _address(change: Change, after: bool) -> str:
 def change_line(change: Change) -> str:
     """One line: mark, address before, address after, text."""
     before, after = change.before, change.after
-    side = after or before
-    assert side is not None
-    text = side.instruction.text
+    text = change.side.instruction.text
     mark = " "
     if change.likeness is Likeness.ADDED:
         mark = "+"
@@ -108,25 +88,12 @@ def listing_text(diff: KernelDiff) -> str:
         "+ added, - removed, ~ changed, > moved, } moved and changed; addresses before and after"
     ]
     for phase in Phase:
-        alike = 0
         lines += ["", f"[{phase.value}]"]
-        for change in diff.changes:
-            side = change.after or change.before
-            assert side is not None
-            if side.phase is not phase:
-                continue
-            if not change.is_news:
-                alike += 1
-                continue
-            lines += _folded(alike)
-            alike = 0
-            lines.append(change_line(change))
-        lines += _folded(alike)
+        changes = (change for change in diff.changes if change.side.phase is phase)
+        for is_news, found in itertools.groupby(changes, lambda change: change.is_news):
+            texts = [change_line(change) for change in found]
+            lines += texts if is_news else [f"            ... {len(texts)} alike"]
     return "\n".join(lines)
-
-
-def _folded(number: int) -> list[str]:
-    return [f"            ... {number} alike"] if number else []
 
 
 def diff_text(diff: KernelDiff, names: tuple[str, str]) -> str:
@@ -145,7 +112,7 @@ def diff_as_json(diff: KernelDiff, names: tuple[str, str]) -> dict[str, Any]:
         "likenesses": {likeness.value: diff.likenesses[likeness] for likeness in Likeness},
         "moved": diff.moved,
         "phases": {
-            phase.value: {name: asdict(tally) for name, tally in tallies.items()}
+            phase.value: {name: tally._asdict() for name, tally in tallies.items()}
             for phase, tallies in diff.tallies().items()
         },
         "changes": [

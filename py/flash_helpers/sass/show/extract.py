@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import itertools
 import re
@@ -11,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.files import write_if_different
-from flash_helpers.kernel_configs import find_config
-from flash_helpers.registry.selection import find_steps
+from flash_helpers.sass.read.choice import Found, choose
 from flash_helpers.sass.read.containers import cubins_of, ptx_of
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.reader import read_member
@@ -209,56 +207,29 @@ def _quoted(text: str) -> str:
     return f'"{_escaped(text)}"'
 
 
-def kernel_filter(selectors: Iterable[str]) -> Callable[[str], bool] | None:
-    """Which symbols the selectors name; None, which stands for all, without any.
-
-    A selector is a symbol or a part of one, a pattern with * or ?, or for kernels of this library
-    a version, such as v7 or 7.
-    """
-    selectors = list(selectors)
-    if not selectors:
-        return None
-    return lambda symbol: any(_names(selector, symbol) for selector in selectors)
+ReadableName = Callable[[str], str]  # of a symbol
 
 
-def _names(selector: str, symbol: str) -> bool:
-    if re.fullmatch(r"[a-z]?\d+", selector):
-        config = find_config(symbol)
-        return config.step in find_steps(selector) if config else selector == symbol
-    if "*" in selector or "?" in selector:
-        return fnmatch.fnmatchcase(symbol, selector)
-    return selector in symbol
-
-
-def kernel_list_text(kernels: Iterable[tuple[str, str]]) -> str:
-    """A line for each (architecture, symbol): the two, and the short form of a kernel of ours."""
+def kernel_list_text(kernels: Iterable[Found], name: ReadableName = str) -> str:
+    """A line for each (architecture, symbol): the two, and another name of the symbol, if it has
+    one."""
     rows = []
     for architecture, symbol in kernels:
-        name = readable_name(symbol)
-        rows.append(" ".join([f"{architecture:<7}", symbol, *([name] if name != symbol else [])]))
+        others = [name(symbol)] if name(symbol) != symbol else []
+        rows.append(" ".join([f"{architecture:<7}", symbol, *others]))
     return "\n".join(rows) + "\n"
 
 
-def readable_name(symbol: str) -> str:
-    """The short form of a kernel of this library; for others, the symbol."""
-    config = find_config(symbol)
-    return config.short_form() if config else symbol
-
-
-def file_names(kernels: Iterable[tuple[str, str]], suffix: str) -> list[str]:
-    """A file name for each (symbol, architecture), all different."""
-    taken: set[str] = set()
-    names = []
-    for symbol, architecture in kernels:
-        stem = re.sub(r"[^\w.$-]", "_", readable_name(symbol))
+def file_names(kernels: Iterable[Found], suffix: str, name: ReadableName = str) -> list[str]:
+    """A file name for each (architecture, symbol), all different."""
+    names: list[str] = []
+    for architecture, symbol in kernels:
+        stem = re.sub(r"[^\w.$-]", "_", name(symbol))
         if len(stem) > _LONGEST_NAME:
             stem = f"{stem[:_LONGEST_NAME]}_{hashlib.sha256(symbol.encode()).hexdigest()[:8]}"
-        name = f"{stem}.{architecture}{suffix}"
-        copies = itertools.count(2)
-        while name in taken:
-            name = f"{stem}.{architecture}.{next(copies)}{suffix}"
-        taken.add(name)
-        names.append(name)
+        stem = f"{stem}.{architecture}"
+        copies = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+        names.append(next(n for c in copies if (n := f"{stem}{c}{suffix}") not in names))
     return names
 
 
@@ -272,14 +243,10 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> str:
     return "".join(f"{folder / name}\n" for name in texts)
 
 
-def _target(ptx: str) -> str:
-    match = _TARGET.search(ptx)
-    return match[1] if match else ""
-
-
 @dataclass(frozen=True)
 class PtxText:
     """The PTX of one module. name: without suffix. architecture: what it was compiled to, or for.
+    symbols: of its kernels.
 
     Line N of `text` is line N of the line table of a cubin that it is embedded in.
     """
@@ -287,42 +254,42 @@ class PtxText:
     name: str
     architecture: str
     text: str
+    symbols: Sequence[str]
 
 
-def ptx_texts(
-    path: Path, architecture: str | None = None, kernels: Callable[[str], bool] | None = None
-) -> list[PtxText]:
+def ptx_texts(path: Path, architecture: str | None, names: Iterable[str]) -> list[PtxText]:
     """The PTX in a file: that which -lineinfo put into its cubins, else its PTX members.
 
-    architecture, kernels: as for `reader.load_kernels`. Raises SassError if there is none.
+    architecture, names: as for `reader.load_kernels`. Raises SassError if there is none.
     """
+    modules = _embedded(path)
+    if not modules or architecture not in (None, *(module.architecture for module in modules)):
+        modules = _members(path) or modules
+    if not modules:
+        raise SassError(
+            f"{path} holds no PTX: compile with -lineinfo, which embeds it in the cubin, or for a "
+            "virtual architecture, code=compute_90"
+        )
+    there = [(module.architecture, symbol) for module in modules for symbol in module.symbols]
+    wanted = set(choose(str(path), there, architecture, names))
+    return [m for m in modules if any((m.architecture, symbol) in wanted for symbol in m.symbols)]
+
+
+def _embedded(path: Path) -> list[PtxText]:
     with cubins_of(path, required=False) as members:
         cubins = [read_member(member) for member in members]
-    embedded = [
-        PtxText(readable_name(cubin.kernels[0].symbol), cubin.architecture, cubin.ptx)
+    return [
+        PtxText(symbols[0], cubin.architecture, cubin.ptx, symbols)
         for cubin in cubins
-        if cubin.ptx is not None and cubin.kernels
-        if architecture in (None, cubin.architecture)
-        if kernels is None or any(kernels(kernel.symbol) for kernel in cubin.kernels)
+        if cubin.ptx is not None and (symbols := [kernel.symbol for kernel in cubin.kernels])
     ]
-    if embedded:
-        return embedded
-    modules = [
-        PtxText(name.removesuffix(f".{_target(text)}.ptx"), _target(text), text)
-        for name, text in ptx_of(path).items()
-    ]
-    chosen = [
-        module
-        for module in modules
-        if architecture in (None, module.architecture)
-        if kernels is None or any(kernels(symbol) for symbol in _ENTRY.findall(module.text))
-    ]
-    if not chosen:
-        there = sorted({module.architecture for module in modules})
-        raise SassError(
-            f"{path} holds no PTX for what was asked for, only for {', '.join(there)}"
-            if there
-            else f"{path} holds no PTX: compile with -lineinfo, which embeds it in the cubin, or "
-            "for a virtual architecture, code=compute_90"
-        )
-    return chosen
+
+
+def _members(path: Path) -> list[PtxText]:
+    found = []
+    for name, text in ptx_of(path).items():
+        match = _TARGET.search(text)
+        target = match[1] if match else ""
+        name = name.removesuffix(f".{target}.ptx")
+        found.append(PtxText(name, target, text, _ENTRY.findall(text) or [name]))
+    return found

@@ -6,22 +6,17 @@ if __name__ == "__main__":
     import flash_helpers.quiet_start  # noqa: F401
 
 import argparse
-import csv
-import io
-import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.kernel_configs import find_config
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
 from flash_helpers.sass.read import reader
+from flash_helpers.sass.read.choice import Found, choose, require_one, require_one_architecture
 from flash_helpers.sass.read.listing import (
     COUNT_COLUMNS,
     counts_in_text,
@@ -31,6 +26,7 @@ from flash_helpers.sass.read.listing import (
     parse_listing,
 )
 from flash_helpers.sass.read.records import Operation, SassError
+from flash_helpers.tables import Table, csv_text, json_text
 
 
 @dataclass(frozen=True)
@@ -50,37 +46,26 @@ class OpcodeCounts:
 
     def base(self) -> OpcodeCounts:
         """The same by opcode without modifiers."""
-        return OpcodeCounts(
-            _without_modifiers(self.work),
-            self.by_bucket
-            and {kind: _without_modifiers(found) for kind, found in self.by_bucket.items()},
-            self.functions,
-            self.compiler,
-        )
+        by_bucket = {kind: _bases(counted) for kind, counted in (self.by_bucket or {}).items()}
+        return replace(self, work=_bases(self.work), by_bucket=by_bucket or None)
 
-    def rows(self) -> list[tuple[str, list[int | None]]]:
+    def records(self) -> list[dict[str, Any]]:
         """Opcode, and the numbers of COUNT_COLUMNS: most work first, None where it is not known."""
         opcodes = set(self.work).union(*(self.by_bucket or {}).values())
         ordered = sorted(opcodes, key=lambda name: (-self.work[name], name))
-        return [(name, self._numbers(name)) for name in ordered]
+        return [{"opcode": o, **self._numbers(lambda counted, o=o: counted[o])} for o in ordered]
 
-    def totals(self) -> list[int | None]:
+    def totals(self) -> dict[str, int | None]:
         """The numbers of COUNT_COLUMNS, over all opcodes."""
-        by_bucket = self.by_bucket
-        return [
-            self.work.total(),
-            *(by_bucket[kind].total() if by_bucket else None for kind in Bucket),
-        ]
+        return self._numbers(Counter.total)
 
-    def _numbers(self, name: str) -> list[int | None]:
-        by_bucket = self.by_bucket
-        return [
-            self.work[name],
-            *(by_bucket[kind][name] if by_bucket else None for kind in Bucket),
-        ]
+    def _numbers(self, number: Callable[[Counter[str]], int]) -> dict[str, int | None]:
+        counted = {kind.value: found for kind, found in (self.by_bucket or {}).items()}
+        counted[COUNT_COLUMNS[0]] = self.work
+        return {c: number(counted[c]) if c in counted else None for c in COUNT_COLUMNS}
 
 
-def _without_modifiers(counted: Counter[str]) -> Counter[str]:
+def _bases(counted: Counter[str]) -> Counter[str]:
     found: Counter[str] = Counter()
     for opcode, number in counted.items():
         found[opcode.partition(".")[0]] += number
@@ -108,35 +93,36 @@ def load_counts(
 ) -> OpcodeCounts:
     """Count what a file holds: a listing, a file of counts, or machine code.
 
-    function: its symbol, a part of it that no other has, or a config's short form; None takes all,
-    together. architecture: such as "sm_90"; needed where the file holds several. progress: as for
-    `reader.load_kernels`.
+    function: which one, as `choice.matching` takes it; None takes all, together. architecture: such
+    as "sm_90"; needed where the file holds several. progress: as for `reader.load_kernels`.
 
     Raises OSError if the file cannot be read, and SassError for what is none of these, and for a
     function or an architecture that is not in it.
     """
     data = path.read_bytes()  # once: a pipe cannot be read again
     if is_binary(data):
-        return _machine_code(path, function, architecture, progress)
+        chosen = _choose(path, reader.list_kernels(path), function, architecture)
+        symbols = {symbol for _, symbol in chosen}
+        kernels = reader.load_kernels(path, chosen[0][0], symbols, progress=progress)
+        compilers = sorted({str(kernel.compiler) for kernel in kernels})
+        return count_functions((k.instructions for k in kernels), " and ".join(compilers))
     text = decode(data, str(path))
     if is_counts(text):
         return _counted(path, text, function, architecture)
     listed = parse_listing(text, str(path))
-    names = [(f.architecture, f.name) for f in listed]
-    chosen = choose_functions(str(path), names, function, architecture)
-    return count_functions(f.operations for f in listed if (f.architecture, f.name) in chosen)
+    chosen = _choose(path, [f.found for f in listed], function, architecture)
+    return count_functions(f.operations for f in listed if f.found in chosen)
 
 
-def _machine_code(
-    path: Path, function: str | None, architecture: str | None, progress: reader.Progress | None
-) -> OpcodeCounts:
-    names = reader.list_kernels(path)
-    chosen = choose_functions(str(path), names, function, architecture)
-    (architecture,) = {found for found, _ in chosen}
-    symbols = {symbol for _, symbol in chosen}
-    kernels = reader.load_kernels(path, architecture, symbols.__contains__, progress=progress)
-    compilers = sorted({str(kernel.compiler) for kernel in kernels})
-    return count_functions((k.instructions for k in kernels), " and ".join(compilers))
+def _choose(
+    path: Path, there: Sequence[Found], function: str | None, architecture: str | None
+) -> list[Found]:
+    """Of one architecture: one function, or all of them."""
+    chosen = choose(str(path), there, architecture, [function] if function else [])
+    if function:
+        require_one(str(path), chosen)
+    require_one_architecture(str(path), chosen)
+    return chosen
 
 
 def _counted(path: Path, text: str, function: str | None, architecture: str | None) -> OpcodeCounts:
@@ -151,75 +137,30 @@ def _counted(path: Path, text: str, function: str | None, architecture: str | No
     return OpcodeCounts(+found[COUNT_COLUMNS[0]], {kind: +found[kind.value] for kind in Bucket})
 
 
-def choose_functions(
-    file: str, names: Sequence[tuple[str, str]], function: str | None, architecture: str | None
-) -> set[tuple[str, str]]:
-    """Those of (architecture, symbol) that are asked for, all of one architecture.
-
-    Raises SassError, naming what there is, if there is no such one, or if it is not clear.
-    """
-    architectures = sorted({found for found, _ in names})
-    if architecture is None and len(architectures) > 1:
-        raise SassError(f"{file} holds code for {', '.join(architectures)}: choose one with --arch")
-    if architecture not in (None, *architectures):
-        there = (
-            ", ".join(filter(None, architectures)) or "code for an architecture it does not name"
-        )
-        raise SassError(f"{file} holds no code for {architecture}: it holds {there}")
-    here = [(found, name) for found, name in names if architecture in (None, found)]
-    if function is None:
-        return set(here)
-    exact = {(found, name) for found, name in here if function in (name, _short_form(name))}
-    chosen = exact or {(found, name) for found, name in here if function in name}
-    if len(chosen) == 1:
-        return chosen
-    symbols = sorted({_short_form(name) or name or "(no name)" for _, name in chosen or here})
-    several = "has several functions" if chosen else "has no function"
-    raise SassError(f"{file} {several} {function!r}: {', '.join(symbols)}")
-
-
-def _short_form(symbol: str) -> str:
-    config = find_config(symbol)
-    return config.short_form() if config else ""
-
-
 def counts_as_text(counts: OpcodeCounts) -> str:
     """A table, most work first; `listing.counts_in_text` reads it back."""
     columns = COUNT_COLUMNS if counts.by_bucket is not None else COUNT_COLUMNS[:1]
-    rows = [*counts.rows(), ("total", counts.totals())]
-    return tabulate(
-        [[*numbers[: len(columns)], opcode] for opcode, numbers in rows],
-        headers=[*columns, "opcode"],
-    )
+    records = [*counts.records(), {"opcode": "total", **counts.totals()}]
+    rows = [[str(record[name]) for name in (*columns, "opcode")] for record in records]
+    return Table([*columns, "opcode"], rows, "r" * len(columns) + "l").text()
 
 
 def counts_as_csv(counts: OpcodeCounts) -> str:
     """A row for each opcode."""
-    return _csv(
-        ["opcode", *COUNT_COLUMNS], [[opcode, *numbers] for opcode, numbers in counts.rows()]
-    )
+    rows = (list(record.values()) for record in counts.records())
+    return csv_text(["opcode", *COUNT_COLUMNS], rows)
 
 
 def counts_as_json(counts: OpcodeCounts) -> str:
     """The totals, and an object for each opcode."""
-    document = {
-        "functions": counts.functions,
-        "compiler": counts.compiler,
-        "total": dict(zip(COUNT_COLUMNS, counts.totals(), strict=True)),
-        "opcodes": [
-            {"opcode": opcode, **dict(zip(COUNT_COLUMNS, numbers, strict=True))}
-            for opcode, numbers in counts.rows()
-        ],
-    }
-    return json.dumps(document, indent=2) + "\n"
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
+    return json_text(
+        {
+            "functions": counts.functions,
+            "compiler": counts.compiler,
+            "total": counts.totals(),
+            "opcodes": counts.records(),
+        }
+    )
 
 
 DESCRIPTION = """\
@@ -262,7 +203,8 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--function",
         metavar="NAME",
-        help="its symbol, a part of it, or a config's short form (default: all, together)",
+        help="its symbol, a name in it, such as a config's short form, or a part of it (default: "
+        "all, together)",
     )
     parser.add_argument("--arch", metavar="sm_NN", help="needed where a file holds several")
     parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")

@@ -6,13 +6,16 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flash_helpers.sass.analyse.counts import WORK, buckets
 from flash_helpers.sass.analyse.diff import block_phases
+from flash_helpers.sass.read.control import NO_SCOREBOARD
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Control,
@@ -22,7 +25,6 @@ from flash_helpers.sass.read.records import (
 )
 
 _ASSETS = resources.files("flash_helpers.sass.show") / "page_assets"
-_NO_SCOREBOARD = 7
 
 # pipe: (class of the style sheet, what it executes)
 _PIPES: Mapping[str, tuple[str, str]] = {
@@ -83,8 +85,8 @@ def page_html(
 ) -> str:
     """The page.
 
-    sources: texts of the CUDA files, by the paths that the kernels' line tables have; those that
-        are not in it are named, but not shown.
+    sources: texts of the CUDA files, by the paths that the kernels' line tables have, such as
+    `read_sources` finds them; those that are not in it are named, but not shown.
     overview: HTML to stand above, such as `picture.overview_html` makes.
     shown: index of the kernel that is shown first.
     """
@@ -121,6 +123,33 @@ def page_html(
     return re.sub(r"@(\w+)@", lambda match: parts[match[1]], _asset("page.html"))
 
 
+def read_sources(kernels: Iterable[Kernel], root: Path) -> dict[str, str]:
+    """The texts of the files that kernels were made of, by the paths of their line tables.
+
+    Left out: files that are not below `root`, and those that have changed since a kernel was built,
+    so that a line that it names is gone, empty or a comment.
+    """
+    named: dict[str, set[int]] = defaultdict(set)
+    for kernel in kernels:
+        for line in {line for i in kernel.instructions for line in i.source}:
+            named[line.file].add(line.line)
+    found = {}
+    for name, numbers in sorted(named.items()):
+        path = root / name
+        if not Path(name).is_absolute() and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if not _is_out_of_date(text, numbers):
+                found[name] = text
+    return found
+
+
+def _is_out_of_date(text: str, numbers: Iterable[int]) -> bool:
+    lines = [line.strip() for line in text.split("\n")]
+    # code of the compiler's own has no line
+    named = (lines[number - 1] if number <= len(lines) else "" for number in numbers if number > 0)
+    return any(not line or line.startswith("//") for line in named)
+
+
 def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
@@ -134,7 +163,7 @@ def packed_control(control: Control) -> int:
     """Stall in bits 0 to 3, yield in 4, write scoreboard in 5 to 7, read scoreboard in 8 to 10,
     wait mask in 11 to 16."""
     write, read = (
-        _NO_SCOREBOARD if number is None else number
+        NO_SCOREBOARD if number is None else number
         for number in (control.write_scoreboard, control.read_scoreboard)
     )
     return control.stall | control.yields << 4 | write << 5 | read << 8 | control.wait_mask << 11

@@ -1,4 +1,4 @@
-"""The progression as a picture: instructions by group, registers, and bound beside measured time,
+"""A matrix as a picture: instructions by group, registers, and bound beside measured time,
 with a column a kernel. SVG that takes its colours from the style sheet around it."""
 
 from __future__ import annotations
@@ -102,15 +102,18 @@ def _dots(
 def _bounds(matrix: Matrix, xs: Sequence[float], width: float, panel: _Panel) -> str:
     parts = []
     for x, facts in zip(xs, matrix.rows, strict=True):
-        if facts.prediction is not None:
-            y = panel.y(facts.prediction.most_tflops)
+        if (most := _most(facts)) is not None and facts.prediction is not None:
+            y = panel.y(most)
             parts.append(
                 f'<line class="bound" x1="{x - width / 2:.1f}" x2="{x + width / 2:.1f}" '
-                f'y1="{y:.1f}" y2="{y:.1f}"><title>at most '
-                f"{facts.prediction.most_tflops:.0f} TFLOP/s, by {facts.prediction.binding}"
-                "</title></line>"
+                f'y1="{y:.1f}" y2="{y:.1f}"><title>at most {most:.0f} TFLOP/s, by '
+                f"{facts.prediction.binding}</title></line>"
             )
     return "".join(parts)
+
+
+def _most(facts: KernelFacts) -> float | None:
+    return facts.prediction.most_tflops if facts.prediction else None
 
 
 def _speed(facts: KernelFacts) -> float | None:
@@ -126,12 +129,7 @@ def picture_svg(matrix: Matrix) -> str:
     counts = _Panel(_TOP, _COUNTS_HEIGHT, 1.06 * max(*totals, 1.0))
     registers = _Panel(counts.bottom + _GAP, _STRIP_HEIGHT, 300)
     panels = [counts, registers]
-    speeds = [
-        v
-        for facts in matrix.rows
-        for v in (_speed(facts), facts.prediction.most_tflops if facts.prediction else None)
-        if v is not None
-    ]
+    speeds = [v for facts in matrix.rows for v in (_speed(facts), _most(facts)) if v is not None]
     parts = [
         _label(counts, "instructions", "of the main loop", "for each HMMA"),
         _axis(counts),
@@ -142,25 +140,25 @@ def picture_svg(matrix: Matrix) -> str:
             xs,
             registers,
             lambda facts: facts.kernel.resources.registers,
-            lambda facts: f"{facts.occupancy.blocks}",
+            lambda facts: str(facts.occupancy.blocks) if facts.occupancy else "",
         ),
     ]
     if speeds:
         speed = _Panel(registers.bottom + _GAP, 1.5 * _STRIP_HEIGHT, 1.05 * max(speeds))
         panels.append(speed)
         parts += [
-            _label(speed, "TFLOP/s", "measured (dot),", "bound (line)", f"length {matrix.seq_len}"),
+            _label(speed, "TFLOP/s", "measured (dot),", "bound (line)", matrix.timed),
             _axis(speed),
             _bounds(matrix, xs, width, speed),
             _dots(matrix, xs, speed, _speed, text_dy=15),
         ]
     height = panels[-1].bottom + _NAMES_HEIGHT + 12
     columns = []
-    for n, (x, name, facts) in enumerate(zip(xs, matrix.names, matrix.rows, strict=True)):
+    for n, (x, (name, facts)) in enumerate(zip(xs, matrix.named, strict=True)):
         columns.append(
             f'<g class="version" data-kernel="{n}" tabindex="0" role="button" '
             f'aria-label="{html.escape(name)}">'
-            f"<title>{html.escape(facts.config.step.idea)}</title>"
+            f"<title>{html.escape(facts.note)}</title>"
             f'<rect class="hit" x="{x - step / 2:.1f}" y="0" width="{step:.1f}" '
             f'height="{height:.0f}"/>'
             f"{_stack(facts, x, width, counts)}"

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from tabulate import tabulate
 
 from flash_helpers.sass.analyse.ptx_links import KernelPtx, depends_on, fan_out, sass_by_ptx_line
-from flash_helpers.sass.read.reader import list_kernels, load_kernels
-from flash_helpers.sass.read.records import Instruction, Kernel, SassError
-from flash_helpers.sass.show.extract import kernel_filter, readable_name
+from flash_helpers.sass.read.records import Instruction, Kernel
+from flash_helpers.tables import Table
 
-_MOST_NAMES = 8  # of kernels in an error
 _MOST_MADE = 4  # SASS opcodes in a row of the fan-out
-
-
-def one_kernel(path: Path, architecture: str | None, names: Sequence[str]) -> Kernel:
-    """The one kernel of a file that is asked for.
-
-    names: as for `extract.kernel_filter`; a config's short form means just itself, even if it is
-        the beginning of another one.
-
-    Raises SassError as `load_kernels` does, and if several kernels are left.
-    """
-    chosen = kernel_filter(names)
-    listed = list_kernels(path, architecture, chosen)
-    exact = [found for found in listed if any(f"{len(name)}{name}E" in found[1] for name in names)]
-    left = exact or listed
-    if len(left) > 1:
-        shown = ", ".join(
-            f"{readable_name(symbol)} ({there})" for there, symbol in left[:_MOST_NAMES]
-        )
-        more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
-        raise SassError(
-            f"{path} holds {len(left)} such kernels: {shown}{more}: choose one with --kernel and "
-            "--arch"
-        )
-    ((there, symbol),) = left
-    return load_kernels(path, there, lambda other: other == symbol)[0]
 
 
 @dataclass(frozen=True)
@@ -99,13 +68,8 @@ def fan_out_text(kernel: Kernel, ptx: KernelPtx, shape: LinkFormat) -> str:
         ]
         for row in found.opcodes
     ]
-    table = tabulate(
-        rows,
-        ["PTX", "number", "SASS", "several", "vanished", "became"],
-        disable_numparse=True,
-        colalign=("left", "right", "right", "right", "right", "left"),
-        maxcolwidths=[50, None, None, None, None, 44],
-    )
+    header = ["PTX", "number", "SASS", "several", "vanished", "became"]
+    table = Table(header, rows, "lrrrrl").text(maxcolwidths=[50, None, None, None, None, 44])
     made = sass_by_ptx_line(kernel)
     parts = [
         f"{len(found.counts)} PTX instructions became {total} SASS instructions; "

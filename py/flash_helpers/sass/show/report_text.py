@@ -7,27 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
-from flash_helpers.measure.results import Measurement
-from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction
-from flash_helpers.sass.analyse.counts import Bucket, Counts
+from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Measured, Prediction
+from flash_helpers.sass.analyse.counts import Bucket, Counts, count_all, count_loop
 from flash_helpers.sass.analyse.report import KernelReport, verdicts, warps_text
 from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
+from flash_helpers.sass.show.matrix_tables import counts_as_dict
+from flash_helpers.tables import Table, percent
 
 _LONGEST_STALLS = 5
-
-
-@dataclass(frozen=True)
-class Table:
-    """rows: cells as text. align: of each column, l or r; what is missing is r."""
-
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    align: str = "l"
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ def report_text(report: KernelReport, source: SourceText | None = None) -> str:
     for section in _sections(report, source):
         parts += ["", section.title, "-" * len(section.title)]
         if section.table:
-            parts.append(_table(section.table, "simple"))
+            parts.append(section.table.text())
         parts += [f"- {sentence}" for sentence in section.sentences]
         parts += section.listing
     return "\n".join(parts)
@@ -73,11 +63,11 @@ def report_text(report: KernelReport, source: SourceText | None = None) -> str:
 
 def report_markdown(report: KernelReport, source: SourceText | None = None) -> str:
     """The report as Markdown. source: as for `report_text`."""
-    parts = [f"# `{report.name}`", "", _headline(report)]
+    parts = [f"# `{report.facts.name}`", "", _headline(report)]
     for section in _sections(report, source):
         parts += ["", f"## {section.title}", ""]
         if section.table:
-            parts.append(_table(section.table, "pipe"))
+            parts.append(section.table.markdown())
         parts += [f"- {sentence}" for sentence in section.sentences]
         if section.listing:
             parts += ["```", *section.listing, "```"]
@@ -86,43 +76,44 @@ def report_markdown(report: KernelReport, source: SourceText | None = None) -> s
 
 def report_json(report: KernelReport) -> dict[str, Any]:
     """The report for a machine."""
-    bound, prediction, measurement = report.bound, report.prediction, report.measurement
+    kernel, held, loop, bound = report.kernel, report.facts.occupancy, report.loop, report.bound
+    peak, warps = report.peak, report.facts.resident_warps
+    prediction, measurement = report.facts.prediction, report.facts.measurement
     return {
-        "name": report.name,
-        "symbol": report.kernel.symbol,
-        "architecture": report.kernel.architecture,
-        "compiler": str(report.kernel.compiler),
-        "resources": asdict(report.kernel.resources),
-        "occupancy": None
-        if report.occupancy is None
-        else {
-            "blocks": report.occupancy.blocks,
-            "warps": report.occupancy.warps,
-            "max_warps": report.occupancy.max_warps,
-            "limiters": list(report.occupancy.limiters),
+        "name": report.facts.name,
+        "symbol": kernel.symbol,
+        "architecture": kernel.architecture,
+        "compiler": str(kernel.compiler),
+        "resources": asdict(kernel.resources),
+        "occupancy": held
+        and {
+            "blocks": held.blocks,
+            "warps": held.warps,
+            "max_warps": held.max_warps,
+            "limiters": list(held.limiters),
         },
-        "peak_live_registers": _peak_json(report.peak),
+        "peak_live_registers": peak
+        and peak.live
+        and {"registers": peak.live.general, "address": peak.address, "loop": peak.loop},
         "spills": [asdict(site) for site in report.spills],
-        "phases": {name: _counts_json(counts) for name, counts in _phase_counts(report)},
-        "loop": None
-        if report.loop is None
-        else {
-            "index": report.loop.index,
-            "header": report.kernel.blocks[report.loop.header].start,
+        "phases": {name: counts_as_dict(counts) for name, counts in _phase_counts(report).items()},
+        "loop": loop
+        and {
+            "index": loop.index,
+            "header": kernel.blocks[loop.header].start,
             "is_main_loop": report.is_main_loop,
             "instructions": [_instruction_json(i) for i in report.body],
         },
-        "unrolling": asdict(report.unrolling) if report.unrolling else None,
-        "bound": None
-        if bound is None
-        else {
+        "unrolling": report.unrolling and asdict(report.unrolling),
+        "bound": bound
+        and {
             "rows": [asdict(row) for row in bound.rows],
             "issued": bound.issued,
             "stall": bound.stall,
             "tensor_chain": bound.tensor_chain,
             "straight": bound.straight,
-            "resident_warps": report.resident_warps,
-            "cycles": bound.cycles(report.resident_warps),
+            "resident_warps": warps,
+            "cycles": bound.cycles(warps),
         },
         "waits": [
             {
@@ -133,25 +124,14 @@ def report_json(report: KernelReport) -> dict[str, Any]:
             }
             for wait in report.waits
         ],
-        "prediction": None
-        if prediction is None
-        else {
-            "launch": asdict(prediction.launch),
-            "milliseconds": dict(prediction.milliseconds),
+        "prediction": prediction
+        and {
+            "launch": {**prediction.launch.problem, **asdict(prediction.chip)},
+            "milliseconds": prediction.milliseconds,
             "most_tflops": prediction.most_tflops,
         },
-        "measurement": None
-        if measurement is None
-        else {"median_ms": measurement.median_ms, "tflops": measurement.tflops},
+        "measurement": measurement and asdict(measurement),
         "verdicts": verdicts(report),
-    }
-
-
-def _counts_json(counts: Counts) -> dict[str, Any]:
-    return {
-        "buckets": {kind.value: number for kind, number in counts.by_bucket.items()},
-        "classes": dict(counts.by_class),
-        "opcodes": dict(counts.by_opcode),
     }
 
 
@@ -160,7 +140,7 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
         "address": instruction.address,
         "text": instruction.text,
         "control": asdict(instruction.control),
-        "live": asdict(instruction.live) if instruction.live else None,
+        "live": instruction.live and asdict(instruction.live),
         "pipe": instruction.pipe,
         "cycles": instruction.cost,
         "ptx_line": instruction.ptx_line,
@@ -168,23 +148,17 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
     }
 
 
-def _peak_json(peak: Instruction | None) -> dict[str, Any] | None:
-    if peak is None or peak.live is None:
-        return None
-    return {"registers": peak.live.general, "address": peak.address, "loop": peak.loop}
-
-
 def _headline(report: KernelReport) -> str:
     kernel = report.kernel
     resources = kernel.resources
     parts = [
-        report.name,
+        report.facts.name,
         f"{kernel.architecture}, {kernel.compiler}, from {kernel.origin}",
         f"{resources.registers} registers, {resources.stack_bytes} bytes of stack, "
         f"{resources.static_smem_bytes} bytes of static shared memory, "
         f"{resources.barriers} barriers",
     ]
-    held = report.occupancy
+    held = report.facts.occupancy
     if held is None:
         parts.append("occupancy: unknown, since it is not told how the kernel is launched")
     else:
@@ -204,58 +178,37 @@ def _sections(report: KernelReport, source: SourceText | None) -> Iterator[Secti
         yield Section("Loops", sentences=["The kernel has no loop."])
         return
     yield Section("Loop", sentences=list(_loop_sentences(report, report.loop)))
-    yield Section(
-        f"Lower bounds of an iteration, {warps_text(report.resident_warps)}",
-        table=_bound_table(report.bound, report.resident_warps),
-    )
+    warps = report.facts.resident_warps
+    title = f"Lower bounds of an iteration, {warps_text(warps)}"
+    yield Section(title, table=_bound_table(report.bound, warps))
     yield Section("Costs", table=_cost_table(report.bound))
-    if report.prediction:
+    if prediction := report.facts.prediction:
         title = "Lower bounds of a launch"
-        yield Section(title, table=_prediction_table(report.prediction, report.measurement))
+        yield Section(title, table=_prediction_table(prediction, report.facts.measurement))
     yield Section("Stalls by control word", table=_stall_table(report))
     yield Section("Scoreboard waits", table=_wait_table(report))
     title = "Main loop" if report.is_main_loop else f"Loop {report.loop.index}"
     yield Section(title, listing=list(_listing(report, source)))
 
 
-def _table(table: Table, style: str) -> str:
-    letters = table.align.ljust(len(table.headers), "r")
-    sides = [{"l": "left", "r": "right"}[letter] for letter in letters]
-    return tabulate(
-        table.rows,
-        table.headers,
-        tablefmt=style,
-        disable_numparse=True,
-        colalign=sides if table.rows else None,
-    )
-
-
-def _phase_counts(report: KernelReport) -> list[tuple[str, Counts]]:
-    parts = [("prologue", report.phases.prologue)]
-    if report.phases.main_loop is not None:
-        parts.append(("main loop", report.phases.main_loop))
-    return [*parts, ("epilogue", report.phases.epilogue), ("whole kernel", report.counts)]
+def _phase_counts(report: KernelReport) -> dict[str, Counts]:
+    return {**report.facts.phases.named, "whole kernel": count_all(report.kernel.instructions)}
 
 
 def _phase_table(report: KernelReport) -> Table:
     columns = _phase_counts(report)
     buckets = [
-        [kind.value, *(f"{counts.by_bucket[kind]:,}" for _, counts in columns)] for kind in Bucket
+        [kind.value, *(f"{counts.by_bucket[kind]:,}" for counts in columns.values())]
+        for kind in Bucket
     ]
+    ratios = (counts.per_tensor(counts.work) for counts in columns.values())
     classes = [
-        [name, *(f"{counts.by_class.get(name, 0) or ''}" for _, counts in columns)]
+        [name, *(f"{counts.by_class.get(name, 0) or ''}" for counts in columns.values())]
         for name in opcodes.CLASSES
-        if any(counts.by_class.get(name) for _, counts in columns)
+        if any(counts.by_class.get(name) for counts in columns.values())
     ]
-    ratios = [
-        "work per tensor instruction",
-        *(_ratio(counts.per_tensor(counts.work)) for _, counts in columns),
-    ]
-    return Table(["", *(name for name, _ in columns)], [*buckets, ratios, *classes])
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    per_tensor = ["work per tensor instruction", *("" if r is None else f"{r:.2f}" for r in ratios)]
+    return Table(["", *columns], [*buckets, per_tensor, *classes])
 
 
 def _register_sentences(report: KernelReport) -> Iterator[str]:
@@ -279,18 +232,16 @@ def _register_sentences(report: KernelReport) -> Iterator[str]:
 
 def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
     header = report.kernel.blocks[loop.header].start
-    counts = report.loop_counts
-    assert counts is not None
+    counts = count_loop(report.kernel, loop)
     yield (
         f"Loop {loop.index} of {len(report.kernel.loops)}, from {header:#06x}, depth {loop.depth}, "
         f"basic blocks {len(loop.blocks)}: {counts.work} instructions and "
         f"{counts.by_bucket[Bucket.FILLER]} of filler, {counts.tensor} tensor instructions."
     )
-    if report.config is not None:
-        per_block = report.config.mma_per_key_block
+    if unit := report.facts.unit:
         yield (
-            f"A block of K and V takes {per_block} tensor instructions of a warp, so that an "
-            f"iteration handles {counts.tensor / per_block:g}."
+            f"A {unit.name} takes {unit.tensor} tensor instructions of a warp, so that an "
+            f"iteration handles {counts.tensor / unit.tensor:g}."
         )
     signs = report.unrolling
     if signs is not None and signs.by_ptxas is not None:
@@ -342,34 +293,28 @@ def _cost_table(bound: Bound) -> Table:
     return Table(["class", "pipe", "source", "instructions", "cycles each", "cycles"], rows, "lll")
 
 
-def _prediction_table(prediction: Prediction, measurement: Measurement | None) -> Table:
-    rows = [[name, f"{value:.3f}"] for name, value in prediction.milliseconds.items()]
+def _prediction_table(prediction: Prediction, measurement: Measured | None) -> Table:
+    times = dict(prediction.milliseconds)
     if measurement is None:
-        return Table(["bound", "ms"], rows)
-    rows.append(["measured", f"{measurement.median_ms:.3f}"])
-    whole = measurement.median_ms
-    shares = [f"{100 * value / whole:.0f}%" for value in prediction.milliseconds.values()]
-    joined = [[*row, share] for row, share in zip(rows, [*shares, "100%"], strict=True)]
-    return Table(["bound", "ms", "of the measured time"], joined)
+        return Table(["bound", "ms"], [[name, f"{ms:.3f}"] for name, ms in times.items()])
+    times["measured"] = measurement.median_ms
+    return Table(
+        ["bound", "ms", "of the measured time"],
+        [[name, f"{ms:.3f}", percent(ms / measurement.median_ms, 0)] for name, ms in times.items()],
+    )
 
 
 def _stall_table(report: KernelReport) -> Table:
     groups = group_stalls(report.body)
     total = sum(group.cycles for group in groups)
     rows = [
-        [g.name, str(g.instructions), str(g.cycles), f"{100 * g.cycles / total:.0f}%"]
-        for g in groups
+        [g.name, str(g.instructions), str(g.cycles), percent(g.cycles / total, 0)] for g in groups
     ]
     longest = sorted(report.body, key=lambda i: (-stall_cycles(i), i.address))
-    for instruction in longest[:_LONGEST_STALLS]:
-        rows.append(
-            [
-                f"{instruction.address:#06x} {instruction.text}",
-                "1",
-                str(stall_cycles(instruction)),
-                "",
-            ]
-        )
+    rows += [
+        [f"{i.address:#06x} {i.text}", "1", str(stall_cycles(i)), ""]
+        for i in longest[:_LONGEST_STALLS]
+    ]
     return Table(["class, and the longest stalls", "instructions", "cycles", "share"], rows)
 
 

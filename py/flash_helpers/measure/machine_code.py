@@ -1,0 +1,300 @@
+"""The machine code of this library's kernels: what `sass/` finds in it, by config, beside what was
+measured."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flash_helpers.gpu import SM_COUNTS, capability_of
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    Config,
+    find_config,
+    get_kernel_progression_configs,
+)
+from flash_helpers.measure.results import BenchmarkResults
+from flash_helpers.registry.family import Step
+from flash_helpers.registry.selection import UsageError, find_steps, names_of
+from flash_helpers.runtime import library
+from flash_helpers.sass.analyse.bound import Chip, Launch, Measured, Prediction, predict
+from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
+from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_counts
+from flash_helpers.sass.read.lines import relative_to_repository
+from flash_helpers.sass.read.reader import Progress, list_kernels, load_kernels
+from flash_helpers.sass.read.records import Kernel, SassError
+from flash_helpers.sass.show.comparison_page import comparison_page
+from flash_helpers.sass.show.page import read_sources
+
+ARCHITECTURE = "sm_90"  # of the committed measurements
+SEQ_LEN = 4096  # of the measurement that a bound is compared with
+
+_FOLDED = "vN"
+
+
+# -- the library's kernels -------------------------------------------------------------------------
+
+
+def installed_library() -> Path:
+    """The kernel library. Raises SassError if it is not there."""
+    try:
+        return library.library_path()
+    except RuntimeError as error:
+        raise SassError(str(error)) from error
+
+
+def library_configs(architecture: str) -> list[Config]:
+    """The configs that the installed library holds for an architecture such as "sm_90", sorted.
+
+    Raises SassError as `reader.list_kernels` does, and if there are none.
+    """
+    path = installed_library()
+    symbols = (symbol for _, symbol in list_kernels(path, architecture))
+    # it may hold kernels of another kind, too
+    found = [config for config in map(find_config, symbols) if config is not None]
+    if not found:
+        raise SassError(f"{path} holds no forward kernel for {architecture}: build it again")
+    return sorted(found)
+
+
+def default_architecture() -> str:
+    """ARCHITECTURE if the installed library has it; otherwise the latest that it has, which a line
+    on stderr then says.
+
+    Raises SassError if the library is not there, or is none.
+    """
+    try:
+        there = [name for name in library.architectures() if name.startswith("sm_")]
+    except RuntimeError as error:
+        raise SassError(str(error)) from error
+    if ARCHITECTURE in there:
+        return ARCHITECTURE
+    found = max(there, key=capability_of)
+    print(f"the library holds nothing for {ARCHITECTURE}: this is {found}", file=sys.stderr)
+    return found
+
+
+def library_kernels(
+    architecture: str,
+    configs: Iterable[Config] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> dict[Config, Kernel]:
+    """Forward kernels of the installed library, by config, sorted; configs: None takes all.
+
+    Raises SassError as `reader.load_kernels` does, when the library is not there, and for configs
+    that it does not hold.
+    """
+    names = None if configs is None else sorted(config.short_form() for config in configs)
+    if names == []:
+        return {}
+    kernels = load_kernels(installed_library(), architecture, names or (), progress=progress)
+    found = {find_config(kernel.symbol): with_own_paths(kernel) for kernel in kernels}
+    return {config: found[config] for config in sorted(filter(None, found))}
+
+
+def with_own_paths(kernel: Kernel) -> Kernel:
+    """The kernel, if it is one of this library, with paths of sources relative to the repository;
+    another one as it is."""
+    config = find_config(kernel.symbol)
+    if config is None:
+        return kernel
+    sources = relative_to_repository(
+        (instruction.source for instruction in kernel.instructions), str(config.step.source)
+    )
+    return replace(
+        kernel,
+        instructions=tuple(
+            replace(instruction, source=source)
+            for instruction, source in zip(kernel.instructions, sources, strict=True)
+        ),
+    )
+
+
+def readable_name(symbol: str) -> str:
+    """The short form of a kernel of this library; for others, the symbol."""
+    config = find_config(symbol)
+    return config.short_form() if config else symbol
+
+
+def kernel_names(selectors: Iterable[str]) -> list[str]:
+    """What chooses kernels in a file, as `sass.read.choice` takes it: steps, which may be numbers
+    or ranges, become their namespaces."""
+    names = []
+    for selector in selectors:
+        try:
+            steps = find_steps(selector) if selector[-1:].isdigit() else None
+        except UsageError:  # no step, but perhaps somebody's kernel
+            steps = None
+        names += [selector] if steps is None else [step.namespace for step in steps]
+    return names
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+def launch_of(config: Config, problem: AttentionForward | None = None) -> Launch:
+    """How a kernel is launched; for no problem in particular, a block of it."""
+    if problem is None:
+        return Launch(config.n_threads, config.smem_bytes)
+    launches = config.launch(problem, problem.strides())
+    return Launch(
+        config.n_threads,
+        config.smem_bytes,
+        blocks=sum(launch.n_blocks for launch in launches),
+        operations=problem.operations,
+        problem={"batch": problem.batch, "n_heads": problem.heads, "seq_len": problem.seq_len},
+    )
+
+
+def unit_of(config: Config) -> Unit:
+    """What the loops of a kernel handle."""
+    return Unit("block of K and V", config.mma_per_key_block)
+
+
+def trips(kernel: Kernel, config: Config, seq_len: int) -> dict[int, int]:
+    """How often each loop of a kernel is run, by index, for a whole sequence.
+
+    Raises NotDeterminedError as `phases.trip_counts` does.
+    """
+    try:
+        return trip_counts(kernel, unit_of(config), len(config.key_blocks(seq_len)))
+    except NotDeterminedError as error:
+        text = str(error).replace(kernel.symbol, config.short_form())
+        raise NotDeterminedError(f"{text} (seq_len {seq_len})") from error
+
+
+def predict_config(
+    kernel: Kernel, config: Config, problem: AttentionForward, chip: Chip
+) -> Prediction:
+    """The least time of a launch for a problem. Raises as `trips` and `bound.predict` do."""
+    found = trips(kernel, config, problem.seq_len)
+    return predict(kernel, found, launch_of(config, problem), chip)
+
+
+# -- beside measurements ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFacts(KernelFacts):
+    """What is known of a kernel of this library."""
+
+    config: Config
+
+
+def measured_on(results: BenchmarkResults | None, kernel: Kernel) -> BenchmarkResults | None:
+    """The results, if they are of a GPU of the kernel's architecture."""
+    if results is None:
+        return None
+    digits = results.provenance.compute_capability.replace(".", "")
+    return results if digits == str(kernel.capability) else None
+
+
+def timed_launch(
+    results: BenchmarkResults, config: Config, seq_len: int
+) -> tuple[AttentionForward, Chip] | None:
+    """The problem that was timed, and the GPU at its median clock while it was; None if there is no
+    such measurement, no clock was read, or the GPU's number of SMs is not known."""
+    dtype = config.dtype.short
+    found = results.find(config.short_form(), dtype, seq_len)
+    sms = SM_COUNTS.get(results.provenance.gpu)
+    clock = next((c for c in results.clocks if (c.dtype, c.seq_len) == (dtype, seq_len)), None)
+    if found is None or sms is None or clock is None:
+        return None
+    problem = AttentionForward(found.batch, found.n_heads, seq_len, found.d_head, config.dtype)
+    return problem, Chip(sms, clock.sm_mhz[1])
+
+
+def config_facts(
+    config: Config, kernel: Kernel, results: BenchmarkResults | None, seq_len: int = SEQ_LEN
+) -> ConfigFacts:
+    """What is known of a kernel, beside the time of its launch for a length.
+
+    results: of a benchmark; those of another architecture than the kernel's are left aside.
+    """
+    results = measured_on(results, kernel)
+    found = results and results.find(config.short_form(), config.dtype.short, seq_len)
+    timed = results and timed_launch(results, config, seq_len)
+    try:
+        prediction = predict_config(kernel, config, *timed) if timed else None
+    except NotDeterminedError:
+        prediction = None
+    return ConfigFacts(
+        config=config,
+        kernel=kernel,
+        name=config.short_form(),
+        is_usual=config in get_kernel_progression_configs(),
+        identity={
+            "config": config.short_form(),
+            "step": config.step.id,
+            "dtype": config.dtype.short,
+        },
+        note=config.step.idea,
+        launch=launch_of(config),
+        unit=unit_of(config),
+        prediction=prediction,
+        measurement=Measured(found.median_ms, found.tflops) if found else None,
+        timed=f"seq_len {seq_len}",
+    )
+
+
+def config_matrix(
+    kernels: Iterable[tuple[Config, Kernel]],
+    results: BenchmarkResults | None,
+    seq_len: int = SEQ_LEN,
+) -> Matrix:
+    """The matrix of some kernels, in their order. results, seq_len: as for `config_facts`."""
+    rows = tuple(config_facts(config, kernel, results, seq_len) for config, kernel in kernels)
+    where = ""
+    if results is not None and any(facts.measurement for facts in rows):
+        found = results.provenance
+        where = f"{found.gpu}, {found.date}, CUDA {found.cuda}, commit {found.commit}"
+    names = names_of([facts.config for facts in rows])
+    return Matrix(rows, names, f"length {seq_len}", where)
+
+
+# -- sources ---------------------------------------------------------------------------------------
+
+
+def shipped_ptx(config: Config) -> str:
+    """The PTX that the library ships of a kernel; "" where it is not at hand."""
+    path = library.ptx_path(config)
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def config_page(matrix: Matrix, root: Path) -> str:
+    """The page of a matrix of configs. root: of the repository, whose sources are shown where they
+    are at hand."""
+    return comparison_page(
+        matrix,
+        [shipped_ptx(facts.config) for facts in matrix.rows],
+        read_sources([facts.kernel for facts in matrix.rows], root),
+        "FlashAttention-2 kernels",
+    )
+
+
+def source_diff(before: Step, after: Step, root: Path, fold_namespace: bool = False) -> str:
+    """The unified diff of two steps' own files.
+
+    root: of the repository; the sources are not part of the installed package, and where they are
+    missing the text says so. fold_namespace: the steps' namespaces, which differ in every pair, are
+    written as one name.
+    """
+    texts = []
+    for step in (before, after):
+        path = root / step.source
+        if not path.is_file():
+            return (
+                f"{step.source} is not at hand: the sources are no part of the installed package, "
+                "so run the tool from a checkout of the repository\n"
+            )
+        text = path.read_text(encoding="utf-8")
+        if fold_namespace:
+            name = step.namespace
+            text = re.sub(rf"\b{name}(?=::)|(?<=\bnamespace ){name}\b", _FOLDED, text)
+        texts.append(text.splitlines(keepends=True))
+    return "".join(difflib.unified_diff(*texts, str(before.source), str(after.source)))
