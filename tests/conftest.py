@@ -76,9 +76,10 @@ def package() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The tests neither read nor fill the user's cache."""
-    folder = tmp_path_factory.mktemp("sass_cache")
+def own_cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
+    """The tests neither read nor fill the user's cache; the workers of a run share one."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "sass_cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, FOLDER_VARIABLE, str(folder))
         yield folder

@@ -306,7 +306,7 @@ def test_kernels_are_named_by_step_variant_or_short_form() -> None:
 
 
 def listed_keys() -> list[str]:
-    """The keys that --values prints, one of each form spelled out for version 8."""
+    """The keys that --values prints, one of each form spelled out for v8."""
     forms = [line.split()[0] for line in value_lines() if re.match(r"\w+\.\S", line)]
     keys = []
     for form in forms:

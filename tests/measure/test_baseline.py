@@ -68,7 +68,7 @@ FIGURES = KernelFigures(
 
 @pytest.fixture(scope="module")
 def cubin(tmp_path_factory, package) -> Path:
-    """Version 1 of the library; for sm_90, if the library is."""
+    """Step v1 of the library; for sm_90, if the library is."""
     return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
 
 
@@ -196,11 +196,13 @@ class TestFile:
 class TestUpdate:
     def test_replaces_what_was_read_and_keeps_the_rest(self) -> None:
         on_80 = replace(FIGURES, architecture="sm_80")
-        gone = replace(FIGURES, kernel=V2)
-        before = Baseline({CUDA_13: by_kernel([FIGURES, gone, on_80]), CUDA_12: by_kernel([gone])})
+        other_step = replace(FIGURES, kernel=V2)
+        gone = replace(FIGURES, kernel=V1.replace("fp16", "bf16"))
+        known = [FIGURES, gone, on_80, other_step]
+        before = Baseline({CUDA_13: by_kernel(known), CUDA_12: by_kernel([gone])})
         now = replace(FIGURES, registers=100)
         assert before.updated(CUDA_13, [now]) == Baseline(
-            {CUDA_13: by_kernel([on_80, now]), CUDA_12: by_kernel([gone])}
+            {CUDA_13: by_kernel([on_80, other_step, now]), CUDA_12: by_kernel([gone])}
         )
 
     def test_adds_a_compiler(self) -> None:
@@ -285,9 +287,10 @@ class TestComparison:
         assert "1 worse, 0 better" in comparison_text(comparison)
 
     def test_fails_where_a_kernel_is_missing_and_lists_what_is_new(self) -> None:
-        before = by_kernel([FIGURES, replace(FIGURES, kernel=V2)])
+        other = V1.replace("fp16", "bf16")
+        before = by_kernel([FIGURES, replace(FIGURES, kernel=other)])
         comparison = compare(before, [FIGURES, replace(FIGURES, kernel=V10)])
-        assert comparison.missing == ((V2, "sm_90"),)
+        assert comparison.missing == ((other, "sm_90"),)
         assert comparison.new == ((V10, "sm_90"),)
         assert not comparison.passes
         assert compare(by_kernel([FIGURES]), [FIGURES, replace(FIGURES, kernel=V10)]).passes
@@ -298,6 +301,13 @@ class TestComparison:
         assert comparison.passes
         assert comparison.left_out == ("sm_80",)
         assert "sm_80 was not compared" in comparison_text(comparison)
+
+    def test_leaves_out_steps_that_were_not_built(self) -> None:
+        before = by_kernel([FIGURES, replace(FIGURES, kernel=V10), replace(FIGURES, kernel=V2)])
+        comparison = compare(before, [FIGURES])
+        assert comparison.passes
+        assert comparison.left_out == ("v2", "v10")
+        assert "v2, v10 was not compared" in comparison_text(comparison)
 
     def test_of_nothing_does_not_pass(self) -> None:
         assert not compare({}, [FIGURES]).passes

@@ -19,7 +19,7 @@ Edit = Callable[[dict[str, Any]], None]  # of a baseline's JSON
 
 @pytest.fixture(scope="module")
 def cubin(tmp_path_factory, package) -> Path:
-    """Version 1 of the library; for sm_90, if the library is."""
+    """Step v1 of the library; for sm_90, if the library is."""
     return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
 
 

@@ -48,7 +48,7 @@ def symbol(config) -> str:
     return f"void forward_kernel<{name}>(ForwardKernelArgs)"
 
 
-# Two launches of version 1, one of version 2, as `ncu --csv --page raw --print-units base` prints.
+# Two launches of v1, one of v2, as `ncu --csv --page raw --print-units base` prints.
 RAW = f"""\
 ==PROF== Connected to process 17 (/usr/bin/python3)
 ==PROF== Profiling "forward_kernel" - 0: 0%....50%....100% - 9 passes
@@ -147,7 +147,7 @@ def test_a_library_is_counted_beside_the_kernels_in_their_dtype() -> None:
 
 
 def test_a_kernel_that_was_launched_for_another_is_counted_for_it() -> None:
-    # 8 heads are not the rows that version 16 was compiled for
+    # 8 heads are not the rows that v16 was compiled for
     general = V16.general()
     raw = RAW.replace(V2.short_form(), general.short_form())
     profiler = NsightCompute("ncu", run=FakeNcu({"forward_kernel": raw}))

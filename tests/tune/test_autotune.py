@@ -721,9 +721,9 @@ def test_outcomes_are_counted(sweep, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "99"], "the steps are v1 to v16"),
+        (["--steps", "99"], "the steps are v1 to v"),
         (["--steps", "seven"], "is not a step"),
-        (["--versions", "16"], "no config to try for --steps 16"),
+        (["--steps", "16"], "no config to try for --steps 16"),
         (["--seq", "100"], "seq_len 100 is not a multiple of B_r 64"),
     ],
 )

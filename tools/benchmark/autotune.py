@@ -91,7 +91,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--steps",
-        "--versions",
         nargs="+",
         default=[],
         metavar="STEP",

@@ -101,8 +101,8 @@ class Baseline:
         return before[-1] if before else known[0]
 
     def updated(self, compiler: Compiler, found: Sequence[KernelFigures]) -> Baseline:
-        """The same with all that it tells of one compiler and of the architectures in `found`
-        replaced.
+        """The same with all that it tells of one compiler and of the architectures and steps in
+        `found` replaced.
 
         Raises SassError for a compiler that is not known, as two such need not be the same.
         """
@@ -111,12 +111,8 @@ class Baseline:
                 "the library does not tell which compiler made it, as those of CUDA 12.4 do not: "
                 "build it with CUDA 13 or later"
             )
-        architectures = {figures.architecture for figures in found}
-        kept = {
-            key: figures
-            for key, figures in self.of(compiler).items()
-            if figures.architecture not in architectures
-        }
+        read = _Read.of(found)
+        kept = {key: figures for key, figures in self.of(compiler).items() if not read.covers(key)}
         return Baseline({**self.figures, compiler: {**kept, **by_kernel(found)}})
 
     def to_json(self) -> str:
@@ -236,6 +232,35 @@ def read_library(
 
 
 @dataclass(frozen=True)
+class _Read:
+    """What a library was built with, as its figures show: it may leave out architectures and
+    steps."""
+
+    architectures: frozenset[str]
+    steps: frozenset[str]
+
+    @classmethod
+    def of(cls, found: Sequence[KernelFigures]) -> _Read:
+        return cls(
+            frozenset(figures.architecture for figures in found),
+            frozenset(_step(figures.kernel) for figures in found),
+        )
+
+    def covers(self, key: tuple[str, str]) -> bool:
+        return key[1] in self.architectures and _step(key[0]) in self.steps
+
+    def lacks(self, keys: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+        """Architectures and steps that kernels are of, but none that was read."""
+        wanted = {architecture for _, architecture in keys} | {_step(kernel) for kernel, _ in keys}
+        return tuple(sorted(wanted - self.architectures - self.steps, key=natural))
+
+
+def _step(kernel: str) -> str:
+    """The id of a kernel's step, which its short form begins with."""
+    return kernel.partition("_")[0]
+
+
+@dataclass(frozen=True)
 class Difference:
     """A quantity of one kernel that is not what it was."""
 
@@ -253,8 +278,8 @@ class Comparison:
 
     compared: kernels on both sides, each architecture counted. differences: the worse ones first.
     missing: kernels and architectures that the baseline has and the library not, although it has
-    the architecture. new: those that the baseline does not have. left_out: architectures of the
-    baseline that were not read.
+    the architecture and others of the step. new: those that the baseline does not have. left_out:
+    architectures and steps of the baseline of which nothing was read.
     """
 
     compared: int
@@ -282,9 +307,8 @@ class Comparison:
 def compare(
     before: Mapping[tuple[str, str], KernelFigures], after: Sequence[KernelFigures]
 ) -> Comparison:
-    """What changed in the architectures of `after`."""
-    found = by_kernel(after)
-    architectures = {figures.architecture for figures in after}
+    """What changed in the architectures and steps of `after`."""
+    found, read = by_kernel(after), _Read.of(after)
     differences = []
     for key in found.keys() & before.keys():
         for quantity in QUANTITIES:
@@ -296,9 +320,9 @@ def compare(
     return Comparison(
         compared=len(found.keys() & before.keys()),
         differences=tuple(sorted(differences, key=lambda d: (not d.is_worse, natural(d.kernel)))),
-        missing=tuple(key for key in before if key[1] in architectures and key not in found),
+        missing=tuple(key for key in before if read.covers(key) and key not in found),
         new=tuple(key for key in found if key not in before),
-        left_out=tuple(sorted({architecture for _, architecture in before} - architectures)),
+        left_out=read.lacks(before),
     )
 
 
