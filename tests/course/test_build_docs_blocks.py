@@ -299,8 +299,8 @@ def test_kernels_are_named_by_step_variant_or_short_form() -> None:
     for wrong in ("8:large", "7:stages", "16:", "row_softmax"):
         with pytest.raises(UsageError, match="is no kernel"):
             parse_kernel(wrong)
-    with pytest.raises(UsageError, match="'17': the steps are v1 to v16"):
-        parse_kernel("17")
+    with pytest.raises(UsageError, match="'99': the steps are v1 to v"):
+        parse_kernel("99")
     with pytest.raises(UsageError, match=r"'7\.\.9' is not a step"):
         parse_kernel("7..9")
 

@@ -264,7 +264,7 @@ def test_the_tool_exits_with_1_if_a_kernel_was_not_counted(tool, capsys) -> None
     ("options", "message"),
     [
         (["--seq", "100"], "seq_len 100 is not a multiple"),
-        (["--kernel", "99"], "the steps are v1 to v16"),
+        (["--kernel", "99"], "the steps are v1 to v"),
     ],
 )
 def test_wrong_usage_exits_with_2(tool, capsys, options: list[str], message: str) -> None:

