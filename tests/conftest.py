@@ -77,9 +77,11 @@ def package() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
-    """The tests neither read nor fill the user's cache; the workers of a run share one."""
+    """The workers of a run share a cache: a fresh one, or the one that the variable names; the
+    user's own is neither read nor filled."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "sass_cache"
+    fresh = (base if worker_id == "master" else base.parent) / "sass_cache"
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or fresh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, FOLDER_VARIABLE, str(folder))
         yield folder

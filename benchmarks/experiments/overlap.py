@@ -108,7 +108,7 @@ EXPERIMENTS = (
     ),
     Experiment("ring_lazy", "ring", "lazy rescale", _LAZY),
     Experiment("ring_mma_sum", "ring", "row sums by mma", _options(False, True)),
-    Experiment("two_stages", "ring_lazy", "row sums by mma: version 16 with two stages", _BOTH),
+    Experiment("two_stages", "ring_lazy", "row sums by mma: step 16 with two stages", _BOTH),
     Experiment("ring_keys_32", "two_stages", "B_c 32", {**_BOTH, "B_c": 32}),
     _ring("ring_ahead_1", "loads 1 ahead, not 2", ".ahead = 1"),
     _ring("ring_ahead_3", "loads 3 ahead", ".ahead = 3"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -13,17 +12,14 @@ from course_book import Book
 from flash_helpers.course.blocks import render
 from flash_helpers.course.evidence import Evidence, NotBuiltError
 from flash_helpers.course.site import build_site
-from flash_helpers.sass.read.cache import FOLDER_VARIABLE
 
 
 @pytest.fixture(scope="session")
-def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuiltSite]:
-    """The site; its build neither reads nor fills the user's cache."""
+def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> BuiltSite:
+    """The site."""
     require_builder()
     folder = tmp_path_factory.mktemp("course") / "site"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, FOLDER_VARIABLE, str(tmp_path_factory.mktemp("sass_cache")))
-        yield BuiltSite(folder, build_site(root, folder))
+    return BuiltSite(folder, build_site(root, folder))
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ from flash_helpers.measure.benchmark_tables import (
     END_MARKER,
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
+    SUPPORTS_MARKERS,
     header_lines,
     progression_table,
     replace_between_markers,
@@ -795,7 +796,9 @@ def test_a_text_without_the_two_markers_is_refused(text: str) -> None:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A README and kernel files with nothing between their markers, and results."""
-    (tmp_path / "README.md").write_text(f"# Title\n{BEGIN_MARKER}\n{END_MARKER}\ntext\n")
+    (tmp_path / "README.md").write_text(
+        f"# Title\n{BEGIN_MARKER}\n{END_MARKER}\n{chr(10).join(SUPPORTS_MARKERS)}\ntext\n"
+    )
     for step in STEPS.values():
         path = tmp_path / step.source
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -364,7 +364,7 @@ FUZZED_CONTAINERS = ("one.o", "one.fatbin", "libone.so", "only_ptx.fatbin")
 DISASSEMBLED_CUBINS = ("spills.sm_80", "unrolled.sm_80", "filler.sm_90", "old.sm_80")
 HEADER_VARIANTS = 170  # of each cubin, without nvdisasm
 CONTAINER_VARIANTS = 30  # of each container, without nvdisasm
-DISASSEMBLED_VARIANTS = 10  # of each cubin
+DISASSEMBLED_VARIANTS = 6  # of each cubin
 EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 

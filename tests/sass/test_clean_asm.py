@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -46,6 +47,7 @@ def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[
     return subprocess.run([TOOL, *arguments], input=stdin, capture_output=True, text=True)
 
 
+@functools.cache
 def clean(text: str) -> str:
     result = run("-", stdin=text)
     assert (result.returncode, result.stderr) == (0, "")

@@ -332,6 +332,7 @@ def command_environment() -> dict[str, str]:
         "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # others run at the same time
+        "PYTEST_ADDOPTS": "-n 0",
         "COLUMNS": _COLUMNS,
         "LC_ALL": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from platformdirs import user_cache_path
 
@@ -39,6 +39,8 @@ MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".sass"
 _COMPRESSION = 1  # fast: the entries are small anyway
+
+H = TypeVar("H", bound=Hashable)
 
 
 def cache_folder() -> Path:
@@ -110,11 +112,13 @@ def entry_key(digest: str, symbol: str, disassembler: str) -> str:
 
 def encode(disassembly: Disassembly) -> bytes:
     """The bytes of an entry. Texts, live registers and locations repeat: each stands once."""
+    live, live_of = _numbered(disassembly.live)
+    sources, source_of = _numbered(disassembly.sources)
     document = {
         "texts": _numbered((o.predicate, o.opcode, o.operands) for o in disassembly.operations),
         "targets": [operation.target for operation in disassembly.operations],
-        "live": _numbered(item and astuple(item) for item in disassembly.live),
-        "sources": _numbered(tuple(map(astuple, source)) for source in disassembly.sources),
+        "live": ([item and astuple(item) for item in live], live_of),
+        "sources": ([tuple(map(astuple, source)) for source in sources], source_of),
         "ptx_lines": disassembly.ptx_lines,
     }
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), _COMPRESSION)
@@ -164,8 +168,8 @@ def _from_document(document: Mapping[str, Any], code: bytes) -> Disassembly:
     )
 
 
-def _numbered(items: Iterable[Hashable]) -> tuple[list[Any], list[int]]:
+def _numbered(items: Iterable[H]) -> tuple[list[H], list[int]]:
     """The items, each once, and the number of each."""
-    numbers: dict[Hashable, int] = {}
+    numbers: dict[H, int] = {}
     number_of = [numbers.setdefault(item, len(numbers)) for item in items]
     return list(numbers), number_of

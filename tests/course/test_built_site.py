@@ -1,7 +1,12 @@
-"""The site in a headless browser, opened from files: reading, finding things, pointing at them."""
+"""The site of the repository: its files, and in a headless browser, opened from files: reading,
+finding things, pointing at them."""
 
 from __future__ import annotations
 
+import html
+import itertools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ from built_site import BuiltSite
 from flash_helpers.course.evidence import RESULTS
 from flash_helpers.course.pages import COURSE, PAGES
 from flash_helpers.course.site_views import view_name
-from flash_helpers.kernel_configs import STEPS, DType
+from flash_helpers.kernel_configs import STEPS, DType, get_kernel_progression_configs
 from flash_helpers.measure.results import load_results
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.family import Step
@@ -23,6 +28,94 @@ MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 RIGHT, ENTER, TAB = "\ue014", "\ue007", "\ue004"
 STEP = STEPS["v7"]  # whose page and view are looked at
+
+
+def menu(text: str) -> list[tuple[str, str]]:
+    """Address and title of each entry of a page's menu, in order."""
+    tree = text[text.index('class="sidebar-tree"') :]
+    tree = tree[: tree.index("</div>")]
+    found = re.findall(r'<a [^>]*?href="([^"]*)"[^>]*>(.*?)</a>', tree)
+    return [(address, html.unescape(title)) for address, title in found]
+
+
+class TestRepository:
+    """The site of the repository."""
+
+    def test_has_no_faults(self, built: BuiltSite) -> None:
+        assert built.warnings == []
+
+    def test_has_every_page_of_the_course_in_its_order(self, built: BuiltSite) -> None:
+        entries = menu(built.text("index.html"))
+        course = [(f"{page.path.stem}.html", page.title) for page in COURSE]
+        assert entries[: len(course)] == course
+        others = {(f"{page.path.stem}.html", page.title) for page in PAGES if page not in COURSE}
+        assert others <= set(entries[len(course) :])
+
+    def test_pages_lead_to_their_neighbours(self, built: BuiltSite) -> None:
+        names = [f"{page.path.stem}.html" for page in COURSE]
+        for before, after in itertools.pairwise(names):
+            assert f'class="next-page" href="{after}"' in built.text(before)
+            assert f'class="prev-page" href="{before}"' in built.text(after)
+
+    def test_shows_no_marker(self, built: BuiltSite) -> None:
+        for page in built.folder.glob("*.html"):
+            comments = re.findall(r"<!--(.*?)-->", page.read_text(encoding="utf-8"), re.DOTALL)
+            assert [c for c in comments if "Generated with Sphinx" not in c] == [], page.name
+
+    def test_needs_nothing_from_elsewhere(self, built: BuiltSite) -> None:
+        """A second witness beside `broken_links`, and for what style sheets load."""
+        loads = re.compile(
+            r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+            r"""|<link\b[^>]*\bhref=["']?(?:https?:)?//(?![^>]*rel=["']author)"""
+            r"""|@import|url\(["']?(?:https?:)?//"""
+        )
+        for path in (*built.folder.rglob("*.html"), *built.folder.rglob("*.css")):
+            found = loads.search(path.read_text(encoding="utf-8"))
+            assert found is None, f"{path.name}: {found[0] if found else ''}"
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_each_step_leads_to_its_view_and_back(self, built: BuiltSite, step: str) -> None:
+        page = next(page for page in PAGES if page.step == step)
+        name = str(view_name(STEPS[step]))
+        assert f'href="{name}"' in built.text(f"{page.path.stem}.html")
+        view = built.text(name)
+        assert f'href="../{page.path.stem}.html"' in view
+        index = json.loads(re.search(r'id="index">(.*?)</script>', view)[1])
+        shown = [name for name in (STEPS[step].parent, step) if name is not None]
+        assert [kernel["name"] for kernel in index["kernels"]] == shown
+        assert index["shown"] == len(shown) - 1
+
+    def test_plots_hold_what_was_measured(self, built: BuiltSite, root: Path) -> None:
+        results = load_results(root / RESULTS)
+        found = re.findall(
+            r'<figure class="plot".*?json">(.*?)</script>.*?</figure>',
+            built.text("measurements.html"),
+            re.DOTALL,
+        )
+        staircase, lines = (json.loads(text) for text in found)
+        fixed = {
+            c.step.id: results.of_flash(c.short_form(), "bf16")
+            for c in get_kernel_progression_configs()
+            if c.dtype is DType.BF16
+        }
+        for point in staircase["points"]:
+            assert point["values"][0] == pytest.approx(100 * fixed[point["x"]], abs=0.051)
+        flash = lines["series"].index("PyTorch's flash backend")
+        for point in lines["points"]:
+            speed = results.tflops("pytorch_flash", "bf16", int(point["x"]))
+            assert point["values"][flash] == pytest.approx(speed, abs=0.051)
+
+    def test_plots_have_a_table_with_all_their_numbers(self, built: BuiltSite) -> None:
+        figures = re.findall(
+            r'<figure class="plot".*?</figure>', built.text("measurements.html"), re.DOTALL
+        )
+        for figure in figures:
+            data = json.loads(re.search(r"json\">(.*?)</script>", figure)[1])
+            table = figure[figure.index("<table") :]
+            rows = re.findall(r"<tr>(.*?)</tr>", table)[1:]
+            for row, point in zip(rows, data["points"], strict=True):
+                cells = re.findall(r"<td>(.*?)</td>", row)[1:]
+                assert [float(c) if c else None for c in cells] == point["values"]
 
 
 @pytest.fixture(scope="module")
