@@ -15,6 +15,8 @@ import pytest
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.course.commands import copy_of
 
+pytestmark = pytest.mark.slow
+
 # Where the page's entries go, by the last file that is linked before them: the line that closes
 # what they are the last of.
 CLOSINGS = {

@@ -25,6 +25,8 @@ from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
+pytestmark = pytest.mark.slow
+
 SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
 PROGRESSION = AMPERE.progression()
 LARGE_TILES = [

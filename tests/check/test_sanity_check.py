@@ -25,6 +25,8 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime.backend import Backend, find_backend
 
+pytestmark = pytest.mark.slow
+
 TOOL = "tools/debug/sanity_check.py"
 PROGRESSION = get_kernel_progression_configs()
 BUILT = get_kernels_to_build()

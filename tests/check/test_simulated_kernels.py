@@ -22,6 +22,8 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.ptx import Phase, Run
 from flash_helpers.registry.ampere import MMA_M
 
+pytestmark = pytest.mark.slow
+
 BUILT = get_kernels_to_build()
 PROGRESSION = get_kernel_progression_configs()
 IN_ONE_DTYPE = [config for config in BUILT if config.dtype == DType.BF16]

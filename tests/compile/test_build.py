@@ -50,6 +50,8 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.registry.ampere import AMPERE
 
+pytestmark = pytest.mark.slow
+
 V1, V2 = (
     next(c for c in get_kernel_progression_configs() if c.step.id == step) for step in ("v1", "v2")
 )

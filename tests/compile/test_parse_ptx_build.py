@@ -19,6 +19,8 @@ from flash_helpers.compile.ptxas_tables import LogError, entries_as_csv, entries
 from flash_helpers.kernel_configs import config_from_short_form
 from flash_helpers.sass.read import reader
 
+pytestmark = pytest.mark.slow
+
 TOOL = "tools/build/parse_ptx_build.py"
 LOGS = {path.stem: path.read_text() for path in FILES.glob("*.log")}
 NOTHING = io.BytesIO()

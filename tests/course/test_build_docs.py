@@ -14,6 +14,8 @@ from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours, pag
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.runtime import library
 
+pytestmark = pytest.mark.slow
+
 BLOCK = "<!-- build:next 8 -->\nold\n<!-- /build -->\n"
 BAD = "# A\n\n<!-- build:nothing 8 -->\n<!-- /build -->\n"
 

@@ -34,6 +34,8 @@ from flash_helpers.measure.kernel_profile import profile_kernels
 from flash_helpers.measure.results import BenchmarkResults, Measurement
 from flash_helpers.registry.selection import UsageError
 
+pytestmark = pytest.mark.slow
+
 Show = Callable[..., str]
 # what `counters` counts: one head of 512 rows, in tiles of 64, by 4 warps
 BLOCKS = 512 // 64

@@ -15,6 +15,8 @@ from course_book import Book
 
 from flash_helpers.course.commands import Command, Runner, StoppedError
 
+pytestmark = pytest.mark.slow
+
 
 def console(*lines: str, attributes: str = "") -> str:
     return "\n".join([f"```console {attributes}".rstrip(), *lines, "```", ""])

@@ -23,6 +23,8 @@ from flash_helpers.measure.results import load_results
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.family import Step
 
+pytestmark = pytest.mark.slow
+
 WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}

@@ -18,6 +18,8 @@ from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import Kernel
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_kernel"
 SIMULATE = EXAMPLE / "simulate.py"

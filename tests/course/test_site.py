@@ -21,6 +21,8 @@ from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
 from flash_helpers.kernel_configs import STEPS
 
+pytestmark = pytest.mark.slow
+
 TOOL = "tools/docs/build_site.py"
 
 
@@ -282,6 +284,7 @@ class TestBrokenLinks:
 
 class TestTool:
     def run(self, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        require_builder()
         return subprocess.run(
             [sys.executable, str(root / TOOL), *arguments],
             capture_output=True,

@@ -26,6 +26,8 @@ from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.ptx import Kernel
 from flash_helpers.runtime.simulator import run_kernel
 
+pytestmark = pytest.mark.slow
+
 WATCHED = [name for name, fault in FAULTS.items() if fault.error is not None]
 WRONG = [name for name, fault in FAULTS.items() if fault.error is None]
 

@@ -37,6 +37,8 @@ from flash_helpers.registry.families import with_siblings
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, SassError
 
+pytestmark = pytest.mark.slow
+
 CUDA_13 = Compiler("ptxas", (13, 0, 88), "")
 CUDA_12 = Compiler("ptxas", (12, 4, 131), "")
 V1, V2, V10 = (

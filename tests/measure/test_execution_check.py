@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_backend import fake_backend, load_tool
-from sass_text import PROGRESSION, kernel, of_version, progression_kernels
+from sass_text import DEFAULT, PROGRESSION, kernel, of_version, progression_kernels
 
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.measure.counter_check import shape_for
@@ -27,6 +27,8 @@ from flash_helpers.measure.execution_check import (
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.nsight import NsightCompute, parse_csv
 from flash_helpers.measure.simulator_check import SimulatorCheck
+
+pytestmark = pytest.mark.slow
 
 BEGIN, END = ExecutionCheck.MARKERS
 EXECUTED = "smsp__inst_executed.sum"
@@ -277,7 +279,7 @@ def test_one_command_measures_and_saves(tmp_path, capsys, monkeypatch):
 
 
 def test_predictions_are_printed_without_a_gpu(capsys):
-    assert tool().main(["--predict", "--kernel", "1", "--dtype", "bf16", "--arch", "sm_80"]) == 0
+    assert tool().main(["--predict", "--kernel", "1", "--dtype", "bf16", "--arch", DEFAULT]) == 0
     printed = capsys.readouterr().out
     assert CONFIG.short_form() in printed and "ldmatrix" in printed
     assert tool().main(["--predict", "--arch", "sm_70"]) == 2

@@ -51,6 +51,8 @@ from experiment_tables import loop_table, speed_table
 from machine_code import LoopFacts, MachineCode, always_executed, facts_of_body
 from overlap import EXPERIMENTS, Experiment, source_digest
 
+pytestmark = pytest.mark.slow
+
 NAMES = [experiment.name for experiment in EXPERIMENTS]
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 HEADER = (ROOT / overlap.HEADER).read_text()

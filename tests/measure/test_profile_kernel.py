@@ -37,6 +37,8 @@ from flash_helpers.measure.kernel_profile import (
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.selection import UsageError, choose_kernels, names_of
 
+pytestmark = pytest.mark.slow
+
 TOOL = "tools/analysis/profile_kernel.py"
 BUILT = get_kernels_to_build()
 LAST = list(STEPS)[-1]

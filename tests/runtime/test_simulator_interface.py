@@ -35,6 +35,8 @@ from flash_helpers.runtime.simulator import (
     run_kernel,
 )
 
+pytestmark = pytest.mark.slow
+
 CONFIG = next(
     config
     for config in get_kernel_progression_configs()

@@ -44,6 +44,8 @@ from flash_helpers.sass.read.reader import list_kernels, load_kernels, read_memb
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
 from flash_helpers.sass.read.records import SourceLine as Line
 
+pytestmark = pytest.mark.slow
+
 
 def program(folder: Path, name: str, script: str) -> Path:
     """An executable in `folder`."""
@@ -362,7 +364,7 @@ class TestFiles:
 FUZZED_CUBINS = ("spills.sm_80", "filler.sm_90", "several.sm_90", "old.sm_80", "one.sm_90a")
 FUZZED_CONTAINERS = ("one.o", "one.fatbin", "libone.so", "only_ptx.fatbin")
 DISASSEMBLED_CUBINS = ("spills.sm_80", "unrolled.sm_80", "filler.sm_90", "old.sm_80")
-HEADER_VARIANTS = 170  # of each cubin, without nvdisasm
+HEADER_VARIANTS = 180  # of each cubin, without nvdisasm
 CONTAINER_VARIANTS = 30  # of each container, without nvdisasm
 DISASSEMBLED_VARIANTS = 6  # of each cubin
 EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)

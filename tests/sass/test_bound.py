@@ -32,6 +32,8 @@ from flash_helpers.sass.analyse.phases import main_loop
 from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
 from flash_helpers.sass.read.records import SassError
 
+pytestmark = pytest.mark.slow
+
 HMMA_CYCLES = {"sm_80": 2, "sm_86": 8, "sm_89": 8, "sm_90": 1.5}
 LOOP = """
     loop: LDSM.16.M88.4 R8, [R1] ; stall=2 write=0

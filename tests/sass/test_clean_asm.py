@@ -24,6 +24,8 @@ from flash_helpers.sass.read.listing import parse_listing
 from flash_helpers.sass.show.extract import listing_text
 from flash_helpers.sass.show.listing_counts import load_counts
 
+pytestmark = pytest.mark.slow
+
 TOOL = Path(__file__).parents[2] / "tools/build/clean_asm.sh"
 # what is left of code: instructions, and the labels that they name
 CODE = re.compile(r"        [@A-Z].*;|\.L_x_\d+:")

@@ -15,6 +15,8 @@ from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.machine_code import source_diff
 from flash_helpers.sass.show.page import read_sources
 
+pytestmark = pytest.mark.slow
+
 TOOL = "tools/analysis/compare_kernels.py"
 
 

@@ -15,6 +15,8 @@ from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError
 
+pytestmark = pytest.mark.slow
+
 BOTH = [("sm_80", "one"), ("sm_90", "one")]
 
 

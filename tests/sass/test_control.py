@@ -11,6 +11,8 @@ from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.sass.read.control import control_text, decode_control
 from flash_helpers.sass.read.records import Control, Instruction
 
+pytestmark = pytest.mark.slow
+
 FILES = (
     "spills.sm_80.cubin",
     "spills.sm_90.cubin",

@@ -34,6 +34,8 @@ from flash_helpers.sass.show.listing_counts import (
     load_counts,
 )
 
+pytestmark = pytest.mark.slow
+
 COUNT = "tools/analysis/count_sass_instructions.sh"
 COMPARE = "tools/analysis/compare_sass_instruction_counts.py"
 V1 = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"

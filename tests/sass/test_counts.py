@@ -8,6 +8,8 @@ from sass_text import ARCHITECTURES, PROGRESSION, kernel, operations, progressio
 from flash_helpers.sass.analyse.counts import Bucket, buckets, count_all, count_blocks, count_loop
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES
 
+pytestmark = pytest.mark.slow
+
 TEXT = """
     MOV R1, R2
     @PT MOV R1, R2

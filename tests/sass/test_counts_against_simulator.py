@@ -25,6 +25,8 @@ from flash_helpers.sass.read.opcodes import (
     TENSOR,
 )
 
+pytestmark = pytest.mark.slow
+
 PTX_OF = {
     TENSOR: ("mma.",),
     LDMATRIX: ("ldmatrix.",),

@@ -35,6 +35,8 @@ from flash_helpers.sass.read.flow import NEVER
 from flash_helpers.sass.read.records import Instruction, Kernel
 from flash_helpers.sass.show.diff_text import diff_as_json, diff_text, listing_text
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("before", "after")
 NUMBERS = [step.number for step in STEPS.values() if step.id == f"v{step.number}"]
 

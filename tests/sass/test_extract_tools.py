@@ -22,6 +22,8 @@ from flash_helpers.sass.show.extract import (
     listing_text,
 )
 
+pytestmark = pytest.mark.slow
+
 SASS_TOOL = "tools/build/extract_sass.py"
 PTX_TOOL = "tools/build/get_embedded_ptx_from_cubin.py"
 

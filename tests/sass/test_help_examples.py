@@ -14,6 +14,8 @@ from sass_text import ARCHITECTURES
 
 from flash_helpers.measure.machine_code import installed_library
 
+pytestmark = pytest.mark.slow
+
 LIBRARY = "flash_attention/libflash_attention.so"
 TOOLS = (
     "tools/analysis/ptx_sass_filter.py",

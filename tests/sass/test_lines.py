@@ -24,6 +24,8 @@ from flash_helpers.sass.read.lines import (
 from flash_helpers.sass.read.reader import read_member
 from flash_helpers.sass.read.records import SassError, SourceLine
 
+pytestmark = pytest.mark.slow
+
 WITH_LINES = (
     "spills.sm_80.cubin",
     "unrolled.sm_90.cubin",

@@ -32,6 +32,8 @@ from flash_helpers.sass.read.listing import (
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import listing_text
 
+pytestmark = pytest.mark.slow
+
 JUMPS = ("BRA", "CALL")
 
 

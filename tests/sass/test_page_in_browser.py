@@ -14,6 +14,8 @@ from sass_text import of_version
 from flash_helpers.measure.machine_code import config_matrix, config_page
 from flash_helpers.sass.read.records import Instruction, Kernel
 
+pytestmark = pytest.mark.slow
+
 SHOWN = (8, 9, 16)
 PANES = ("cuda", "ptx", "sass")
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}

@@ -24,6 +24,8 @@ from flash_helpers.sass.read.disassembly import Batch, Request, batches, disasse
 from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.records import Kernel, Resources, SassError
 
+pytestmark = pytest.mark.slow
+
 WITH_LOGS = [
     f"{name}.sm_{architecture}"
     for name in ("spills", "unrolled", "filler", "predicates", "several")

@@ -30,6 +30,8 @@ from flash_helpers.sass.show.report_text import (
     report_text,
 )
 
+pytestmark = pytest.mark.slow
+
 HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 SPILLS_IN_LOOP = f"""
     STL.64 [R1], R2

@@ -71,6 +71,8 @@ from flash_helpers.tune.winners import (
 )
 from flash_helpers.tune.worker import serve
 
+pytestmark = pytest.mark.slow
+
 H100 = "NVIDIA H100 80GB HBM3"
 V7, V8 = (
     c

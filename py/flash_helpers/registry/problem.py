@@ -50,7 +50,6 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    is_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class AttentionForward:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """q, k, v and the output o."""
-        return *(Tensor(name, self.shape) for name in "qkv"), Tensor("o", self.shape, True)
+        return tuple(Tensor(name, self.shape) for name in "qkvo")
 
     @property
     def operations(self) -> int:
