@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import subprocess
 from pathlib import Path
@@ -21,6 +20,7 @@ from listing_files import (
 
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.listing import parse_listing
+from flash_helpers.sass.show import clean_listing
 from flash_helpers.sass.show.extract import listing_text
 from flash_helpers.sass.show.listing_counts import load_counts
 
@@ -49,11 +49,9 @@ def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[
     return subprocess.run([TOOL, *arguments], input=stdin, capture_output=True, text=True)
 
 
-@functools.cache
 def clean(text: str) -> str:
-    result = run("-", stdin=text)
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
+    """What the tool prints, without a process for each."""
+    return clean_listing.clean(text, "listing")
 
 
 def code(text: str) -> list[str]:
