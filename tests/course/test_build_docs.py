@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from course_book import TOOL, Book
+from sass_text import needs
 
 from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours, page_named
 from flash_helpers.kernel_configs import STEPS
@@ -141,6 +142,7 @@ def test_a_stale_page_fails_the_check_with_a_diff_and_is_not_written(
     assert book.run("--check", "docs/page.md") == 0
 
 
+@needs("sm_80", "sm_90")  # which the block shows
 def test_a_stale_page_of_another_compiler_says_so(
     book: Book, capsys: pytest.CaptureFixture[str]
 ) -> None:
