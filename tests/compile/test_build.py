@@ -203,6 +203,8 @@ class TestFindingNvcc:
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "nvidia", raising=False)
         assert find_nvcc({}, NOWHERE) == (nvcc, (tmp_path / "nvidia/cu13/lib",))
+        on_path = {"PATH": str(nvcc.parent)}
+        assert find_nvcc(on_path, NOWHERE) == find_nvcc({}, NOWHERE)
 
     @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
     def test_does_not_pass_over_a_wrong_folder_in_silence(self, tmp_path, variable):

@@ -106,6 +106,14 @@ def find_nvcc(
     Looks in CUDA_HOME, CUDA_PATH, PATH, `default_home`, then among the installed PyPI packages.
     Raises BuildError when CUDA_HOME or CUDA_PATH names a folder without nvcc.
     """
+    nvcc = _first_nvcc(environ, default_home)
+    if nvcc is None:
+        return None
+    home = nvcc.resolve().parents[1]
+    return nvcc, ((home / "lib",) if home.name == _PYPI_FOLDER else ())
+
+
+def _first_nvcc(environ: Mapping[str, str], default_home: Path) -> Path | None:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := environ.get(variable):
             nvcc = Path(home) / "bin" / "nvcc"
@@ -114,13 +122,12 @@ def find_nvcc(
                     f"{variable}={home} has no bin/nvcc: set it to a CUDA toolkit's folder, or "
                     "unset it to use nvcc from PATH or from PyPI"
                 )
-            return nvcc, ()
+            return nvcc
     if on_path := shutil.which("nvcc", path=environ.get("PATH", "")):
-        return Path(on_path), ()
-    if (default_home / "bin" / "nvcc").is_file():
-        return default_home / "bin" / "nvcc", ()
-    if folder := _pypi_folder():
-        return folder / "bin" / "nvcc", (folder / "lib",)
+        return Path(on_path)
+    for home in (default_home, _pypi_folder()):
+        if home is not None and (home / "bin" / "nvcc").is_file():
+            return home / "bin" / "nvcc"
     return None
 
 
