@@ -268,14 +268,16 @@ def test_a_step_that_was_not_measured_has_no_number_in_a_sentence(unmeasured: Ev
 
 def test_a_step_that_was_not_measured_leaves_a_gap_in_the_sites_plot(unmeasured: Evidence) -> None:
     table = site_plots(unmeasured.results, {})["docs/images/progression.svg"]
-    assert "<td>Step v16: " in table and table.count("<td></td><td></td>") == 1
+    assert re.search("<td>Step v16: [^<]*</td><td></td><td></td>", table)
 
 
-def test_published_figures_are_there_for_every_step(root: Path) -> None:
+def test_published_figures_of_a_step_are_there_for_every_gpu(root: Path) -> None:
     published = load_published(root / PUBLISHED)
     keys = [gpu.key for gpu in published.gpus]
     there = sorted((step.step, step.gpu) for step in published.steps)
-    assert there == sorted(itertools.product(STEPS, keys))
+    steps = {step.step for step in published.steps}
+    assert steps and steps <= set(STEPS)
+    assert there == sorted(itertools.product(steps, keys))
     assert published.source
 
 
