@@ -24,7 +24,7 @@ from tqdm import tqdm
 import flash_attention
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.sanity import SMALL_SHAPE
-from flash_helpers.command_line import make_parser, typed_command
+from flash_helpers.command_line import make_parser, run_tool, typed_command
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine import git_commit, provenance
@@ -89,13 +89,18 @@ def measure(config: Config, shape: AttentionForward) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write."""
+    """Measure, print and write; returns the exit status."""
     parser = make_parser(__doc__ or "", EXAMPLES)
     parser.add_argument(
         "--json", type=Path, default=ROOT / RESULTS, metavar="FILE", help=f"(default: {RESULTS})"
     )
     arguments = parser.parse_args(argv)
     command = typed_command("benchmarks/simulator.py", argv)
+    return run_tool(lambda: run(command, arguments.json), OSError)
+
+
+def run(command: str, path: Path) -> None:
+    """Measure, print and write to `path`. Raises OSError."""
     backend = find_backend("cpu")
     configs = get_kernel_progression_configs()
     work = [(config, SMALL_SHAPE) for config in configs]
@@ -116,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("config", "batch", "n_heads", "seq_len", "blocks", "seconds", "peak_mib")
     print(Table(columns, [[str(record[c]) for c in columns] for record in records]).text())
     print(f"{len(small)} kernels at {SMALL_SHAPE}: {document['seconds_for_all']} s")
-    write_if_different(arguments.json, json.dumps(document, indent=1) + "\n")
-    return 0
+    write_if_different(path, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
