@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.read.types import TYPE_NAMES
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
@@ -24,8 +26,19 @@ INTEGERS = f"u16 u32 u64 {SIGNED}"
 HALVES = "f16 f16x2 bf16 bf16x2"
 FLOATS = f"{HALVES} f32 f64"
 SINGLES = "f32 f64"
+SCALARS = f"f16 bf16 {SINGLES}"
 WORDS = f"{BITS} {INTEGERS}"
 MEMORY = f"b8 u8 s8 {WORDS} {SINGLES} f16 bf16 f16x2 bf16x2"
+
+OPERATIONS: Mapping[str, np.ufunc] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+"""What instructions, atomics and reductions of these names compute."""
 
 _MODIFIERS = frozenset(
     word

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.read.types import SCALAR_TYPES, dtype_of
-from flash_helpers.ptx.run.forms import BITS, INTEGERS, SIGNED, Builder, Form
+from flash_helpers.ptx.run.forms import BITS, INTEGERS, OPERATIONS, SIGNED, Builder, Form
 from flash_helpers.ptx.run.machine import Action, Alu, Compute, Machine, pick
 from flash_helpers.ptx.run.shared import Selection
 
@@ -16,15 +17,22 @@ _U32, _U64, _S64 = np.uint32, np.uint64, np.int64
 _ALL32 = _U64(0xFFFF_FFFF)
 
 
-def _same(instruction: Instruction, function: Compute, type_name: str = "") -> Alu:
-    """All operands have one type: that of the opcode if none is given."""
-    type_name = type_name or instruction.types[-1]
-    target, *sources = instruction.operands
-    return Alu(((target, type_name),), tuple((s, type_name) for s in sources), function)
+def _same(instruction: Instruction, function: Compute) -> Alu:
+    """All operands have the opcode's type."""
+    return Alu.of(instruction, function, instruction.types[-1])
 
 
-def _plain(function: Compute, type_name: str = "") -> Builder:
-    return lambda machine, instruction: _same(instruction, function, type_name)
+def _plain(function: Compute) -> Builder:
+    return lambda machine, instruction: _same(instruction, function)
+
+
+def _counted(function: Compute) -> Builder:
+    """The result is a number, whatever the type of the source."""
+    return lambda machine, instruction: Alu.of(instruction, function, "u32", instruction.types[-1])
+
+
+def _operation(machine: Machine, instruction: Instruction) -> Alu:
+    return _same(instruction, OPERATIONS[instruction.name])
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -57,9 +65,9 @@ def _saturated(x: np.ndarray) -> np.ndarray:
 
 
 def _add_sub(machine: Machine, instruction: Instruction) -> Alu | Action:
-    function = np.add if instruction.name == "add" else np.subtract
     if instruction.has("cc"):
         return _with_carry(machine, instruction)
+    function = np.add if instruction.name == "add" else np.subtract
     if instruction.has("sat"):
         return _same(instruction, lambda a, b: _saturated(function(a, b, dtype=_S64)))
     return _same(instruction, function)
@@ -96,8 +104,8 @@ def _with_carry(machine: Machine, instruction: Instruction) -> Action:
 def _mul_mad(machine: Machine, instruction: Instruction) -> Alu | Action:
     """mul and mad: the low half of the product, the high one, or all of it."""
     type_name = instruction.types[-1]
-    target, a, b, *addend = instruction.operands
-    if addend and instruction.has("cc"):
+    has_addend = len(instruction.operands) == 4
+    if has_addend and instruction.has("cc"):
         return _with_carry(machine, instruction)
     if instruction.has("wide"):
         if type_name.endswith("64"):
@@ -107,10 +115,9 @@ def _mul_mad(machine: Machine, instruction: Instruction) -> Alu | Action:
         def product(x: np.ndarray, y: np.ndarray, *z: np.ndarray) -> np.ndarray:
             return sum(z, _widened(x) * _widened(y))
 
-        sources = ((a, type_name), (b, type_name), *((c, wide) for c in addend))
-        return Alu(((target, wide),), sources, product)
+        return Alu.of(instruction, product, wide, type_name, type_name, wide)
     half = high_product if instruction.has("hi") else np.multiply
-    if not addend:
+    if not has_addend:
         return _same(instruction, half)
     if instruction.has("hi") and instruction.has("sat"):
         return _same(instruction, lambda x, y, z: _saturated(half(x, y).astype(_S64) + z))
@@ -129,24 +136,18 @@ def _mul24(machine: Machine, instruction: Instruction) -> Alu:
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Division towards zero; by zero gives all ones, as the hardware's sequence does."""
-    zero = b == 0
-    safe = np.where(zero, b.dtype.type(1), b)
-    quotient = a // safe
-    if a.dtype.kind == "i":
-        # NumPy rounds down: one up where the signs differ and something is left.
-        quotient += ((a % safe != 0) & ((a < 0) != (safe < 0))).astype(a.dtype)
-    return np.where(zero, ~a.dtype.type(0), quotient)
+    return np.where(b == 0, ~a.dtype.type(0), (a - np.fmod(a, b)) // b)
 
 
 def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where(b == 0, a, a - _quotient(a, b) * b)
+    return np.where(b == 0, a, np.fmod(a, b))
 
 
 def _minmax(machine: Machine, instruction: Instruction) -> Alu:
-    function = np.minimum if instruction.name == "min" else np.maximum
-    if instruction.has("relu"):
-        return _same(instruction, lambda a, b: np.maximum(function(a, b), 0))
-    return _same(instruction, function)
+    if not instruction.has("relu"):
+        return _operation(machine, instruction)
+    function = OPERATIONS[instruction.name]
+    return _same(instruction, lambda a, b: np.maximum(function(a, b), 0))
 
 
 def _dot_product(machine: Machine, instruction: Instruction) -> Alu:
@@ -165,28 +166,27 @@ def _dot_product(machine: Machine, instruction: Instruction) -> Alu:
         products = parts(a, f"{left}{2 if wide else 1}") * others
         return (products.sum(axis=1) + c).astype(_S64).astype(_U32)
 
-    return _same(instruction, compute, "u32")
+    return Alu.of(instruction, compute, "u32")
 
 
 # -- shifts and bytes ------------------------------------------------------------------------------
 
 
+def _shifted(shift: np.ufunc, a: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """a shifted by n bits, or out of its register altogether where n is its width or more."""
+    bits = 8 * a.dtype.itemsize
+    most = shift(a, np.minimum(n, n.dtype.type(bits - 1)).astype(a.dtype))
+    keeps_sign = shift is np.right_shift and a.dtype.kind == "i"
+    return most if keeps_sign else np.where(n < bits, most, a.dtype.type(0))
+
+
 def _shift(machine: Machine, instruction: Instruction) -> Alu:
     """shl and shr: the amount is 32-bit and clamped to the width."""
-    type_name = instruction.types[-1]
-    scalar = SCALAR_TYPES[type_name]
-    target, value, amount = instruction.operands
-    arithmetic = scalar.kind == "s"
-    function = np.left_shift if instruction.name == "shl" else np.right_shift
-    bits = scalar.bits
-    if isinstance(amount, Immediate) and 0 <= int(amount.value) < bits:
-        return _same(instruction, function)
-
-    def compute(a: np.ndarray, n: np.ndarray) -> np.ndarray:
-        shifted = function(a, np.minimum(n, _U32(bits - 1)).astype(a.dtype))
-        return shifted if arithmetic else np.where(n >= bits, a.dtype.type(0), shifted)
-
-    return Alu(((target, type_name),), ((value, type_name), (amount, "u32")), compute)
+    type_name, amount = instruction.types[-1], instruction.operands[-1]
+    shift = np.left_shift if instruction.name == "shl" else np.right_shift
+    if isinstance(amount, Immediate) and 0 <= int(amount.value) < SCALAR_TYPES[type_name].bits:
+        return _same(instruction, shift)
+    return Alu.of(instruction, partial(_shifted, shift), type_name, type_name, "u32")
 
 
 def _funnel_shift(machine: Machine, instruction: Instruction) -> Alu:
@@ -201,16 +201,16 @@ def _funnel_shift(machine: Machine, instruction: Instruction) -> Alu:
             return ((both << n) >> _U64(32)).astype(_U32)
         return (both >> n).astype(_U32)
 
-    return _same(instruction, compute, "u32")
+    return Alu.of(instruction, compute, "u32")
 
 
 def _lop3(machine: Machine, instruction: Instruction) -> Alu:
-    target, *sources, code = instruction.operands
+    code = instruction.operands[-1]
     if not isinstance(code, Immediate):
         raise machine.unsupported("the truth table must be a literal")
     table = int(code.value) & 0xFF
 
-    def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray, _: np.ndarray) -> np.ndarray:
         result = np.zeros_like(a + b + c)
         for i in range(8):
             if table >> i & 1:
@@ -219,17 +219,17 @@ def _lop3(machine: Machine, instruction: Instruction) -> Alu:
                 result |= term & (c if i & 1 else ~c)
         return result
 
-    return Alu(((target, "u32"),), tuple((s, "u32") for s in sources), compute)
+    return Alu.of(instruction, compute, "u32")
 
 
-# Selectors of byte 0..3 of the result for the values 0..3 of the third source.
-_PRMT_MODES: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "f4e": ((0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)),
-    "b4e": ((0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)),
-    "rc8": ((0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)),
-    "ecl": ((0, 1, 2, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 3, 3, 3)),
-    "ecr": ((0, 0, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)),
-    "rc16": ((0, 1, 0, 1), (2, 3, 2, 3), (0, 1, 0, 1), (2, 3, 2, 3)),
+# What a mode selects for the values 0..3 of the third source, as that source would without a mode.
+_PRMT_MODES: Mapping[str, tuple[int, ...]] = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
 }
 
 
@@ -239,19 +239,17 @@ def _prmt(machine: Machine, instruction: Instruction) -> Alu:
 
     def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         both = (b.astype(_U64) << _U64(32)) | a
+        selectors = c if mode is None else np.array(_PRMT_MODES[mode], _U32)[c & _U32(3)]
         result = np.zeros(np.broadcast(a, b, c).shape, _U32)
         for i in range(4):
-            if mode is None:
-                selector = (c >> _U32(4 * i)) & _U32(0xF)
-            else:
-                selector = np.array([row[i] for row in _PRMT_MODES[mode]], _U32)[c & _U32(3)]
+            selector = selectors >> _U32(4 * i)
             byte = (both >> ((selector & _U32(7)).astype(_U64) * _U64(8))) & _U64(0xFF)
             replicated = np.where(byte & _U64(0x80), _U64(0xFF), _U64(0))
             byte = np.where(selector & _U32(8), replicated, byte)
             result |= byte.astype(_U32) << _U32(8 * i)
         return result
 
-    return _same(instruction, compute, "u32")
+    return Alu.of(instruction, compute, "u32")
 
 
 # -- fields and counts of bits ---------------------------------------------------------------------
@@ -259,90 +257,57 @@ def _prmt(machine: Machine, instruction: Instruction) -> Alu:
 
 def _ones(count: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The lowest bits set, as many as there are at most."""
-    bits = 8 * dtype.itemsize
-    some = (dtype.type(1) << np.clip(count, 0, bits - 1).astype(dtype)) - dtype.type(1)
-    return np.where(count >= bits, ~dtype.type(0), some)
+    return ~_shifted(np.left_shift, ~dtype.type(0), count)
+
+
+def _field(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """The bits of a from a position on, extended by their sign if a has one."""
+    bits = length.dtype.type(8 * a.dtype.itemsize)
+    above = bits - np.minimum(length, bits)
+    low = _shifted(np.right_shift, a, position)
+    return _shifted(np.right_shift, _shifted(np.left_shift, low, above), above)
 
 
 def _bfe(machine: Machine, instruction: Instruction) -> Alu:
     type_name = instruction.types[-1]
-    scalar = SCALAR_TYPES[type_name]
-    bits = scalar.bits
-    target, value, position, length = instruction.operands
 
     def compute(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
-        unsigned = a.view(f"u{scalar.size}")
-        dtype = unsigned.dtype
-        pos, count = ((x & _U32(0xFF)).astype(_S64) for x in (position, length))
-        low = np.where(
-            pos >= bits, dtype.type(0), unsigned >> np.minimum(pos, bits - 1).astype(dtype)
-        )
-        field = low & _ones(count, dtype)
-        if scalar.kind == "s":
-            last = np.clip(pos + count - 1, 0, bits - 1).astype(dtype)
-            sign = (unsigned >> last) & dtype.type(1)
-            # Above the field, and above the register, the sign bit is repeated.
-            keep = _ones(np.minimum(count, np.maximum(bits - pos, 0)), dtype)
-            field = np.where((sign == 1) & (count > 0), field | ~keep, field & keep)
-        return field.astype(dtype).view(scalar.dtype)
+        return _field(a, position & _U32(0xFF), length & _U32(0xFF))
 
-    sources = ((value, type_name), (position, "u32"), (length, "u32"))
-    return Alu(((target, type_name),), sources, compute)
+    return Alu.of(instruction, compute, type_name, type_name, "u32")
 
 
 def _bfi(machine: Machine, instruction: Instruction) -> Alu:
     type_name = instruction.types[-1]
-    dtype, bits = dtype_of(type_name), SCALAR_TYPES[type_name].bits
-    target, a, b, position, length = instruction.operands
 
     def compute(
         a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray
     ) -> np.ndarray:
-        pos, count = position & _U32(0xFF), length & _U32(0xFF)
-        by = np.minimum(pos, bits - 1).astype(dtype)
-        mask = np.where(pos >= bits, dtype.type(0), _ones(count, dtype) << by)
-        return (b & ~mask) | ((a << by) & mask)
+        by = position & _U32(0xFF)
+        mask = _shifted(np.left_shift, _ones(length & _U32(0xFF), a.dtype), by)
+        return (b & ~mask) | (_shifted(np.left_shift, a, by) & mask)
 
-    sources = ((a, type_name), (b, type_name), (position, "u32"), (length, "u32"))
-    return Alu(((target, type_name),), sources, compute)
-
-
-def _count(compute: Compute) -> Builder:
-    """A number, 32-bit, of the bits of a source."""
-
-    def build(machine: Machine, instruction: Instruction) -> Alu:
-        target, source = instruction.operands
-        return Alu(
-            ((target, "u32"),),
-            ((source, instruction.types[-1]),),
-            lambda a: compute(a).astype(np.int32).view(_U32),
-        )
-
-    return build
+    return Alu.of(instruction, compute, type_name, type_name, type_name, "u32")
 
 
 def _highest_bit(a: np.ndarray) -> np.ndarray:
     """Position of the highest one of an unsigned array, -1 for zero (int64)."""
-    result = np.full(a.shape, -1, _S64)
-    rest = a.astype(_U64)
-    for step in (32, 16, 8, 4, 2, 1):
-        big = rest >= _U64(1) << _U64(step)
-        result[big] += step
-        rest = np.where(big, rest >> _U64(step), rest)
-    return result + (a != 0)
+    filled = a.astype(_U64)
+    for step in (1, 2, 4, 8, 16, 32):
+        filled |= filled >> _U64(step)
+    return np.bitwise_count(filled).astype(_S64) - 1
 
 
 def _bfind(machine: Machine, instruction: Instruction) -> Alu:
-    scalar = SCALAR_TYPES[instruction.types[-1]]
-    amount = instruction.has("shiftamt")
-
-    def found(a: np.ndarray) -> np.ndarray:
-        bits = a.view(f"u{scalar.size}")
+    def compute(a: np.ndarray) -> np.ndarray:
         # A negative number is searched for its highest zero.
-        highest = _highest_bit(np.where(a < 0, ~bits, bits) if scalar.kind == "s" else bits)
-        return np.where(highest >= 0, scalar.bits - 1 - highest, -1) if amount else highest
+        bits = np.where(a < 0, ~a, a).view(f"u{a.itemsize}")
+        highest = _highest_bit(bits)
+        if instruction.has("shiftamt"):
+            highest = np.where(highest >= 0, 8 * a.itemsize - 1 - highest, -1)
+        return highest.astype(_U32)
 
-    return _count(found)(machine, instruction)
+    return _counted(compute)(machine, instruction)
 
 
 def _reversed(a: np.ndarray) -> np.ndarray:
@@ -351,33 +316,27 @@ def _reversed(a: np.ndarray) -> np.ndarray:
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(a.dtype).reshape(-1)
 
 
-def _limited(clamp: bool, *arrays: np.ndarray) -> list[np.ndarray]:
-    return [(np.minimum(x, _U32(32)) if clamp else x & _U32(31)).astype(_U64) for x in arrays]
+def _wrapped(instruction: Instruction) -> Compute:
+    """Positions and lengths, which `.wrap` takes modulo 32 bits."""
+    return (lambda x: x) if instruction.has("clamp") else (lambda x: x & _U32(31))
 
 
 def _bmsk(machine: Machine, instruction: Instruction) -> Alu:
-    clamp = instruction.has("clamp")
+    wrapped = _wrapped(instruction)
 
     def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        start, width = _limited(clamp, a, b)
-        return ((_ones(width, np.dtype(_U64)) << start) & _ALL32).astype(_U32)
+        return _shifted(np.left_shift, _ones(wrapped(b), a.dtype), wrapped(a))
 
-    return _same(instruction, compute, "u32")
+    return Alu.of(instruction, compute, "u32")
 
 
 def _szext(machine: Machine, instruction: Instruction) -> Alu:
-    signed, clamp = instruction.types[-1] == "s32", instruction.has("clamp")
+    type_name, wrapped = instruction.types[-1], _wrapped(instruction)
 
     def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        (width,) = _limited(clamp, b)
-        mask = _ones(width, np.dtype(_U64))
-        low = a.astype(_U64) & mask
-        if signed:
-            sign = (low >> (np.maximum(width, _U64(1)) - _U64(1))) & _U64(1)
-            low = np.where((sign == 1) & (width > 0), low | ~mask, low)
-        return (low & _ALL32).astype(_U32)
+        return _field(a, _U32(0), wrapped(b))
 
-    return _same(instruction, compute, "u32")
+    return Alu.of(instruction, compute, type_name, type_name, "u32")
 
 
 _WIDE = "u32 u64 s32 s64"
@@ -398,9 +357,7 @@ FORMS = (
     Form("neg", _plain(np.negative), (2,), (SIGNED,)),
     Form("sad", _plain(lambda a, b, c: c + np.where(a > b, a - b, b - a)), (4,), (INTEGERS,)),
     Form("dp4a dp2a", _dot_product, (4,), ("u32 s32", "u32 s32")),
-    Form("and", _plain(np.bitwise_and), (3,), (_LOGIC,)),
-    Form("or", _plain(np.bitwise_or), (3,), (_LOGIC,)),
-    Form("xor", _plain(np.bitwise_xor), (3,), (_LOGIC,)),
+    Form("and or xor", _operation, (3,), (_LOGIC,)),
     Form("not", _plain(np.invert), (2,), (_LOGIC,)),
     Form("cnot", _plain(lambda a: (a == 0).astype(a.dtype)), (2,), (BITS,)),
     Form("shl", _shift, (3,), (BITS,)),
@@ -410,8 +367,8 @@ FORMS = (
     Form("prmt", _prmt, (4,), ("b32",)),
     Form("bfe", _bfe, (4,), (_WIDE,)),
     Form("bfi", _bfi, (5,), ("b32 b64",)),
-    Form("popc", _count(np.bitwise_count), (2,), ("b32 b64",)),
-    Form("clz", _count(lambda a: 8 * a.itemsize - 1 - _highest_bit(a)), (2,), ("b32 b64",)),
+    Form("popc", _counted(np.bitwise_count), (2,), ("b32 b64",)),
+    Form("clz", _counted(lambda a: 8 * a.itemsize - 1 - _highest_bit(a)), (2,), ("b32 b64",)),
     Form("bfind", _bfind, (2,), (_WIDE,)),
     Form("brev", _plain(_reversed), (2,), ("b32 b64",)),
     Form("bmsk", _bmsk, (3,), ("b32",)),

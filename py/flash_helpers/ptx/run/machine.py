@@ -7,6 +7,7 @@ that runs it on a selection of lanes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -57,6 +58,15 @@ class Alu:
     results: tuple[tuple[Operand, str], ...]
     sources: tuple[tuple[Operand, str], ...]
     compute: Compute
+
+    @classmethod
+    def of(cls, instruction: Instruction, compute: Compute, *types: str) -> Alu:
+        """An instruction whose operands are one result and its sources. types: of each operand;
+        the last one serves for all that are left."""
+        rest = itertools.repeat(types[-1])
+        typed = zip(instruction.operands, itertools.chain(types, rest), strict=False)
+        result, *sources = typed
+        return cls((result,), tuple(sources), compute)
 
 
 @dataclass(frozen=True)

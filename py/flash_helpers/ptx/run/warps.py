@@ -8,7 +8,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MissingLanesError
 from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.read.module import Immediate, Instruction
-from flash_helpers.ptx.run.forms import Form
+from flash_helpers.ptx.run.forms import OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Machine, warp_masks
 from flash_helpers.ptx.run.shared import ALL, Selection
 
@@ -136,20 +136,10 @@ def _match(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
-_REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
 def _redux(machine: Machine, instruction: Instruction) -> Action:
     target, source, member = instruction.operands
     type_name = instruction.types[-1]
-    name = machine.one_of(_REDUCTIONS)
+    name = machine.one_of(OPERATIONS)
     values = machine.source(source, type_name)
     limits = np.iinfo(values.dtype)
     neutral = {"min": limits.max, "max": limits.min, "and": ~values.dtype.type(0)}.get(name, 0)
@@ -162,7 +152,7 @@ def _redux(machine: Machine, instruction: Instruction) -> Action:
         member_bit = (_everywhere(members, machine) >> lane) & np.uint32(1)
         taking = _active(machine, selection) & (member_bit == 1)
         rows = np.where(taking, _everywhere(values, machine), start).reshape(-1, WARP)
-        result = np.repeat(_REDUCTIONS[name].reduce(rows, axis=1, dtype=values.dtype), WARP)
+        result = np.repeat(OPERATIONS[name].reduce(rows, axis=1, dtype=values.dtype), WARP)
         destination[selection] = result[selection]
 
     return machine.from_some(run_some)
