@@ -9,7 +9,7 @@ import numpy as np
 from flash_helpers.ptx.errors import Thread, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, dtype_of, size_of
-from flash_helpers.ptx.run.forms import MEMORY, Form
+from flash_helpers.ptx.run.forms import HALVES, MEMORY, OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory import (
     ARENA_BASE,
@@ -18,7 +18,7 @@ from flash_helpers.ptx.run.memory import (
     empty_words,
     word_view,
 )
-from flash_helpers.ptx.run.rounding import F16, bf16_to_f32, f32_to_bf16
+from flash_helpers.ptx.run.rounding import on_registers
 from flash_helpers.ptx.run.shared import ALL, Selection
 
 SPACES = ("shared", "global", "local", "param", "const")
@@ -310,26 +310,9 @@ def _store(machine: Machine, instruction: Instruction) -> Action:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-def _add_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    x, y = (np.ascontiguousarray(v).view(F16).astype(np.float32) for v in (a, b))
-    return (x + y).astype(F16).view(a.dtype)
-
-
-def _add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    x, y = (bf16_to_f32(np.ascontiguousarray(v).view(np.uint16)) for v in (a, b))
-    return f32_to_bf16(x + y).view(a.dtype)
-
-
-_ADD_HALVES = {"f16": _add_f16, "f16x2": _add_f16, "bf16": _add_bf16, "bf16x2": _add_bf16}
-
 # The new value from the old one and the sources.
 _ATOMICS: Mapping[str, Compute] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
+    **OPERATIONS,
     "exch": lambda old, b: b,
     "cas": lambda old, b, c: np.where(old == b, c, old),
     "inc": lambda old, b: np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1)),
@@ -356,10 +339,10 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
         raise machine.unsupported("only scalar atomics")
     name = machine.one_of(_ATOMICS)
     function = _ATOMICS[name]
-    if type_name in _ADD_HALVES:
+    if type_name in HALVES.split():
         if name != "add":
             raise machine.unsupported("only addition for 16-bit floats")
-        function = _ADD_HALVES[type_name]
+        function = on_registers(type_name, function)
     elif SCALAR_TYPES[type_name].is_float and name in ("and", "or", "xor"):
         raise machine.unsupported("a logic operation of floats")
     sink = instruction.name == "red"

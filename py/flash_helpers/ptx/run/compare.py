@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction, Pair
-from flash_helpers.ptx.read.types import SCALAR_TYPES
-from flash_helpers.ptx.run.forms import BITS, FLOATS, INTEGERS, Form
+from flash_helpers.ptx.read.types import SCALAR_TYPES, dtype_of
+from flash_helpers.ptx.run.forms import BITS, FLOATS, INTEGERS, OPERATIONS, SCALARS, Form
 from flash_helpers.ptx.run.machine import Alu, Machine
-from flash_helpers.ptx.run.rounding import F16, bf16_to_f32, flush
+from flash_helpers.ptx.run.rounding import F32, flush, to_floats, to_registers
 
 Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -51,114 +52,82 @@ _FLOAT: Mapping[str, Comparison] = {
     "num": lambda a, b: ~_unordered(a, b),
     "nan": _unordered,
 }
-_COMBINE: Mapping[str, Comparison] = {
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "xor": np.logical_xor,
-}
 
 
-def _comparison(machine: Machine, instruction: Instruction, type_name: str) -> Comparison:
-    """Of values in registers of the type; of a packed one, both halves, (values, 2)."""
-    is_float = SCALAR_TYPES[type_name].is_float
-    table = _FLOAT if is_float else _INTEGER
-    compare = table[machine.one_of(table)]
-    if type_name.endswith("x2"):
-        return lambda a, b: compare(_halves(a, type_name), _halves(b, type_name))
-    if type_name == "bf16":
-        return lambda a, b: compare(bf16_to_f32(a), bf16_to_f32(b))
-    if instruction.has("ftz") and is_float:
-        return lambda a, b: compare(flush(a), flush(b))
-    return compare
+def _comparison(machine: Machine, instruction: Instruction) -> Comparison:
+    """Of registers of the type; of a packed one both halves, (values, 2)."""
+    type_name = instruction.types[-1]
+    if not SCALAR_TYPES[type_name].is_float:
+        return _INTEGER[machine.one_of(_INTEGER)]
+    compare = _FLOAT[machine.one_of(_FLOAT)]
+    if type_name in ("f16", "f32", "f64") and not instruction.has("ftz"):
+        return compare
+    flushed = flush if instruction.has("ftz") else lambda x: x
+    return lambda a, b: compare(*(flushed(to_floats(x, type_name)) for x in (a, b)))
 
 
-def _halves(x: np.ndarray, type_name: str) -> np.ndarray:
-    pairs = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
-    return pairs.view(F16) if type_name == "f16x2" else bf16_to_f32(pairs)
-
-
-def _combination(machine: Machine, instruction: Instruction) -> Comparison:
-    """How the result is combined with a predicate, if there is one."""
+def _combined(machine: Machine, instruction: Instruction) -> Comparison:
+    """What `_comparison` gives, combined with a predicate if there is one."""
     if len(instruction.operands) == 3:
         return lambda result: result
-    return _COMBINE[machine.one_of(_COMBINE)]
-
-
-def _sources(instruction: Instruction) -> tuple:
-    _, a, b, *rest = instruction.operands
-    type_name = instruction.types[-1]
-    return (a, type_name), (b, type_name), *((c, "pred") for c in rest)
+    combine = OPERATIONS[machine.one_of(("and", "or", "xor"))]
+    return lambda result, c: combine(result.T, c).T
 
 
 def _setp(machine: Machine, instruction: Instruction) -> Alu:
-    type_name, target = instruction.types[-1], instruction.operands[0]
-    compare = _comparison(machine, instruction, type_name)
-    combine = _combination(machine, instruction)
-    sources = _sources(instruction)
-    if isinstance(target, Pair):
-        results = ((target.first, "pred"), (target.second, "pred"))
-    elif type_name.endswith("x2"):
-        raise machine.unsupported("two destinations are expected")
-    else:
-        results = ((target, "pred"),)
+    type_name, (target, *sources) = instruction.types[-1], instruction.operands
+    compare, combined = _comparison(machine, instruction), _combined(machine, instruction)
+    alu = Alu.of(instruction, compare, "pred", type_name, type_name, "pred")
 
     def both(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = compare(x, y)
         first, second = found.T if found.ndim == 2 else (found, ~found)
-        return combine(first, *c), combine(second, *c)
+        return combined(first, *c), combined(second, *c)
 
     if isinstance(target, Pair):
-        return Alu(results, sources, both)
+        return replace(alu, results=((target.first, "pred"), (target.second, "pred")), compute=both)
+    if type_name.endswith("x2"):
+        raise machine.unsupported("two destinations are expected")
     if len(sources) == 2:
-        return Alu(results, sources, compare)
-    return Alu(results, sources, lambda x, y, c: combine(compare(x, y), c))
+        return alu
+    return replace(alu, compute=lambda x, y, c: combined(compare(x, y), c))
 
 
 def _set(machine: Machine, instruction: Instruction) -> Alu:
     """set: 1.0 or all ones where the comparison holds."""
-    target_type, type_name = instruction.types
-    compare = _comparison(machine, instruction, type_name)
-    combine = _combination(machine, instruction)
-    ones = {"bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}
-    scalar = SCALAR_TYPES[target_type]
-    true = scalar.dtype.type(1) if scalar.kind == "f" else ~scalar.dtype.type(0)
+    target, source = instruction.types
+    compare, combined = _comparison(machine, instruction), _combined(machine, instruction)
+    halves = source.endswith("x2")
+    dtype = np.dtype(np.uint16) if halves else dtype_of(target)
 
     def compute(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> np.ndarray:
-        found = compare(x, y)
-        if found.ndim == 2:
-            low, high = (np.uint32(ones.get(target_type, 0xFFFF)) * combine(h, *c) for h in found.T)
-            return low | high << np.uint32(16)
-        one = scalar.dtype.type(ones[target_type]) if target_type in ones else true
-        return np.where(combine(found, *c), one, scalar.dtype.type(0))
+        found = combined(compare(x, y), *c)
+        if SCALAR_TYPES[target].is_float:
+            return to_registers(found.astype(F32), target)
+        ones = np.negative(found.astype(dtype))
+        return ones.view(np.uint32).reshape(-1) if halves else ones
 
-    return Alu(((instruction.operands[0], target_type),), _sources(instruction), compute)
+    return Alu.of(instruction, compute, target, source, source, "pred")
 
 
 def _selp(machine: Machine, instruction: Instruction) -> Alu:
-    target, a, b, c = instruction.operands
-    type_name = instruction.types[-1]
-    return Alu(
-        ((target, type_name),),
-        ((c, "pred"), (a, type_name), (b, type_name)),
-        lambda p, x, y: np.where(p, x, y),
-    )
+    own = instruction.types[-1]
+    return Alu.of(instruction, lambda a, b, c: np.where(c, a, b), own, own, own, "pred")
 
 
 def _slct(machine: Machine, instruction: Instruction) -> Alu:
-    type_name, chooser = instruction.types
-    target, a, b, c = instruction.operands
-    return Alu(
-        ((target, type_name),),
-        ((c, chooser), (a, type_name), (b, type_name)),
-        lambda s, x, y: np.where(s >= 0, x, y),
-    )
+    own, chooser = instruction.types
+    return Alu.of(instruction, lambda a, b, c: np.where(c >= 0, a, b), own, own, own, chooser)
 
 
+_UNPACKED = f"{BITS} {INTEGERS} {SCALARS}"
 _ALL = f"{BITS} {INTEGERS} {FLOATS}"
 
 FORMS = (
     Form("setp", _setp, (3, 4), (_ALL,)),
-    Form("set", _set, (3, 4), (f"u16 s16 u32 s32 {FLOATS}", _ALL)),
+    Form("set", _set, (3, 4), (f"u16 s16 u32 s32 {SCALARS}", _UNPACKED)),
+    Form("set", _set, (3, 4), ("u32 s32 f16x2", "f16x2")),
+    Form("set", _set, (3, 4), ("u32 s32 bf16x2", "bf16x2")),
     Form("selp", _selp, (4,), (_ALL,)),
     Form("slct", _slct, (4,), (_ALL, "s32 f32")),
 )

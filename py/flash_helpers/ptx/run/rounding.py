@@ -1,16 +1,20 @@
-"""Rounding between floating-point formats, bit-exact.
+"""The float types of PTX as NumPy floats, and rounding between them, bit-exact.
 
-bf16 values are held as uint16. Intermediate results that do not fit a double are rounded to odd
-(Boldo and Melquiond 2008), so that the final rounding is the only one that counts.
+Intermediate results that do not fit a double are rounded to odd (Boldo and Melquiond 2008), so that
+the final rounding is the only one that counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from flash_helpers.ptx.read.types import dtype_of
+
+Function = Callable[..., np.ndarray]
+
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
-_TINY32 = np.float32(np.finfo(np.float32).tiny)
-_TINY16 = np.float16(np.finfo(np.float16).tiny)
 
 ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
@@ -18,8 +22,7 @@ INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 
 def flush(x: np.ndarray) -> np.ndarray:
     """Subnormal numbers become zeros of the same sign (`.ftz`)."""
-    tiny = _TINY16 if x.dtype == F16 else _TINY32
-    return np.where(np.abs(x) < tiny, np.copysign(x.dtype.type(0), x), x)
+    return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
 
 
 def clamp_to_one(x: np.ndarray) -> np.ndarray:
@@ -37,24 +40,57 @@ def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def f32_to_bf16(x: np.ndarray, mode: str = "rn") -> np.ndarray:
-    """float32 to bf16 bits (uint16); a NaN becomes the canonical 0x7fff."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    if mode == "rn":
-        rounded = (
-            bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        ) >> np.uint32(16)
-    elif mode == "rz":
-        rounded = bits >> np.uint32(16)
+def to_floats(registers: np.ndarray, type_name: str) -> np.ndarray:
+    """Values of a float type of PTX as NumPy floats: float32 of bf16 and tf32; of a packed type
+    both halves, the lower one first, (values, 2)."""
+    if type_name.endswith("x2"):
+        type_name = type_name.removesuffix("x2")
+        registers = np.ascontiguousarray(registers).view(dtype_of(type_name)).reshape(-1, 2)
+    if type_name == "bf16":
+        return bf16_to_f32(registers)
+    return registers.view(F32) if type_name == "tf32" else registers
+
+
+def to_registers(x: np.ndarray, type_name: str, mode: str = "rn") -> np.ndarray:
+    """NumPy floats, as `to_floats` gives them, rounded once to a float type of PTX."""
+    scalar = type_name.removesuffix("x2")
+    if scalar == "bf16":
+        x = odd_f32(x) if x.dtype == F64 else x.astype(F32, copy=False)
+        cut = (_before_cut(x, 16, mode) >> np.uint32(16)).astype(np.uint16)
+        # The canonical NaN.
+        x = np.where(np.isnan(x), np.uint16(0x7FFF), cut)
+    elif scalar == "tf32":
+        x = x.astype(F32)
+        cut = _before_cut(x, 13, mode) & np.uint32(0xFFFF_E000)
+        x = np.where(np.isfinite(x), cut, x.view(np.uint32))
     else:
-        up = (bits >> np.uint32(31)) == np.uint32(mode == "rm")
-        rounded = np.where(up, bits + np.uint32(0xFFFF), bits) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+        x = rounded(x, dtype_of(scalar), mode)
+    return x if scalar == type_name else np.ascontiguousarray(x).view(np.uint32).reshape(-1)
 
 
-def f64_to_bf16(x: np.ndarray, mode: str = "rn") -> np.ndarray:
-    """float64 to bf16 bits, rounded once."""
-    return f32_to_bf16(odd_f32(x), mode)
+def on_registers(type_name: str, function: Function) -> Function:
+    """A function of NumPy floats made one of the registers of a float type."""
+    if type_name in ("f16", "f32", "f64"):
+        return function
+
+    def compute(*registers: np.ndarray) -> np.ndarray:
+        return to_registers(function(*[to_floats(r, type_name) for r in registers]), type_name)
+
+    return compute
+
+
+def _before_cut(x: np.ndarray, n: int, mode: str) -> np.ndarray:
+    """The bits of float32 values; without the lowest n they are the rounded value."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    lowest, half = np.uint32((1 << n) - 1), np.uint32(1 << (n - 1))
+    if mode == "rz":
+        return bits
+    if mode == "rna":
+        return bits + half
+    if mode == "rn":
+        return bits + (half - np.uint32(1)) + ((bits >> np.uint32(n)) & np.uint32(1))
+    grows = (bits >> np.uint32(31)) == np.uint32(mode == "rm")
+    return np.where(grows, bits + lowest, bits)
 
 
 def odd_f32(x: np.ndarray) -> np.ndarray:
@@ -63,26 +99,27 @@ def odd_f32(x: np.ndarray) -> np.ndarray:
     inexact = (near.astype(np.float64) != x) & np.isfinite(x)
     if not inexact.any():
         return near
-    down = round_f64(x, F32, "rz")
+    down = rounded(x, F32, "rz")
     odd = (down.view(np.uint32) | np.uint32(1)).view(np.float32)
     return np.where(inexact, odd, near)
 
 
-def round_f64(x: np.ndarray, dtype: np.dtype, mode: str) -> np.ndarray:
-    """float64 to a NumPy float type in one of the modes of PTX."""
-    near = x.astype(dtype)
+def rounded(x: np.ndarray, dtype: np.dtype, mode: str = "rn") -> np.ndarray:
+    """Floats to a NumPy float type, in one of the modes of PTX; to float64 always to nearest."""
     if mode == "rn" or dtype == F64:
-        return near
-    back = near.astype(np.float64)
-    limit = dtype.type(np.inf)
-    zero = dtype.type(0)
+        # From float64 to float16 NumPy may round twice.
+        return (odd_f32(x) if (x.dtype, dtype) == (F64, F16) else x).astype(dtype)
+    x = x.astype(F64)
+    near = x.astype(dtype)
+    back = near.astype(F64)
     if mode == "rz":
-        over = np.abs(back) > np.abs(x)
-        return np.where(over, np.nextafter(near, zero), near)
-    if mode == "rm":
-        return np.where(back > x, np.nextafter(near, -limit), near)
-    assert mode == "rp", mode
-    return np.where(back < x, np.nextafter(near, limit), near)
+        wrong, limit = np.abs(back) > np.abs(x), 0
+    elif mode == "rm":
+        wrong, limit = back > x, -np.inf
+    else:
+        assert mode == "rp", mode
+        wrong, limit = back < x, np.inf
+    return np.where(wrong, np.nextafter(near, dtype.type(limit)), near)
 
 
 def round_to_integer(x: np.ndarray, mode: str) -> np.ndarray:
@@ -90,12 +127,16 @@ def round_to_integer(x: np.ndarray, mode: str) -> np.ndarray:
     return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](x)
 
 
+def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """a + b in float64, and what the rounded sum lost (Knuth)."""
+    total = a + b
+    shadow = total - a
+    return total, (a - (total - shadow)) + (b - shadow)
+
+
 def add_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a + b in float64, rounded to odd."""
-    total = a + b
-    # Knuth's two-sum: what the rounded sum lost.
-    shadow = total - a
-    lost = (a - (total - shadow)) + (b - shadow)
+    total, lost = _two_sum(a, b)
     inexact = (lost != 0) & np.isfinite(total)
     if not inexact.any():
         return total
@@ -105,12 +146,6 @@ def add_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     away = (lost > 0) == (total > 0)
     step = np.where(away, 1, -1)
     return np.where(inexact & even, bits + step, bits).view(np.float64)
-
-
-def fma_f32(a: np.ndarray, b: np.ndarray, c: np.ndarray, mode: str = "rn") -> np.ndarray:
-    """a * b + c in float32 with one rounding."""
-    product = np.multiply(a, b, dtype=np.float64)
-    return round_f64(add_odd(product, c.astype(np.float64)), F32, mode)
 
 
 def _split(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -125,8 +160,6 @@ def fma_f64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     ah, al = _split(a)
     bh, bl = _split(b)
     error = ((ah * bh - product) + ah * bl + al * bh) + al * bl
-    total = product + c
-    shadow = total - product
-    lost = (product - (total - shadow)) + (c - shadow)
+    total, lost = _two_sum(product, c)
     exact = total + add_odd(lost, error)
     return np.where(np.isfinite(exact), exact, product + c)

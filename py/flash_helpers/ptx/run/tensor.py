@@ -25,7 +25,7 @@ from flash_helpers.ptx.run.access import addresses_of
 from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
 from flash_helpers.ptx.run.memory import WINDOWS
-from flash_helpers.ptx.run.rounding import F16, bf16_to_f32, odd_f32
+from flash_helpers.ptx.run.rounding import F16, odd_f32, to_floats
 from flash_helpers.ptx.run.shared import ALL, Selection
 
 # Element types of A and B for each shape.
@@ -45,12 +45,10 @@ _RAW = {"f16": F16, "bf16": "u2", "tf32": "u4", "f64": "f8", "s8": "i1", "u8": "
 
 def _values(raw: np.ndarray, type_name: str) -> np.ndarray:
     """Elements as float64."""
-    if type_name == "bf16":
-        raw = bf16_to_f32(raw)
-    elif type_name == "tf32":
+    if type_name == "tf32":
         # The low 13 bits of a tf32 operand are not used.
-        raw = (raw & np.uint32(0xFFFF_E000)).view(np.float32)
-    return raw.astype(np.float64)
+        raw = raw & np.uint32(0xFFFF_E000)
+    return to_floats(raw, type_name).astype(np.float64)
 
 
 def matrix_of_a(registers: Sequence[np.ndarray], type_name: str, rows: int = 16) -> np.ndarray:
@@ -177,14 +175,13 @@ def _ldmatrix(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _movmatrix(machine: Machine, instruction: Instruction) -> Alu:
-    target, source = instruction.operands
-    machine.register(source)
+    machine.register(instruction.operands[1])
 
     def compute(a: np.ndarray) -> np.ndarray:
         halves = np.ascontiguousarray(a).view(np.uint16).reshape(-1, 8, 8)
         return np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1)
 
-    return Alu(((target, "b32"),), ((source, "b32"),), compute)
+    return Alu.of(instruction, compute, "b32")
 
 
 _FACTORS = " ".join(_ELEMENTS)
