@@ -6,20 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from flash_helpers.ptx.errors import Thread, UnsupportedInstruction
+from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, dtype_of, size_of
 from flash_helpers.ptx.run.forms import HALVES, MEMORY, OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory import (
-    ARENA_BASE,
+    ALL,
     WINDOW_SIZE,
     WINDOWS,
+    DeviceMemory,
+    Region,
+    Selection,
     empty_words,
     word_view,
 )
 from flash_helpers.ptx.run.rounding import on_registers
-from flash_helpers.ptx.run.shared import ALL, Selection
 
 SPACES = ("shared", "global", "local", "param", "const")
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release"})
@@ -73,41 +75,6 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
     return compute
 
 
-class GlobalChecker:
-    """Checks the global addresses of one instruction; remembers the allocation it last met."""
-
-    def __init__(self, machine: Machine, size: int) -> None:
-        self.machine = machine
-        self.position = machine.position
-        self.size = size
-        self.low = self.high = 0
-
-    def check(self, addresses: np.ndarray, selection: Selection) -> np.ndarray | None:
-        """Which lanes may access memory; None when all may."""
-        machine, size = self.machine, self.size
-        low, high = int(addresses.min()), int(addresses.max())
-        if low < self.low or high + size > self.high:
-            extent = machine.memory.extent(low)
-            if extent is not None:
-                self.low, self.high = extent
-        misaligned = int(np.bitwise_or.reduce(addresses)) & (size - 1)
-        if self.low <= low and high + size <= self.high and not misaligned:
-            return None
-
-        def thread(i: int) -> Thread:
-            return machine.geometry.thread(machine.lanes_of(selection)[i])
-
-        def outside(address: int) -> str:
-            return f"{size} bytes, {machine.memory.nearest(address)}"
-
-        def misaligned(address: int) -> str:
-            return f"{size} bytes at a global address that is not a multiple of {size}"
-
-        inside = machine.memory.inside(addresses, size)
-        position, log = self.position, machine.log
-        return log.refuse(position, addresses, size, inside, thread, outside, misaligned)
-
-
 class Port:
     """Reads and writes words of one size in one state space, for one instruction; checks, watches
     and counts."""
@@ -119,7 +86,6 @@ class Port:
         self.shift = size.bit_length() - 1
         self.space = space_of(instruction)
         self.watched = not instruction.first(STRONG)
-        self.checker = GlobalChecker(machine, size)
 
     def parts(
         self, addresses: np.ndarray, selection: Selection
@@ -147,78 +113,50 @@ class Port:
         action: str,
         value: np.ndarray | None = None,
     ) -> Located:
-        """Where the words are. action: read, write or atomic. value: what is written, one word a
-        lane."""
-        if space == "shared":
-            return self._shared(addresses, selection, action, value)
-        if space in ("global", "const"):
-            return self._global(addresses, selection, counted=self.space != "const")
-        launch = self.machine.launch
-        if space == "param":
-            return self._private(addresses, selection, launch.parameters, "parameters")
-        size = launch.local_bytes
-        return self._private(addresses, selection, self.machine.local, "local memory", size)
-
-    def _shared(
-        self, addresses: np.ndarray, selection: Selection, action: str, value: np.ndarray | None
-    ) -> Located:
-        shared = self.machine.shared
-        rows, good = shared.rows(self.position, addresses, self.size, selection)
+        """Where the words are. action: as `SharedMemory.note` has it. value: what is written, one
+        word a lane."""
+        machine, position, size = self.machine, self.position, self.size
+        region = machine.regions[space]
+        good = self._check(region, addresses, selection)
         lanes = selection
         if good is not None:
-            rows, addresses = rows[good], addresses[good]
-            lanes = self.machine.lanes_of(selection)[good]
+            addresses, lanes = addresses[good], machine.lanes_of(selection)[good]
             value = value if value is None else value[good]
-        if rows.size:
-            if action == "atomic" or not self.watched:
-                shared.note_atomic(self.position, rows, self.size, lanes)
-            elif action == "read":
-                shared.note_read(self.position, rows, self.size, lanes)
-            else:
-                shared.note_write(self.position, rows, self.size, lanes, value)
-            self.machine.tally.shared_access(
-                self.position, addresses, self.size, self.machine.counted(lanes)
-            )
-        return shared.words(self.size), rows, good
+        rows = region.offsets(addresses, lanes) >> self.shift
+        if rows.size and space == "shared":
+            action = action if self.watched else "atomic access"
+            machine.shared.note(action, position, rows, size, lanes, value)
+            machine.tally.shared_access(position, addresses, size, machine.counted(lanes))
+        elif rows.size and space == "global":
+            machine.tally.global_access(position, addresses, size, machine.counted(lanes))
+        return region.words(size), rows, good
 
-    def _global(self, addresses: np.ndarray, selection: Selection, *, counted: bool) -> Located:
-        good = self.checker.check(addresses, selection)
-        lanes = selection
-        if good is not None:
-            addresses = addresses[good]
-            lanes = self.machine.lanes_of(selection)[good]
-        if counted and addresses.size:
-            self.machine.tally.global_access(
-                self.position, addresses, self.size, self.machine.counted(lanes)
-            )
-        return self.machine.memory.view(self.size), (addresses - ARENA_BASE) >> self.shift, good
+    def read(self, space: str, addresses: np.ndarray, selection: Selection) -> np.ndarray:
+        """The words at the addresses, zeros for lanes that may not read."""
+        words, rows, good = self.locate(space, addresses, selection, "read")
+        return words[rows] if good is None else _fill(words[rows], good)
 
-    def _private(
-        self,
-        addresses: np.ndarray,
-        selection: Selection,
-        data: np.ndarray,
-        name: str,
-        each: int | None = None,
-    ) -> Located:
-        """Of the parameters, or of the local memory, of which each lane has so many bytes."""
-        machine, size = self.machine, data.size if each is None else each
-
-        def detail(at: int) -> str:
-            return f"{self.size} bytes at offset {at} of {size} bytes of {name}"
-
-        good = machine.log.refuse(
-            self.position,
-            addresses,
-            self.size,
-            (addresses >= 0) & (addresses + self.size <= size),
-            lambda i: machine.geometry.thread(machine.lanes_of(selection)[i]),
-            detail,
-            detail,
-        )
-        flat = addresses if each is None else machine.lanes_of(selection) * each + addresses
-        flat = flat if good is None else flat[good]
-        return word_view(data, self.size), flat >> self.shift, good
+    def _check(
+        self, region: Region | DeviceMemory, addresses: np.ndarray, selection: Selection
+    ) -> np.ndarray | None:
+        """Reports accesses that are not all inside, or else not aligned; which lanes may go on,
+        None for all."""
+        size, machine = self.size, self.machine
+        low, high = int(addresses.min()), int(addresses.max())
+        start, end = region.extent(low) or (0, 0)
+        is_aligned = not int(np.bitwise_or.reduce(addresses)) & (size - 1)
+        if start <= low and high + size <= end and is_aligned:
+            return None
+        inside, aligned = region.inside(addresses, size), addresses & (size - 1) == 0
+        kind, bad, detail = OutOfBoundsError, np.flatnonzero(~inside), region.outside
+        if not bad.size:
+            kind, bad, detail = MisalignedError, np.flatnonzero(~aligned), region.misaligned
+        if not bad.size:
+            return None
+        address = int(addresses[bad[0]])
+        thread = machine.geometry.thread(machine.lanes_of(selection)[bad[0]])
+        machine.log.report(kind, detail(address, size), self.position, thread, address, bad.size)
+        return inside & aligned
 
 
 def _fill(rows: np.ndarray, good: np.ndarray) -> np.ndarray:
@@ -234,9 +172,6 @@ def _load(machine: Machine, instruction: Instruction) -> Action:
     type_name, size = instruction.types[-1], access_size(instruction)
     registers = machine.elements(target, vector_length(instruction))
     destinations = [machine.destination(e, type_name) for e in registers]
-    fixed = isinstance(address, Address) and isinstance(address.base, Symbol)
-    if space_of(instruction) == "param" and fixed:
-        return _load_parameter(machine, address, size, destinations)
     addresses = addresses_of(machine, address)
     port = Port(machine, instruction, size)
     dtype = dtype_of(type_name)
@@ -245,8 +180,7 @@ def _load(machine: Machine, instruction: Instruction) -> Action:
         at = addresses(selection)
         value = None
         for space, part, lanes, chosen in port.parts(at, selection):
-            words, rows, good = port.locate(space, part, lanes, "read")
-            found = words[rows] if good is None else _fill(words[rows], good)
+            found = port.read(space, part, lanes)
             if chosen is ALL:
                 value = found
                 break
@@ -255,26 +189,6 @@ def _load(machine: Machine, instruction: Instruction) -> Action:
         rows = value.view(dtype).reshape(at.size, len(destinations), -1)
         for i, destination in enumerate(destinations):
             destination[selection] = rows[:, i].reshape(at.size, *destination.shape[1:])
-
-    return machine.from_some(run_some)
-
-
-def _load_parameter(
-    machine: Machine, address: Address, size: int, destinations: list[np.ndarray]
-) -> Action:
-    """A parameter at a known offset: the same value in all lanes."""
-    start = machine.symbol(address.base) + address.offset
-    data = machine.launch.parameters
-    type_name = machine.instruction().types[-1]
-    if start < 0 or start + size > data.size or start % size or type_name == B128:
-        raise machine.unsupported(
-            f"{size} bytes at offset {start} of {data.size} bytes of parameters"
-        )
-    values = data[start : start + size].view(dtype_of(type_name))
-
-    def run_some(selection: Selection) -> None:
-        for destination, value in zip(destinations, values, strict=True):
-            destination[selection] = value
 
     return machine.from_some(run_some)
 
@@ -356,7 +270,7 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
     port = Port(machine, instruction, dtype.itemsize)
 
     def perform(space: str, at: np.ndarray, selection: Selection) -> np.ndarray:
-        words, rows, good = port.locate(space, at, selection, "atomic")
+        words, rows, good = port.locate(space, at, selection, "atomic access")
         words = words.view(dtype)
         values = [np.broadcast_to(pick(s, selection), at.shape) for s in sources]
         if good is not None:

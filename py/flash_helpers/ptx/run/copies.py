@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register
-from flash_helpers.ptx.run.access import GlobalChecker, addresses_of
+from flash_helpers.ptx.run.access import Port, addresses_of
 from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Machine, pick
-from flash_helpers.ptx.run.memory import ARENA_BASE, empty_words
-from flash_helpers.ptx.run.shared import Selection
+from flash_helpers.ptx.run.memory import Selection, empty_words
 
 
 def _cp(machine: Machine, instruction: Instruction) -> Action:
@@ -50,51 +49,33 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
             source_size = machine.source(operand, "u32")
     to_addresses = addresses_of(machine, target)
     from_addresses = addresses_of(machine, source)
-    position = machine.position
-    shared, tally, copies = machine.shared, machine.tally, machine.copies
-    checker = GlobalChecker(machine, size)
-    shift = size.bit_length() - 1
+    position, copies = machine.position, machine.copies
+    port = Port(machine, instruction, size)
 
     def run_some(selection: Selection) -> None:
-        to, start = to_addresses(selection), from_addresses(selection)
-        lanes = machine.lanes_of(selection)
+        start, lanes = from_addresses(selection), machine.lanes_of(selection)
         length = np.full(lanes.shape, size)
         if source_size is not None:
             length[:] = np.minimum(pick(source_size, selection), size)
         if ignore is not None:
             skipped = ~pick(ignore, selection) if negated else pick(ignore, selection)
             length[np.broadcast_to(skipped, lanes.shape)] = 0
-        rows, good = shared.rows(position, to, size, selection)
-        chosen: Selection = selection
+        _, rows, good = port.locate("shared", to_addresses(selection), selection, "copy")
         if good is not None:
-            rows, to, start, lanes, length = (x[good] for x in (rows, to, start, lanes, length))
-            chosen = lanes
-            if not lanes.size:
-                return
-        shared.begin_copy(position, rows, size, chosen)
-        tally.shared_access(position, to, size, machine.counted(chosen))
-        copies.issue(position, size, lanes, rows, fetch(start, length, lanes, chosen))
+            selection = lanes = lanes[good]
+            start, length = start[good], length[good]
+        if lanes.size:
+            copies.issue(position, size, lanes, rows, fetch(start, length, selection))
 
-    def fetch(
-        start: np.ndarray, length: np.ndarray, lanes: np.ndarray, chosen: Selection
-    ) -> np.ndarray:
+    def fetch(start: np.ndarray, length: np.ndarray, selection: Selection) -> np.ndarray:
         """The bytes to write; those beyond a copy's own length are zeros."""
-        data = empty_words(start.size, size)
-        picked: Selection = slice(None)
-        if not length.all():
-            picked = np.flatnonzero(length)
-            chosen = lanes[picked]
-        if not start[picked].size:
-            return data
-        good = checker.check(start[picked], chosen)
-        if good is not None:
-            picked = np.arange(start.size)[picked][good]
-            chosen = lanes[picked]
-        at = start[picked]
-        if not at.size:
-            return data
-        tally.global_access(position, at, size, machine.counted(chosen))
-        data[picked] = machine.memory.view(size)[(at - ARENA_BASE) >> shift]
+        if length.all():
+            data = port.read("global", start, selection)
+        else:
+            data = empty_words(start.size, size)
+            some = np.flatnonzero(length)
+            if some.size:
+                data[some] = port.read("global", start[some], machine.lanes_of(selection)[some])
         if (length < size).any():
             octets = data.view(np.uint8).reshape(start.size, size)
             octets[np.arange(size) >= length[:, None]] = 0

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import (
-    MisalignedError,
-    OutOfBoundsError,
-    SimulatorError,
-    Site,
-    Thread,
-)
+from flash_helpers.ptx.errors import SimulatorError, Site, Thread
 from flash_helpers.ptx.read.flow import Program
 
 
@@ -61,31 +55,6 @@ class FaultLog:
         if not self.keep_going:
             raise error
         self.faults[kind, site] = error
-
-    def refuse(
-        self,
-        position: int,
-        addresses: np.ndarray,
-        size: int,
-        inside: np.ndarray,
-        thread: Callable[[int], Thread],
-        outside: Callable[[int], str],
-        misaligned: Callable[[int], str],
-    ) -> np.ndarray | None:
-        """Reports accesses of `size` bytes that are not all inside of memory, or else not at a
-        multiple of their size; returns which may go on, None for all.
-
-        thread: of the i-th access. outside, misaligned: what is said of the first bad address.
-        """
-        aligned = addresses & (size - 1) == 0
-        kind, bad, detail = OutOfBoundsError, np.flatnonzero(~inside), outside
-        if not bad.size:
-            kind, bad, detail = MisalignedError, np.flatnonzero(~aligned), misaligned
-        if not bad.size:
-            return None
-        address = int(addresses[bad[0]])
-        self.report(kind, detail(address), position, thread(bad[0]), address, bad.size)
-        return inside & aligned
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.read.types import SCALAR_TYPES, dtype_of
 from flash_helpers.ptx.run.forms import BITS, INTEGERS, OPERATIONS, SIGNED, Builder, Form
 from flash_helpers.ptx.run.machine import Action, Alu, Compute, Machine, pick
-from flash_helpers.ptx.run.shared import Selection
+from flash_helpers.ptx.run.memory import Selection
 
 _U32, _U64, _S64 = np.uint32, np.uint64, np.int64
 _ALL32 = _U64(0xFFFF_FFFF)

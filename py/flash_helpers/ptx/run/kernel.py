@@ -340,4 +340,4 @@ def _initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMe
         addresses = [symbols[v.name] + v.offset if isinstance(v, Symbol) else v for v in data]
         data = np.array(addresses, np.uint64).tobytes()
     offset = symbols[variable.name] - ARENA_BASE
-    memory.view(1)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    memory.words(1)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)

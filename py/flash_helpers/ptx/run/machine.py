@@ -31,9 +31,9 @@ from flash_helpers.ptx.read.module import (
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType, dtype_of
 from flash_helpers.ptx.run.counters import Tally
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.memory import DeviceMemory
+from flash_helpers.ptx.run.memory import ALL, DeviceMemory, Region, Selection
 from flash_helpers.ptx.run.pending import AsyncCopies
-from flash_helpers.ptx.run.shared import ALL, Selection, SharedMemory
+from flash_helpers.ptx.run.shared import SharedMemory
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
@@ -124,7 +124,16 @@ class Machine:
             geometry, launch.shared_bytes, launch.granule, log, launch.shared_atomics
         )
         self.copies = AsyncCopies(self.shared)
-        self.local = np.zeros(self.lanes * launch.local_bytes, np.uint8)
+        local, parameters = launch.local_bytes, launch.parameters
+        self.regions: dict[str, Region | DeviceMemory] = {
+            "shared": self.shared,
+            "global": memory,
+            "const": memory,
+            "param": Region(parameters, parameters.size, 0 * self.lane_ids, "parameters"),
+            "local": Region(
+                np.zeros(self.lanes * local, np.uint8), local, local * self.lane_ids, "local memory"
+            ),
+        }
         self.position = 0
         """Index of the instruction that is being bound."""
         self._registers = self._allocate_registers()
@@ -358,8 +367,12 @@ class Machine:
         return self.lane_ids[selection]
 
     def counted(self, selection: Selection) -> np.ndarray | None:
-        """The selected lanes in the form that counting takes: None for all."""
-        return None if selection is ALL else self.lane_ids[selection]
+        """The selected lanes in the form that counting takes: None for all of whole warps."""
+        if isinstance(selection, slice):
+            first, end, _ = selection.indices(self.lanes)
+            if first % WARP == 0 and end % WARP == 0:
+                return None
+        return self.lane_ids[selection]
 
     def guarded(self, action: Action, guard: Register) -> Action:
         """The action for the lanes whose predicate holds."""

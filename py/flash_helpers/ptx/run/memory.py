@@ -20,6 +20,9 @@ WINDOWS: Mapping[str, int] = {
 the kernel's parameters."""
 WINDOW_SIZE = 1 << 32
 
+Selection = slice | np.ndarray
+ALL = slice(None)
+
 _ALIGNMENT = 256
 _GUARD = 4096
 """Bytes between allocations that belong to none, so that running off an array is seen."""
@@ -107,9 +110,58 @@ class DeviceMemory:
         i = np.searchsorted(starts, addresses, side="right") - 1
         return (i >= 0) & (addresses + size <= ends[np.maximum(i, 0)])
 
-    def view(self, size: int) -> np.ndarray:
+    def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
+        """Where in `words` lanes' addresses are, in bytes."""
+        return addresses - ARENA_BASE
+
+    def words(self, size: int) -> np.ndarray:
         """All of memory from ARENA_BASE on, as `word_view` has it."""
         return word_view(self._bytes, size)
+
+    def outside(self, address: int, size: int) -> str:
+        """What is said of an access outside every allocation."""
+        return f"{size} bytes, {self.nearest(address)}"
+
+    def misaligned(self, address: int, size: int) -> str:
+        """What is said of an access at an address that is not a multiple of its size."""
+        return f"{size} bytes at a global address that is not a multiple of {size}"
+
+
+class Region:
+    """A state space that every lane addresses from 0 on, with the methods by which `DeviceMemory`
+    is accessed.
+
+    data: the bytes of all lanes. size: bytes that one lane sees. base: where in `data` each lane's
+    address 0 is. name: for messages.
+    """
+
+    def __init__(self, data: np.ndarray, size: int, base: np.ndarray, name: str) -> None:
+        self.data = data
+        self.size = size
+        self.base = base
+        self.name = name
+
+    def extent(self, address: int) -> tuple[int, int]:
+        """First address and end."""
+        return 0, self.size
+
+    def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """For each address, whether `size` bytes from it are inside."""
+        return (addresses >= 0) & (addresses + size <= self.size)
+
+    def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
+        """Where in `words` the selected lanes' addresses are, in bytes."""
+        return addresses + self.base[selection]
+
+    def words(self, size: int) -> np.ndarray:
+        """The bytes of all lanes, as `word_view` has them."""
+        return word_view(self.data, size)
+
+    def outside(self, address: int, size: int) -> str:
+        """What is said of an access outside, or misaligned."""
+        return f"{size} bytes at offset {address} of {self.size} bytes of {self.name}"
+
+    misaligned = outside
 
 
 def word_view(data: np.ndarray, size: int) -> np.ndarray:

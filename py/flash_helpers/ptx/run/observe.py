@@ -44,7 +44,7 @@ class Observation:
         """The bytes of a block's shared memory; copies that nobody waited for are not there yet."""
         shared = self.machine.shared
         start = self.machine.geometry.blocks.index(block) * shared.stride
-        return shared.bytes[start : start + shared.size].copy()
+        return shared.data[start : start + shared.size].copy()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run import access, compare, convert, copies, floats, integers, tensor, warps
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, warp_masks
-from flash_helpers.ptx.run.shared import Selection
+from flash_helpers.ptx.run.memory import Selection
 
 _WITHOUT_EFFECT = (
     "membar fence nanosleep prefetch prefetchu pmevent discard applypriority setmaxnreg "

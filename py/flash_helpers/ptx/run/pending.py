@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flash_helpers.ptx.run.shared import Selection, SharedMemory
+from flash_helpers.ptx.run.memory import Selection
+from flash_helpers.ptx.run.shared import SharedMemory
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register
 from flash_helpers.ptx.run.forms import check_modifiers
 from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
+from flash_helpers.ptx.run.memory import Selection
 from flash_helpers.ptx.run.observe import Observation, Observer
 from flash_helpers.ptx.run.operations import bind
-from flash_helpers.ptx.run.shared import Selection
 from flash_helpers.ptx.run.warps import MATRIX
 
 _RUNNING, _AT_SYNC, _AT_BARRIER, _DONE = 0, 1, 2, 3

@@ -26,7 +26,7 @@ from flash_helpers.ptx.errors import (
     UninitialisedReadError,
 )
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.memory import word_view
+from flash_helpers.ptx.run.memory import Region, Selection
 
 # A code says when and where: time above, the instruction's position below.
 _SITE_BITS = 20
@@ -35,11 +35,8 @@ _OWN = 1 << 40
 _PENDING = 1 << 61
 _UNWRITTEN = 1 << 62
 
-Selection = slice | np.ndarray
-ALL = slice(None)
 
-
-class SharedMemory:
+class SharedMemory(Region):
     """Shared memory of all blocks of a batch, side by side. size: bytes of one block. granule:
     bytes of the narrowest access of the kernel."""
 
@@ -47,16 +44,19 @@ class SharedMemory:
         self, geometry: Geometry, size: int, granule: int, log: FaultLog, atomics: bool
     ) -> None:
         self.geometry = geometry
-        self.size = size
         self.log = log
         self.granule = granule
         self.stride = max(128, -(-size // 128) * 128)
         blocks, warps = len(geometry.blocks), geometry.warps_per_block
-        self.bytes = np.zeros(blocks * self.stride, np.uint8)
+        self.lane_ids = np.arange(geometry.lanes)
+        super().__init__(
+            data=np.zeros(blocks * self.stride, np.uint8),
+            size=size,
+            base=self.lane_ids // geometry.lanes_per_block * self.stride,
+            name="shared memory",
+        )
         granules = blocks * self.stride // granule
-        lanes = np.arange(geometry.lanes)
-        self.lane_base = lanes // geometry.lanes_per_block * self.stride
-        self.lane_warp = lanes // WARP
+        self.lane_warp = self.lane_ids // WARP
         self.warp_in_block = self.lane_warp % warps
         self._written = np.full(granules, _UNWRITTEN, np.int64)
         self._writer = np.zeros(granules, np.uint8)
@@ -70,78 +70,51 @@ class SharedMemory:
         self._set_floor()
         self._views: dict[int, _Views] = {}
 
-    # -- addresses ---------------------------------------------------------------------------------
-
-    def words(self, size: int) -> np.ndarray:
-        """All blocks' bytes, as `word_view` has them."""
-        return word_view(self.bytes, size)
-
-    def rows(
-        self, position: int, addresses: np.ndarray, size: int, selection: Selection
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Index of each lane's word in `words(size)`, and which lanes may access it: None when all
-        may, otherwise the rows of the others are meaningless."""
-        rows = (addresses + self.lane_base[selection]) >> (size.bit_length() - 1)
-        if (
-            int(addresses.max()) + size <= self.size
-            and int(addresses.min()) >= 0
-            and not int(np.bitwise_or.reduce(addresses)) & (size - 1)
-        ):
-            return rows, None
-        inside = (addresses >= 0) & (addresses + size <= self.size)
-        good = self.log.refuse(
-            position,
-            addresses,
-            size,
-            inside,
-            lambda i: self.geometry.thread(self._lanes(selection)[i]),
-            lambda address: (
-                f"{size} bytes at shared address {address}, "
-                f"but the block has {self.size} bytes of shared memory"
-            ),
-            lambda address: (
-                f"{size} bytes at shared address {address}, which is not a multiple of {size}"
-            ),
+    def outside(self, address: int, size: int) -> str:
+        """What is said of an access outside."""
+        return (
+            f"{size} bytes at shared address {address}, "
+            f"but the block has {self.size} bytes of shared memory"
         )
-        return rows, good
 
-    def _lanes(self, selection: Selection) -> np.ndarray:
-        return np.arange(self.geometry.lanes)[selection]
+    def misaligned(self, address: int, size: int) -> str:
+        """What is said of an access at an address that is not a multiple of its size."""
+        return f"{size} bytes at shared address {address}, which is not a multiple of {size}"
 
     # -- the watcher -------------------------------------------------------------------------------
 
-    def note_read(self, position: int, rows: np.ndarray, size: int, selection: Selection) -> None:
-        """Checks and records that lanes read words of `size` bytes."""
-        access = self._access("read", position, rows, size, selection)
-        view = access.view
-        self._check_written(access, view.written[rows])
-        if view.atomic is not None:
-            self._check_others(access, view.atomic, "an atomic")
-        view.read[view.lane_reads[selection] + rows] = self._code(position)
-
-    def note_write(
-        self, position: int, rows: np.ndarray, size: int, selection: Selection, value: np.ndarray
+    def note(
+        self,
+        action: str,
+        position: int,
+        rows: np.ndarray,
+        size: int,
+        selection: Selection,
+        value: np.ndarray | None = None,
     ) -> None:
-        """Checks and records that lanes are about to write `value`, words of `size` bytes."""
-        access = self._access("write", position, rows, size, selection)
-        self._check_write(access)
-        access.view.written[rows] = self._code(position)
-        self._check_simultaneous(access, value)
+        """Checks and records what lanes do, or are about to do, to words of `size` bytes.
 
-    def note_atomic(self, position: int, rows: np.ndarray, size: int, selection: Selection) -> None:
-        """Checks and records an atomic access: it races with plain ones, not with its like."""
-        access = self._access("atomic access", position, rows, size, selection)
-        view = access.view
-        self._check_written(access, view.written[rows])
-        self._check_others(access, view.read, "read")
-        view.atomic[view.lane_reads[selection] + rows] = self._code(position)
-
-    def begin_copy(self, position: int, rows: np.ndarray, size: int, selection: Selection) -> None:
-        """Checks that lanes may overwrite words, and marks these as pending."""
-        access = self._access("write", position, rows, size, selection)
-        self._check_write(access)
-        access.view.written[rows] = _PENDING | position
-        self._check_simultaneous(access)
+        action: "read"; "write", of `value`; "atomic access", which races with plain ones but not
+        with its like; "copy", a write of words that are pending until `end_copy`. rows: index of
+        each lane's word in `words(size)`.
+        """
+        view, is_write = self._view(size), action in ("write", "copy")
+        access = _Access("write" if is_write else action, position, rows, view, selection)
+        written = view.written[rows]
+        # Memory that nobody wrote may be written: only codes of writes and copies matter then.
+        self._check_written(
+            access, np.where(written < _UNWRITTEN, written, 0) if is_write else written
+        )
+        if action != "read":
+            self._check_others(access, view.read, "read")
+        if view.atomic is not None and action != "atomic access":
+            self._check_others(access, view.atomic, "an atomic")
+        if is_write:
+            view.written[rows] = _PENDING | position if action == "copy" else self._code(position)
+            self._check_simultaneous(access, value)
+        else:
+            marks = view.read if action == "read" else view.atomic
+            marks[view.lane_reads[selection] + rows] = self._code(position)
 
     def end_copy(self, position: int, rows: np.ndarray, size: int) -> None:
         """Marks words as written now by the copy that was issued at a position."""
@@ -155,21 +128,7 @@ class SharedMemory:
             self._views[size] = _Views(self, size // self.granule)
         return self._views[size]
 
-    def _access(
-        self, action: str, position: int, rows: np.ndarray, size: int, selection: Selection
-    ) -> _Access:
-        return _Access(action, position, rows, self._view(size), selection)
-
-    def _check_write(self, access: _Access) -> None:
-        view = access.view
-        codes = view.written[access.rows]
-        # Memory that nobody wrote may be written: only codes of writes and copies matter here.
-        self._check_written(access, np.where(codes >= _UNWRITTEN, 0, codes))
-        self._check_others(access, view.read, "read")
-        if view.atomic is not None:
-            self._check_others(access, view.atomic, "an atomic")
-
-    def _check_simultaneous(self, access: _Access, value: np.ndarray | None = None) -> None:
+    def _check_simultaneous(self, access: _Access, value: np.ndarray | None) -> None:
         """Records the writer; two warps in one instruction race, unless they write one value."""
         view, rows = access.view, access.rows
         warps = self.warp_in_block[access.selection].astype(np.uint8)
@@ -261,9 +220,9 @@ class SharedMemory:
         text: str,
     ) -> None:
         """first: of the rows. column: of the granules of its word."""
-        lane = self._lanes(access.selection)[first]
+        lane = self.lane_ids[access.selection][first]
         granule = int(access.rows[first]) * access.view.width + column
-        address = granule * self.granule - int(self.lane_base[lane])
+        address = granule * self.granule - int(self.base[lane])
         detail = f"{access.action} of shared address {address}{text}"
         thread = self.geometry.thread(lane)
         self.log.report(kind, detail, access.position, thread, address, count)

@@ -21,12 +21,11 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.read.types import dtype_of
-from flash_helpers.ptx.run.access import addresses_of
+from flash_helpers.ptx.run.access import Port, addresses_of
 from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
-from flash_helpers.ptx.run.memory import WINDOWS
+from flash_helpers.ptx.run.memory import WINDOWS, Selection
 from flash_helpers.ptx.run.rounding import F16, odd_f32, to_floats
-from flash_helpers.ptx.run.shared import ALL, Selection
 
 # Element types of A and B for each shape.
 _SHAPES = {
@@ -142,29 +141,16 @@ def _ldmatrix(machine: Machine, instruction: Instruction) -> Action:
     destinations = [machine.destination(e, "b32") for e in machine.elements(target, count)]
     addresses_at = addresses_of(machine, address)
     window = 0 if instruction.has("shared") else WINDOWS["shared"]
-    shared, tally, position = machine.shared, machine.tally, machine.position
-    memory = shared.words(16)
-    supplying = 8 * count
-    suppliers = machine.lane_ids[machine.lane_ids % WARP < supplying]
+    port = Port(machine, instruction, 16)
 
     def run_some(selection: Selection) -> None:
-        lanes = suppliers
-        if selection is not ALL:
-            lanes = machine.lane_ids[selection]
-            lanes = lanes[lanes % WARP < supplying]
-        choose = ALL if selection is ALL and count == 4 else lanes
-        addresses = addresses_at(choose)
-        if window:
-            addresses = addresses - window
-        rows, good = shared.rows(position, addresses, 16, choose)
-        if good is None:
-            shared.note_read(position, rows, 16, choose)
-        else:
-            rows, addresses = np.where(good, rows, 0), np.where(good, addresses, 0)
-        whole = count == 4 and isinstance(selection, slice)
-        tally.shared_access(position, addresses, 16, None if whole else lanes)
+        suppliers = selection
+        if count < 4:
+            lanes = machine.lanes_of(selection)
+            suppliers = lanes[lanes % WARP < 8 * count]
+        memory = port.read("shared", addresses_at(suppliers) - window, suppliers)
         # (warps, matrices, 8 rows, 4 words): lane (g, t) gets word t of row g.
-        words = memory[rows].reshape(-1, count, 8, 4)
+        words = memory.reshape(-1, count, 8, 4)
         if trans:
             halves = words.view(np.uint16)
             words = np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32)

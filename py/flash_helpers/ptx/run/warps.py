@@ -10,7 +10,7 @@ from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.forms import OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Machine, warp_masks
-from flash_helpers.ptx.run.shared import ALL, Selection
+from flash_helpers.ptx.run.memory import ALL, Selection
 
 MATRIX = frozenset({"mma", "ldmatrix", "movmatrix"})
 """Instructions that need all 32 lanes."""
