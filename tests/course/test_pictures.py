@@ -370,7 +370,7 @@ def counted_wavefronts(addresses: list[int]) -> int:
     tally = Tally(SimpleNamespace(instructions=[None]))
     lanes = np.arange(len(addresses))
     tally.shared_access(0, np.array(addresses), 16, lanes)
-    return tally.wavefronts[0]
+    return tally.accesses[0].shared_wavefronts
 
 
 @pytest.mark.parametrize(

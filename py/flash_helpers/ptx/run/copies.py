@@ -39,12 +39,11 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
         raise machine.unsupported("a copy moves 4, 8 or 16 bytes, .cg only 16")
     if instruction.has("L2::cache_hint"):
         rest = rest[:-1]
-    source_size = ignore = None
-    negated = False
+    source_size = ignored = None
     if rest:
         operand = rest[0]
         if isinstance(operand, Register) and machine.register(operand).dtype == bool:
-            ignore, negated = machine.source(operand, "pred"), operand.negated
+            ignored = machine.predicate(operand)
         else:
             source_size = machine.source(operand, "u32")
     to_addresses = addresses_of(machine, target)
@@ -57,9 +56,8 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
         length = np.full(lanes.shape, size)
         if source_size is not None:
             length[:] = np.minimum(pick(source_size, selection), size)
-        if ignore is not None:
-            skipped = ~pick(ignore, selection) if negated else pick(ignore, selection)
-            length[np.broadcast_to(skipped, lanes.shape)] = 0
+        if ignored is not None:
+            length[ignored(selection)] = 0
         _, rows, good = port.locate("shared", to_addresses(selection), selection, "copy")
         if good is not None:
             selection = lanes = lanes[good]

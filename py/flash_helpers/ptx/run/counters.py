@@ -13,7 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -69,16 +69,9 @@ class Tally:
     """Counts by instruction of the program while it runs."""
 
     def __init__(self, program: Program) -> None:
-        n = len(program.instructions)
         self.program = program
-        self.issued = np.zeros(n, np.int64)
-        self.shared_requests = [0] * n
-        self.wavefronts = [0] * n
-        self.ideal = [0] * n
-        self.shared_bytes = [0] * n
-        self.global_requests = [0] * n
-        self.sectors = [0] * n
-        self.global_bytes = [0] * n
+        self.issued = np.zeros(len(program.instructions), np.int64)
+        self.accesses = [Counts() for _ in program.instructions]
 
     def shared_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
@@ -86,17 +79,18 @@ class Tally:
         """Counts a shared access of `size` bytes a lane. lanes: None for all of whole warps."""
         unit = max(size, 4)
         width = 128 // unit
+        counts = self.accesses[position]
         units = addresses >> (unit.bit_length() - 1)
         if lanes is None:
             segments = ideal = units.size // width
             phase = np.repeat(np.arange(segments) * width, width)
-            self.shared_requests[position] += units.size // WARP
+            counts.shared_requests += units.size // WARP
         else:
             owners = lanes // width
             ideal = _distinct(owners)
             segments = int(owners.max()) + 1
             phase = owners * width
-            self.shared_requests[position] += _distinct(lanes // WARP)
+            counts.shared_requests += _distinct(lanes // WARP)
         banks = phase + (units & (width - 1))
         load = np.bincount(banks, minlength=segments * width)
         wavefronts = ideal
@@ -106,24 +100,24 @@ class Tally:
             banks = (word >> 32) + (word & (width - 1))
             load = np.bincount(banks, minlength=segments * width)
             wavefronts = int(load.reshape(segments, width).max(axis=1).sum())
-        self.wavefronts[position] += wavefronts
-        self.ideal[position] += ideal
-        self.shared_bytes[position] += units.size * size
+        counts.shared_wavefronts += wavefronts
+        counts.shared_ideal_wavefronts += ideal
+        counts.shared_bytes += units.size * size
 
     def global_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
     ) -> None:
         """Counts a global access of `size` bytes a lane. lanes: None for all of whole warps."""
-        sectors = addresses >> 5
+        counts, sectors = self.accesses[position], addresses >> 5
         if lanes is None:
             rows = np.sort(sectors.reshape(-1, WARP), axis=1)
-            self.global_requests[position] += rows.shape[0]
-            self.sectors[position] += rows.shape[0] + int(np.count_nonzero(np.diff(rows, axis=1)))
+            counts.global_requests += rows.shape[0]
+            counts.global_sectors += rows.shape[0] + int(np.count_nonzero(np.diff(rows, axis=1)))
         else:
             warps = lanes // WARP
-            self.global_requests[position] += _distinct(warps)
-            self.sectors[position] += _distinct((warps << 48) + sectors)
-        self.global_bytes[position] += sectors.size * size
+            counts.global_requests += _distinct(warps)
+            counts.global_sectors += _distinct((warps << 48) + sectors)
+        counts.global_bytes += sectors.size * size
 
     def counts(self, position: int) -> Counts:
         """Of one instruction."""
@@ -131,15 +125,9 @@ class Tally:
         issued = int(self.issued[position])
         mma = issued if instruction.name == "mma" else 0
         is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
-        return Counts(
+        return replace(
+            self.accesses[position],
             instructions=issued,
-            shared_requests=self.shared_requests[position],
-            shared_wavefronts=self.wavefronts[position],
-            shared_ideal_wavefronts=self.ideal[position],
-            shared_bytes=self.shared_bytes[position],
-            global_requests=self.global_requests[position],
-            global_sectors=self.sectors[position],
-            global_bytes=self.global_bytes[position],
             mma=mma,
             mma_flops=2 * mma * _products(instruction) if mma else 0,
             barriers=issued if is_barrier else 0,

@@ -95,9 +95,8 @@ def pick(array: np.ndarray, selection: Selection) -> np.ndarray:
 
 
 def warp_masks(lanes: np.ndarray) -> np.ndarray:
-    """One 32-bit mask for each warp of a boolean array over lanes."""
-    packed = np.packbits(lanes.reshape(-1, WARP), axis=1, bitorder="little")
-    return packed.view(np.uint32).reshape(-1)
+    """For each lane a 32-bit mask of its warp's lanes, from a boolean array over lanes."""
+    return np.packbits(lanes, bitorder="little").view(np.uint32).repeat(WARP)
 
 
 class Machine:
@@ -237,6 +236,14 @@ class Machine:
         mask = (1 << scalar.bits) - 1
         return np.array([int(operand.value) & mask], f"u{scalar.size}").view(scalar.dtype)
 
+    def predicate(self, operand: Operand) -> Callable[[Selection], np.ndarray]:
+        """A predicate, or its complement where the operand says `!`, of the selected lanes; one
+        value if all have the same."""
+        array = self.source(operand, "pred")
+        if isinstance(operand, Register) and operand.negated:
+            return lambda selection: ~pick(array, selection)
+        return lambda selection: pick(array, selection)
+
     def symbol(self, operand: Symbol) -> int:
         """The address of a variable in its state space."""
         if operand.name not in self.launch.symbols:
@@ -274,8 +281,13 @@ class Machine:
 
     @cached_property
     def absent_lanes(self) -> np.ndarray:
-        """For each warp, a mask of the lanes that a short last warp of a block lacks."""
+        """For each lane, a mask of the lanes that its warp lacks, as a block's last one may."""
         return warp_masks(self.thread_ids >= self.geometry.threads)
+
+    @cached_property
+    def lane_bits(self) -> np.ndarray:
+        """Each lane's bit in the masks of its warp."""
+        return np.uint32(1) << (self.lane_ids % WARP).astype(np.uint32)
 
     def _special(self, name: str) -> np.ndarray:
         base, _, axis = name.lstrip("%").partition(".")
@@ -288,7 +300,7 @@ class Machine:
         threads = (self.thread_ids % x, self.thread_ids // x % y, self.thread_ids // (x * y))
         block, grid = (*self.launch.block, 1)[n], (*self.launch.grid, 1)[n]
         thread, block_id = (*threads, 0 * lane)[n], 0 * lane if n == 3 else ids[:, n]
-        bit = np.uint64(1) << lane.astype(np.uint64)
+        bit = self.lane_bits
         values = {
             "tid": thread,
             "ntid": block,
@@ -311,10 +323,10 @@ class Machine:
             "dynamic_smem_size": self.launch.dynamic_bytes,
             "total_smem_size": self.launch.shared_bytes,
             "lanemask_eq": bit,
-            "lanemask_lt": bit - np.uint64(1),
-            "lanemask_le": bit * np.uint64(2) - np.uint64(1),
-            "lanemask_gt": ~(bit * np.uint64(2) - np.uint64(1)),
-            "lanemask_ge": ~(bit - np.uint64(1)),
+            "lanemask_lt": bit - np.uint32(1),
+            "lanemask_le": bit | (bit - np.uint32(1)),
+            "lanemask_gt": ~(bit | (bit - np.uint32(1))),
+            "lanemask_ge": ~(bit - np.uint32(1)),
             # Time is not simulated; it only has to pass. `tick` advances these arrays.
             **dict.fromkeys(_CLOCKS, 0),
         }
@@ -343,24 +355,35 @@ class Machine:
         ]
         compute = _with_complements(alu.compute, negated) if negated else alu.compute
         targets = [self.destination(operand, type_name) for operand, type_name in alu.results]
-        if len(targets) == 1:
-            (target,) = targets
-            if isinstance(compute, np.ufunc) and target.dtype == dtype_of(alu.results[0][1]):
-                run = partial(compute, *sources, out=target)
-            else:
-                run = _every(compute, sources, target)
-            return Action(run, _some(compute, sources, target))
+        if len(targets) > 1:
+
+            def run_each(selection: Selection) -> None:
+                values = compute(*[pick(s, selection) for s in sources])
+                for target, value in zip(targets, values, strict=True):
+                    target[selection] = value
+
+            return self.from_some(run_each)
+        (target,) = targets
+
+        def run() -> None:
+            target[...] = compute(*sources)
 
         def run_some(selection: Selection) -> None:
-            values = compute(*[pick(s, selection) for s in sources])
-            for target, value in zip(targets, values, strict=True):
-                target[selection] = value
+            target[selection] = compute(*[pick(s, selection) for s in sources])
 
-        return self.from_some(run_some)
+        if isinstance(compute, np.ufunc) and target.dtype == dtype_of(alu.results[0][1]):
+            return Action(partial(compute, *sources, out=target), run_some)
+        return Action(run, run_some)
 
     def from_some(self, run_some: RunSome) -> Action:
         """An action whose general form serves all lanes too."""
         return Action(partial(run_some, ALL), run_some)
+
+    def masks(self, selection: Selection) -> np.ndarray:
+        """`warp_masks` of the selected lanes."""
+        selected = np.zeros(self.lanes, bool)
+        selected[selection] = True
+        return warp_masks(selected)
 
     def lanes_of(self, selection: Selection) -> np.ndarray:
         """Numbers of the selected lanes."""
@@ -376,12 +399,10 @@ class Machine:
 
     def guarded(self, action: Action, guard: Register) -> Action:
         """The action for the lanes whose predicate holds."""
-        predicate = self._registers[guard.name]
-        negated = guard.negated
-        lane_ids = self.lane_ids
+        holds = self.predicate(guard)
 
         def run() -> None:
-            chosen = ~predicate if negated else predicate
+            chosen = holds(ALL)
             count = np.count_nonzero(chosen)
             if count == chosen.size:
                 action.all()
@@ -389,11 +410,9 @@ class Machine:
                 action.some(np.flatnonzero(chosen))
 
         def run_some(selection: Selection) -> None:
-            chosen = predicate[selection]
-            if negated:
-                chosen = ~chosen
+            chosen = holds(selection)
             if chosen.any():
-                action.some(lane_ids[selection][chosen])
+                action.some(self.lane_ids[selection][chosen])
 
         return Action(run, run_some)
 
@@ -406,17 +425,3 @@ def _with_complements(compute: Compute, indices: Sequence[int]) -> Compute:
         return compute(*[~a if i in indices else a for i, a in enumerate(arrays)])
 
     return complemented
-
-
-def _every(compute: Compute, sources: Sequence[np.ndarray], target: np.ndarray) -> Callable:
-    def run() -> None:
-        target[...] = compute(*sources)
-
-    return run
-
-
-def _some(compute: Compute, sources: Sequence[np.ndarray], target: np.ndarray) -> RunSome:
-    def run_some(selection: Selection) -> None:
-        target[selection] = compute(*[pick(s, selection) for s in sources])
-
-    return run_some

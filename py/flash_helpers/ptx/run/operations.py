@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MissingLanesError, TrapError
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run import access, compare, convert, copies, floats, integers, tensor, warps
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
-from flash_helpers.ptx.run.machine import Action, Alu, Machine, warp_masks
+from flash_helpers.ptx.run.machine import Action, Alu, Machine
 from flash_helpers.ptx.run.memory import Selection
 
 _WITHOUT_EFFECT = (
@@ -92,19 +91,18 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
     absent = np.zeros_like(machine.absent_lanes)
     if machine.instruction().name not in warps.MATRIX:
         absent = machine.absent_lanes
-    bit = np.uint32(1) << (machine.lane_ids % WARP).astype(np.uint32)
 
     def run_some(selection: Selection) -> None:
-        lanes = machine.lanes_of(selection)
         needed = everywhere[selection]
-        stranger = (needed & bit[selection]) == 0
-        present = np.zeros(machine.lanes, bool)
-        present[lanes] = True
-        missing = needed & ~(warp_masks(present) | absent)[lanes // WARP] if guarded else needed & 0
+        stranger = (needed & machine.lane_bits[selection]) == 0
+        missing = (
+            needed & ~(machine.masks(selection) | absent)[selection] if guarded else needed & 0
+        )
         wrong = stranger | (missing != 0)
         if not wrong.any():
             action.some(selection)
             return
+        lanes = machine.lanes_of(selection)
         first = int(np.flatnonzero(wrong)[0])
         reason = f"{int(missing[first]):#010x} are predicated off"
         if stranger[first]:

@@ -9,6 +9,7 @@ the warp wait for them, and barriers wait for the threads of the block.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,10 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import BarrierError, InstructionLimitError, MissingLanesError
 from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
-from flash_helpers.ptx.read.module import Immediate, Instruction, Register
+from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.forms import check_modifiers
 from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
-from flash_helpers.ptx.run.memory import Selection
+from flash_helpers.ptx.run.memory import ALL, Selection
 from flash_helpers.ptx.run.observe import Observation, Observer
 from flash_helpers.ptx.run.operations import bind
 from flash_helpers.ptx.run.warps import MATRIX
@@ -35,17 +36,16 @@ class Barrier:
     """A block-wide barrier instruction, decoded.
 
     name: its number, one element a lane or one for all. count: threads that take part; None for
-    the whole block. waits: False for `bar.arrive`. reduction: popc, and or or, of `bar.red`.
+    the whole block. waits: False for `bar.arrive`. reduction, predicate, destination: of `bar.red`;
+    the first is popc, and or or.
     """
 
-    position: int
     name: np.ndarray
     count: np.ndarray | None
     waits: bool
-    reduction: str | None
-    predicate: np.ndarray | None
-    negated: bool
-    destination: np.ndarray | None
+    reduction: str | None = None
+    predicate: Callable[[Selection], np.ndarray] | None = None
+    destination: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,17 @@ class Scheduler:
         self.actions: list[Action] = []
         self.members: dict[int, np.ndarray] = {}
         self.barriers: dict[int, Barrier] = {}
+        self.taken: dict[int, Callable[[Selection], np.ndarray]] = {}
         for position, instruction in enumerate(self.program.instructions):
             machine.position = position
             block = self.program.block_at(position)
             if position == block.body_end:
                 check_modifiers(machine, instruction)
+                if instruction.guard is not None:
+                    self.taken[position] = machine.predicate(instruction.guard)
                 self.actions.append(Action(_nothing, _nothing))
                 if block.ending is Ending.BARRIER:
-                    self.barriers[position] = self._decode_barrier(position, instruction)
+                    self.barriers[position] = self._decode_barrier(instruction)
                 continue
             action, members = bind(machine, instruction)
             self.actions.append(self._observed(action, position, observer))
@@ -99,7 +102,7 @@ class Scheduler:
         self.arrivals: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
         self.issued = machine.tally.issued
 
-    def _decode_barrier(self, position: int, instruction: Instruction) -> Barrier:
+    def _decode_barrier(self, instruction: Instruction) -> Barrier:
         machine = self.machine
         if instruction.has("cluster"):
             raise machine.unsupported("thread-block clusters are not simulated")
@@ -108,15 +111,11 @@ class Scheduler:
         fewest, most = (3, 4) if reduction else (0, 2)
         if not fewest <= len(operands) <= most:
             raise machine.unsupported(f"{len(operands)} operands where {fewest} to {most} are due")
-        destination = predicate = None
-        negated = False
+        result: tuple = ()
         if reduction is not None:
-            destination = machine.destination(
-                operands.pop(0), "b32" if reduction == "popc" else "pred"
-            )
-            last = operands.pop()
-            negated = isinstance(last, Register) and last.negated
-            predicate = machine.source(last, "pred")
+            result_type = "b32" if reduction == "popc" else "pred"
+            destination = machine.destination(operands.pop(0), result_type)
+            result = (reduction, machine.predicate(operands.pop()), destination)
         name = machine.source(operands[0], "u32") if operands else np.zeros(1, np.uint32)
         count = machine.source(operands[1], "u32") if len(operands) > 1 else None
         if (
@@ -125,16 +124,7 @@ class Scheduler:
             and operands[1].value == machine.geometry.threads
         ):
             count = None
-        return Barrier(
-            position,
-            name,
-            count,
-            not instruction.has("arrive"),
-            reduction,
-            predicate,
-            negated,
-            destination,
-        )
+        return Barrier(name, count, not instruction.has("arrive"), *result)
 
     def _observed(self, action: Action, position: int, observer: Observer | None) -> Action:
         instruction = self.program.instructions[position]
@@ -181,10 +171,9 @@ class Scheduler:
                 following = block.next
             elif ending is Ending.BRANCH or ending is Ending.EXIT:
                 target = block.targets[0] if ending is Ending.BRANCH else -1
-                guard = self.program.instructions[block.end - 1].guard
                 following = target
-                if guard is not None:
-                    taken = self._taken(guard)
+                if block.end - 1 in self.taken:
+                    taken = self.taken[block.end - 1](ALL)
                     count = np.count_nonzero(taken)
                     if 0 < count < lanes:
                         self._part(taken, target, block.next)
@@ -201,10 +190,6 @@ class Scheduler:
                 return None
             index = following
 
-    def _taken(self, guard: Register) -> np.ndarray:
-        predicate = self.machine.register(Register(guard.name))
-        return ~predicate if guard.negated else predicate
-
     def _part(self, taken: np.ndarray, target: int, following: int) -> None:
         self._go(np.flatnonzero(taken), target)
         self._go(np.flatnonzero(~taken), following)
@@ -217,13 +202,12 @@ class Scheduler:
 
     def _barrier_together(self, block: Block) -> bool:
         barrier = self.barriers[block.end - 1]
-        instruction = self.program.instructions[block.end - 1]
         if (
             barrier.count is not None
             or not barrier.waits
             or barrier.reduction
             or barrier.name.size > 1
-            or instruction.guard is not None
+            or block.end - 1 in self.taken
             or self.arrivals
         ):
             return False
@@ -299,7 +283,7 @@ class Scheduler:
         """Lanes that may execute a warp-wide instruction now; the others wait for their warp."""
         members = self.members[position]
         instruction = self.program.instructions[position]
-        present = self._present(lanes)
+        present = self.machine.masks(lanes)
         needed = _for_each(members, lanes)
         if instruction.name not in MATRIX:
             # A block's last warp may be short: lanes that never were are not waited for.
@@ -307,7 +291,7 @@ class Scheduler:
         if instruction.name in BARRIERS:
             # Threads that have ended count as arrived at bar.warp.sync.
             present |= warp_masks(self.status == _DONE)
-        ready = (needed & ~present[lanes // WARP]) == 0
+        ready = (needed & ~present[lanes]) == 0
         # A warp goes on together or not at all.
         stuck = np.unique((lanes // WARP)[~ready])
         ready &= ~np.isin(lanes // WARP, stuck)
@@ -316,12 +300,6 @@ class Scheduler:
         self.status[waiting] = _AT_SYNC
         return lanes[ready]
 
-    def _present(self, lanes: np.ndarray) -> np.ndarray:
-        """The mask of each warp in which these lanes are set."""
-        here = np.zeros(self.machine.lanes, bool)
-        here[lanes] = True
-        return warp_masks(here)
-
     def _finish_block(self, block: Block, selection: Selection) -> None:
         """Ends a block for some lanes: branches, exits, barriers."""
         instruction = self.program.instructions[block.end - 1]
@@ -329,8 +307,8 @@ class Scheduler:
         if block.ending is Ending.NEXT:
             self._go(lanes, block.next)
             return
-        if instruction.guard is not None:
-            taken = self._taken(instruction.guard)[lanes]
+        if block.end - 1 in self.taken:
+            taken = self.taken[block.end - 1](lanes)
             self._go(lanes[~taken], block.next)
             lanes = lanes[taken]
             if lanes.size == 0:
@@ -351,11 +329,10 @@ class Scheduler:
     def _arrive(self, barrier: Barrier, block: Block, lanes: np.ndarray) -> None:
         names = _for_each(barrier.name, lanes)
         if barrier.predicate is not None:
-            value = _for_each(barrier.predicate, lanes)
-            self.barrier_predicate[lanes] = ~value if barrier.negated else value
+            self.barrier_predicate[lanes] = barrier.predicate(lanes)
         if barrier.waits:
             self.status[lanes] = _AT_BARRIER
-            self.pc[lanes] = barrier.position
+            self.pc[lanes] = block.end - 1
         else:
             self._go(lanes, block.next)
         geometry = self.machine.geometry
@@ -465,10 +442,9 @@ class Scheduler:
         self._release(mine)
 
     def _report_missing(self, position: int, lanes: np.ndarray) -> None:
-        warp = int(lanes[0]) // WARP
         needed = int(_for_each(self.members[position], lanes)[0])
-        missing = needed & ~int(self._present(lanes)[warp])
-        ended = int(warp_masks(self.status == _DONE)[warp]) & missing
+        missing = needed & ~int(self.machine.masks(lanes)[lanes[0]])
+        ended = int(warp_masks(self.status == _DONE)[lanes[0]]) & missing
         detail = f"the lanes {needed:#010x} must execute it together, {missing:#010x} do not come"
         if ended:
             detail += f" ({ended:#010x} have ended)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from flash_helpers.gpu import WARP
@@ -16,17 +18,6 @@ MATRIX = frozenset({"mma", "ldmatrix", "movmatrix"})
 """Instructions that need all 32 lanes."""
 
 _FULL = np.uint32(0xFFFF_FFFF)
-
-
-def _active(machine: Machine, selection: Selection) -> np.ndarray:
-    active = np.zeros(machine.lanes, bool)
-    active[selection] = True
-    return active
-
-
-def _taking(machine: Machine, selection: Selection, members: np.ndarray) -> np.ndarray:
-    """For each lane, the lanes of its warp that are selected and members, as a mask."""
-    return warp_masks(_active(machine, selection))[machine.lane_ids // WARP] & members
 
 
 def _everywhere(array: np.ndarray, machine: Machine) -> np.ndarray:
@@ -64,7 +55,8 @@ def _shfl(machine: Machine, instruction: Instruction) -> Action:
     def run_some(selection: Selection) -> None:
         index, inside = fixed or sources()
         if selection is not ALL:
-            active = _active(machine, selection)
+            active = np.zeros(machine.lanes, bool)
+            active[selection] = True
             absent = np.flatnonzero(active & ~active[index])
             if absent.size:
                 machine.log.report(
@@ -81,59 +73,63 @@ def _shfl(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
+def _warp_wide(
+    machine: Machine,
+    destinations: Sequence[np.ndarray],
+    members: np.ndarray,
+    compute: Callable[[np.ndarray], Sequence[np.ndarray]],
+) -> Action:
+    """compute: takes, for each lane, a mask of the members of its warp that take part; returns one
+    array over all lanes for each destination."""
+
+    def run_some(selection: Selection) -> None:
+        results = compute(machine.masks(selection) & members)
+        for destination, result in zip(destinations, results, strict=True):
+            destination[selection] = result[selection]
+
+    return machine.from_some(run_some)
+
+
 def _vote(machine: Machine, instruction: Instruction) -> Action:
     target, source, *rest = instruction.operands
     mode = machine.one_of(("all", "any", "uni", "ballot"))
-    values = machine.source(source, "pred")
-    negated = getattr(source, "negated", False)
-    members = machine.source(rest[0], "u32") if rest else np.array([_FULL])
+    holds = machine.predicate(source)
+    members = machine.source(rest[0], "u32") if rest else _FULL
     destination = machine.destination(target, "b32" if mode == "ballot" else "pred")
 
-    def run_some(selection: Selection) -> None:
-        truth = _everywhere(~values if negated else values, machine)
-        taking = _taking(machine, selection, members)
-        yes = warp_masks(truth)[machine.lane_ids // WARP] & taking
+    def vote(taking: np.ndarray) -> Sequence[np.ndarray]:
+        yes = warp_masks(_everywhere(holds(ALL), machine)) & taking
         result = {
             "ballot": yes,
             "all": yes == taking,
             "any": yes != 0,
             "uni": (yes == taking) | (yes == 0),
-        }[mode]
-        destination[selection] = result[selection]
+        }
+        return (result[mode],)
 
-    return machine.from_some(run_some)
+    return _warp_wide(machine, [destination], members, vote)
 
 
 def _activemask(machine: Machine, instruction: Instruction) -> Action:
     destination = machine.destination(instruction.operands[0], "b32")
-
-    def run_some(selection: Selection) -> None:
-        destination[selection] = _taking(machine, selection, _FULL)[selection]
-
-    return machine.from_some(run_some)
+    return _warp_wide(machine, [destination], _FULL, lambda taking: (taking,))
 
 
 def _match(machine: Machine, instruction: Instruction) -> Action:
     target, source, member = instruction.operands
     everyone = instruction.has("all")
-    destination, predicate = machine.destinations(target, "b32", "pred")
     values = machine.source(source, instruction.types[-1])
-    members = machine.source(member, "u32")
-    bits = np.uint32(1) << (np.arange(WARP, dtype=np.uint32))
+    bits = machine.lane_bits[:WARP]
 
-    def run_some(selection: Selection) -> None:
+    def match(taking: np.ndarray) -> Sequence[np.ndarray]:
         rows = _everywhere(values, machine).reshape(-1, WARP)
         same = rows[:, :, None] == rows[:, None, :]
-        equal = (same * bits).sum(axis=2, dtype=np.uint32).reshape(-1)
-        taking = _taking(machine, selection, members)
-        equal &= taking
-        if everyone:
-            agree = equal == taking
-            equal = np.where(agree, taking, np.uint32(0))
-            predicate[selection] = agree[selection]
-        destination[selection] = equal[selection]
+        equal = (same * bits).sum(axis=2, dtype=np.uint32).reshape(-1) & taking
+        agree = equal == taking
+        return np.where(agree | (not everyone), equal, np.uint32(0)), agree
 
-    return machine.from_some(run_some)
+    destinations = machine.destinations(target, "b32", "pred")
+    return _warp_wide(machine, destinations, machine.source(member, "u32"), match)
 
 
 def _redux(machine: Machine, instruction: Instruction) -> Action:
@@ -144,35 +140,26 @@ def _redux(machine: Machine, instruction: Instruction) -> Action:
     limits = np.iinfo(values.dtype)
     neutral = {"min": limits.max, "max": limits.min, "and": ~values.dtype.type(0)}.get(name, 0)
     start = values.dtype.type(neutral)
-    members = machine.source(member, "u32")
+
+    def reduce(taking: np.ndarray) -> Sequence[np.ndarray]:
+        takes_part = (taking & machine.lane_bits) != 0
+        rows = np.where(takes_part, _everywhere(values, machine), start).reshape(-1, WARP)
+        return (OPERATIONS[name].reduce(rows, axis=1, dtype=values.dtype).repeat(WARP),)
+
     destination = machine.destination(target, type_name)
-    lane = (machine.lane_ids % WARP).astype(np.uint32)
-
-    def run_some(selection: Selection) -> None:
-        member_bit = (_everywhere(members, machine) >> lane) & np.uint32(1)
-        taking = _active(machine, selection) & (member_bit == 1)
-        rows = np.where(taking, _everywhere(values, machine), start).reshape(-1, WARP)
-        result = np.repeat(OPERATIONS[name].reduce(rows, axis=1, dtype=values.dtype), WARP)
-        destination[selection] = result[selection]
-
-    return machine.from_some(run_some)
+    return _warp_wide(machine, [destination], machine.source(member, "u32"), reduce)
 
 
 def _elect(machine: Machine, instruction: Instruction) -> Action:
     """elect.sync: the lowest member is elected."""
     target, member = instruction.operands
-    destination, predicate = machine.destinations(target, "b32", "pred")
-    members = machine.source(member, "u32")
-    bit = np.uint32(1) << (machine.lane_ids % WARP).astype(np.uint32)
 
-    def run_some(selection: Selection) -> None:
-        taking = _taking(machine, selection, members)
+    def elect(taking: np.ndarray) -> Sequence[np.ndarray]:
         lowest = taking & (~taking + np.uint32(1))
-        leader = np.bitwise_count(lowest - np.uint32(1)).astype(np.uint32)
-        destination[selection] = leader[selection]
-        predicate[selection] = (lowest == bit)[selection]
+        return np.bitwise_count(lowest - np.uint32(1)), lowest == machine.lane_bits
 
-    return machine.from_some(run_some)
+    destinations = machine.destinations(target, "b32", "pred")
+    return _warp_wide(machine, destinations, machine.source(member, "u32"), elect)
 
 
 def member_mask(machine: Machine, instruction: Instruction) -> np.ndarray | None:
