@@ -49,34 +49,31 @@ class _Inliner:
         passed = {v.name for v in function.variables if v.space == "param"}
         if depth:
             passed |= {v.name for v in (*function.parameters, *function.results)}
-        registers = dict(function.registers)
-        variables = [_as_local(v) for v in function.variables]
-        targets = dict(function.branch_targets)
-        instructions: list[Instruction] = []
+        whole = replace(
+            function,
+            registers=dict(function.registers),
+            variables=[_as_local(v) for v in function.variables],
+            instructions=[],
+            labels={},
+            branch_targets=dict(function.branch_targets),
+        )
         starts: list[int] = []
-        labels: dict[str, int] = {}
         for instruction in function.instructions:
-            starts.append(len(instructions))
+            start = len(whole.instructions)
+            starts.append(start)
             if instruction.name != "call":
-                instructions.append(_to_local(instruction, passed, everything=depth > 0))
+                whole.instructions.append(_to_local(instruction, passed, everything=depth > 0))
                 continue
             body, after = self.copy(instruction, depth)
-            registers.update(body.registers)
-            variables.extend(body.variables)
-            targets.update(body.branch_targets)
-            labels.update((n, i + len(instructions)) for n, i in body.labels.items())
-            instructions.extend(body.instructions)
-            labels[after] = len(instructions)
-        starts.append(len(instructions))
-        labels.update((name, starts[i]) for name, i in function.labels.items())
-        return replace(
-            function,
-            registers=registers,
-            variables=tuple(variables),
-            instructions=tuple(instructions),
-            labels=labels,
-            branch_targets=targets,
-        )
+            whole.registers.update(body.registers)
+            whole.variables.extend(body.variables)
+            whole.branch_targets.update(body.branch_targets)
+            whole.labels.update((name, start + i) for name, i in body.labels.items())
+            whole.instructions.extend(body.instructions)
+            whole.labels[after] = len(whole.instructions)
+        starts.append(len(whole.instructions))
+        whole.labels.update((name, starts[i]) for name, i in function.labels.items())
+        return whole
 
     def copy(self, call: Instruction, depth: int) -> tuple[Function, str]:
         """A renamed copy of what is called, and the label that its returns branch to."""
@@ -104,8 +101,8 @@ class _Inliner:
         body = replace(
             callee,
             registers={n + suffix: t for n, t in callee.registers.items()},
-            variables=tuple(replace(v, name=v.name + suffix) for v in callee.variables),
-            instructions=tuple(_renamed(i, symbols, suffix, after) for i in callee.instructions),
+            variables=[replace(v, name=v.name + suffix) for v in callee.variables],
+            instructions=[_renamed(i, symbols, suffix, after) for i in callee.instructions],
             labels={n + suffix: i for n, i in callee.labels.items()},
             branch_targets={
                 n + suffix: tuple(t + suffix for t in labels)

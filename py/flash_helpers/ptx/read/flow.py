@@ -7,8 +7,9 @@ all of their paths reach.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -104,20 +105,17 @@ def build_program(function: Function) -> Program:
     if not starts:
         raise UnsupportedInstruction("(nothing)", function.line, f"{function.name} has no body")
     index_of = {start: b for b, start in enumerate(starts)}
-    ends = [*starts[1:], len(instructions)]
 
     def block_at(label: str) -> int:
         # A label at the very end stands before the implicit return.
         return index_of.get(function.labels[label], -1)
 
-    taken: list[tuple[int, ...]] = []
-    following: list[int] = []
-    endings: list[Ending] = []
-    for b, end in enumerate(ends):
+    blocks: list[Block] = []
+    holds_mma: set[int] = set()
+    for b, (start, end) in enumerate(itertools.pairwise([*starts, len(instructions)])):
         last = instructions[end - 1]
         ending = _ending(last)
         targets: tuple[int, ...] = ()
-        after = b + 1 if b + 1 < len(starts) else -1
         if ending is Ending.BRANCH:
             targets = (block_at(_label(last)),)
         elif ending is Ending.INDEXED:
@@ -125,43 +123,35 @@ def build_program(function: Function) -> Program:
             if not isinstance(table, Symbol) or table.name not in function.branch_targets:
                 raise UnsupportedInstruction(last.opcode, last.line, "unknown list of targets")
             targets = tuple(block_at(name) for name in function.branch_targets[table.name])
-        if ending in (Ending.BRANCH, Ending.INDEXED, Ending.EXIT) and last.guard is None:
-            after = -1
-        taken.append(targets)
-        following.append(after)
-        endings.append(ending)
+        goes_on = ending in (Ending.NEXT, Ending.BARRIER) or last.guard is not None
+        following = b + 1 if goes_on and b + 1 < len(starts) else -1
+        blocks.append(Block(start, end, ending, targets, following, Phase.PROLOGUE))
+        if any(i.name in ("mma", "wmma") for i in instructions[start:end]):
+            holds_mma.add(b)
 
-    successors = [
-        [s for s in dict.fromkeys((*t, n)) if s >= 0] for t, n in zip(taken, following, strict=True)
-    ]
+    successors = [[s for s in dict.fromkeys((*b.targets, b.next)) if s >= 0] for b in blocks]
     order: list[int] = []
     loops: list[frozenset[int]] = []
     _order(set(_reachable(successors, [0])), 0, successors, order, loops)
-    holds_mma = {
-        b
-        for b, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if any(i.name in ("mma", "wmma") for i in instructions[start:end])
-    }
     phases = _phases(order, loops, successors, holds_mma)
     rank = {b: i for i, b in enumerate(order)}
     placed: list[Instruction] = []
-    blocks: list[Block] = []
-    block_of: list[int] = []
+    ordered: list[Block] = []
     for b in order:
-        start = len(placed)
-        placed.extend(instructions[starts[b] : ends[b]])
-        block_of.extend([len(blocks)] * (len(placed) - start))
-        blocks.append(
-            Block(
+        block, start = blocks[b], len(placed)
+        placed.extend(instructions[block.start : block.end])
+        ordered.append(
+            replace(
+                block,
                 start=start,
                 end=len(placed),
-                ending=endings[b],
-                targets=tuple(rank.get(t, -1) for t in taken[b]),
-                next=rank.get(following[b], -1),
+                targets=tuple(rank.get(t, -1) for t in block.targets),
+                next=rank.get(block.next, -1),
                 phase=phases[b],
             )
         )
-    return Program(function, tuple(placed), tuple(blocks), tuple(block_of))
+    block_of = [i for i, block in enumerate(ordered) for _ in range(block.start, block.end)]
+    return Program(function, tuple(placed), tuple(ordered), tuple(block_of))
 
 
 def _label(instruction: Instruction) -> str:

@@ -165,22 +165,22 @@ class Variable:
 class Function:
     """An entry (kernel) or a device function.
 
-    registers: type of each by its name. labels: index of the instruction that follows each.
-    branch_targets: the labels of each `.branchtargets` list, by its name. directives: `.maxntid`,
-    `.reqntid`, `.minnctapersm` and the like.
+    directives: `.maxntid`, `.reqntid`, `.minnctapersm` and the like. registers: type of each by its
+    name. labels: index of the instruction that follows each. branch_targets: the labels of each
+    `.branchtargets` list, by its name.
     """
 
     name: str
     is_entry: bool
     parameters: tuple[Variable, ...]
     results: tuple[Variable, ...]
-    registers: dict[str, str]
-    variables: tuple[Variable, ...]
-    instructions: tuple[Instruction, ...]
-    labels: dict[str, int]
-    branch_targets: dict[str, tuple[str, ...]]
     line: int
-    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    directives: dict[str, tuple[int, ...]]
+    registers: dict[str, str] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

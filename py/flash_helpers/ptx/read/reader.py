@@ -7,7 +7,7 @@ import itertools
 import re
 import struct
 from collections import ChainMap
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from flash_helpers.ptx.errors import PtxSyntaxError
 from flash_helpers.ptx.read.module import (
@@ -79,17 +79,6 @@ def read_ptx(text: str) -> Module:
 def _integer(text: str) -> int:
     """The value of a PTX integer literal (decimal, hexadecimal, octal or binary)."""
     return int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.rstrip("U")), 0)
-
-
-@dataclass
-class _Body:
-    """A function under construction."""
-
-    registers: dict[str, str] = field(default_factory=dict)
-    variables: list[Variable] = field(default_factory=list)
-    instructions: list[Instruction] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
-    branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class _Reader:
@@ -261,27 +250,16 @@ class _Reader:
         if "extern" in head[1]:
             raise self.error(f"an external function has no body: {name}")
         self.position += 1
-        body = _Body()
+        is_entry, line = head[2] == "entry", self.line(start)
+        function = Function(name, is_entry, parameters, results, line, directives)
         for variable in (*parameters, *results):
             if variable.space == "reg":
-                body.registers[variable.name] = variable.type
+                function.registers[variable.name] = variable.type
                 self.registers[variable.name] = variable.name
         self.location = None
         self.raw_locations = {}
-        self.body(body, name)
-        return Function(
-            name=name,
-            is_entry=head[2] == "entry",
-            parameters=parameters,
-            results=results,
-            registers=body.registers,
-            variables=tuple(body.variables),
-            instructions=tuple(body.instructions),
-            labels=body.labels,
-            branch_targets=body.branch_targets,
-            line=self.line(start),
-            directives=directives,
-        )
+        self.body(function)
+        return function
 
     def parameter_list(self) -> tuple[Variable, ...]:
         start = self.position
@@ -291,10 +269,12 @@ class _Reader:
         text = re.sub(r"\.ptr(\s+\.(?:global|shared|const|local))?(\s+\.align\s+\d+)?", "", text)
         return tuple(self.variable(p, start) for p in text.split(",")) if text else ()
 
-    def body(self, body: _Body, name: str) -> None:
+    def body(self, function: Function) -> None:
         while True:
             if not self.skip_space():
-                raise self.error(f"the text ends inside {name}: a closing brace is missing")
+                raise self.error(
+                    f"the text ends inside {function.name}: a closing brace is missing"
+                )
             character = self.text[self.position]
             if character in "{};":
                 self.position += 1
@@ -305,19 +285,19 @@ class _Reader:
                 self.operands = {}
             elif character == "}":
                 if len(self.symbols.maps) == 1:
-                    self.check_labels(body)
+                    self.check_labels(function)
                     return
                 self.registers, self.symbols = self.registers.parents, self.symbols.parents
                 self.operands = {}
             elif character == ".":
-                self.directive(body)
+                self.directive(function)
             elif character != ";":
                 match = _LABEL.match(self.text, self.position)
                 if match:
                     self.position = match.end()
-                    self.label(match[1], body)
+                    self.label(match[1], function)
                 else:
-                    self.instruction(body)
+                    self.instruction(function)
 
     def labels_of_scope(self) -> dict[str, str]:
         """Labels of the block that opens here: a branch may precede its label."""
@@ -330,29 +310,31 @@ class _Reader:
                 labels[match[1]] = f"{match[1]}@{self.scope_count}"
         return labels
 
-    def label(self, name: str, body: _Body) -> None:
+    def label(self, name: str, function: Function) -> None:
         self.skip_space()
         if self.starts(".branchtargets"):
             names = self.until(";", "a .branchtargets list").removeprefix(".branchtargets")
-            body.branch_targets[name] = tuple(
+            function.branch_targets[name] = tuple(
                 self.symbol(n.strip(), self.position).name for n in names.split(",")
             )
         elif self.starts(".callprototype"):
             self.until(";", "a .callprototype")
         else:
-            body.labels[self.symbol(name, self.position).name] = len(body.instructions)
+            function.labels[self.symbol(name, self.position).name] = len(function.instructions)
 
-    def check_labels(self, body: _Body) -> None:
-        for instruction in body.instructions:
+    def check_labels(self, function: Function) -> None:
+        for instruction in function.instructions:
             if instruction.name != "bra":
                 continue
             target = instruction.operands[0] if instruction.operands else None
-            if not isinstance(target, Symbol) or target.name not in body.labels:
+            if not isinstance(target, Symbol) or target.name not in function.labels:
                 raise PtxSyntaxError("a branch to a label that does not exist", instruction.line)
-        if not {n for names in body.branch_targets.values() for n in names} <= set(body.labels):
+        if not {n for names in function.branch_targets.values() for n in names} <= set(
+            function.labels
+        ):
             raise self.error("a list of branches to a label that does not exist")
 
-    def directive(self, body: _Body) -> None:
+    def directive(self, function: Function) -> None:
         start = self.position
         if self.starts(".loc ") or self.starts(".loc\t"):
             self.read_location(self.take(_LOC, "cannot read"))
@@ -361,16 +343,16 @@ class _Reader:
         if text.startswith(".pragma"):
             return
         if text.startswith(".reg"):
-            self.declare_registers(text, body, start)
+            self.declare_registers(text, function, start)
             return
         variable = self.variable(text, start)
         if len(self.symbols.maps) > 1:
             self.symbols[variable.name] = unique = f"{variable.name}@{self.scope_count}"
             self.operands = {}
             variable = replace(variable, name=unique)
-        body.variables.append(variable)
+        function.variables.append(variable)
 
-    def declare_registers(self, text: str, body: _Body, start: int) -> None:
+    def declare_registers(self, text: str, function: Function, start: int) -> None:
         match = _REGISTERS.match(text)
         names = (
             [_REGISTER_NAMES.match(item.strip()) for item in match[2].split(",")] if match else []
@@ -382,7 +364,7 @@ class _Reader:
             declared = [f"{name}{i}" for i in range(int(count))] if count else [name]
             unique = [register + suffix for register in declared]
             self.registers.update(zip(declared, unique, strict=True))
-            body.registers.update(dict.fromkeys(unique, match[1]))
+            function.registers.update(dict.fromkeys(unique, match[1]))
         self.operands = {}
 
     def read_location(self, match: re.Match[str]) -> None:
@@ -414,7 +396,7 @@ class _Reader:
 
     # -- instructions ------------------------------------------------------------------------------
 
-    def instruction(self, body: _Body) -> None:
+    def instruction(self, function: Function) -> None:
         start = self.position
         text = self.until(";", "an instruction")
         match = _INSTRUCTION.match(text)
@@ -439,7 +421,7 @@ class _Reader:
             operands.append(self.operand(item[1].strip(), start))
             position = item.end()
         line = self.line(start)
-        body.instructions.append(
+        function.instructions.append(
             Instruction(opcode, tuple(operands), guard, line, self.location, name, modifiers, types)
         )
 

@@ -178,14 +178,9 @@ def _load(machine: Machine, instruction: Instruction) -> Action:
 
     def run_some(selection: Selection) -> None:
         at = addresses(selection)
-        value = None
+        value = empty_words(at.size, size)
         for space, part, lanes, chosen in port.parts(at, selection):
-            found = port.read(space, part, lanes)
-            if chosen is ALL:
-                value = found
-                break
-            value = empty_words(at.size, size) if value is None else value
-            value[chosen] = found
+            value[chosen] = port.read(space, part, lanes)
         rows = value.view(dtype).reshape(at.size, len(destinations), -1)
         for i, destination in enumerate(destinations):
             destination[selection] = rows[:, i].reshape(at.size, *destination.shape[1:])

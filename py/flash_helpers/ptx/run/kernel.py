@@ -132,8 +132,7 @@ class Kernel:
         threads = math.prod(block3)
         memory = DeviceMemory() if memory is None else memory
         self._check_launch(grid3, block3, shared_bytes, target)
-        parameters, offsets = self._pack(args)
-        launch = self._launch(grid3, block3, shared_bytes, parameters, offsets, memory)
+        launch = self._launch(grid3, block3, shared_bytes, args, memory)
         log = FaultLog(self.program, keep_going)
         tally = Tally(self.program)
         if before is not None:
@@ -207,15 +206,15 @@ class Kernel:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_bytes: int,
-        parameters: np.ndarray,
-        parameter_offsets: dict[str, int],
+        args: Sequence[Argument],
         memory: DeviceMemory,
     ) -> Launch:
+        parameters, offsets = self._pack(args)
         shared, static = self._shared_layout
         local, local_bytes = _placed([v for v in self._variables if v.space == "local"])
         in_memory = [v for v in self._variables if v.space in ("global", "const")]
         addresses = {v.name: memory.allocate(max(v.size, 1)) for v in in_memory}
-        symbols = {**parameter_offsets, **shared, **local, **addresses}
+        symbols = {**offsets, **shared, **local, **addresses}
         for variable in in_memory:
             if variable.initial is not None:
                 _initialise(variable, symbols, memory)

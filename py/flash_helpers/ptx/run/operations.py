@@ -95,9 +95,9 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
     def run_some(selection: Selection) -> None:
         needed = everywhere[selection]
         stranger = (needed & machine.lane_bits[selection]) == 0
-        missing = (
-            needed & ~(machine.masks(selection) | absent)[selection] if guarded else needed & 0
-        )
+        missing = np.zeros_like(needed)
+        if guarded:
+            missing = needed & ~(machine.masks(selection) | absent)[selection]
         wrong = stranger | (missing != 0)
         if not wrong.any():
             action.some(selection)
