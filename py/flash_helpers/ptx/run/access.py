@@ -76,8 +76,7 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
 
 
 class Port:
-    """Reads and writes words of one size in one state space, for one instruction; checks, watches
-    and counts."""
+    """How one instruction reads and writes words of one size: checked, watched and counted."""
 
     def __init__(self, machine: Machine, instruction: Instruction, size: int) -> None:
         self.machine = machine

@@ -10,7 +10,7 @@ import numpy as np
 from flash_helpers.ptx.read.module import Instruction, Pair
 from flash_helpers.ptx.read.types import SCALAR_TYPES, dtype_of
 from flash_helpers.ptx.run.forms import BITS, FLOATS, INTEGERS, OPERATIONS, SCALARS, Form
-from flash_helpers.ptx.run.machine import Alu, Machine
+from flash_helpers.ptx.run.machine import Alu, Compute, Machine
 from flash_helpers.ptx.run.rounding import F32, flush, to_floats, to_registers
 
 Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -66,7 +66,7 @@ def _comparison(machine: Machine, instruction: Instruction) -> Comparison:
     return lambda a, b: compare(*(flushed(to_floats(x, type_name)) for x in (a, b)))
 
 
-def _combined(machine: Machine, instruction: Instruction) -> Comparison:
+def _combined(machine: Machine, instruction: Instruction) -> Compute:
     """What `_comparison` gives, combined with a predicate if there is one."""
     if len(instruction.operands) == 3:
         return lambda result: result

@@ -49,12 +49,8 @@ class SharedMemory(Region):
         self.stride = max(128, -(-size // 128) * 128)
         blocks, warps = len(geometry.blocks), geometry.warps_per_block
         self.lane_ids = np.arange(geometry.lanes)
-        super().__init__(
-            data=np.zeros(blocks * self.stride, np.uint8),
-            size=size,
-            base=self.lane_ids // geometry.lanes_per_block * self.stride,
-            name="shared memory",
-        )
+        base = self.lane_ids // geometry.lanes_per_block * self.stride
+        super().__init__(np.zeros(blocks * self.stride, np.uint8), size, base, "shared memory")
         granules = blocks * self.stride // granule
         self.lane_warp = self.lane_ids // WARP
         self.warp_in_block = self.lane_warp % warps
