@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from flash_helpers.course.pictures.banks import CHUNKS_AROUND, MATRIX_ROWS, address, swizzled
 from flash_helpers.course.pictures.fragments import a_order
-from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing
+from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing, Grid
 from flash_helpers.course.pictures.work import step_config, work_of
 from flash_helpers.gpu import WARP
 from flash_helpers.registry.ampere import CHUNK_BYTES, MMA_K, PIECE, PIECES, PROGRESSION_ROW_STRIDE
@@ -21,11 +21,10 @@ _ROW_BYTES = step_config(1).d_head * ELEMENT_BYTES  # of a tile, and of a head's
 
 def _bits(d: Drawing, y: float, value: int, width: int, marked: Collection[int]) -> None:
     """A binary number at the right margin, its highest bit first; some bits are marked."""
-    for bit in reversed(range(width)):
-        chosen = bit in marked
-        label = str(value >> bit & 1)
-        colour = ORANGE if chosen else "plain"
-        d.cell(d.right - (bit + 1) * _BIT, y, _BIT, 24, label, colour, bold=chosen)
+    bits = Grid(d, d.right - width * _BIT, y, _BIT, 24)
+    for n, label in enumerate(f"{value:0{width}b}"):
+        chosen = width - 1 - n in marked
+        bits.cell(0, n, label, ORANGE if chosen else "plain", bold=chosen)
 
 
 def ffma_fold() -> Drawing:
@@ -63,10 +62,8 @@ def ffma_fold() -> Drawing:
         d.bold(d.left, top + 24, f"Step {step}")
         for k, (place, name, what, value, colour) in enumerate(chain):
             x, width = left + place * step_width, 94.0 + (step_width if name == "FFMA" else 0)
-            d.cell(
-                x, top, width, 36, name, colour, bold=True,
-                step=step, instruction=name, value=value,
-            )  # fmt: skip
+            data = {"step": step, "instruction": name, "value": value}
+            d.cell(x, top, width, 36, name, colour, bold=True, **data)
             d.small(x + width / 2, top - 8, what, "middle")
             d.text(x + width / 2, top + 54, value, "middle")
             if name != "MUFU.EX2":
@@ -123,15 +120,15 @@ def swizzle_constants() -> Drawing:
     more = CHUNKS_AROUND * CHUNK_BYTES
     d.small(d.right - width * _BIT, y + 17, f"the same four, + {more} in the instruction:")
     y += 28
-    cell = d.width / n_k
+    cells = Grid(d, d.left + 2, y + 20, d.width / n_k, 28, gap=4)
     for k in range(n_k):
-        x, offset = d.left + k * cell, constant_offset(lane, k)
-        middle = x + cell / 2
+        middle, offset = cells.middle(k), constant_offset(lane, k)
         d.note(middle, y + 14, f"k = {k}", "middle")
-        text = f"{constant_offset(lane, k - 4)} + {more}" if k >= 4 else str(offset)
-        colour = GREEN if k >= 4 else ORANGE
-        d.cell(x + 2, y + 20, cell - 4, 28, text, colour, lane=lane, k=k, offset=offset)
-        d.small(middle, y + 62, f"= {offset}" if k >= 4 else f"offset {k}", "middle")
+        text, below, colour = str(offset), f"offset {k}", ORANGE
+        if k >= 4:
+            text, below, colour = f"{offset - more} + {more}", f"= {offset}", GREEN
+        cells.cell(0, k, text, colour, lane=lane, k=k, offset=offset)
+        d.small(middle, y + 62, below, "middle")
     return d.result(
         y + 78,
         f"A warp has {work_of(step_config(8)).ldmatrix} ldmatrix in a block of keys. Lane and k % "
@@ -152,21 +149,17 @@ def output_swizzle() -> Drawing:
         f"or one chunk, lies at chunk n ^ g. Below, tile n = {n_shown}, with the lanes that store "
         "it:",
     )
-    y = d.y + 22
-    left, cell = 76.0, 76.0
+    tile = Grid(d, 76, d.y + 30, 76, 21)
     for place in range(CHUNKS_AROUND):
-        d.note(left + (place + 0.5) * cell, y, f"chunk {place}", "middle")
-    y += 8
+        d.note(tile.middle(place), tile.y - 8, f"chunk {place}", "middle")
     for row in range(MATRIX_ROWS):
-        d.note(d.left, y + 15, f"g = {row}")
+        d.note(d.left, tile.top(row) + 15, f"g = {row}")
         for place in range(CHUNKS_AROUND):
             stores = swizzled(row, n_shown) == place
-            d.cell(
-                left + place * cell, y, cell, 21, f"{4 * row}-{4 * row + 3}" if stores else "",
-                ORANGE if stores else "plain", bold=stores, g=row, place=place, stores=int(stores),
-            )  # fmt: skip
-        y += 21
-    y += 14
+            lanes, colour = (f"{4 * row}-{4 * row + 3}", ORANGE) if stores else ("", "plain")
+            data = {"g": row, "place": place, "stores": int(stores)}
+            tile.cell(row, place, lanes, colour, bold=stores, **data)
+    y = tile.top(MATRIX_ROWS) + 14
     d.bold(d.left, y + 14, f"The address of lane {lane}: g = {g}, t = {t}")
     y += 24
     first = address(g, 0, _ROW_BYTES, swizzled) + 4 * t
@@ -217,33 +210,26 @@ def block_index() -> Drawing:
         f"{rows[0]}, {rows[1]}, … {rows[-1]}).",
     )
     left = 110.0
-    y, cell = d.y + 14, (d.right - left) / n
+    y, place = d.y + 14, (d.right - left) / n
+    cells = Grid(d, left, y + 4, place, 34, gap=20)
     d.bold(d.left, y + 16, "Step 11")
     d.note(d.left, y + 34, "64-bit adds")
     for k, row in enumerate(rows):
-        x = left + k * cell
-        d.cell(x, y + 4, cell - 20, 34, str(row), BLUE, step=11, row=row)
+        cells.cell(0, k, str(row), BLUE, step=11, row=row)
         if k + 1 < n:
-            d.arrow((x + cell - 18, y + 21), (x + cell - 2, y + 21))
-    d.small(
-        left,
-        y + 58,
-        f"each address = the one before + {rows[1]} · stride: 2 IADD3, one after the other",
-    )
+            d.arrow((cells.left(k + 1) - 18, y + 21), (cells.left(k + 1) - 2, y + 21))
+    chain = f"each address = the one before + {rows[1]} · stride: 2 IADD3, one after the other"
+    d.small(left, y + 58, chain)
     y += 88
+    middle, cells = left + 3.5 * place, Grid(d, left, y + 70, place, 34, gap=20)
     d.bold(d.left, y + 16, "Step 12")
-    d.cell(left + 3.5 * cell - 54, y, 132, 30, "base of K, stride", ORANGE)
-    middle = left + 3.5 * cell + 12
+    d.cell(middle - 54, y, 132, 30, "base of K, stride", ORANGE)
     for k, row in enumerate(rows):
-        x = left + k * cell
-        d.arrow((middle + (k - 3.5) * 15, y + 32), (x + cell / 2 - 10, y + 66))
-        d.cell(x, y + 70, cell - 20, 34, str(row), GREEN, step=12, row=row)
+        d.arrow((middle + 12 + (k - 3.5) * 15, y + 32), (cells.middle(k), y + 66))
+        cells.cell(0, k, str(row), GREEN, step=12, row=row)
     d.note(d.left, y + 92, "IMAD.WIDE")
-    d.small(
-        left,
-        y + 124,
-        "each address = base + (first row + row) · stride: one IMAD.WIDE, in any order",
-    )
+    one_each = "each address = base + (first row + row) · stride: one IMAD.WIDE, in any order"
+    d.small(left, y + 124, one_each)
     return d.result(
         y + 138,
         f"A block of keys, K and V: 2 tiles · {n} addresses · 2 IADD3 = {2 * n * 2} against "
@@ -263,26 +249,24 @@ def backwards() -> Drawing:
         f"seq_len {seq_len}, B_c {B_c}: {n} blocks of keys.",
     )
     left = 112.0
-    y, cell = d.y + 14, (d.right - left) / (n + 1)
-    first = left + cell
-    end = first + n * cell - 6
+    y, place = d.y + 14, (d.right - left) / (n + 1)
+    first = left + place
+    end = first + n * place - 6
 
     def blocks(step: int, name: str, each: int, colour: str) -> None:
         """What counts the blocks: its value in each."""
+        cells = Grid(d, first, y + 14, place, 30, gap=6)
         d.bold(d.left, y + 16, f"Step {step}")
         d.note(d.left, y + 34, name)
         for k in range(n):
-            value = k * each
-            d.cell(
-                first + k * cell, y + 14, cell - 6, 30, str(value), colour, step=step, value=value
-            )
+            cells.cell(0, k, str(k * each), colour, step=step, value=k * each)
 
     blocks(12, "j", 1, BLUE)
     d.arrow((first, y + 6), (end, y + 6))
     d.small(first, y + 64, f"go on if j < {n}: a register for the bound, j · {B_c} for the address")
     y += 88
     blocks(13, "next_key", B_c, GREEN)
-    d.cell(left, y + 14, cell - 6, 30, str(-B_c), RED, dashed=True)
+    d.cell(left, y + 14, place - 6, 30, str(-B_c), RED, dashed=True)
     d.arrow((end, y + 6), (left, y + 6))
     d.small(left, y + 64, "stop", bold=True)
     d.small(first, y + 64, "go on if next_key >= 0: the row is the counter, its sign the condition")
@@ -313,16 +297,13 @@ def cache_policy() -> Drawing:
         ("cp.async", list(map(str, range(chunks))), ORANGE),
     )
     for name, labels, colour in strips:
-        width = whole / len(labels)
+        strip = Grid(d, left, y, whole / len(labels), 26)
         d.bold(d.left, y + 17, name)
         for n, label in enumerate(labels):
-            d.cell(left + n * width, y, width, 26, label, colour, level=name, index=n)
+            strip.cell(0, n, label, colour, level=name, index=n)
         y += 32
-    d.note(
-        left,
-        y + 10,
-        f"lanes of half a warp, {CHUNK_BYTES} bytes each; .L2::128B asks L2 for the whole line",
-    )
+    asked = f"lanes of half a warp, {CHUNK_BYTES} bytes each; .L2::128B asks L2 for the whole line"
+    d.note(left, y + 10, asked)
     y += 34
     read = f"read by seq_len / {B_r} thread blocks, {4096 // B_r} at 4096: should stay"
     d.bold(d.left, y + 20, "K, V")
@@ -350,36 +331,30 @@ def pieces() -> Drawing:
         "A tile of K in shared memory. Filled are the 16-byte chunks that thread 0 copies, drawn "
         "taller than they are.",
     )
-    height, tile_height, top = 16.0, 192.0, d.y + 28
+    chunk_height, row_height, top = 16, 3, d.y + 28
+    bottom = top + config.B_c * row_height
     n_rows = {step: len(_row_addresses(step)) for step in (14, 15)}
-    for step, left, columns in ((14, d.left + 46.0, config.d_head), (15, 384.0, PIECE)):
+    for step, left, columns in ((14, d.left + 46, config.d_head), (15, 384, PIECE)):
         copies = copy_rows(step, 0)
         d.bold(left, d.y + 16, f"Step {step}: rows of {columns * ELEMENT_BYTES} bytes")
         n_pieces = config.d_head // columns
-        width, gap = 250.0 / n_pieces, 16 if n_pieces > 1 else 0
+        width, gap = 250 / n_pieces, 16 * (n_pieces - 1)
+        tile = Grid(d, left, top, width + gap, row_height)
         for piece in range(n_pieces):
-            x = left + piece * (width + gap)
-            d.rect(x, top, width, tile_height)
+            x = tile.left(piece)
+            d.rect(x, top, width, bottom - top)
             label = f"columns {piece * columns}-{(piece + 1) * columns - 1}"
-            d.note(x + width / 2, top + tile_height + 16, label, "middle")
+            d.note(x + width / 2, bottom + 16, label, "middle")
         for row, column in copies:
             piece, inside = divmod(column, columns)
-            d.rect(
-                left + piece * (width + gap) + inside / columns * width,
-                top + row / config.B_c * tile_height,
-                250.0 / 16,
-                height,
-                ORANGE,
-                step=step,
-                row=row,
-                column=column,
-            )
+            x, y = tile.left(piece) + inside / columns * width, tile.top(row)
+            data = {"step": step, "row": row, "column": column}
+            d.rect(x, y, 250 / 16, chunk_height, ORANGE, **data)
         for row in _row_addresses(step):
-            d.note(left - 8, top + row / config.B_c * tile_height + 12, str(row), "end")
-        told = f"{n_rows[step]} row addresses, {len(copies)} copies"
-        d.text(left, top + tile_height + 40, told)
+            d.note(left - 8, tile.top(row) + 12, str(row), "end")
+        d.text(left, bottom + 40, f"{n_rows[step]} row addresses, {len(copies)} copies")
     return d.result(
-        top + tile_height + 54,
+        bottom + 54,
         f"The second piece of a row is {PIECE} · {ELEMENT_BYTES} = {PIECE * ELEMENT_BYTES} bytes "
         f"on in global memory: a constant. {n_rows[14]} addresses a tile become {n_rows[15]}; for "
         f"K and V {2 * n_rows[14]} become {2 * n_rows[15]} in each block of keys.",
@@ -401,35 +376,33 @@ def row_stride() -> Drawing:
         f"{config.d_head} elements, of which a thread block wants those of its head.",
     )
     left = 84.0
-    y, cell = d.y + 10, (d.right - left) / heads
+    cells = Grid(d, left, d.y + 10, (d.right - left) / heads, 58, below=32)
     for row in range(2):
-        d.note(d.left, y + 18, f"row {row}")
+        d.note(d.left, cells.top(row) + 18, f"row {row}")
         for h in range(heads):
             colour = ORANGE if h == head else "plain"
-            d.cell(left + h * cell, y, cell, 26, str(h), colour, bold=h == head)
+            cells.cell(row, h, str(h), colour, bold=h == head)
         if row == 0:
-            x = left + (head + 0.5) * cell
+            x, y = cells.middle(head), cells.y
             d.arrow((x, y + 28), (x, y + 55), colour=ORANGE)
-            d.small(
-                x + 10,
-                y + 47,
-                f"{heads} · {config.d_head} = {stride} elements = {stride * ELEMENT_BYTES} bytes",
-            )
-        y += 26 if row else 58
-    y += 18
+            elements = f"{heads} · {config.d_head} = {stride} elements"
+            d.small(x + 10, y + 47, f"{elements} = {stride * ELEMENT_BYTES} bytes")
+    y = cells.top(1) + 44
     shown = ", ".join(map(str, rows))
     d.bold(d.left, y + 16, f"Addresses of the rows {shown} that a thread copies:")
     y += 26
-    quarter = (d.right - left) / len(rows)
     for step in (15, 16):
+        addresses = Grid(d, left + 2, y, (d.right - left) / len(rows), 30, gap=4)
         d.small(d.left, y + 20, f"Step {step}", bold=True)
         for n, row in enumerate(rows):
             offset = row * stride * ELEMENT_BYTES
-            text = "before + 16 · stride" if step == 15 else f"first + {offset:#x}"
-            d.cell(
-                left + n * quarter + 2, y, quarter - 4, 30, text if n else "first",
-                GREEN if step == 16 else BLUE if n else GREY, step=step, row=row, offset=offset,
-            )  # fmt: skip
+            text, colour = "before + 16 · stride", BLUE
+            if step == 16:
+                text, colour = f"first + {offset:#x}", GREEN
+            elif not n:
+                colour = GREY
+            label = text if n else "first"
+            addresses.cell(0, n, label, colour, step=step, row=row, offset=offset)
         y += 36
     gap = rows[1] - rows[0]
     apart = gap * stride * ELEMENT_BYTES

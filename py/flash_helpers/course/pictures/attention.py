@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing
+from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing, Grid
 from flash_helpers.course.pictures.work import step_config, tile_bytes
 
 _TILES = 4  # of the sequence that is drawn
@@ -25,37 +25,26 @@ def attention_tiles() -> Drawing:
         "shared memory. In registers it computes S = Q K^T, P = softmax(S) and O += P V, and at "
         "the end writes its tile of O.",
     )
-    width, height, top = 104.0, 30.0, d.y + 46
     colours = {"Q": BLUE, "K": ORANGE, "V": GREEN, "O": PURPLE}
-    xs = {"Q": 72.0, "K": 228.0, "V": 384.0, "O": 540.0}
     index = {"Q": "i", "K": "j", "V": "j", "O": "i"}
+    tiles = Grid(d, 72, d.y + 46, 156, 30, gap=52)
+    columns = {name: tiles.middle(n) for n, name in enumerate(index)}
     d.bold(d.left, d.y + 14, "global memory, one head")
     d.note(d.right, d.y + 14, f"tiles of {B_r} x {d_head}: {kib} KiB", "end")
-    for name, x in xs.items():
-        d.bold(x + width / 2, top - 8, name, "middle")
+    for column, (name, x) in enumerate(columns.items()):
+        d.bold(x, tiles.y - 8, name, "middle")
         used, rows = (_Q_TILE, B_r) if index[name] == "i" else (_KEY_TILE, B_c)
         for n in range(_TILES):
-            chosen = n == used
-            d.cell(
-                x,
-                top + n * height,
-                width,
-                height,
-                f"{name}_{index[name]}" if chosen else "",
-                colours[name] if chosen else "plain",
-                strong=chosen,
-                bold=chosen,
-                tile=name,
-                index=n,
-                rows=rows,
-            )
-    bottom = top + _TILES * height
+            label, colour = (f"{name}_{index[name]}", colours[name]) if n == used else ("", "plain")
+            data = {"tile": name, "index": n, "rows": rows}
+            tiles.cell(n, column, label, colour, strong=n == used, **data)
+    top, bottom = tiles.y, tiles.top(_TILES)
     middle = (top + bottom) / 2 + 5
     for name in "KV":  # the loop over the keys
-        x = xs[name] + width + 12
+        x = columns[name] + 64
         d.arrow((x, top + 6), (x, bottom - 6))
     for name in "KV":
-        d.bold(xs[name] + width + 20, middle, "j")
+        d.bold(columns[name] + 72, middle, "j")
     d.note(d.left, middle, "seq_len")
 
     y = bottom + 34
@@ -63,7 +52,7 @@ def attention_tiles() -> Drawing:
     d.note(d.left, y + 17, "of thread block i")
     for name, x in {"Q": 160.0, "K": 316.0, "V": 472.0}.items():
         d.cell(x, y - 14, 116, 36, f"{name}_{index[name]} · {kib} KiB", colours[name])
-        start = xs[name] + width / 2
+        start = columns[name]
         d.arrow((start, bottom + 2), (start, y - 26), (x + 58, y - 26), (x + 58, y - 16))
     d.note(604, y + 9, f"{3 * kib} KiB")
 
@@ -154,17 +143,15 @@ def online_softmax() -> Drawing:
         "l": ("sum", BLUE),
         "O": ("output", PURPLE),
     }
-    left, width, gap, height, row = 118.0, 170.0, 28.0, 28.0, 38.0
-    top = d.y + 34
+    table = Grid(d, 118, d.y + 34, 198, 38, gap=28, below=10)
     for n, name in enumerate(rows):
-        d.bold(d.left, top + n * row + 18, name)
+        d.bold(d.left, table.top(n) + 18, name)
     for n, (note, _) in enumerate(rows.values()):
         if note:
-            d.note(left - 10, top + n * row + 18, note, "end")
+            d.note(table.x - 10, table.top(n) + 18, note, "end")
     before = SoftmaxStep((), -math.inf, 0, (), 0, 0)
     for n, (step, V) in enumerate(zip(steps, VALUES, strict=True)):
-        x = left + n * (width + gap)
-        d.bold(x + width / 2, top - 10, f"block {n}", "middle")
+        d.bold(table.middle(n), table.y - 10, f"block {n}", "middle")
         grows = n > 0 and step.m > before.m
         rescale = f"e^({before.m:g} - {step.m:g}) = {step.rescale:.3f}" if n else "nothing yet"
         texts = (
@@ -177,28 +164,18 @@ def online_softmax() -> Drawing:
             _sum_text(before.O * step.rescale, step.O),
         )
         for r, ((name, (_, colour)), text) in enumerate(zip(rows.items(), texts, strict=True)):
-            at = top + r * row
-            told = name == "rescale" and grows
-            d.cell(
-                x,
-                at,
-                width,
-                height,
-                text,
-                colour if name != "rescale" or grows else "plain",
-                strong=told,
-                bold=told,
-                block=n,
-                quantity=name,
-                value=getattr(step, name, ""),
-            )
+            if name == "rescale" and not grows:
+                colour = "plain"
+            data = {"block": n, "quantity": name, "value": getattr(step, name, "")}
+            table.cell(r, n, text, colour, strong=name == "rescale" and grows, **data)
             if n and name in ("m", "l", "O"):
-                d.arrow((x - gap + 3, at + height / 2), (x - 3, at + height / 2))
+                y = table.top(r) + 14
+                d.arrow((table.left(n) - 25, y), (table.left(n) - 3, y))
         before = step
     highest = max(s for block in SCORES for s in block)
     (plain,) = online_softmax_steps([sum(SCORES, ())], [sum(VALUES, ())])
     return d.result(
-        top + len(rows) * row + 8,
+        table.top(len(rows)) + 8,
         f"O / l = {before.O:.3f} / {before.l:.3f} = {before.O / before.l:.2f}. The plain softmax "
         f"over all six keys, which needs the maximum {highest:g} first, gives "
         f"{plain.O / plain.l:.2f} too.",

@@ -21,6 +21,7 @@ from flash_helpers.course.pictures.svg import (
     RED,
     SMALL,
     Drawing,
+    Grid,
 )
 from flash_helpers.course.pictures.text_width import text_width
 from flash_helpers.course.pictures.work import LDMATRIX_BYTES, LDMATRIX_CYCLES, step_config, work_of
@@ -30,8 +31,6 @@ from flash_helpers.registry.ampere import CHUNK_BYTES, MMA_K, MMA_M
 
 _LANE = 5  # the one that is followed
 _REGISTER_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
-_ROW_HEIGHT = 21
-_A_WIDTH, _B_WIDTH, _C_WIDTH = 40, 30, 60  # of a cell
 
 
 def _spans(values: set[int]) -> str:
@@ -42,36 +41,20 @@ def _spans(values: set[int]) -> str:
     return " and ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
-def _held_cells(
-    d: Drawing, operand: str, held: list[Held], x: float, y: float, width: float
-) -> None:
+def _held_cells(grid: Grid, operand: str, held: list[Held]) -> None:
     """A cell for each two elements that one lane holds side by side; of B one below the other."""
     across, down = (1, 2) if operand == "B" else (2, 1)
     for h in sorted(held, key=lambda h: (h.lane == _LANE, h.row, h.column)):
         if h.row % down or h.column % across:
             continue
+        row, column, colour = h.row // down, h.column // across, _REGISTER_COLOURS[h.register]
         followed = h.lane == _LANE
-        d.cell(
-            x + h.column // across * width,
-            y + h.row // down * _ROW_HEIGHT,
-            width,
-            _ROW_HEIGHT,
-            str(h.lane),
-            _REGISTER_COLOURS[h.register],
-            bold=followed,
-            strong=followed,
-            operand=operand,
-            lane=h.lane,
-            register=h.register,
-            row=h.row,
-            column=h.column,
-        )
+        grid.cell(row, column, str(h.lane), colour, strong=followed, operand=operand, **vars(h))
 
 
 def mma_fragments() -> Drawing:
     """Which lane holds what of A, B and C."""
     fragments = {"A": a_fragment, "B": b_fragment, "C": c_fragment}
-    held = {name: [h for lane in LANES for h in of(lane)] for name, of in fragments.items()}
     own = {name: of(_LANE) for name, of in fragments.items()}
     g, t = divmod(_LANE, 4)
     d = Drawing(
@@ -81,10 +64,15 @@ def mma_fragments() -> Drawing:
         "label beside it name the register. Lane numbers run along the rows of A and C and down "
         "the columns of B, four lanes to a row of eight.",
     )
-    x_a, x_c = 58.0, 58.0 + 8 * _A_WIDTH + 22
+    height = 21
     y_b = d.y + 24
-    y_a = y_b + 8 * _ROW_HEIGHT + 30
-    y_end = y_a + 16 * _ROW_HEIGHT + 16
+    y_a = y_b + 8 * height + 30
+    y_end = y_a + 16 * height + 16
+    grids = {
+        "A": Grid(d, 58, y_a, 40, height),
+        "B": Grid(d, 400, y_b, 30, height),
+        "C": Grid(d, 400, y_a, 60, height),
+    }
 
     y = d.paragraph(
         d.left,
@@ -102,22 +90,20 @@ def mma_fragments() -> Drawing:
         text = f"{name}: rows {_spans(rows)}, column{plural} {_spans(columns)}"
         d.text(d.left, y + 14 + 19 * n, text)
 
-    _held_cells(d, "A", held["A"], x_a, y_a, _A_WIDTH)
-    _held_cells(d, "B", held["B"], x_c, y_b, _B_WIDTH)
-    _held_cells(d, "C", held["C"], x_c, y_a, _C_WIDTH)
+    for name, of in fragments.items():
+        _held_cells(grids[name], name, [h for lane in LANES for h in of(lane)])
+    a, b, c = grids.values()
     for half in range(2):
-        x = x_a + (half * 4 + 2) * _A_WIDTH
-        middle = (half * 8 + 4) * _ROW_HEIGHT + 5
+        x = a.left(half * 4 + 2)
         d.bold(x, y_a - 7, f"a{2 * half}", "middle")
         d.bold(x, y_end, f"a{2 * half + 1}", "middle")
-        registers = f"c{2 * half}, c{2 * half + 1}"
-        d.small(x_c + 4 * _C_WIDTH + 8, y_a + middle, registers, bold=True)
-        d.bold(x_c + 8 * _B_WIDTH + 6, y_b + (half * 4 + 2) * _ROW_HEIGHT + 5, f"b{half}")
+        d.small(c.left(4) + 8, c.top(half * 8 + 4) + 5, f"c{2 * half}, c{2 * half + 1}", bold=True)
+        d.bold(b.left(8) + 6, b.top(half * 4 + 2) + 5, f"b{half}")
     for row in range(16):
-        d.note(x_a - 8, y_a + row * _ROW_HEIGHT + 15, str(row) if row else "row 0", "end")
-    d.note(x_c + 4 * _B_WIDTH, y_b - 8, "B (16 x 8): depth down, columns across", "middle")
-    d.note(x_a + 4 * _A_WIDTH, y_end, "A (16 x 16)", "middle")
-    d.note(x_c + 2 * _C_WIDTH, y_end, "C (16 x 8)", "middle")
+        d.note(a.x - 8, a.top(row) + 15, str(row) if row else "row 0", "end")
+    d.note(b.left(4), y_b - 8, "B (16 x 8): depth down, columns across", "middle")
+    d.note(a.left(4), y_end, "A (16 x 16)", "middle")
+    d.note(c.left(2), y_end, "C (16 x 8)", "middle")
     return d.result(
         y_end + 14,
         f"A lane holds 16 · 16 / 32 = {len(own['A'])} elements of A in 4 registers, 16 · 8 / 32 = "
@@ -139,56 +125,40 @@ def ldmatrix() -> Drawing:
         f"32 addresses, one a lane, each of a row of {CHUNK_BYTES} bytes in one of four 8 x 8 "
         "matrices. Matrix i becomes register i of all lanes: the layout that mma wants.",
     )
-    x_left, chunk_width, height = 58.0, 100.0, 22.0
-    y = d.y + 38
-    d.bold(x_left + chunk_width, y - 22, "shared memory, 16 x 16", "middle")
+    y, height = d.y + 38, 22
+    tile = Grid(d, 58, y, 100, height)
+    d.bold(tile.left(1), y - 22, "shared memory, 16 x 16", "middle")
     for chunk, text in enumerate(("columns 0-7", "columns 8-15")):
-        d.note(x_left + (chunk + 0.5) * chunk_width, y - 6, text, "middle")
+        d.note(tile.middle(chunk), y - 6, text, "middle")
     for named in order:
-        d.cell(
-            x_left + named.chunk * chunk_width,
-            y + named.row * height,
-            chunk_width,
-            height,
-            f"lane {named.lane}",
-            _REGISTER_COLOURS[named.matrix],
-            names=named.lane,
-            matrix=named.matrix,
-            row=named.row,
-            chunk=named.chunk,
-        )
+        matrix, row, chunk = named.matrix, named.row, named.chunk
+        label, colour = f"lane {named.lane}", _REGISTER_COLOURS[matrix]
+        data = {"names": named.lane, "matrix": matrix, "row": row, "chunk": chunk}
+        tile.cell(row, chunk, label, colour, **data)
     for row in range(16):
-        d.note(x_left - 6, y + row * height + 16, str(row) if row else "row 0", "end")
+        d.note(tile.x - 6, tile.top(row) + 16, str(row) if row else "row 0", "end")
 
-    x_right, word = 330.0, 42.0
-    gap = d.right - x_right - 8 * word
+    x_right, word = 330, 42
+    right = d.right - 4 * word  # where the second column of matrices begins
+    registers = [
+        Grid(d, x, top, word, height) for x in (x_right, right) for top in (y, y + 8 * height)
+    ]
     d.bold((x_right + d.right) / 2, y - 22, "registers: who receives which word", "middle")
-    for matrix in range(4):
-        left = x_right + matrix // 2 * (4 * word + gap)
-        top = y + matrix % 2 * 8 * height
-        label_y = y + 16 * height + 16 if matrix % 2 else y - 6
-        d.note(left + 2 * word, label_y, f"register {matrix}", "middle")
-        for named in (n for n in order if n.matrix == matrix):
+    for register, grid in enumerate(registers):
+        label_y = y + 16 * height + 16 if register % 2 else y - 6
+        d.note(grid.left(2), label_y, f"register {register}", "middle")
+        for named in (n for n in order if n.matrix == register):
             for w, lane in enumerate(named.receivers):
-                d.cell(
-                    left + w * word,
-                    top + named.lane % MATRIX * height,
-                    word,
-                    height,
-                    str(lane),
-                    _REGISTER_COLOURS[matrix],
-                    receives=lane,
-                    register=matrix,
-                    word=w,
-                    named_by=named.lane,
-                )
+                row, colour = named.lane % MATRIX, _REGISTER_COLOURS[register]
+                data = {"receives": lane, "register": register, "word": w, "named_by": named.lane}
+                grid.cell(row, w, str(lane), colour, **data)
     # the followed row, outlined on both sides
-    x, at = x_left + followed.chunk * chunk_width, y + followed.row * height
-    d.rect(x, at, chunk_width, height, "ink", strong=True)
-    x = x_right + followed.matrix // 2 * (4 * word + gap)
-    at = y + (followed.matrix % 2 * 8 + followed.lane % MATRIX) * height
-    d.rect(x, at, 4 * word, height, "ink", strong=True)
-    d.arrow((x_left + 2 * chunk_width + 6, at + height / 2), (x_right - 4, at + height / 2))
+    x, at = tile.left(followed.chunk), tile.top(followed.row)
+    d.rect(x, at, tile.width, height, "ink", strong=True)
+    received = registers[followed.matrix]
+    at = received.top(followed.lane % MATRIX)
+    d.rect(received.x, at, 4 * word, height, "ink", strong=True)
+    d.arrow((tile.left(2) + 6, at + height / 2), (x_right - 4, at + height / 2))
     return d.result(
         y + 16 * height + 28,
         f"Lane {followed.lane} names row {followed.row}, columns {8 * followed.chunk}-"
@@ -244,20 +214,20 @@ def fragments_whole_vs_interleaved() -> Drawing:
     for step, order in ((3, "L" * k_tiles + "M" * k_tiles), (4, "LM" * k_tiles)):
         y += 10
         d.bold(d.left, y + 17, f"Step {step}")
+        letters = Grid(d, left, y, 22, 22)
         for n, letter in enumerate(order):
-            d.cell(left + n * 22, y, 22, 22, letter, ORANGE if letter == "L" else BLUE)
+            letters.cell(0, n, letter, ORANGE if letter == "L" else BLUE)
         y += 30
         for product, label in (("S", "S = Q @ K^T"), ("O", "O += P @ V")):
             d.small(d.left, y + 17, label)
             x, narrow = left, []
             for name, registers in held[step, product].items():
                 width, text = registers * scale, f"{name} {registers}"
-                fits = text_width(text, SMALL) < width - 3
-                narrow += [] if fits else [text]
-                d.cell(
-                    x, y, width, 24, text if fits else "", colours[name],
-                    step=step, product=product, matrix=name, registers=registers,
-                )  # fmt: skip
+                if text_width(text, SMALL) >= width - 3:
+                    narrow.append(text)
+                    text = ""
+                data = {"step": step, "product": product, "matrix": name, "registers": registers}
+                d.cell(x, y, width, 24, text, colours[name], **data)
                 x += width
             d.bold(x + 7, y + 17, f"{totals[step, product]}")
             if narrow:
@@ -288,31 +258,28 @@ def fragment_order() -> Drawing:
     titles = {"Steps 1 to 8: A's order": a_order, "Step 9: K's own order": k_order}
     for n, (title, order) in enumerate(titles.items()):
         left, top = d.left + n * panel, y + 50
-        x0, strip = left + 78, top + 128
+        tile, strip = Grid(d, left + 78, top, 96, 46), Grid(d, left + 78, top + 128, 48, 30)
         d.bold(left, y + 16, title)
         quarter = {(named.row // MATRIX, named.chunk): named.matrix for named in map(order, LANES)}
         for chunk in range(2):
             depth = f"depth {8 * chunk}-{8 * chunk + 7}"
-            d.note(x0 + (chunk + 0.5) * 96, top - 7, depth, "middle")
+            d.note(tile.middle(chunk), top - 7, depth, "middle")
         for (half, chunk), register in sorted(quarter.items()):
-            d.cell(
-                x0 + chunk * 96, top + half * 46, 96, 46, f"register {register}", colours[half],
-                order=n, half=half, chunk=chunk, register=register,
-            )  # fmt: skip
+            data = {"order": n, "half": half, "chunk": chunk, "register": register}
+            tile.cell(half, chunk, f"register {register}", colours[half], **data)
         for half in range(2):
-            d.note(x0 - 8, top + half * 46 + 27, f"keys {8 * half}-{8 * half + 7}", "end")
+            d.note(tile.x - 8, tile.top(half) + 27, f"keys {8 * half}-{8 * half + 7}", "end")
         owner = {register: half for (half, _), register in quarter.items()}
-        d.note(left, strip + 20, "registers")
+        d.note(left, strip.y + 20, "registers")
         for register in range(4):
-            colour = colours[owner[register]]
-            d.cell(x0 + register * 48, strip, 48, 30, str(register), colour, bold=True)
+            strip.cell(0, register, str(register), colours[owner[register]], bold=True)
         apart = quarter[0, 1] - quarter[0, 0] > 1
         for half, colour in enumerate(colours):
-            a, b = (x0 + quarter[half, chunk] * 48 + 24 for chunk in range(2))
-            start, level = strip + 33, strip + 38 + (12 * half if apart else 0)
+            a, b = (strip.middle(quarter[half, chunk]) for chunk in range(2))
+            start, level = strip.y + 33, strip.y + 38 + (12 * half if apart else 0)
             d.line([(a, start), (a, level), (b, level), (b, start)], colour)
         text = "0 and 2, 1 and 3: copied first" if apart else "0 and 1, 2 and 3: read as they are"
-        d.small(x0, strip + 70, text)
+        d.small(strip.x, strip.y + 70, text)
     work = work_of(step_config(9))
     loads = work.ldmatrix_tile
     return d.result(

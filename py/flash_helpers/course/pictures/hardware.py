@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flash_helpers.course.pictures.banks import BANK_BYTES, BANKS
-from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing
+from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing, Grid
 from flash_helpers.course.pictures.work import (
     CAPABILITY,
     EX2_CYCLES,
@@ -58,15 +58,10 @@ def sm() -> Drawing:
             at += height
         d.arrow((middle, at + 20), (middle, at - 3))
     y, middle = at + 22, (d.left + d.right) / 2
+    bandwidth = f"{BANKS} banks · {BANK_BYTES} bytes = {WAVEFRONT_BYTES} bytes a cycle"
     d.rect(d.left, y, d.width, 44, ORANGE)
     d.small(middle, y + 18, "shared memory, for all four sub-partitions", "middle", bold=True)
-    d.small(
-        middle,
-        y + 35,
-        f"{BANKS} banks · {BANK_BYTES} bytes = {WAVEFRONT_BYTES} bytes a cycle; at most {large} "
-        "KiB a thread block",
-        "middle",
-    )
+    d.small(middle, y + 35, f"{bandwidth}; at most {large} KiB a thread block", "middle")
     d.arrow((middle, y + 66), (middle, y + 47))
     d.note(middle + 14, y + 60, "cp.async, past the registers")
     d.cell(d.left, y + 68, d.width, 30, "L2 cache, then global memory (HBM): for all SMs")
@@ -106,24 +101,15 @@ def tile_shapes() -> Drawing:
         # one fragment of K or V and the row tiles that it serves
         d.cell(90, y, 44, _BAR, "K, V", ORANGE)
         d.arrow((136, y + _BAR / 2), (156, y + _BAR / 2))
+        served = Grid(d, 158, y, 31, _BAR)
         for tile in range(row_tiles):
-            d.cell(158 + tile * 31, y, 31, _BAR, str(MMA_M), BLUE)
+            served.cell(0, tile, str(MMA_M), BLUE)
         binds = possible and cycles > MMA_CYCLES
-        d.cell(
-            left,
-            y,
-            cycles * scale,
-            _BAR,
-            f"{work.ldmatrix * LDMATRIX_BYTES // work.mma} bytes",
-            ORANGE if possible else GREY,
-            bold=possible,
-            strong=binds,
-            dashed=not possible,
-            rows=rows,
-            ldmatrix=work.ldmatrix,
-            mma=work.mma,
-            cycles=cycles,
-        )
+        label = f"{work.ldmatrix * LDMATRIX_BYTES // work.mma} bytes"
+        look = {"bold": possible, "strong": binds, "dashed": not possible}
+        data = {"rows": rows, "ldmatrix": work.ldmatrix, "mma": work.mma, "cycles": cycles}
+        colour = ORANGE if possible else GREY
+        d.cell(left, y, cycles * scale, _BAR, label, colour, **look, **data)
         slower = "shared memory is" if binds else "the tensor cores are"
         verdict = f"{cycles:g} cycles: {slower} slower"
         if not possible:
@@ -173,19 +159,13 @@ def roofline() -> Drawing:
         ):
             binds, length = cycles == most, n * cycles * scale
             d.small(d.left + 8, y + 16, part, bold=binds)
-            shown = round(n * cycles, 1)
-            d.rect(
-                left, y, length, 22, colour, strong=binds, part=part, rows=work.rows, cycles=shown
-            )
+            data = {"part": part, "rows": work.rows, "cycles": round(n * cycles, 1)}
+            d.rect(left, y, length, 22, colour, strong=binds, **data)
             d.text(left + length + 7, y + 16, f"{n * cycles:.0f}", bold=binds)
             y += 27
         y += 8
-    tensor, few, many = (
-        work.cycles()[part]
-        for work, part in (
-            (large, "tensor cores"), (small, "shared memory"), (large, "shared memory")
-        )
-    )  # fmt: skip
+    tensor = large.cycles()["tensor cores"]
+    few, many = (work.cycles()["shared memory"] for work in (small, large))
     return d.result(
         y,
         f"Shared memory, 16 rows: 2 · ({small.ldmatrix} ldmatrix · {LDMATRIX_CYCLES:g} + "

@@ -17,7 +17,7 @@ from flash_helpers.course.pictures.banks import (
     swizzled,
     wavefronts,
 )
-from flash_helpers.course.pictures.svg import ORANGE, Drawing
+from flash_helpers.course.pictures.svg import ORANGE, Drawing, Grid
 from flash_helpers.course.pictures.work import step_config, work_of
 from flash_helpers.registry.ampere import CHUNK_BYTES
 from flash_helpers.registry.problem import ELEMENT_BYTES
@@ -26,7 +26,7 @@ _CHUNK = 2  # the one that is followed: columns 16 to 23, the left half of k-til
 _ROW = 3  # the row of the worked number
 _ROW_BYTES = step_config(1).d_head * ELEMENT_BYTES
 _LEFT = 100
-_CELL, _CELL_HEIGHT = 36.5, 22
+_CELL = 36.5  # width of a chunk
 _UNIT = 17  # height of an access in the panel of wavefronts
 
 
@@ -39,34 +39,23 @@ def _tile_rows(d: Drawing, y: float, place: Placement) -> float:
     """Rows 0 to 7 of a tile, chunk by chunk as they lie; returns where they end."""
     n_chunks = _ROW_BYTES // CHUNK_BYTES
     half = CHUNKS_AROUND * _CELL
+    tile = Grid(d, _LEFT, y + 52, _CELL, 22)
     for turn, label in enumerate(("32 banks · 4 bytes = 128 bytes", "the same 32 banks again")):
         x = _LEFT + turn * half
         d.brace(x + 3, x + half - 3, y + 22)
         d.note(x + half / 2, y + 16, label, "middle")
-    y += 44
-    d.note(d.left, y, "first bank")
+    d.note(d.left, tile.y - 8, "first bank")
     for p in range(n_chunks):
-        d.small(_LEFT + (p + 0.5) * _CELL, y, str(banks(p * CHUNK_BYTES).start), "middle")
-    y += 8
+        d.small(tile.middle(p), tile.y - 8, str(banks(p * CHUNK_BYTES).start), "middle")
     for row in range(MATRIX_ROWS):
-        d.note(d.left, y + 16, f"row {row}")
+        d.note(d.left, tile.top(row) + 16, f"row {row}")
         for p, chunk in sorted((place(row, chunk), chunk) for chunk in range(n_chunks)):
             followed = chunk == _CHUNK
-            d.cell(
-                _LEFT + p * _CELL,
-                y,
-                _CELL,
-                _CELL_HEIGHT,
-                str(chunk),
-                ORANGE if followed else "plain",
-                bold=followed,
-                row=row,
-                chunk=chunk,
-                place=p,
-                bank=banks(address(row, chunk, _ROW_BYTES, place)).start,
-            )
-        y += _CELL_HEIGHT
-    return y
+            bank = banks(address(row, chunk, _ROW_BYTES, place)).start
+            data = {"row": row, "chunk": chunk, "place": p, "bank": bank}
+            colour = ORANGE if followed else "plain"
+            tile.cell(row, p, str(chunk), colour, bold=followed, **data)
+    return tile.top(MATRIX_ROWS)
 
 
 def _accesses(d: Drawing, y: float, place: Placement) -> float:
@@ -76,21 +65,18 @@ def _accesses(d: Drawing, y: float, place: Placement) -> float:
     hits: dict[int, list[int]] = defaultdict(list)
     for row in range(MATRIX_ROWS):
         hits[banks(address(row, _CHUNK, _ROW_BYTES, place)).start].append(row)
-    height = max(len(rows) for rows in hits.values()) * _UNIT
-    width = 2 * _CELL
+    height = max(map(len, hits.values())) * _UNIT
+    panel = Grid(d, _LEFT + 6, y + height, 2 * _CELL, _UNIT, gap=12)  # counted upwards from -1
     for group in range(CHUNKS_AROUND):
-        x, bank = _LEFT + group * width, group * BANKS_PER_CHUNK
+        bank = group * BANKS_PER_CHUNK
         for n, row in enumerate(hits[bank], start=1):
-            d.cell(
-                x + 6, y + height - n * _UNIT, width - 12, _UNIT, f"row {row}", ORANGE,
-                access_row=row, bank=bank, wavefront=n,
-            )  # fmt: skip
-        d.small(x + width / 2, y + height + 17, _bank_span(group), "middle")
-    d.line([(_LEFT, y + height), (_LEFT + CHUNKS_AROUND * width, y + height)])
-    d.note(d.left, y + height + 17, "banks")
+            panel.cell(-n, group, f"row {row}", ORANGE, access_row=row, bank=bank, wavefront=n)
+        d.small(panel.middle(group), panel.y + 17, _bank_span(group), "middle")
+    d.line([(_LEFT, panel.y), (panel.left(CHUNKS_AROUND) - 6, panel.y)])
+    d.note(d.left, panel.y + 17, "banks")
     for n in range(height // _UNIT):
-        d.note(d.left, y + height - n * _UNIT - 5, f"wavefront {n + 1}")
-    return y + height + 26
+        d.note(d.left, panel.top(-n) - 5, f"wavefront {n + 1}")
+    return panel.y + 26
 
 
 def _layout(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 from xml.etree import ElementTree
 
 from flash_helpers.course.pictures.text_width import ASCENT, DESCENT, text_width
@@ -224,17 +226,17 @@ class Drawing:
         colour: str = "plain",
         *,
         bold: bool = False,
-        strong: bool = False,
-        dashed: bool = False,
-        **data: object,
+        **options: Any,
     ) -> None:
-        """A rectangle with a line of small text in its middle.
+        """A rectangle with a line of small text in its middle, which is bold where its edge is
+        strong. options: of `rect`.
 
         Raises ValueError if the text does not fit.
         """
+        bold = bold or options.get("strong", False)
         if text_width(typeset(label), SMALL, bold=bold) > width - 2 or height < SMALL:
             raise ValueError(f"{self.title}: {label!r} does not fit a cell of {width} x {height}")
-        self.rect(x, y, width, height, colour, strong=strong, dashed=dashed, **data)
+        self.rect(x, y, width, height, colour, **options)
         if label:
             self.small(x + width / 2, y + height / 2 + 0.36 * SMALL, label, "middle", bold=bold)
 
@@ -296,3 +298,40 @@ class Drawing:
         if names:
             attributes["class"] = names
         return ElementTree.SubElement(self._root, tag, attributes)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells of one size in rows and columns, counted from 0.
+
+    x, y: of the first one's corner. width, height: from one to the next. gap, below: of these, what
+    is free behind each and below it.
+    """
+
+    drawing: Drawing
+    x: float
+    y: float
+    width: float
+    height: float
+    gap: float = 0
+    below: float = 0
+
+    def left(self, column: float) -> float:
+        """Where a column begins."""
+        return self.x + column * self.width
+
+    def middle(self, column: float) -> float:
+        """Of the cells of a column."""
+        return self.left(column) + (self.width - self.gap) / 2
+
+    def top(self, row: float) -> float:
+        """Where a row begins."""
+        return self.y + row * self.height
+
+    def cell(
+        self, row: float, column: float, /, label: str, colour: str = "plain", **options: Any
+    ) -> None:
+        """One of the cells. options: of `Drawing.cell`."""
+        x, y = self.left(column), self.top(row)
+        width, height = self.width - self.gap, self.height - self.below
+        self.drawing.cell(x, y, width, height, label, colour, **options)

@@ -39,6 +39,10 @@ class Segment:
     label: str
     colour: str = ""
 
+    @property
+    def end(self) -> float:
+        return self.start + self.length
+
 
 class _Timeline:
     """Lanes over one axis of cycles."""
@@ -50,27 +54,21 @@ class _Timeline:
     def x(self, cycle: float) -> float:
         return _LEFT + min(cycle, self.cycles) * self._scale
 
+    def heading(self, text: str) -> None:
+        self.d.bold(self.d.left, self.d.y + 20, text)
+        self.d.y += 30
+
     def lane(self, name: str, segments: Iterable[Segment]) -> None:
         d = self.d
         d.note(d.left, d.y + 18, name)
         for s in segments:
             if s.start >= self.cycles:
                 continue
-            end = s.start + s.length
-            x, width = self.x(s.start), self.x(end) - self.x(s.start)
-            d.cell(
-                x,
-                d.y,
-                width,
-                _LANE_HEIGHT,
-                s.label if text_width(s.label, SMALL) <= width - 2 else "",
-                s.colour or "plain",
-                dashed=not s.colour,
-                lane=name,
-                what=s.label,
-                start=round(s.start),
-                end=round(end),
-            )
+            x, width = self.x(s.start), self.x(s.end) - self.x(s.start)
+            label = s.label if text_width(s.label, SMALL) <= width - 2 else ""
+            data = {"lane": name, "what": s.label, "start": round(s.start), "end": round(s.end)}
+            look = {"colour": s.colour or "plain", "dashed": not s.colour}
+            d.cell(x, d.y, width, _LANE_HEIGHT, label, **look, **data)
         d.y += _LANE_HEIGHT + _LANE_GAP
 
     def axis(self, ticks: Sequence[float]) -> None:
@@ -143,24 +141,18 @@ def timeline_copies() -> Drawing:
         f"'trip' is the way from L2, drawn as {_TRIP} cycles and counted nowhere.",
     )
     line = _Timeline(d, 2 * p.block)
+    line.heading("Step 2: ask, then wait")
     wait = _TRIP + p.copy
-    starts = [j * (wait + p.block) for j in range(2)]
-    d.bold(d.left, d.y + 20, "Step 2: ask, then wait")
-    d.y += 30
-    line.lane("copy of K", [s for j in range(2) for s in p.copied(starts[j], f"K_{j}", ORANGE)])
-    line.lane(
-        "copy of V", [s for j in range(2) for s in p.copied(starts[j], f"V_{j}", GREEN, p.copy)]
-    )
-    line.lane(
-        "warps",
-        [
-            s
-            for j in range(2)
-            for s in (Segment(starts[j], wait, "wait"), *p.compute(starts[j] + wait, j))
-        ],
-    )
-    d.bold(d.left, d.y + 20, "Step 3: ask as soon as the tile's place is free")
-    d.y += 30
+    K, V, warps = [], [], []
+    for j in range(2):
+        start = j * (wait + p.block)
+        K += p.copied(start, f"K_{j}", ORANGE)
+        V += p.copied(start, f"V_{j}", GREEN, p.copy)
+        warps += [Segment(start, wait, "wait"), *p.compute(start + wait, j)]
+    line.lane("copy of K", K)
+    line.lane("copy of V", V)
+    line.lane("warps", warps)
+    line.heading("Step 3: ask as soon as the tile's place is free")
     line.lane("copy of K", [*p.copied(p.S, "K_1", ORANGE), *p.copied(p.S + p.block, "K_2", ORANGE)])
     line.lane("copy of V", [*p.copied(0, "V_0", GREEN), *p.copied(p.block, "V_1", GREEN)])
     line.lane("warps", [*p.compute(0, 0), *p.compute(p.block, 1)])
@@ -202,21 +194,15 @@ def two_stages() -> Drawing:
         d.y += 48
         top = d.y
         line.lane("warps", [*p.compute(0, 0), *p.compute(p.block, 1)])
-        for (name, (issued, landed, ahead)), colour in zip(
-            copies[stages].items(), (ORANGE, GREEN), strict=True
-        ):
-            spans = [
-                (max(j * p.block + issued, 0), min(j * p.block + landed, window), j + ahead)
-                for j in (-1, 0, 1)
-            ]
-            line.lane(
-                f"copy of {name}",
-                [
-                    Segment(start, end - start, f"{name}_{j} on its way", colour)
-                    for start, end, j in spans
-                    if end > start and j >= 0
-                ],
-            )
+        for name, colour in (("K", ORANGE), ("V", GREEN)):
+            issued, landed, ahead = copies[stages][name]
+            segments = []
+            for j in (-1, 0, 1):
+                start, end = max(j * p.block + issued, 0), min(j * p.block + landed, window)
+                if end > start:
+                    what = f"{name}_{j + ahead} on its way"
+                    segments.append(Segment(start, end - start, what, colour))
+            line.lane(f"copy of {name}", segments)
         barriers = [0, p.S, p.S + p.softmax, p.block] if stages == 1 else [p.S]
         for mark in sorted({j * p.block + at for j in range(2) for at in barriers}):
             double = stages == 1 and mark == p.block  # behind O_0, and before S_1
@@ -308,10 +294,9 @@ def peeled_loop() -> Drawing:
         y += 38
         for j in range(n_blocks):
             x, peeled = left + j * width, step == 10 and j == 0
-            d.cell(
-                x + 2, y, 22, 34, "" if peeled else "R", "plain" if peeled else RED, dashed=peeled,
-                step=step, block=j, rescale=int(not peeled),
-            )  # fmt: skip
+            label, colour = ("", "plain") if peeled else ("R", RED)
+            data = {"step": step, "block": j, "rescale": int(not peeled)}
+            d.cell(x + 2, y, 22, 34, label, colour, dashed=peeled, **data)
             d.cell(x + 24, y, width - 28, 34, f"j = {j}", GREEN if peeled else BLUE)
         y += 40
         first = left + (width if step == 10 else 0)
