@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from flash_helpers.course.markers import MarkerError, code_blocks
+from flash_helpers.course.markers import FENCED, MarkerError
 
 LANGUAGE = "console"
 PROMPT = "$ "
@@ -69,7 +69,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Console:
-    """A console block. begin, end: indices of its fences in the lines that it was read from."""
+    """A console block. begin, end: of what stands between its fences, in the text that it was read
+    from."""
 
     begin: int
     end: int
@@ -112,18 +113,17 @@ def consoles(text: str, first_line: int) -> list[Console]:
 
     Raises MarkerError for a block whose attributes or first line are wrong.
     """
-    lines = text.split("\n")
     found = []
-    for begin, end in code_blocks(lines):
-        language, *attributes = lines[begin].strip().lstrip("`~").split() or [""]
+    for block in FENCED.finditer(text):
+        language, *attributes = block["info"].split() or [""]
         if language == LANGUAGE:
-            inside = "\n".join(lines[begin + 1 : end])
-            found.append(_console(inside, first_line + begin, attributes, begin, end))
+            line = first_line + text.count("\n", 0, block.start())
+            found.append(_console(block, line, attributes))
     return found
 
 
-def _console(inside: str, line: int, attributes: Sequence[str], begin: int, end: int) -> Console:
-    status = 0
+def _console(block: re.Match[str], line: int, attributes: Sequence[str]) -> Console:
+    status, inside = 0, block["inside"]
     for attribute in attributes:
         name, _, value = attribute.partition("=")
         if name == "exit" and value.isdecimal():
@@ -133,12 +133,12 @@ def _console(inside: str, line: int, attributes: Sequence[str], begin: int, end:
                 line, f"{attribute!r} does not go with {LANGUAGE}: it takes gpu or exit=N"
             )
     commands = tuple(
-        Command(found[1], line + 1 + inside[: found.start()].count("\n"), status)
+        Command(found[1], line + 1 + inside.count("\n", 0, found.start()), status)
         for found in _COMMAND.finditer(inside)
     )
     if not commands:
         raise MarkerError(line, f"a {LANGUAGE} block needs a line that begins with {PROMPT!r}")
-    return Console(begin, end, "gpu" in attributes, commands)
+    return Console(*block.span("inside"), "gpu" in attributes, commands)
 
 
 def with_output(
@@ -148,21 +148,18 @@ def with_output(
 
     blocks: `consoles` of the text. outcomes: of all their commands, in order.
     """
-    lines = text.split("\n")
     following = iter(outcomes)
-    result: list[str] = []
-    at = 0
+    parts, at = [], 0
     for block in blocks:
-        result += lines[at : block.begin + 1]
+        parts.append(text[at : block.begin])
         for command in block.commands:
-            outcome = next(following)
-            shown = outcome.output.rstrip().splitlines()
-            result += (PROMPT + command.text).split("\n")
-            result += [line.rstrip() for line in shown[:lines_shown]]
-            if len(shown) > lines_shown:
-                result.append("...")
+            printed = next(following).output.rstrip().splitlines()
+            shown = [line.rstrip() for line in printed[:lines_shown]]
+            if len(printed) > lines_shown:
+                shown.append("...")
+            parts += [f"{line}\n" for line in (PROMPT + command.text, *shown)]
         at = block.end
-    return "\n".join([*result, *lines[at:]])
+    return "".join([*parts, text[at:]])
 
 
 @contextmanager

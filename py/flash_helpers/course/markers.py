@@ -10,19 +10,27 @@ Markers in fenced code blocks and in code spans are text like any other.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 INLINE_KIND = "value"
 END = "<!-- /build -->"
+# A fenced code block; the end of the text closes one that nothing else does.
+FENCED = re.compile(
+    r"^ {0,3}(?P<mark>`{3,}(?=[^`\n]*$)|~{3,})(?P<info>.*)\n?"
+    r"(?P<inside>(?s:.*?))(?:^ {0,3}(?P=mark)[`~]*[ \t]*$|\Z)",
+    re.MULTILINE,
+)
 
+_CODE_SPAN = r"(?<!`)(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
+_CODE = re.compile(f"{FENCED.pattern}|{_CODE_SPAN}", re.MULTILINE)
 _BEGIN = re.compile(r"<!-- build:(?P<kind>\w+)(?: +(?P<arguments>(?:(?!-->).)*?))? *-->")
-_INLINE = re.compile(rf"{_BEGIN.pattern}(?P<body>(?:(?!<!--).)*){re.escape(END)}")
-_TRACE = re.compile(r"<!--\s*/?\s*build\b")
-_FENCE = re.compile(r" {0,3}(?P<mark>`{3,}|~{3,})(?P<info>.*)")
-_CODE_SPAN = re.compile(r"(?<!`)(?P<mark>`+)(?!`).*?(?<!`)(?P=mark)(?!`)")
+_ALONE = re.compile(rf"^(?:{_BEGIN.pattern}|{END})[ \t]*$", re.MULTILINE)
+_INLINE = re.compile(rf"{_BEGIN.pattern}(?P<body>(?:(?!<!--).)*){END}")
+_APART = re.compile(
+    rf"^{_BEGIN.pattern}[ \t]*\n(?P<body>(?:(?!<!-- /?build\b).*\n)*){END}[ \t]*$", re.MULTILINE
+)
+_TRACE = re.compile(r".*<!--[ \t]*/?[ \t]*build\b.*")
 
 
 class MarkerError(ValueError):
@@ -58,104 +66,60 @@ class Prose:
     line: int
 
 
-def code_blocks(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Indices of the fences of each fenced code block; the end of the text where it has no second
-    one."""
-    begin, mark = -1, ""
-    for at, line in enumerate(lines):
-        fence = _FENCE.match(line)
-        if fence is None:
-            continue
-        if begin < 0 and not ("`" in fence["mark"] and "`" in fence["info"]):
-            begin, mark = at, fence["mark"]
-        elif begin >= 0 and fence["mark"].startswith(mark) and not fence["info"].strip():
-            yield begin, at
-            begin = -1
-    if begin >= 0:
-        yield begin, len(lines)
-
-
 def parse(text: str) -> list[Prose | Block]:
     """The parts of a page, in order.
 
     Raises MarkerError for a marker without its partner, inside another pair, or out of place.
     """
-    lines = text.split("\n")
-    in_code = {at for begin, end in code_blocks(lines) for at in range(begin, end + 1)}
+    # markers in code are none: search a copy in which it is blank
+    visible = _CODE.sub(lambda code: re.sub(".", "\0", code[0]), text)
     parts: list[Prose | Block] = []
     at = 0
-    while at < len(lines):
-        begin = None if at in in_code else _BEGIN.fullmatch(lines[at].rstrip())
-        if begin is not None:
-            if begin["kind"] == INLINE_KIND:
-                raise MarkerError(
-                    at + 1, f"a {INLINE_KIND} and its {END} stand within one line of text"
-                )
-            end = _end_of(lines, at)
-            body = "\n".join(lines[at + 1 : end])
-            parts.append(Block(begin["kind"], begin["arguments"] or "", body, at + 1))
-            at = end
-        elif at in in_code:
-            parts.append(Prose(lines[at], at + 1))
-        else:
-            parts += _parts_of_line(lines[at], at + 1)
-        at += 1
-        if at < len(lines):
-            parts.append(Prose("\n", at))
-    return _joined(parts)
-
-
-def _end_of(lines: list[str], begin: int) -> int:
-    """Index of the line that closes the pair that line `begin` opens."""
-    for at in range(begin + 1, len(lines)):
-        if lines[at].rstrip() == END:
-            return at
-        if _BEGIN.fullmatch(lines[at].rstrip()):
+    pairs = [*_APART.finditer(visible), *_INLINE.finditer(visible)]
+    for pair in sorted(pairs, key=lambda pair: pair.start()):
+        if pair.start() < at:  # inside another one
+            continue
+        _refuse_traces(visible, at, pair.start())
+        line = _line(visible, pair.start())
+        kind, arguments, body = (text[slice(*pair.span(n))] for n in ("kind", "arguments", "body"))
+        if kind == INLINE_KIND and pair.re is _APART:
+            raise MarkerError(line, f"a {INLINE_KIND} and its {END} stand within one line of text")
+        if kind != INLINE_KIND and pair.re is _INLINE:
             raise MarkerError(
-                at + 1,
-                f"a marker inside the pair that line {begin + 1} opens: close that with {END}",
-            )
-    raise MarkerError(begin + 1, f"{lines[begin].strip()} is never closed: add a line {END}")
-
-
-def _parts_of_line(line: str, number: int) -> Iterator[Prose | Block]:
-    # what is quoted in a code span is no marker: search a copy in which it is blank
-    visible = _CODE_SPAN.sub(lambda match: " " * len(match[0]), line)
-    at = 0
-    for found in _INLINE.finditer(visible):
-        if found["kind"] != INLINE_KIND:
-            raise MarkerError(
-                number,
-                f"build:{found['kind']} and its {END} stand on lines of their own; within a line "
+                line,
+                f"build:{kind} and its {END} stand on lines of their own; within a line "
                 f"there is only build:{INLINE_KIND}",
             )
-        _refuse_traces(visible[at : found.start()], number)
-        yield Prose(line[at : found.start()], number)
-        yield Block(INLINE_KIND, found["arguments"] or "", found["body"], number)
-        at = found.end()
-    _refuse_traces(visible[at:], number)
-    yield Prose(line[at:], number)
+        parts.append(Prose(text[at : pair.start()], _line(visible, at)))
+        parts.append(Block(kind, arguments, body.removesuffix("\n"), line))
+        at = pair.end()
+    _refuse_traces(visible, at, len(visible))
+    return [*parts, Prose(text[at:], _line(visible, at))]
 
 
-def _refuse_traces(text: str, number: int) -> None:
-    if not _TRACE.search(text):
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def _refuse_traces(visible: str, begin: int, end: int) -> None:
+    """Raise MarkerError for a marker that is left over between two pairs."""
+    trace = _TRACE.search(visible, begin, end)
+    if trace is None:
         return
-    if text.strip() == END:
-        raise MarkerError(number, f"{END} closes nothing: no marker before it is open")
+    found, line = trace[0].replace("\0", " ").strip(), _line(visible, trace.start())
+    if found == END:
+        raise MarkerError(line, f"{END} closes nothing: no marker before it is open")
+    if _ALONE.match(visible, trace.start()):
+        following = _ALONE.search(visible, trace.end())
+        if following and following["kind"]:
+            raise MarkerError(
+                _line(visible, following.start()),
+                f"a marker inside the pair that line {line} opens: close that with {END}",
+            )
+        raise MarkerError(line, f"{found} is never closed: add a line {END}")
     raise MarkerError(
-        number,
-        f"{text.strip()!r} is no pair of markers: write <!-- build:KIND ARGUMENTS --> and {END} on "
+        line,
+        f"{found!r} is no pair of markers: write <!-- build:KIND ARGUMENTS --> and {END} on "
         f"lines of their own, at the margin, or <!-- build:{INLINE_KIND} KEY -->{END} within a "
         "line",
     )
-
-
-def _joined(parts: list[Prose | Block]) -> list[Prose | Block]:
-    """The same with neighbouring prose put together."""
-    found: list[Prose | Block] = []
-    for is_prose, run in itertools.groupby(parts, lambda part: isinstance(part, Prose)):
-        pieces = list(run)
-        if is_prose:
-            pieces = [Prose("".join(piece.text for piece in pieces), pieces[0].line)]
-        found += pieces
-    return found
