@@ -69,22 +69,6 @@ class SourcePage:
         ]
 
 
-@dataclass(frozen=True)
-class BuiltPage:
-    """A page as it is and as it should be.
-
-    failures: the commands that did not end as they must. missing: pictures that are shown and are
-    not there. unchecked: what the installed library cannot tell, a line each.
-    """
-
-    path: PurePosixPath
-    old: str
-    new: str
-    failures: Sequence[Outcome]
-    missing: Sequence[PurePosixPath]
-    unchecked: Sequence[str]
-
-
 def all_pages(root: Path) -> list[PurePosixPath]:
     """The Markdown files that may hold blocks, relative to the root."""
     found = [FOLDER / path.name for path in sorted((root / FOLDER).glob("*.md"))]
@@ -136,8 +120,8 @@ def build_pages(
     Raises PageError with all that is wrong, if something is, and OSError where there is no room for
     a copy.
     """
-    drafts = [_Draft(page, evidence, check) for page in pages]
-    wanted = {draft: draft.commands(until_output=not check) if run else [] for draft in drafts}
+    built = [BuiltPage(page, evidence, check) for page in pages]
+    wanted = {page: page.commands(until_output=not check) if run else [] for page in built}
     total = sum(map(len, wanted.values())) + sum(len(page.blocks) for page in pages)
     runner = Runner(command_environment())
     with (
@@ -145,41 +129,54 @@ def build_pages(
         ThreadPoolExecutor(JOBS) as pool,
     ):
 
-        def run_page(draft: _Draft) -> dict[Command, Outcome]:
+        def run_page(page: BuiltPage) -> dict[Command, Outcome]:
             outcomes = {}
-            with copy_of(evidence.root) if wanted[draft] else nullcontext(evidence.root) as folder:
-                for command in wanted[draft]:
+            with copy_of(evidence.root) if wanted[page] else nullcontext(evidence.root) as folder:
+                for command in wanted[page]:
                     outcomes[command] = runner.run(command, folder)
                     progress.update()
             return outcomes
 
         try:
             # the longest first, so that none is left alone at the end
-            ordered = sorted(drafts, key=lambda draft: -len(wanted[draft]))
-            running = {draft: pool.submit(run_page, draft) for draft in ordered}
-            errors = [error for draft in drafts for error in draft.write(progress.update)]
+            ordered = sorted(built, key=lambda page: -len(wanted[page]))
+            running = {page: pool.submit(run_page, page) for page in ordered}
+            errors = [error for page in built for error in page.write(progress.update)]
             if errors:
                 raise PageError("\n".join(errors))
-            return [draft.built(running[draft].result()) for draft in drafts]
+            for page in built:
+                page.show_outcomes(running[page].result())
+            return built
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             runner.stop()
             raise
 
 
-class _Draft:
-    """A page that is being built. check: as for `build_pages`."""
+class BuiltPage:
+    """A page as it is and as it should be.
 
-    def __init__(self, page: SourcePage, evidence: Evidence, check: bool) -> None:
-        self._page, self._evidence, self._check = page, evidence, check
+    failures: the commands that did not end as they must. missing: pictures that are shown and are
+    not there. unchecked: what the installed library cannot tell, a line each.
+    """
+
+    def __init__(self, source: SourcePage, evidence: Evidence, check: bool) -> None:
+        self.path, self.old = source.path, source.text
+        self.failures: list[Outcome] = []
+        self.missing: list[PurePosixPath] = []
+        self.unchecked: list[str] = []
+        self._source, self._evidence, self._check = source, evidence, check
         self._texts: list[str] = []
-        self._missing: list[PurePosixPath] = []
-        self._unchecked: list[str] = []
+
+    @property
+    def new(self) -> str:
+        """What was written."""
+        return "".join(self._texts)
 
     def commands(self, until_output: bool) -> list[Command]:
         """Those to be run."""
         found = []
-        for command in self._page.commands(until_output):
+        for command in self._source.commands(until_output):
             try:
                 self._evidence.require_built(command.architectures)
             except NotBuiltError as error:
@@ -191,7 +188,7 @@ class _Draft:
 
     def write(self, on_block: Callable[[], object]) -> Iterator[str]:
         """Write all but what commands print; yields what is wrong."""
-        for part in self._page.parts:
+        for part in self._source.parts:
             if isinstance(part, Prose):
                 self._texts.append(part.text)
                 continue
@@ -202,44 +199,33 @@ class _Draft:
                 if self._check and isinstance(error, NotBuiltError):
                     self._leave(part.line, error)
                 else:
-                    yield f"{self._page.path}:{part.line}: {error}"
+                    yield f"{self.path}:{part.line}: {error}"
             self._texts.append(part.written(text))
             on_block()
 
     def _leave(self, line: int, reason: NotBuiltError) -> None:
-        self._unchecked.append(f"{self._page.path}:{line}: not checked: {reason}")
+        self.unchecked.append(f"{self.path}:{line}: not checked: {reason}")
 
     def _text(self, part: Block) -> str:
         if part.kind == blocks.OUTPUT_KIND:
-            _lines_shown(part, self._page.path)  # what is wrong is told before commands have run
+            _lines_shown(part, self.path)  # what is wrong is told before commands have run
             return part.body
         if part.kind == blocks.PICTURE_KIND:
-            words = parse_arguments(part.arguments, (), self._page.path).words
+            words = parse_arguments(part.arguments, (), self.path).words
             path = PICTURES / f"{''.join(words[:1])}.svg"
             if not (self._evidence.root / path).is_file():
-                self._missing.append(path)
-        return blocks.render(self._evidence, part.kind, part.arguments, self._page.path)
+                self.missing.append(path)
+        return blocks.render(self._evidence, part.kind, part.arguments, self.path)
 
-    def built(self, outcomes: Mapping[Command, Outcome]) -> BuiltPage:
-        """The page with what its commands printed. An output block of which one was not run stays
-        as it is."""
-        page, texts = self._page, list(self._texts)
-        for at, part in enumerate(page.parts):
-            if isinstance(part, Block) and at in page.consoles:
-                found = [outcomes.get(c) for console in page.consoles[at] for c in console.commands]
-                if None not in found:
-                    shown = _lines_shown(part, page.path)
-                    texts[at] = part.written(
-                        with_output(part.body, page.consoles[at], found, shown)
-                    )
-        return BuiltPage(
-            path=page.path,
-            old=page.text,
-            new="".join(texts),
-            failures=[outcome for outcome in outcomes.values() if outcome.failed],
-            missing=self._missing,
-            unchecked=self._unchecked,
-        )
+    def show_outcomes(self, outcomes: Mapping[Command, Outcome]) -> None:
+        """Write what commands printed. An output block of which one was not run stays as it is."""
+        self.failures = [outcome for outcome in outcomes.values() if outcome.failed]
+        for at, inside in self._source.consoles.items():
+            part = self._source.parts[at]
+            found = [outcomes.get(command) for console in inside for command in console.commands]
+            if isinstance(part, Block) and None not in found:
+                shown = _lines_shown(part, self.path)
+                self._texts[at] = part.written(with_output(part.body, inside, found, shown))
 
 
 def _lines_shown(part: Block, page: PurePosixPath) -> int:
