@@ -18,7 +18,7 @@ from flash_helpers.course.blocks import KINDS, render
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.counting import count_kernel
 from flash_helpers.course.evidence import PUBLISHED, Evidence
-from flash_helpers.course.published import load_published
+from flash_helpers.course.published import Published
 from flash_helpers.course.site_plots import site_plots
 from flash_helpers.course.sources import code_diff, without_comments
 from flash_helpers.course.values import value, value_lines
@@ -153,7 +153,7 @@ def test_the_kernel_with_a_static_stride_is_counted_itself() -> None:
     counted = count_kernel(config, seq_len=128)
     (profile,) = profile_kernels([config], AttentionForward(1, 16, 128), flash_attention.simulate)
     assert profile.ran == config
-    total, of_all_heads = counted.total(), profile.run.counters.total
+    total, of_all_heads = counted.total, profile.run.counters.total
     for name in ("instructions", "mma", "shared_wavefronts", "global_sectors"):
         assert 16 * getattr(total, name) == getattr(of_all_heads, name), name
 
@@ -272,7 +272,7 @@ def test_a_step_that_was_not_measured_leaves_a_gap_in_the_sites_plot(unmeasured:
 
 
 def test_published_figures_of_a_step_are_there_for_every_gpu(root: Path) -> None:
-    published = load_published(root / PUBLISHED)
+    published = Published.load(root / PUBLISHED)
     keys = [gpu.key for gpu in published.gpus]
     there = sorted((step.step, step.gpu) for step in published.steps)
     steps = {step.step for step in published.steps}
@@ -285,7 +285,7 @@ def test_another_file_of_published_figures_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "published.json"
     path.write_text(json.dumps({"format": 1, "source": ""}))
     with pytest.raises(ValueError, match="holds no published figures"):
-        load_published(path)
+        Published.load(path)
 
 
 def test_the_staircase_is_linked_from_any_page(show: Show) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+
+import numpy as np
 
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
 from flash_helpers.course.evidence import Evidence
@@ -43,10 +44,7 @@ class Speedup:
 
 
 def speedup(
-    results: BenchmarkResults,
-    before: Config,
-    after: Config,
-    seq_len: int,
+    results: BenchmarkResults, before: Config, after: Config, seq_len: int
 ) -> Speedup | None:
     """None unless both were measured at that length."""
     old, new = (
@@ -56,10 +54,7 @@ def speedup(
         return None
     # rounds stand in order; one that ran out of time has the first of them
     ratios = [a / b - 1 for a, b in zip(old.samples_ms, new.samples_ms, strict=False)]
-    if len(ratios) == 1:
-        return Speedup(*ratios * 3)
-    first, median, third = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Speedup(median, first, third)
+    return Speedup(*np.percentile(ratios, (50, 25, 75)).tolist())
 
 
 def mean_change(results: BenchmarkResults, before: Config, after: Config) -> float | None:
@@ -119,11 +114,8 @@ def _change_cells(found: Speedup | None) -> list[str]:
     return [median, f"{low} … {high}", found.verdict]
 
 
-def _speed(results: BenchmarkResults, config: Config, seq_len: int | None) -> float | None:
-    name, dtype = config.short_form(), config.dtype.short
-    if seq_len is None:
-        return results.mean_tflops(name, dtype)
-    return results.tflops(name, dtype, seq_len)
+def _speed(results: BenchmarkResults, config: Config, seq_len: int | None = None) -> float | None:
+    return results.tflops(config.short_form(), config.dtype.short, seq_len)
 
 
 def _measured_note(results: BenchmarkResults, step: Step) -> str:
@@ -151,7 +143,7 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
         [
             label,
             number(_speed(results, config, TABLE_SEQ_LEN)),
-            number(_speed(results, config, None)),
+            number(_speed(results, config)),
             percent(results.of_flash(config.short_form(), dtype)),
         ]
         for label, config in zip(names_of(configs), configs, strict=True)
@@ -174,12 +166,13 @@ def _published_table(published: Published, step: Step) -> str:
 def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
     """The plot of the progression; its text tells the numbers of the first and the last step that
     were measured."""
-    numbers = progression_numbers(evidence.results, DTYPE.short)
+    results = evidence.results
+    numbers = progression_numbers(results, DTYPE.short)
     rows = zip(numbers["steps"], numbers["fixed"], numbers["best"], strict=True)
     measured = [row for row in rows if row[1] is not None]
     (first, at_first, _), (last, at_last, best) = measured[0], measured[-1]
     alt = (
-        f"Percent of {LIBRARY_NAMES[FLASH]} by step on {evidence.results.provenance.gpu}: "
+        f"Percent of {LIBRARY_NAMES[FLASH]} by step on {results.provenance.gpu}: "
         f"{at_first:.0f}% at step {first}, {at_last:.0f}% at step {last}"
     )
     if best is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.selection import names_of
+from flash_helpers.sass.analyse.counts import count_changes
 from flash_helpers.tables import Table, change, number
 
 
@@ -24,8 +25,4 @@ def row(label: str, values: Sequence[float | None], digits: int = 0) -> list[str
 
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int]]:
     """Numbers by opcode that differ, and by how much; the largest change first."""
-    found = {op: after.get(op, 0) - before.get(op, 0) for op in {*before, *after}}
-    return sorted(
-        ((op, change) for op, change in found.items() if change),
-        key=lambda item: (-abs(item[1]), item[0]),
-    )
+    return [(opcode, new - old) for opcode, old, new in count_changes(before, after)]

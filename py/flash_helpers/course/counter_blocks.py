@@ -9,7 +9,7 @@ from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.columns import changes, columns_table, row
 from flash_helpers.course.counting import SEQ_LEN, KernelCounts
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.ptx import Counts, Phase
+from flash_helpers.ptx import Counts
 
 # Opcodes of PTX by the name that pages use: those that begin with the text.
 OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(
@@ -63,18 +63,21 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
 
 def of_group(counts: KernelCounts, group: str) -> Counts:
     """The counts of one of OPCODE_GROUPS."""
-    return counts.total(wanted=lambda opcode: opcode.startswith(OPCODE_GROUPS[group]))
+    found = Counts()
+    for opcode, of_opcode in counts.by_opcode.items():
+        if opcode.startswith(OPCODE_GROUPS[group]):
+            found.add(of_opcode)
+    return found
 
 
-def per_mma(counts: KernelCounts) -> float | None:
-    """Warp instructions of the main loop for each mma; None without any."""
-    loop = counts.total(Phase.MAIN_LOOP)
-    return loop.instructions / loop.mma if loop.mma else None
+def per_mma(loop: Counts, quantity: str = "instructions") -> float | None:
+    """What is counted in the main loop for each mma; None without any."""
+    return getattr(loop, quantity) / loop.mma if loop.mma else None
 
 
 def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
     label, value = QUANTITIES[quantity]
-    totals = [value(counts.total()) for counts in found]
+    totals = [value(counts.total) for counts in found]
     if quantity == "conflicts" or any(totals):
         yield row(label, totals)
     for group, opcode in OPCODE_GROUPS.items() if quantity in _BY_GROUP else ():
@@ -84,18 +87,16 @@ def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
 
 
 def _main_loop_rows(found: Sequence[KernelCounts]) -> Iterator[list[str]]:
-    loops = [counts.total(Phase.MAIN_LOOP) for counts in found]
+    loops = [counts.main_loop for counts in found]
     yield row("warp instructions in the main loop", [loop.instructions for loop in loops])
-    yield row("&nbsp;&nbsp;of them for each mma", [per_mma(counts) for counts in found], digits=2)
-    yield row(
-        "wavefronts there for each mma",
-        [loop.shared_wavefronts / loop.mma if loop.mma else None for loop in loops],
-        digits=2,
-    )
+    yield row("&nbsp;&nbsp;of them for each mma", [per_mma(loop) for loop in loops], digits=2)
+    wavefronts = [per_mma(loop, "shared_wavefronts") for loop in loops]
+    yield row("wavefronts there for each mma", wavefronts, digits=2)
 
 
 def _changes_text(before: KernelCounts, after: KernelCounts) -> str:
-    found = changes(before.opcodes(), after.opcodes())
+    numbers = ({op: c.instructions for op, c in k.by_opcode.items()} for k in (before, after))
+    found = changes(*numbers)
     parts = [f"`{opcode}` {value:+,}" for opcode, value in found[:_MOST_CHANGES]]
     if len(found) > _MOST_CHANGES:
         parts.append(f"{len(found) - _MOST_CHANGES} more")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,28 +18,13 @@ HEADS = 16  # of the tensors, of which one is computed: those of the benchmark
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """phases: counts by opcode of PTX, of each phase. row_stride: elements."""
+    """total: of all instructions, main_loop: of those in it. by_opcode: of PTX. row_stride:
+    elements."""
 
-    phases: Mapping[Phase, Mapping[str, Counts]]
+    total: Counts
+    main_loop: Counts
+    by_opcode: Mapping[str, Counts]
     row_stride: int
-
-    def total(
-        self, phase: Phase | None = None, wanted: Callable[[str], bool] = lambda opcode: True
-    ) -> Counts:
-        """The sum over all phases or one, of all opcodes or of those that are wanted."""
-        found = Counts()
-        for name, counts in self.phases.items():
-            for opcode, of_opcode in counts.items():
-                if phase in (None, name) and wanted(opcode):
-                    found.add(of_opcode)
-        return found
-
-    def opcodes(self) -> Mapping[str, int]:
-        """Instructions by opcode."""
-        found = Counter[str]()
-        for counts in self.phases.values():
-            found.update({opcode: of_opcode.instructions for opcode, of_opcode in counts.items()})
-        return found
 
 
 def count_kernel(config: Config, seq_len: int = SEQ_LEN) -> KernelCounts:
@@ -51,5 +35,6 @@ def count_kernel(config: Config, seq_len: int = SEQ_LEN) -> KernelCounts:
     problem = AttentionForward(1, 1, seq_len, config.d_head, config.dtype)
     row_stride = config.own_row_stride(AttentionForward(1, HEADS, seq_len, config.d_head))
     inputs = make_inputs("normal", problem, getattr(torch, config.dtype.torch_name))
-    run = run_shipped(config, tensors_for(config, *inputs, row_stride))
-    return KernelCounts({phase: run.counters.by_opcode(phase) for phase in Phase}, row_stride)
+    counters = run_shipped(config, tensors_for(config, *inputs, row_stride)).counters
+    main_loop = counters.by_phase()[Phase.MAIN_LOOP]
+    return KernelCounts(counters.total, main_loop, counters.by_opcode(), row_stride)

@@ -3,13 +3,13 @@ library, the simulator, and committed measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Callable, Collection
+from functools import cache, cached_property
 from pathlib import Path
 
 from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.counting import KernelCounts, count_kernel
-from flash_helpers.course.published import Published, load_published
+from flash_helpers.course.published import Published
 from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
@@ -38,10 +38,10 @@ class Evidence:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._facts: dict[tuple[Config, str], ConfigFacts] = {}
         self._kernels: dict[tuple[Config, str], Kernel] = {}
-        self._counts: dict[Config, KernelCounts] = {}
-        self._diffs: dict[str, CodeDiff] = {}
+        self._facts = cache(self._read_facts)
+        # what the simulator counts of a kernel
+        self.counts: Callable[[Config], KernelCounts] = cache(count_kernel)
 
     @cached_property
     def results(self) -> BenchmarkResults:
@@ -51,7 +51,7 @@ class Evidence:
     @cached_property
     def published(self) -> Published:
         """What was published for other GPUs."""
-        return load_published(self.root / PUBLISHED)
+        return Published.load(self.root / PUBLISHED)
 
     def require_built(self, architectures: Collection[str]) -> None:
         """Raise NotBuiltError unless the library holds code for all of these."""
@@ -67,10 +67,10 @@ class Evidence:
 
         architecture: such as "sm_90", which stands for sm_90a where a family is built for that.
         """
-        key = (config, target_of(config.family, architecture))
-        if key not in self._facts:
-            self._facts[key] = config_facts(config, self._kernel(*key), self.results)
-        return self._facts[key]
+        return self._facts(config, target_of(config.family, architecture))
+
+    def _read_facts(self, config: Config, target: str) -> ConfigFacts:
+        return config_facts(config, self._kernel(config, target), self.results)
 
     def _kernel(self, config: Config, target: str) -> Kernel:
         self.require_built([target])
@@ -88,19 +88,11 @@ class Evidence:
             self._kernels.update({(c, target): kernel for c, kernel in found.items()})
         return self._kernels[config, target]
 
-    def counts(self, config: Config) -> KernelCounts:
-        """What the simulator counts of a kernel."""
-        if config not in self._counts:
-            self._counts[config] = count_kernel(config)
-        return self._counts[config]
-
     def step_diff(self, step: Step) -> CodeDiff:
         """What a step changed in its parent's code. Raises UsageError for one without a parent."""
         if step.parent is None:
             raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
-        if step.id not in self._diffs:
-            self._diffs[step.id] = code_diff(STEPS[step.parent], step, self.root)
-        return self._diffs[step.id]
+        return code_diff(STEPS[step.parent], step, self.root)
 
 
 def target_of(family: Family, architecture: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from flash_helpers.measure.results import RecordFile
@@ -46,8 +45,3 @@ class Published(RecordFile):
     def find(self, step: str, gpu: str) -> PublishedStep | None:
         """What was published of a step for the GPU of that key, if anything was."""
         return next((s for s in self.steps if (s.step, s.gpu) == (step, gpu)), None)
-
-
-def load_published(path: Path) -> Published:
-    """Read the file. Raises OSError, and ValueError if it holds something else."""
-    return Published.load(path)

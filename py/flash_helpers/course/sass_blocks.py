@@ -136,7 +136,9 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
         instruction
         for instruction in _instructions(facts, phase)
         if pattern.search(instruction.text)
-        and (not where.pattern or _stands_at(instruction, where, source))
+        and (
+            not where.pattern or any(where.search(source.line(line)) for line in instruction.source)
+        )
     ]
     if not found:
         raise UsageError(
@@ -171,10 +173,6 @@ def _instructions(facts: KernelFacts, phase: str) -> Iterator[Instruction]:
     part = getattr(phases(facts.kernel), PHASES[phase])
     wanted = set(part.blocks if isinstance(part, Loop) else part or ())
     return (i for i in facts.kernel.instructions if i.block in wanted and may_execute(i))
-
-
-def _stands_at(instruction: Instruction, where: re.Pattern[str], source: SourceText) -> bool:
-    return any(where.search(source.line(line)) for line in instruction.source)
 
 
 def _listing(instructions: Sequence[Instruction], file: str, source: SourceText) -> Iterator[str]:

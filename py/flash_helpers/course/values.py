@@ -128,11 +128,9 @@ def _clock(evidence: Evidence, parts: list[str]) -> str:
 
 
 def _speed_text(results: BenchmarkResults, name: str, dtype: str, quantity: str) -> str:
-    if quantity == "tflops":
-        return _measured(results.tflops(name, dtype, TABLE_SEQ_LEN), name, number)
-    if quantity == "mean":
-        return _measured(results.mean_tflops(name, dtype), name, number)
-    length = TABLE_SEQ_LEN if quantity == "of_flash" else None
+    length = None if quantity in ("mean", "of_flash_mean") else TABLE_SEQ_LEN
+    if quantity in ("tflops", "mean"):
+        return _measured(results.tflops(name, dtype, length), name, number)
     return _measured(results.of_flash(name, dtype, length), name, percent)
 
 
@@ -201,14 +199,14 @@ def _counters(evidence: Evidence, parts: list[str]) -> str:
     name, *rest = parts
     counts = evidence.counts(parse_kernel(name))
     if rest == ["per_mma"]:
-        return number(per_mma(counts), 2)
+        return number(per_mma(counts.main_loop), 2)
     if len(rest) == 2:
         group, quantity = rest
         found = of_group(counts, _chosen(group, OPCODE_GROUPS))
     else:
         (quantity,) = _only(rest, 1)
         _chosen(quantity, (*QUANTITIES, "per_mma"))
-        found = counts.total()
+        found = counts.total
     return number(QUANTITIES[_chosen(quantity, QUANTITIES)][1](found))
 
 
