@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
@@ -95,6 +96,11 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
+def _names(colour: str, **flags: bool) -> str:
+    """The classes of an element: its colour, and what holds of it."""
+    return " ".join(filter(None, [colour, *(name for name, holds in flags.items() if holds)]))
+
+
 def typeset(text: str) -> str:
     """The text with the signs that a printer would set for hyphens."""
     return _DASH.sub("\N{EN DASH}", _MINUS.sub("\N{MINUS SIGN}", text))
@@ -159,25 +165,15 @@ class Drawing:
         """
         text = typeset(text)
         text_width(text, size, bold=bold)  # a character of unknown width is told now
-        names = " ".join(name for name in (colour, "bold" if bold else "") if name)
-        attributes = {"x": _number(x), "y": _number(y), "font-size": _number(size)}
+        attributes: dict[str, str | float] = {"x": x, "y": y, "font-size": size}
         if anchor != "start":
             attributes["text-anchor"] = anchor
-        self._add("text", attributes, names, y + DESCENT * size, data).text = text
+        element = self._add("text", attributes, _names(colour, bold=bold), y + DESCENT * size, data)
+        element.text = text
 
-    def bold(self, x: float, y: float, text: str, anchor: str = "start") -> None:
-        """A line of bold text."""
-        self.text(x, y, text, anchor, bold=True)
-
-    def small(
-        self, x: float, y: float, text: str, anchor: str = "start", *, bold: bool = False
-    ) -> None:
-        """A line of small text."""
-        self.text(x, y, text, anchor, size=SMALL, bold=bold)
-
-    def note(self, x: float, y: float, text: str, anchor: str = "start") -> None:
-        """A line of small text in the muted colour."""
-        self.text(x, y, text, anchor, size=SMALL, colour="muted")
+    bold = partialmethod(text, bold=True)
+    small = partialmethod(text, size=SMALL)
+    note = partialmethod(text, size=SMALL, colour="muted")
 
     def paragraph(
         self,
@@ -185,10 +181,10 @@ class Drawing:
         y: float,
         text: str,
         *,
-        width: float | None = None,
+        width: float = 0,
         size: float = BODY,
-        colour: str = "",
         bold: bool = False,
+        colour: str = "",
     ) -> float:
         """Text broken into lines from y downwards; returns where it ends.
 
@@ -213,8 +209,7 @@ class Drawing:
     ) -> None:
         """A rectangle. colour: of COLOURS, tinted, or "plain", an outline alone."""
         sides = {"x": x, "y": y, "width": width, "height": height}
-        names = colour + (" strong" if strong else "") + (" dashed" if dashed else "")
-        self._add("rect", {k: _number(v) for k, v in sides.items()}, names, y + height, data)
+        self._add("rect", sides, _names(colour, strong=strong, dashed=dashed), y + height, data)
 
     def cell(
         self,
@@ -242,7 +237,7 @@ class Drawing:
 
     def line(self, points: Sequence[Point], colour: str = "rule", *, dashed: bool = False) -> None:
         """A line through points. colour: "rule", "ink" or a name of COLOURS."""
-        self._shape("polyline", points, colour, " dashed" if dashed else "")
+        self._shape("polyline", points, colour, dashed=dashed)
 
     def arrow(self, *points: Point, colour: str = "ink") -> None:
         """A line with a head at its last point."""
@@ -279,25 +274,25 @@ class Drawing:
         ElementTree.indent(self._root, " ")
         return ElementTree.tostring(self._root, encoding="unicode") + "\n"
 
-    def _shape(self, tag: str, points: Sequence[Point], colour: str, more: str = "") -> None:
-        name = f"{colour}-line" if colour in COLOURS else colour
+    def _shape(self, tag: str, points: Sequence[Point], colour: str, **flags: bool) -> None:
+        names = _names(f"{colour}-line" if colour in COLOURS else colour, **flags)
         at = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
-        self._add(tag, {"points": at}, name + more, max(y for _, y in points), {})
+        self._add(tag, {"points": at}, names, max(y for _, y in points), {})
 
     def _add(
         self,
         tag: str,
-        attributes: dict[str, str],
+        attributes: Mapping[str, str | float],
         names: str,
         bottom: float,
         data: Mapping[str, object],
     ) -> ElementTree.Element:
         self._bottom = max(self._bottom, bottom)
-        for key, value in data.items():
-            attributes[f"data-{key.replace('_', '-')}"] = str(value)
+        texts = {key: v if isinstance(v, str) else _number(v) for key, v in attributes.items()}
+        texts |= {f"data-{key.replace('_', '-')}": str(value) for key, value in data.items()}
         if names:
-            attributes["class"] = names
-        return ElementTree.SubElement(self._root, tag, attributes)
+            texts["class"] = names
+        return ElementTree.SubElement(self._root, tag, texts)
 
 
 @dataclass(frozen=True)
