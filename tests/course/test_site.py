@@ -47,7 +47,6 @@ def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (folder / "docs/00_start.md").write_text("# Start\n\n## The idea\n\nText.\n")
     (folder / "docs/01_base.md").write_text("# Base\n\nText.\n")
     monkeypatch.setattr(site, "PAGES", PAGES[:2])
-    monkeypatch.setattr(site, "COURSE", PAGES[:2])
     empty = [View(view_name(step), "<html></html>", ()) for step in STEPS.values()]
     monkeypatch.setattr(site, "step_views", lambda *arguments: iter(empty))
     return folder

@@ -17,14 +17,13 @@ from flash_helpers.course.blocks import kinds_text
 from flash_helpers.course.build import (
     BuiltPage,
     SourcePage,
-    absent_pages,
-    all_pages,
     build_pages,
     compilers_named,
     read_page,
 )
 from flash_helpers.course.commands import TIME_LIMIT
 from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.pages import absent_pages, all_pages
 from flash_helpers.course.values import value_lines
 from flash_helpers.files import text_diff, write_if_different
 from flash_helpers.registry.selection import UsageError

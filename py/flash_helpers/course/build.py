@@ -27,10 +27,7 @@ from flash_helpers.course.commands import (
 from flash_helpers.course.evidence import Evidence, NotBuiltError
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
-from flash_helpers.course.pages import FOLDER, PAGES
 from flash_helpers.registry.selection import UsageError
-
-OTHER_PAGES = ("README.md", "CONTRIBUTING.md")
 
 _COMPILER = re.compile(r"\bptxas \d+(?:\.\d+)+")
 
@@ -67,17 +64,6 @@ class SourcePage:
             for command in console.commands
             if at <= last and not console.is_gpu
         ]
-
-
-def all_pages(root: Path) -> list[PurePosixPath]:
-    """The Markdown files that may hold blocks, relative to the root."""
-    found = [FOLDER / path.name for path in sorted((root / FOLDER).glob("*.md"))]
-    return [*found, *(PurePosixPath(name) for name in OTHER_PAGES if (root / name).is_file())]
-
-
-def absent_pages(root: Path) -> list[PurePosixPath]:
-    """Pages of the list that nobody has written."""
-    return [page.path for page in PAGES if not (root / page.path).is_file()]
 
 
 def read_page(root: Path, path: PurePosixPath) -> SourcePage:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from flash_helpers.kernel_configs import FAMILIES, STEPS
 from flash_helpers.registry.family import Step
 
 FOLDER = PurePosixPath("docs")
+README = PurePosixPath("README.md")
+CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,14 @@ def neighbours(page: Page) -> tuple[Page | None, Page | None]:
     around = (None, *COURSE, None)
     at = around.index(page)
     return around[at - 1], around[at + 1]
+
+
+def all_pages(root: Path) -> list[PurePosixPath]:
+    """The Markdown files that may hold blocks, relative to the root."""
+    found = [FOLDER / path.name for path in sorted((root / FOLDER).glob("*.md"))]
+    return [*found, *(path for path in (README, CONTRIBUTING) if (root / path).is_file())]
+
+
+def absent_pages(root: Path) -> list[PurePosixPath]:
+    """Pages of the list that nobody has written."""
+    return [page.path for page in PAGES if not (root / page.path).is_file()]

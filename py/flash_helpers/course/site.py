@@ -7,8 +7,7 @@ import importlib.util
 import io
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,8 +16,8 @@ from tqdm import tqdm
 
 from flash_helpers.course import markers
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.pages import COURSE, FOLDER, PAGES, Page
-from flash_helpers.course.site_links import LinkTargets, Menu, broken_links
+from flash_helpers.course.pages import FOLDER, PAGES, README, all_pages
+from flash_helpers.course.site_links import LinkTargets, broken_links
 from flash_helpers.course.site_plots import PLOTTED, site_plots
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
 from flash_helpers.kernel_configs import STEPS
@@ -26,8 +25,6 @@ from flash_helpers.measure.benchmark_tables import progression_table
 from flash_helpers.measure.results import BenchmarkResults
 
 ASSETS = PurePosixPath("docs/assets")
-README = PurePosixPath("README.md")
-CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
 
 MEASUREMENTS = "measurements"
 VIEWS_PAGE = "views"
@@ -120,9 +117,7 @@ def _title(root: Path) -> str:
 
 def _written_pages(root: Path) -> list[_Source]:
     """The Markdown files of the repository that are pages: the README, and those of the docs."""
-    listed = [page.path for page in PAGES]
-    found = [PurePosixPath(path.relative_to(root)) for path in sorted((root / FOLDER).glob("*.md"))]
-    paths = dict.fromkeys([README, *listed, *found, CONTRIBUTING])
+    paths = dict.fromkeys([README, *(page.path for page in PAGES), *all_pages(root)])
     return [
         _Source(
             name="index" if path == README else path.stem.lower(),
@@ -166,7 +161,7 @@ def _made_pages(results: BenchmarkResults) -> list[_Source]:
 
 def _unlisted_pages(root: Path) -> list[str]:
     listed = {page.path for page in PAGES}
-    found = {PurePosixPath(path.relative_to(root)) for path in (root / FOLDER).glob("*.md")}
+    found = {path for path in all_pages(root) if path.parent == FOLDER}
     return [
         *(f"{path} is in the list of pages, and not there" for path in sorted(listed - found)),
         *(f"{path} is not in the list of pages" for path in sorted(found - listed)),
@@ -225,39 +220,44 @@ class _Build:
         names: of the pages, by the path of their Markdown. steps: those about a step.
         """
         from sphinx.application import Sphinx
+        from sphinx.errors import SphinxError
         from sphinx.util.console import strip_escape_sequences
         from sphinx.util.docutils import docutils_namespace, patch_docutils
 
         from flash_helpers.course.site_pages import SitePages
 
         root, warnings = self.evidence.root, io.StringIO()
-        # the first two undo what Sphinx teaches docutils, for whoever builds again in this process
-        with patch_docutils(), docutils_namespace(), _as_site_error():
-            app = Sphinx(
-                srcdir=self._source,
-                confdir=None,
-                outdir=self.built,
-                doctreedir=self.folder / "doctrees",
-                buildername="html",
-                confoverrides=self._settings(),
-                status=None,
-                warning=warnings,
-            )
-            SitePages(
-                source=self._source,
-                targets=LinkTargets(
-                    root,
-                    {path: name for path, name in names.items() if (root / path).is_file()},
-                    frozenset(map(view_name, STEPS.values())),
-                    self.repo_url,
-                ),
-                paths={name: path for path, name in names.items()},
-                menus=_menus(set(names.values())),
-                plots=site_plots(self.evidence.results, steps),
-                cards={name: card_html(STEPS[step]) for step, name in steps.items()},
-                on_page=on_page,
-            ).connect(app)
-            app.build()
+        pages = SitePages(
+            source=self._source,
+            targets=LinkTargets(
+                root,
+                {path: name for path, name in names.items() if (root / path).is_file()},
+                frozenset(map(view_name, STEPS.values())),
+                self.repo_url,
+            ),
+            paths={name: path for path, name in names.items()},
+            menus=_menus(set(names.values())),
+            plots=site_plots(self.evidence.results, steps),
+            cards={name: card_html(STEPS[step]) for step, name in steps.items()},
+            on_page=on_page,
+        )
+        try:
+            # these undo what Sphinx teaches docutils, for whoever builds again in this process
+            with patch_docutils(), docutils_namespace():
+                app = Sphinx(
+                    srcdir=self._source,
+                    confdir=None,
+                    outdir=self.built,
+                    doctreedir=self.folder / "doctrees",
+                    buildername="html",
+                    confoverrides=self._settings(),
+                    status=None,
+                    warning=warnings,
+                )
+                pages.connect(app)
+                app.build()
+        except SphinxError as error:
+            raise SiteError(f"Sphinx cannot build the site: {error}") from error
         text = strip_escape_sequences(warnings.getvalue())
         for path, name in names.items():
             text = text.replace(str(self._source / f"{name}.md"), str(path))
@@ -291,24 +291,16 @@ class _Build:
         }
 
 
-@contextmanager
-def _as_site_error() -> Iterator[None]:
-    from sphinx.errors import SphinxError
-
-    try:
-        yield
-    except SphinxError as error:
-        raise SiteError(f"Sphinx cannot build the site: {error}") from error
-
-
-def _menus(names: set[str]) -> list[Menu]:
+def _menus(names: set[str]) -> dict[str, list[tuple[str, str]]]:
     """The menu: the course in its order, and what is looked up."""
-    course = Menu("The course", _entries(COURSE, names))
-    others = [page for page in PAGES if not page.in_course]
+    course, others = (
+        [
+            (page.title, page.path.stem)
+            for page in PAGES
+            if page.in_course is in_course and page.path.stem in names
+        ]
+        for in_course in (True, False)
+    )
     made = [("Measurements", MEASUREMENTS), ("CUDA, PTX and SASS", VIEWS_PAGE)]
     contributing = [("Contributing", "contributing")] if "contributing" in names else []
-    return [course, Menu("Reference", [*made, *_entries(others, names), *contributing])]
-
-
-def _entries(pages: Iterable[Page], names: set[str]) -> list[tuple[str, str]]:
-    return [(page.title, page.path.stem) for page in pages if page.path.stem in names]
+    return {"The course": course, "Reference": [*made, *others, *contributing]}

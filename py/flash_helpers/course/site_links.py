@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
@@ -20,14 +20,6 @@ _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "lin
 
 class LinkError(ValueError):
     """A link that leads nowhere; the message says so."""
-
-
-@dataclass(frozen=True)
-class Menu:
-    """A part of the menu. entries: title (None for the page's own) and name of each page."""
-
-    caption: str
-    entries: Sequence[tuple[str | None, str]]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-from flash_helpers.course.site_links import LinkError, LinkTargets, Menu
+from flash_helpers.course.site_links import LinkError, LinkTargets
 from flash_helpers.course.site_sources import SourcePages
 
 SEARCH_TEXTS = "search_texts.js"
@@ -31,15 +31,15 @@ class SitePages:
     """The handlers of one build.
 
     source: the folder that Sphinx reads. targets: of the links. paths: the files of the pages by
-    name, relative to the root of the repository. plots: HTML by the path of the picture that it
-    replaces. cards: HTML to stand below the title of a page, by its name. on_page: called once for
-    each page that was read and each that is written.
+    name, relative to the root of the repository. menus: title and name of each page, by caption.
+    plots: HTML by the path of the picture that it replaces. cards: HTML to stand below the title of
+    a page, by its name. on_page: called once for each page that was read and each that is written.
     """
 
     source: Path
     targets: LinkTargets
     paths: Mapping[str, PurePosixPath]
-    menus: Sequence[Menu]
+    menus: Mapping[str, Sequence[tuple[str, str]]]
     plots: Mapping[str, str]
     cards: Mapping[str, str]
     on_page: Callable[[], object]
@@ -69,7 +69,7 @@ class SitePages:
             title = next(document.findall(nodes.title))
             title.parent.insert(title.parent.index(title) + 1, _raw(self.cards[name]))
         if name == app.config.root_doc:
-            document[0].extend(_toctree(menu, name) for menu in self.menus)
+            document[0].extend(_toctree(name, *menu) for menu in self.menus.items())
         self.on_page()
 
     def _link(self, name: str, reference: nodes.reference) -> None:
@@ -131,16 +131,16 @@ def _replace_block(image: nodes.image, plot: nodes.raw) -> None:
     (parent if alone else image).replace_self(plot)
 
 
-def _toctree(menu: Menu, name: str) -> addnodes.toctree:
+def _toctree(name: str, caption: str, entries: Sequence[tuple[str, str]]) -> addnodes.toctree:
     """A part of the menu, as the directive of that name makes it."""
     return addnodes.toctree(
         "",
         parent=name,
-        entries=list(menu.entries),
-        includefiles=[page for _, page in menu.entries],
+        entries=entries,
+        includefiles=[page for _, page in entries],
         maxdepth=1,
-        caption=menu.caption,
-        rawcaption=menu.caption,
+        caption=caption,
+        rawcaption=caption,
         glob=False,
         hidden=True,
         includehidden=False,
