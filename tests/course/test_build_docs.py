@@ -11,7 +11,7 @@ import pytest
 from course_book import TOOL, Book
 from sass_text import needs
 
-from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours, page_named
+from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.runtime import library
 
@@ -220,9 +220,7 @@ def test_steps_of_another_family_have_files_of_their_own() -> None:
 
 
 def test_navigation_names_both_neighbours(book: Book) -> None:
-    page = page_named("08_integer_instructions.md")
-    assert page is not None
-    path = book.write("<!-- build:nav -->\n<!-- /build -->\n", page.name)
+    path = book.write("<!-- build:nav -->\n<!-- /build -->\n", "08_integer_instructions.md")
     assert book.run() == 0
     links = re.findall(r"\]\((\S+)\)", Path(path).read_text())
     assert links == ["07_autotuning.md", "09_moves.md"]

@@ -16,9 +16,7 @@ from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.course.arguments import parse_kernel
 from flash_helpers.course.blocks import KINDS, render
 from flash_helpers.course.clock_blocks import mean_change, speedup
-from flash_helpers.course.counting import count_kernel
-from flash_helpers.course.evidence import PUBLISHED, Evidence
-from flash_helpers.course.published import Published
+from flash_helpers.course.evidence import PUBLISHED, Evidence, Published, count_kernel
 from flash_helpers.course.site_plots import site_plots
 from flash_helpers.course.sources import code_diff, without_comments
 from flash_helpers.course.values import value, value_lines

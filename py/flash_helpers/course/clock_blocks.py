@@ -9,9 +9,8 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
-from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image
-from flash_helpers.course.published import Published
 from flash_helpers.kernel_configs import Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.measure.plots import progression_numbers

@@ -216,15 +216,15 @@ class Runner:
             piped, output, errors = (Path(name, file) for file in ("piped", "output", "errors"))
             for path in (piped, output, errors):
                 path.touch()
+            # of one that must fail, the page shows what it complains of too
+            said = output if command.status else errors
             first, last, text = 0, 0, command.text
             if python is not None:
                 words = shlex.split(python["words"].replace("\\\n", " "))
-                text = python["rest"] or "cat"
-                said = piped if command.status else errors
-                first = self._status(lambda: self._fork(words, folder, piped, said))
-            if first is not None:
-                # of one that must fail, the page shows what it complains of too
-                said = output if command.status else errors
+                text = python["rest"]
+                into = piped if text else output
+                first = self._status(lambda: self._fork(words, folder, into, said))
+            if text and first is not None:
                 last = self._status(lambda: self._shell(text, folder, piped, output, said))
             return Outcome(
                 command,

@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.columns import changes, columns_table, row
-from flash_helpers.course.counting import SEQ_LEN, KernelCounts
-from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.evidence import SEQ_LEN, Evidence, KernelCounts
 from flash_helpers.ptx import Counts
 
 # Opcodes of PTX by the name that pages use: those that begin with the text.

@@ -3,26 +3,106 @@ library, the simulator, and committed measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar
 
+import torch
+
+from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.course.arguments import DTYPE
-from flash_helpers.course.counting import KernelCounts, count_kernel
-from flash_helpers.course.published import Published
 from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
-from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
+from flash_helpers.kernel_configs import (
+    STEPS,
+    AttentionForward,
+    Config,
+    get_kernel_progression_configs,
+)
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
-from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.measure.results import BenchmarkResults, RecordFile, load_results
+from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import library
+from flash_helpers.runtime.simulator import run_shipped
 from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
 
 RESULTS = Path("benchmarks/results/h100.json")
 PUBLISHED = Path("docs/data/published.json")
+SEQ_LEN = 512  # of what is simulated
+HEADS = 16  # of its tensors, of which one is computed: those of the benchmark
+
+
+@dataclass(frozen=True)
+class PublishedGpu:
+    """key: in names of values. official_tflops: of the official FlashAttention-2 at `seq_len`."""
+
+    key: str
+    name: str
+    official_tflops: float
+
+
+@dataclass(frozen=True)
+class PublishedStep:
+    """Percent of the official FlashAttention-2, at the one length and of the harmonic means."""
+
+    step: str
+    gpu: str
+    percent: float
+    percent_mean: float
+
+
+@dataclass(frozen=True)
+class Published(RecordFile):
+    """What was published of these ideas for other GPUs.
+
+    source: who published it, and where. seq_len: of `PublishedStep.percent`. shortest, longest:
+    sequence lengths of the mean.
+    """
+
+    FORMAT: ClassVar[int] = 1
+    HOLDS: ClassVar[str] = "published figures"
+
+    source: str
+    seq_len: int
+    shortest: int
+    longest: int
+    gpus: tuple[PublishedGpu, ...]
+    steps: tuple[PublishedStep, ...]
+
+    def find(self, step: str, gpu: str) -> PublishedStep | None:
+        """What was published of a step for the GPU of that key, if anything was."""
+        return next((s for s in self.steps if (s.step, s.gpu) == (step, gpu)), None)
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """What the simulator counts of a kernel.
+
+    total: of all instructions. main_loop: of those in it. by_opcode: of PTX. row_stride: elements.
+    """
+
+    total: Counts
+    main_loop: Counts
+    by_opcode: Mapping[str, Counts]
+    row_stride: int
+
+
+def count_kernel(config: Config, seq_len: int = SEQ_LEN) -> KernelCounts:
+    """The counts of one head of a tensor with HEADS, whose row stride has the config itself run.
+
+    Raises RuntimeError if the library's PTX cannot be read.
+    """
+    problem = AttentionForward(1, 1, seq_len, config.d_head, config.dtype)
+    row_stride = config.own_row_stride(AttentionForward(1, HEADS, seq_len, config.d_head))
+    inputs = make_inputs("normal", problem, getattr(torch, config.dtype.torch_name))
+    counters = run_shipped(config, tensors_for(config, *inputs, row_stride)).counters
+    main_loop = counters.by_phase()[Phase.MAIN_LOOP]
+    return KernelCounts(counters.total, main_loop, counters.by_opcode(), row_stride)
 
 
 class NotBuiltError(RuntimeError):

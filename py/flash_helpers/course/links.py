@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.pages import COURSE, FOLDER, Page, neighbours, page_named, page_of_step
+from flash_helpers.course.pages import COURSE, Page, neighbours, page_of_step
 from flash_helpers.registry.selection import UsageError
 
 PICTURES = PurePosixPath("docs/images/course")
@@ -32,8 +32,8 @@ def picture_block(evidence: Evidence, arguments: Arguments) -> str:
 def nav_block(evidence: Evidence, arguments: Arguments) -> str:
     """Links to the pages before and after this one."""
     page = arguments.page
-    own = page_named(page.name) if page.parent == FOLDER else None
-    if own not in COURSE:
+    own = next((found for found in COURSE if found.path == page), None)
+    if own is None:
         raise UsageError(
             f"{page} is no page of the course (py/flash_helpers/course/pages.py): it has no "
             "neighbours"

@@ -60,21 +60,13 @@ PAGES: tuple[Page, ...] = (
 COURSE: tuple[Page, ...] = tuple(page for page in PAGES if page.in_course)
 
 
-def page_named(name: str) -> Page | None:
-    """The page with that file name, if the list has it."""
-    return next((page for page in PAGES if page.name == name), None)
-
-
 def page_of_step(step: str) -> Page | None:
     """The page about the step of that id, if there is one."""
     return next((page for page in PAGES if page.step == step), None)
 
 
 def neighbours(page: Page) -> tuple[Page | None, Page | None]:
-    """The pages of the course before and after one; None at its ends, and for both if the page is
-    not of the course."""
-    if page not in COURSE:
-        return None, None
+    """The pages of the course before and after one of them; None at its ends."""
     around = (None, *COURSE, None)
     at = around.index(page)
     return around[at - 1], around[at + 1]
