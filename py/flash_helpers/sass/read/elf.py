@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -104,7 +106,7 @@ class Cubin:
     """What an ELF file for one architecture holds.
 
     origin: its name, for messages and records. header: of the file. relocatable: it has not been
-    linked yet.
+    linked yet. ptx: what it was compiled from, which -lineinfo puts into it; None without.
     """
 
     origin: str
@@ -179,23 +181,16 @@ def read_elf(data: bytes, origin: str) -> tuple[ELFFile, list[Section], list[Sym
 
 def _section(file: ELFFile, index: int, data: bytes) -> Section:
     section = file.get_section(index)
-    header = section.header
-    in_file = header["sh_type"] not in ("SHT_NOBITS", "SHT_NULL")
-    if in_file and header["sh_offset"] + header["sh_size"] > len(data):
-        raise SassError(
-            f"truncated: its section {section.name!r} ends at byte "
-            f"{header['sh_offset'] + header['sh_size']} of {len(data)}"
-        )
-    return Section(
-        index=index,
-        name=section.name,
-        flags=header["sh_flags"],
-        info=header["sh_info"],
-        size=header["sh_size"],
-        data=data[header["sh_offset"] : header["sh_offset"] + header["sh_size"]]
-        if in_file
-        else b"",
-    )
+    start, size = section["sh_offset"], section["sh_size"]
+    content = b""
+    if section["sh_type"] not in ("SHT_NOBITS", "SHT_NULL"):
+        content = data[start : start + size]
+        if start + size > len(data):
+            raise SassError(
+                f"truncated: its section {section.name!r} ends at byte {start + size} of "
+                f"{len(data)}"
+            )
+    return Section(index, section.name, section["sh_flags"], section["sh_info"], size, content)
 
 
 def _symbols(section: SymbolTableSection) -> Iterator[Symbol]:
@@ -216,6 +211,10 @@ def _symbols(section: SymbolTableSection) -> Iterator[Symbol]:
         )
 
 
+class _DamagedError(SassError):
+    """What is wrong with a cubin, whose name the message still lacks."""
+
+
 @functools.cache  # a library is read once to see what it holds, and again for what is wanted
 def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cubin:
     """The kernels of a cubin, by their order in the symbol table.
@@ -225,60 +224,72 @@ def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cub
 
     Raises SassError if the file is none, is damaged, or is for an architecture before sm_70.
     """
-    if elf_machine(data) != EM_CUDA:
-        raise SassError(f"{origin} is not a cubin (an ELF file for {_machine_text(data)})")
+    machine = elf_machine(data)
+    if machine != EM_CUDA:
+        found = "no machine at all" if machine is None else f"machine {machine}, not {EM_CUDA}"
+        raise SassError(f"{origin} is not a cubin (an ELF file for {found})")
+    try:
+        return _cubin(data, origin, architecture)
+    except _DamagedError as error:
+        raise SassError(f"{origin} is damaged: {error}") from None
+
+
+def _cubin(data: bytes, origin: str, architecture: str | None) -> Cubin:
     file, sections, symbols = read_elf(data, origin)
     by_name = {section.name: section for section in sections}
     if missing := [name for name in _EVERY_CUBIN_HAS if name not in by_name]:
-        raise SassError(f"{origin} is damaged: it has no section {', '.join(missing)}")
-    compiler = _compiler(by_name)
+        raise _DamagedError(f"it has no section {', '.join(missing)}")
     capability = cubin_capability(data)
     if capability < FIRST_ARCHITECTURE:
         raise SassError(
             f"{origin} is for sm_{capability}: only code for sm_{FIRST_ARCHITECTURE} and later "
             "can be read"
         )
-    attributes = _common_attributes(by_name, origin)
+    common = _common_attributes(by_name)
     relocatable = file.header["e_type"] == "ET_REL"
     reserved = RESERVED_SMEM_BYTES if capability >= 90 and not relocatable else 0
     kernels = []
     for symbol in symbols:
         if not symbol.is_kernel:
             continue
-        section = _code_section(sections, symbol, origin)
-        own = _own_attributes(by_name, symbol.name, origin)
+        section = _code_section(sections, symbol)
+        records = list(_records(by_name.get(f".nv.info.{symbol.name}", _NOTHING)))
+        own = {attribute: payload for attribute, payload, _ in records}
+        barriers = int.from_bytes(own.get(EIATTR_NUM_BARRIERS, b"")[:1], "little")
+        threads = own.get(EIATTR_REQNTID) or own.get(EIATTR_MAX_THREADS, b"")
         functions = {
             other.name: other.value
             for other in symbols
             if other.is_function and other.section == symbol.section
         }
-        relocated = any(by_name.get(f"{p}{section.name}", _NOTHING).size for p in _RELOCATIONS)
+        tied = any(by_name.get(f"{p}{section.name}", _NOTHING).size for p in _RELOCATIONS)
+        tied = tied or relocatable or EIATTR_INDIRECT_BRANCH_TARGETS in own or len(functions) > 1
         kernels.append(
             CubinKernel(
                 symbol=symbol.name,
                 symbol_index=symbol.index,
                 section=section,
                 resources=Resources(
-                    registers=_registers(attributes, symbol, section, origin),
-                    static_smem_bytes=_static_smem(by_name, symbol.name, reserved, origin),
-                    stack_bytes=_stack(attributes, symbol),
+                    registers=_registers(common, symbol, section),
+                    static_smem_bytes=_static_smem(by_name, symbol.name, reserved),
+                    stack_bytes=_stack(common, symbol),
                     spill_store_bytes=0,
                     spill_load_bytes=0,
-                    barriers=max(own.barriers, section.flags >> _BARRIERS_BEFORE_CUDA_13 & 0x7F),
-                    max_threads=own.max_threads,
+                    barriers=max(barriers, section.flags >> _BARRIERS_BEFORE_CUDA_13 & 0x7F),
+                    max_threads=math.prod(_words(threads)) if len(threads) == 12 else None,
                 ),
-                attributes=own.movable,
+                attributes=b"".join(r for number, _, r in records if number != EIATTR_PARAM_CBANK),
                 functions=functions,
-                self_contained=not (
-                    relocatable or relocated or own.jump_tables or len(functions) > 1
-                ),
+                self_contained=not tied,
             )
         )
     known = {kernel.symbol for kernel in kernels}
     for name in by_name:
         owner = name.removeprefix(_PARAMETERS)
         if owner != name and f".text.{owner}" in by_name and owner not in known:
-            raise SassError(f"{origin} is damaged: {owner} has parameters, but is no kernel")
+            raise _DamagedError(f"{owner} has parameters, but is no kernel")
+    compiler = _compiler(by_name)
+    ptx = by_name.get(".nv_debug_ptx_txt", _NOTHING).data.decode(errors="replace")
     return Cubin(
         origin=origin,
         header=data[:ELF_HEADER_BYTES],
@@ -286,15 +297,10 @@ def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cub
         architecture=_architecture(data, compiler, architecture),
         compiler=compiler,
         kernels=tuple(kernels),
-        ptx=embedded_ptx(by_name),
+        ptx=ptx.replace("\0", "\n") or None,
         sections=by_name,
         symbols=tuple(symbols),
     )
-
-
-def _machine_text(data: bytes) -> str:
-    machine = elf_machine(data)
-    return "no machine at all" if machine is None else f"machine {machine}, not {EM_CUDA}"
 
 
 def _architecture(data: bytes, compiler: Compiler, told: str | None) -> str:
@@ -307,27 +313,25 @@ def _architecture(data: bytes, compiler: Compiler, told: str | None) -> str:
     return plain + ("a" if specific else "")
 
 
-def _code_section(sections: Sequence[Section], symbol: Symbol, origin: str) -> Section:
+def _code_section(sections: Sequence[Section], symbol: Symbol) -> Section:
     """The section that holds a kernel's code, and nothing before it."""
     where = symbol.section
     section = sections[where] if 0 < where < len(sections) else _NOTHING
     if section.name != f".text.{symbol.name}" or symbol.value:
-        raise SassError(
-            f"{origin} is damaged: the kernel {symbol.name} is said to lie at byte {symbol.value} "
-            f"of {section.name!r}"
+        raise _DamagedError(
+            f"the kernel {symbol.name} is said to lie at byte {symbol.value} of {section.name!r}"
         )
     size = len(section.data)
     if not size or size % INSTRUCTION_BYTES or size != symbol.size:
-        raise SassError(
-            f"{origin} is damaged: the code of {symbol.name} is {size} bytes by its section and "
-            f"{symbol.size} by its symbol, in instructions of {INSTRUCTION_BYTES}"
+        raise _DamagedError(
+            f"the code of {symbol.name} is {size} bytes by its section and {symbol.size} by its "
+            f"symbol, in instructions of {INSTRUCTION_BYTES}"
         )
     return section
 
 
 def _compiler(sections: Mapping[str, Section]) -> Compiler:
-    note = sections.get(".note.nv.tkinfo")
-    texts = note.data.decode(errors="replace").split("\0") if note else []
+    texts = sections.get(".note.nv.tkinfo", _NOTHING).data.decode(errors="replace").split("\0")
     for index, text in enumerate(texts):
         if version := parse_version(text):
             options = texts[index + 2].strip() if index + 2 < len(texts) else ""
@@ -335,74 +339,42 @@ def _compiler(sections: Mapping[str, Section]) -> Compiler:
     return Compiler("", (), "")
 
 
-def _records(section: Section, origin: str) -> Iterator[tuple[int, bytes, bytes]]:
+def _records(section: Section) -> Iterator[tuple[int, bytes, bytes]]:
     """The attributes of a section .nv.info, unknown ones too: number, payload, whole record."""
     data, at = section.data, 0
     while at + 4 <= len(data):
-        layout, attribute = data[at], data[at + 1]
-        if layout == _FORMAT_SIZED:
-            size = int.from_bytes(data[at + 2 : at + 4], "little")
-            if at + 4 + size > len(data):
-                raise SassError(
-                    f"{origin} is damaged: attribute 0x{attribute:02x} of {section.name} ends "
-                    "behind its section"
-                )
-            yield attribute, data[at + 4 : at + 4 + size], data[at : at + 4 + size]
-            at += 4 + size
-        else:
-            yield attribute, data[at + 2 : at + 4], data[at : at + 4]
-            at += 4
+        layout, attribute, size = struct.unpack_from("<BBH", data, at)
+        payload, end = (at + 4, at + 4 + size) if layout == _FORMAT_SIZED else (at + 2, at + 4)
+        if end > len(data):
+            raise _DamagedError(
+                f"attribute 0x{attribute:02x} of {section.name} ends behind its section"
+            )
+        yield attribute, data[payload:end], data[at:end]
+        at = end
 
 
-def _words(payload: bytes) -> list[int]:
-    return [int.from_bytes(payload[at : at + 4], "little") for at in range(0, len(payload), 4)]
+def _words(payload: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(payload) // 4}I", payload)
 
 
-def _common_attributes(sections: Mapping[str, Section], origin: str) -> dict[tuple[int, int], int]:
+def _common_attributes(sections: Mapping[str, Section]) -> dict[tuple[int, int], int]:
     """The attributes of .nv.info that hold one number for one function, by number and symbol."""
-    section = sections.get(".nv.info")
     found = {}
-    for attribute, payload, _ in _records(section, origin) if section else ():
+    for attribute, payload, _ in _records(sections.get(".nv.info", _NOTHING)):
         if len(payload) == 8:
             symbol, value = _words(payload)
             found[attribute, symbol] = value
     return found
 
 
-@dataclass(frozen=True)
-class _OwnAttributes:
-    movable: bytes
-    jump_tables: bool
-    barriers: int
-    max_threads: int | None
-
-
-def _own_attributes(sections: Mapping[str, Section], kernel: str, origin: str) -> _OwnAttributes:
-    section = sections.get(f".nv.info.{kernel}")
-    barriers, max_threads, jump_tables, movable = 0, None, False, b""
-    for attribute, payload, record in _records(section, origin) if section else ():
-        if attribute != EIATTR_PARAM_CBANK:
-            movable += record
-        if attribute == EIATTR_NUM_BARRIERS:
-            barriers = payload[0]
-        elif attribute in (EIATTR_MAX_THREADS, EIATTR_REQNTID) and len(payload) == 12:
-            x, y, z = _words(payload)
-            max_threads = x * y * z
-        elif attribute == EIATTR_INDIRECT_BRANCH_TARGETS:
-            jump_tables = True
-    return _OwnAttributes(movable, jump_tables, barriers, max_threads)
-
-
-def _registers(
-    attributes: Mapping[tuple[int, int], int], symbol: Symbol, section: Section, origin: str
-) -> int:
+def _registers(attributes: Mapping[tuple[int, int], int], symbol: Symbol, section: Section) -> int:
     """EIATTR_REGCOUNT, and the section header's top byte, which sm_90 leaves empty."""
     in_header = section.info >> 24
     told = attributes.get((EIATTR_REGCOUNT, symbol.index), in_header)
     if in_header not in (0, told) or not 0 < told <= 256:
-        raise SassError(
-            f"{origin} is damaged: {symbol.name} takes {told} registers by its attributes and "
-            f"{in_header} by its section header"
+        raise _DamagedError(
+            f"{symbol.name} takes {told} registers by its attributes and {in_header} by its "
+            "section header"
         )
     return told
 
@@ -414,23 +386,12 @@ def _stack(attributes: Mapping[tuple[int, int], int], symbol: Symbol) -> int:
     return frame if with_calls == _UNKNOWN_STACK else max(frame, with_calls)
 
 
-def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: int, origin: str) -> int:
+def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: int) -> int:
     """Bytes of .nv.shared.<kernel>, which the linker starts with what is reserved on sm_90."""
     section = sections.get(f".nv.shared.{kernel}")
     if section is not None and section.size < reserved:
-        raise SassError(
-            f"{origin} is damaged: {section.size} bytes of shared memory for {kernel} are less "
-            f"than the {reserved} that the driver reserves"
+        raise _DamagedError(
+            f"{section.size} bytes of shared memory for {kernel} are less than the {reserved} "
+            "that the driver reserves"
         )
     return section.size - reserved if section else 0
-
-
-def embedded_ptx(sections: Mapping[str, Section]) -> str | None:
-    """The PTX that the cubin was compiled from, which -lineinfo puts into it; None without.
-
-    Line N of the text is line N of the PTX line table.
-    """
-    section = sections.get(".nv_debug_ptx_txt")
-    if section is None or not section.data:
-        return None
-    return section.data.decode(errors="replace").replace("\0", "\n")
