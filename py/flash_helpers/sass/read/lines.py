@@ -5,15 +5,21 @@ an extended opcode of NVIDIA's, 0x90: the rows that follow were inlined, at the 
 whose number in the sequence, counted from 1, is its first operand; 0 ends that. Its second operand
 is the callee's name in .debug_str. .nv_debug_line_sass is the same without files: its lines are
 those of .nv_debug_ptx_txt. Both readings are checked against `nvdisasm -gi` and `-gp` in the tests.
+pyelftools reads headers and numbers; it would skip NVIDIA's opcode, so that the program runs here.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from elftools.common.exceptions import ELFParseError
+from elftools.common.utils import struct_parse
+from elftools.dwarf.structs import DWARFStructs
 
 from flash_helpers.sass.read.elf import Cubin
 from flash_helpers.sass.read.records import SassError, SourceLine
@@ -21,6 +27,7 @@ from flash_helpers.sass.read.records import SassError, SourceLine
 CUDA_LINES = ".debug_line"
 PTX_LINES = ".nv_debug_line_sass"
 
+_FORMAT = DWARFStructs(little_endian=True, dwarf_format=32, address_size=8)
 _VERSIONS = (2, 3, 4)
 _DEEPEST = 200  # calls inlined in each other
 
@@ -67,7 +74,7 @@ def read_line_tables(cubin: Cubin, name: str) -> dict[int, LineTable]:
             unit = _Unit(section.data, at, code_sections)
             unit.run(tables)
             at = unit.end
-    except (IndexError, struct.error, ValueError) as error:
+    except (ELFParseError, IndexError, struct.error, ValueError) as error:
         raise SassError(
             f"{cubin.origin} is damaged: its section {name} cannot be read ({error})"
         ) from error
@@ -111,7 +118,6 @@ class _Unit:
     """One line program and the state of its reader."""
 
     def __init__(self, data: bytes, start: int, code_sections: Mapping[int, int]) -> None:
-        self.data = data
         self.code_sections = code_sections
         length, version, header_length = struct.unpack_from("<IHI", data, start)
         self.end = start + 4 + length
@@ -119,100 +125,68 @@ class _Unit:
             raise ValueError(f"a program ends at byte {self.end} of {len(data)}")
         if version not in _VERSIONS:
             raise ValueError(f"it is of DWARF version {version}, and 2 to 4 are understood")
-        self.at = start + 10
-        self.program = self.at + header_length
-        self.min_length = self._byte()
-        if version >= 4:
-            self._byte()  # operations an instruction, 1 except for VLIW machines
-        self._byte()  # whether rows begin a statement
-        self.line_base = struct.unpack_from("<b", data, self.at)[0]
-        self.at += 1
-        self.line_range = self._byte()
-        self.opcode_base = self._byte()
-        if not self.line_range or not self.opcode_base:
-            raise ValueError("its header has a line range or an opcode base of 0")
-        self.operand_counts = [self._byte() for _ in range(self.opcode_base - 1)]
-        folders = [""]
-        while folder := self._text():
-            folders.append(folder)
+        self.stream = io.BytesIO(data)
+        self.header = struct_parse(_FORMAT.Dwarf_lineprog_header, self.stream, start)
+        if not self.header.line_range:
+            raise ValueError("its header has a line range of 0")
+        folders = [b"", *self.header.include_directory]
         self.files = [""]
-        while name := self._text():
-            folder = folders[self._uleb()]
-            self._uleb(), self._uleb()  # time and size
-            self.files.append(os.path.normpath(os.path.join(folder, name)))  # noqa: PTH118
-        self.at = self.program
+        for entry in self.header.file_entry:
+            path = os.path.join(folders[entry.dir_index], entry.name)  # noqa: PTH118
+            self.files.append(os.path.normpath(path.decode(errors="replace")))
+        self.stream.seek(start + 10 + header_length)
 
     def _byte(self) -> int:
-        value = self.data[self.at]
-        self.at += 1
-        return value
+        return self.stream.read(1)[0]
 
-    def _text(self) -> str:
-        end = self.data.index(0, self.at)
-        text = self.data[self.at : end].decode(errors="replace")
-        self.at = end + 1
-        return text
-
-    def _uleb(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self.data[self.at]
-            self.at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    def _sleb(self) -> int:
-        start = self.at
-        value = self._uleb()
-        negative = self.data[self.at - 1] & 0x40
-        return value - (1 << 7 * (self.at - start)) if negative else value
+    def _unsigned(self) -> int:
+        return struct_parse(_FORMAT.the_Dwarf_uleb128, self.stream)
 
     def run(self, tables: dict[int, LineTable]) -> None:
         """Execute the program and add what it says to `tables`."""
         rows: list[_Row] = []
         sequences: list[tuple[int, int, int]] = []  # section, first row, end of rows
         address, file, line, inlined_at, section, first = 0, 1, 1, 0, 0, 0
-        while self.at < self.end:
+        header, stream = self.header, self.stream
+        while stream.tell() < self.end:
             opcode = self._byte()
-            if opcode >= self.opcode_base:
-                advance, step = divmod(opcode - self.opcode_base, self.line_range)
-                address += advance * self.min_length
-                line += self.line_base + step
+            if opcode >= header.opcode_base:
+                advance, step = divmod(opcode - header.opcode_base, header.line_range)
+                address += advance * header.minimum_instruction_length
+                line += header.line_base + step
                 rows.append(_Row(address, file, line, inlined_at))
             elif opcode == 0:
-                size = self._uleb()
-                after = self.at + size
+                size = self._unsigned()
+                after = stream.tell() + size
                 extended = self._byte()
                 if extended == _END_SEQUENCE:
                     sequences.append((section, first, len(rows)))
                     address, file, line, inlined_at, section = 0, 1, 1, 0, 0
                     first = len(rows)
                 elif extended == _SET_ADDRESS:
-                    section = self.code_sections.get(self.at, 0)
-                    address = int.from_bytes(self.data[self.at : after], "little")
+                    section = self.code_sections.get(stream.tell(), 0)
+                    address = int.from_bytes(stream.read(max(size - 1, 0)), "little")
                 elif extended == _INLINED_CALL:
-                    number = self._uleb()
+                    number = self._unsigned()
                     inlined_at = first + number if number else 0
-                self.at = after
+                stream.seek(after)
             elif opcode == _COPY:
                 rows.append(_Row(address, file, line, inlined_at))
             elif opcode == _ADVANCE_PC:
-                address += self._uleb() * self.min_length
+                address += self._unsigned() * header.minimum_instruction_length
             elif opcode == _ADVANCE_LINE:
-                line += self._sleb()
+                line += struct_parse(_FORMAT.the_Dwarf_sleb128, stream)
             elif opcode == _SET_FILE:
-                file = self._uleb()
+                file = self._unsigned()
             elif opcode == _CONST_ADD_PC:
-                address += (255 - self.opcode_base) // self.line_range * self.min_length
+                advance = (255 - header.opcode_base) // header.line_range
+                address += advance * header.minimum_instruction_length
             elif opcode == _FIXED_ADVANCE_PC:
-                address += int.from_bytes(self.data[self.at : self.at + 2], "little")
-                self.at += 2
+                address += int.from_bytes(stream.read(2), "little")
             else:
-                for _ in range(self.operand_counts[opcode - 1]):
-                    self._uleb()
-        if self.at != self.end:
+                for _ in range(header.standard_opcode_lengths[opcode - 1]):
+                    self._unsigned()
+        if stream.tell() != self.end:
             raise ValueError("its program does not end where its header says")
         chains = self._chains(rows)
         for section, first, end in sequences:
