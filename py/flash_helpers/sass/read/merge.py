@@ -9,6 +9,7 @@ checked in the tests.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -33,46 +34,35 @@ def merged_name(index: int) -> str:
 def merged_cubin(header: bytes, kernels: Sequence[CubinKernel]) -> bytes:
     """A cubin with the code and attributes of `kernels`, called by `merged_name`. header: of one of
     their own cubins."""
-    names, section_names, symbols = _Names(), _Names(), bytearray(_SYMBOL.size)
-    code_sections, attribute_sections = [], []
-    for index, kernel in enumerate(kernels):
-        name = merged_name(index)
-        symbols += _SYMBOL.pack(
-            names.add(name),
-            _STT_FUNC_GLOBAL,
-            _STO_CUDA_ENTRY,
-            _FIRST_CODE + index,
-            0,
-            len(kernel.code),
-        )
-        info = kernel.section.info & ~_OWN_INFO | index + 1
-        code_sections.append((section_names.add(f".text.{name}"), info, kernel.code))
-        attribute_sections.append(
-            (section_names.add(f".nv.info.{name}"), _FIRST_CODE + index, kernel.attributes)
-        )
-    own = [section_names.add(name) for name in (".shstrtab", ".strtab", ".symtab")]
+    named = [(n, merged_name(n), kernel) for n, kernel in enumerate(kernels)]
+    names, name_at = _string_table([name for _, name, _ in named])
+    symbols = bytes(_SYMBOL.size) + b"".join(
+        _SYMBOL.pack(at, _STT_FUNC_GLOBAL, _STO_CUDA_ENTRY, _FIRST_CODE + n, 0, len(kernel.code))
+        for at, (n, _, kernel) in zip(name_at, named, strict=True)
+    )
+    # name, kind, flags, link, info, alignment, data
+    sections = [
+        (".strtab", _SHT_STRTAB, 0, 0, 0, 1, names),
+        (".symtab", _SHT_SYMTAB, 0, _STRTAB, 1, 8, symbols),
+    ]
+    for n, name, kernel in named:
+        info = kernel.section.info & ~_OWN_INFO | n + 1
+        how = (_SHT_PROGBITS, _SHF_ALLOC_EXECINSTR, _SYMTAB, info, _CODE_ALIGNMENT)
+        sections.append((f".text.{name}", *how, kernel.code))
+    for n, name, kernel in named:
+        how = (_SHT_CUDA_INFO, _SHF_INFO_LINK, _SYMTAB, _FIRST_CODE + n, 4)
+        sections.append((f".nv.info.{name}", *how, kernel.attributes))
+    names, name_at = _string_table([".shstrtab", *(section[0] for section in sections)])
+    sections.insert(0, (".shstrtab", _SHT_STRTAB, 0, 0, 0, 1, names))
     file = bytearray(ELF_HEADER_BYTES)
     headers = [bytes(_SECTION_HEADER.size)]
-
-    def add(
-        name: int, kind: int, flags: int, link: int, info: int, align: int, data: bytes
-    ) -> None:
+    for at, (_, kind, flags, link, info, align, data) in zip(name_at, sections, strict=True):
         file.extend(bytes(-len(file) % align))
         entry = _SYMBOL.size if kind == _SHT_SYMTAB else 0
         headers.append(
-            _SECTION_HEADER.pack(
-                name, kind, flags, 0, len(file), len(data), link, info, align, entry
-            )
+            _SECTION_HEADER.pack(at, kind, flags, 0, len(file), len(data), link, info, align, entry)
         )
         file.extend(data)
-
-    add(own[0], _SHT_STRTAB, 0, 0, 0, 1, bytes(section_names.data))
-    add(own[1], _SHT_STRTAB, 0, 0, 0, 1, bytes(names.data))
-    add(own[2], _SHT_SYMTAB, 0, _STRTAB, 1, 8, bytes(symbols))
-    for name, info, code in code_sections:
-        add(name, _SHT_PROGBITS, _SHF_ALLOC_EXECINSTR, _SYMTAB, info, _CODE_ALIGNMENT, code)
-    for name, info, attributes in attribute_sections:
-        add(name, _SHT_CUDA_INFO, _SHF_INFO_LINK, _SYMTAB, info, 4, attributes)
     file.extend(bytes(-len(file) % 8))
     file[:ELF_HEADER_BYTES] = header
     struct.pack_into("<QQ", file, 32, 0, len(file))  # e_phoff, e_shoff
@@ -83,13 +73,8 @@ def merged_cubin(header: bytes, kernels: Sequence[CubinKernel]) -> bytes:
     return bytes(file) + b"".join(headers)
 
 
-class _Names:
-    """A string table."""
-
-    def __init__(self) -> None:
-        self.data = bytearray(1)
-
-    def add(self, name: str) -> int:
-        offset = len(self.data)
-        self.data += name.encode() + b"\0"
-        return offset
+def _string_table(names: Sequence[str]) -> tuple[bytes, list[int]]:
+    """The names behind a zero byte, each ended by one, and where each begins."""
+    texts = [b"\0", *(name.encode() + b"\0" for name in names)]
+    ends = list(itertools.accumulate(map(len, texts)))
+    return b"".join(texts), ends[:-1]
