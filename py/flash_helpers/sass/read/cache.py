@@ -3,8 +3,8 @@
 An entry holds what nvdisasm and the line tables say of one kernel; what the ELF file says is read
 again each time, and what is computed from both is computed again. An entry is named by a hash of
 the whole cubin, the kernel's symbol, nvdisasm's version and FORMAT, so that it never gets stale. It
-is compressed JSON behind its own hash: reading it can give wrong text at worst, never run anything,
-and an entry that is cut off, damaged or does not fit its kernel counts as absent.
+is JSON, compressed by zlib, which adds a checksum: reading it can give wrong text at worst, never
+run anything, and an entry that is cut off, damaged or does not fit its kernel counts as absent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,12 +31,11 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-FORMAT = 4  # raise it when `Disassembly`, or what is put into one, changes
+FORMAT = 5  # raise it when `Disassembly`, or what is put into one, changes
 FOLDER_VARIABLE = "FLASH_HELPERS_SASS_CACHE"
 MAX_BYTES = 256 << 20  # of all entries; a kernel of this library takes about 30 KB
 MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked
 
-_DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".sass"
 _COMPRESSION = 1  # fast: the entries are small anyway
 
@@ -112,17 +111,14 @@ def entry_key(digest: str, symbol: str, disassembler: str) -> str:
 
 def encode(disassembly: Disassembly) -> bytes:
     """The bytes of an entry. Texts, live registers and locations repeat: each stands once."""
-    live, live_of = _numbered(disassembly.live)
-    sources, source_of = _numbered(disassembly.sources)
-    document = {
-        "texts": _numbered((o.predicate, o.opcode, o.operands) for o in disassembly.operations),
-        "targets": [operation.target for operation in disassembly.operations],
-        "live": ([item and astuple(item) for item in live], live_of),
-        "sources": ([tuple(map(astuple, source)) for source in sources], source_of),
-        "ptx_lines": disassembly.ptx_lines,
-    }
-    packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), _COMPRESSION)
-    return hashlib.sha256(packed).digest() + packed
+    columns = (
+        [(o.predicate, o.opcode, o.operands, o.target) for o in disassembly.operations],
+        disassembly.live,
+        disassembly.sources,
+        disassembly.ptx_lines,
+    )
+    text = json.dumps([*map(_numbered, columns)], separators=(",", ":"), default=astuple)
+    return zlib.compress(text.encode(), _COMPRESSION)
 
 
 def decode(data: bytes, code: bytes) -> Disassembly:
@@ -130,42 +126,28 @@ def decode(data: bytes, code: bytes) -> Disassembly:
 
     Raises SassError for bytes that `encode` did not write for a kernel of that many instructions.
     """
-    digest, packed = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(packed).digest() != digest:
-        raise SassError("the entry is damaged")
+    addresses = range(0, len(code), INSTRUCTION_BYTES)
     try:
-        document = json.loads(zlib.decompressobj().decompress(packed, MAX_ENTRY_BYTES))
-        return _from_document(document, code)
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(data, MAX_ENTRY_BYTES)
+        if not unpacker.eof:
+            raise ValueError("it is cut off")
+        texts, live, sources, ptx_lines = json.loads(text)
+        columns = (
+            _column(texts, tuple),
+            _column(live, lambda counts: counts and LiveRegisters(*counts)),
+            _column(sources, lambda chain: tuple(SourceLine(*line) for line in chain)),
+            _column(ptx_lines, lambda line: line),
+        )
+        if any(len(column) != len(addresses) for column in columns):
+            raise ValueError(f"it is not of {len(addresses)} instructions")
+        operations = tuple(
+            Operation(at, int.from_bytes(code[at : at + INSTRUCTION_BYTES], "little"), *text)
+            for at, text in zip(addresses, columns[0], strict=True)
+        )
+        return Disassembly(operations, *columns[1:])
     except (ValueError, TypeError, KeyError, IndexError, zlib.error) as error:
         raise SassError(f"the entry was written by another version ({error!r})") from error
-
-
-def _from_document(document: Mapping[str, Any], code: bytes) -> Disassembly:
-    (texts, text_of), (live, live_of), (sources, source_of) = (
-        document[name] for name in ("texts", "live", "sources")
-    )
-    targets, ptx_lines = document["targets"], document["ptx_lines"]
-    live = [item and LiveRegisters(*item) for item in live]
-    sources = [tuple(SourceLine(*line) for line in source) for source in sources]
-    addresses = range(0, len(code), INSTRUCTION_BYTES)
-    columns = (targets, text_of, live_of, source_of, ptx_lines)
-    if any(len(column) != len(addresses) for column in columns):
-        raise ValueError(f"it is not of {len(addresses)} instructions")
-    operations = tuple(
-        Operation(
-            address,
-            int.from_bytes(code[address : address + INSTRUCTION_BYTES], "little"),
-            *texts[text],
-            target,
-        )
-        for address, text, target in zip(addresses, text_of, targets, strict=True)
-    )
-    return Disassembly(
-        operations,
-        tuple(live[number] for number in live_of),
-        tuple(sources[number] for number in source_of),
-        tuple(ptx_lines),
-    )
 
 
 def _numbered(items: Iterable[H]) -> tuple[list[H], list[int]]:
@@ -173,3 +155,9 @@ def _numbered(items: Iterable[H]) -> tuple[list[H], list[int]]:
     numbers: dict[H, int] = {}
     number_of = [numbers.setdefault(item, len(numbers)) for item in items]
     return list(numbers), number_of
+
+
+def _column(numbered: tuple[list[Any], list[int]], make: Callable[[Any], H]) -> tuple[H, ...]:
+    """Inverse of `_numbered`. make: of what JSON has of an item, the item."""
+    items = [make(item) for item in numbered[0]]
+    return tuple(items[number] for number in numbered[1])
