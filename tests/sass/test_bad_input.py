@@ -75,22 +75,24 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No disassembler is where one is looked for: in these folders of `tmp_path`, which are not
+    there."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "path_home"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    monkeypatch.setenv("PATH", str(tmp_path / "bin_on_path"))
+    monkeypatch.setattr(disassembler, "DEFAULT_CUDA_HOME", tmp_path / "default")
+
+
 class TestDisassembler:
-    def test_is_looked_for_in_this_order(self, tmp_path: Path) -> None:
+    def test_is_looked_for_in_this_order(self, tmp_path: Path, nothing_installed: None) -> None:
         folders = ["home", "path_home", "site/nvidia/cu13", "bin_on_path", "default"]
         for folder in folders:
             bin_folder = folder if folder == "bin_on_path" else f"{folder}/bin"
             program(tmp_path / bin_folder, "nvdisasm", banner("13.5.1"))
-        found = candidates(
-            "nvdisasm",
-            environ={
-                "CUDA_HOME": str(tmp_path / "home"),
-                "CUDA_PATH": str(tmp_path / "path_home"),
-                "PATH": str(tmp_path / "bin_on_path"),
-            },
-            path=[str(tmp_path / "site")],
-            default_home=tmp_path / "default",
-        )
+        found = candidates("nvdisasm")
         assert [p.relative_to(tmp_path).parts[0] for p in found] == [
             "home",
             "path_home",
@@ -99,39 +101,28 @@ class TestDisassembler:
             "default",
         ]
 
-    def test_the_newest_is_taken(self, tmp_path: Path) -> None:
+    def test_the_newest_is_taken(self, tmp_path: Path, nothing_installed: None) -> None:
         program(tmp_path / "home/bin", "nvdisasm", banner("12.9.88"))
         program(tmp_path / "site/nvidia/cu13/bin", "nvdisasm", banner("13.10.2"))
         program(tmp_path / "default/bin", "nvdisasm", banner("13.9.99"))
-        tool = find_disassembler(
-            "nvdisasm",
-            {"CUDA_HOME": str(tmp_path / "home")},
-            [str(tmp_path / "site")],
-            tmp_path / "default",
-        )
+        tool = find_disassembler("nvdisasm")
         assert tool.version == (13, 10, 2)
         assert "site" in tool.path.parts
         assert str(tool) == "nvdisasm 13.10.2"
 
-    def test_of_two_as_new_the_first_is_taken(self, tmp_path: Path) -> None:
+    def test_of_two_as_new_the_first_is_taken(self, tmp_path: Path, nothing_installed) -> None:
         for folder in ("home", "default"):
             program(tmp_path / folder / "bin", "nvdisasm", banner("13.5.37"))
-        tool = find_disassembler(
-            "nvdisasm", {"CUDA_HOME": str(tmp_path / "home")}, [], tmp_path / "default"
-        )
-        assert tool.path.parent.parent.name == "home"
+        assert find_disassembler("nvdisasm").path.parent.parent.name == "home"
 
-    def test_one_that_does_not_run_is_passed_over(self, tmp_path: Path) -> None:
+    def test_one_that_does_not_run_is_passed_over(self, tmp_path: Path, nothing_installed) -> None:
         program(tmp_path / "home/bin", "nvdisasm", "exit 3")
         program(tmp_path / "default/bin", "nvdisasm", banner("13.5.37"))
-        tool = find_disassembler(
-            "nvdisasm", {"CUDA_HOME": str(tmp_path / "home")}, [], tmp_path / "default"
-        )
-        assert tool.path.parent.parent.name == "default"
+        assert find_disassembler("nvdisasm").path.parent.parent.name == "default"
 
-    def test_that_is_missing_can_be_installed(self, tmp_path: Path) -> None:
+    def test_that_is_missing_can_be_installed(self, nothing_installed: None) -> None:
         with pytest.raises(SassError, match=r"is missing .*pip install nvidia-cuda-nvdisasm"):
-            find_disassembler("nvdisasm", {}, [], tmp_path)
+            find_disassembler("nvdisasm")
 
     def test_that_is_missing_is_said_by_the_reader(self, planted, monkeypatch) -> None:
         monkeypatch.setattr(disassembler, "candidates", lambda *_: [])
@@ -162,10 +153,11 @@ class TestDisassembler:
         assert parse_version("Cuda compilation tools, release 13.0, V13.0.88") == (13, 0, 88)
         assert parse_version("no version") == ()
 
-    def test_that_hangs_is_stopped(self, tmp_path: Path) -> None:
+    def test_that_hangs_is_stopped(self, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setattr(disassembler, "TIMEOUT_SECONDS", 0.2)
         hangs = program(tmp_path, "nvdisasm", "exec sleep 60")
         with time_limit(30), pytest.raises(SassError, match=r"stopped after 0\.2 seconds"):
-            run_program(hangs, "file", timeout=0.2)
+            run_program(hangs, "file")
 
     def test_that_complains_at_length_is_quoted_on_a_line(self, tmp_path: Path) -> None:
         script = "for i in 1 2 3 4 5 6 7; do echo 'nvdisasm error   : bad' $i >&2; done; exit 1"

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,30 +43,16 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match[1].split(".")) if match else ()
 
 
-def _package_folders(path: Sequence[str]) -> Iterator[Path]:
-    for entry in path:
-        nvidia = Path(entry or ".") / "nvidia"
-        if nvidia.is_dir():
-            yield from sorted(nvidia.glob("*/bin"))
-
-
-def candidates(
-    name: str,
-    environ: Mapping[str, str] | None = None,
-    path: Sequence[str] | None = None,
-    default_home: Path = DEFAULT_CUDA_HOME,
-) -> list[Path]:
+def candidates(name: str) -> list[Path]:
     """The programs of that name, each once, in this order: CUDA_HOME, CUDA_PATH, the packages
-    nvidia-cuda-... of PyPI among the installed ones, PATH, `default_home`.
-
-    environ, path: default to those of this process.
-    """
-    environ = os.environ if environ is None else environ
-    folders = [Path(home) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if (home := environ.get(v))]
-    folders += _package_folders(sys.path if path is None else path)
-    if on_path := shutil.which(name, path=environ.get("PATH", "")):
+    nvidia-cuda-... of PyPI among the installed ones, PATH, DEFAULT_CUDA_HOME."""
+    homes = (os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH"))
+    folders = [Path(home) / "bin" for home in homes if home]
+    for entry in sys.path:
+        folders += sorted(Path(entry or ".").glob("nvidia/*/bin"))
+    if on_path := shutil.which(name):
         folders.append(Path(on_path).parent)
-    folders.append(default_home / "bin")
+    folders.append(DEFAULT_CUDA_HOME / "bin")
     found = {}
     for folder in folders:
         program = folder / name
@@ -75,19 +61,14 @@ def candidates(
     return list(found.values())
 
 
-def find_disassembler(
-    name: str,
-    environ: Mapping[str, str] | None = None,
-    path: Sequence[str] | None = None,
-    default_home: Path = DEFAULT_CUDA_HOME,
-) -> Disassembler:
+def find_disassembler(name: str) -> Disassembler:
     """The newest of the `candidates`, the first of them if they are equally new.
 
     The newest, because each reads the files of its own release and of older ones. Raises SassError
     without any, saying what to install.
     """
     newest: Disassembler | None = None
-    for program in candidates(name, environ, path, default_home):
+    for program in candidates(name):
         try:
             version = parse_version(run_program(program, "--version"))
         except SassError:
@@ -97,36 +78,29 @@ def find_disassembler(
     if newest is None:
         raise SassError(
             f"{name} is missing (looked in CUDA_HOME, among the installed packages, on PATH and in "
-            f"{default_home}): pip install nvidia-cuda-{name}"
+            f"{DEFAULT_CUDA_HOME}): pip install nvidia-cuda-{name}"
         )
     return newest
 
 
-def run_program(
-    program: Path,
-    *arguments: str | Path,
-    folder: Path | None = None,
-    timeout: float | None = None,
-) -> str:
+def run_program(program: Path, *arguments: str | Path, folder: Path | None = None) -> str:
     """What the program prints, run in `folder`.
 
-    timeout: seconds; None is TIMEOUT_SECONDS. Raises SassError if it cannot be run, fails, or takes
-    longer.
+    Raises SassError if it cannot be run, fails, or takes longer than TIMEOUT_SECONDS.
     """
-    timeout = TIMEOUT_SECONDS if timeout is None else timeout
     try:
         result = subprocess.run(
             [program, *arguments],
             cwd=folder,
             capture_output=True,
-            timeout=timeout,
+            timeout=TIMEOUT_SECONDS,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         raise SassError(
-            f"{program.name} {arguments[-1]} was stopped after {timeout:g} seconds: the file may "
-            "be damaged"
+            f"{program.name} {arguments[-1]} was stopped after {TIMEOUT_SECONDS:g} seconds: the "
+            "file may be damaged"
         ) from None
     except OSError as error:
         raise SassError(
