@@ -22,133 +22,99 @@ A source that ends in a question mark is from memory or deduced; nothing else ma
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 UNKNOWN_PIPE = "unknown"
-OTHER = "other"
 
 ISSUE_CYCLES = 0.25  # four schedulers an SM, an instruction a cycle each
 # Cycles from an HMMA to the first instruction that may use its result: Mesa's table for its NAK
 # compiler, and nvdisasm's own.
 HMMA_LATENCY = (17, 27)
 
-TENSOR = "tensor"
-LDMATRIX = "ldmatrix"
-ASYNC_COPY = "async copy"
-SHARED_LOAD = "shared load"
-SHARED_STORE = "shared store"
-GLOBAL_LOAD = "global load"
-GLOBAL_STORE = "global store"
-LOCAL_LOAD = "local load"
-LOCAL_STORE = "local store"
-FP32 = "fp32"
-FP32_MINMAX = "fp32 min/max"
-FP16 = "fp16"
-FP64 = "fp64"
-MUFU = "special function"
-CONVERSION = "conversion"
-INTEGER_ADD = "integer add"
-INTEGER_OTHER = "integer other"
-IMAD = "imad"
-IMAD_WIDE = "imad wide"
-IMAD_MOVE = "imad as move"
-IMAD_SHIFT = "imad as shift"
-IMAD_ADD = "imad as add"
-LOGIC = "logic"
-SHIFT = "shift"
-LEA = "lea"
-PERMUTE = "permute"
-MOVE = "move"
-UNIFORM = "uniform"
-PREDICATE = "predicate"
-SHUFFLE = "shuffle"
-VOTE = "vote"
-ATOMIC = "atomic"
-TEXTURE = "texture"
-BULK_COPY = "bulk copy"
-BARRIER = "barrier"
-CONTROL_FLOW = "control flow"
-CONSTANT_LOAD = "constant load"
-SPECIAL_REGISTER = "special register"
-NOP = "nop"
+_CLASS_OF: dict[str, str] = {}  # of an opcode without modifiers
+_PIPE_OF: dict[str, str] = {}  # of a class
 
-# Of each class its pipe, where a source tells it, and its opcodes.
-_TABLE: Mapping[str, tuple[str, str]] = {
-    TENSOR: ("tensor", "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA"),
-    LDMATRIX: ("lsu", "LDSM"),
-    ASYNC_COPY: ("lsu", "LDGSTS"),
-    SHARED_LOAD: ("lsu", "LDS"),
-    SHARED_STORE: ("lsu", "STS STSM"),
-    GLOBAL_LOAD: ("lsu", "LDG LD"),
-    GLOBAL_STORE: ("lsu", "STG ST"),
-    LOCAL_LOAD: ("lsu", "LDL"),
-    LOCAL_STORE: ("lsu", "STL"),
-    FP32: ("fma", "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD"),
-    FP32_MINMAX: ("alu", "FMNMX FMNMX3"),
-    FP16: ("fma", "HADD2 HMUL2 HFMA2 HMNMX2 HADD2_32I HMUL2_32I HFMA2_32I VHMNMX"),
-    FP64: ("fp64", "DADD DMUL DFMA"),
-    MUFU: ("xu", "MUFU"),
-    CONVERSION: ("xu", "F2F F2FP F2I I2F I2FP FRND I2I"),
-    INTEGER_ADD: ("alu", "IADD3 IADD IADD32I VIADD"),
-    INTEGER_OTHER: (
-        "alu",
-        "IABS IMNMX VIMNMX VIMNMX3 VIADDMNMX ISCADD BMSK SGXT POPC FLO BREV VABSDIFF VABSDIFF4 "
-        "LEPC",
-    ),
-    IMAD: ("fma", "IMAD IMUL IDP IDP4A IMAD32I IMUL32I"),
-    LOGIC: ("alu", "LOP3 LOP LOP32I"),
-    SHIFT: ("alu", "SHF SHL SHR"),
-    LEA: ("alu", "LEA"),
-    PERMUTE: ("alu", "PRMT"),
-    MOVE: ("alu", "MOV MOV32I CS2R SEL FSEL MOVM"),
-    UNIFORM: (
-        "uniform",
-        "R2UR UBMSK UBREV UCLEA UFLO UIADD3 UIMAD UIADD UISETP ULEA ULOP ULOP3 ULOP32I UMOV UP2UR "
-        "UPLOP3 UPOPC UPRMT UPSETP UR2UP USEL USGXT USHF USHL USHR UVIADD UVIMNMX UF2FP UFADD "
-        "UFMUL UFFMA UFSETP UFSEL UFMNMX UI2F UF2I ULEPC UMEMBAR UIABS",
-    ),
-    PREDICATE: ("alu", "ISETP FSETP DSETP HSETP2 PLOP3 PSETP P2R R2P FSET HSET2 FCHK"),
-    SHUFFLE: ("lsu", "SHFL"),
-    VOTE: (UNKNOWN_PIPE, "VOTE VOTEU MATCH REDUX ELECT"),
-    ATOMIC: ("lsu", "ATOM ATOMG ATOMS RED REDG REDS"),
-    TEXTURE: ("tex", "TEX TLD TLD4 TMML TXD TXQ SULD SUST SUATOM SURED SUQUERY"),
-    BULK_COPY: (
-        UNKNOWN_PIPE,
-        "UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH",
-    ),
-    BARRIER: (
-        UNKNOWN_PIPE,
-        "BAR B2R R2B DEPBAR LDGDEPBAR LDTRAM MEMBAR ERRBAR CCTL CCTLL CCTLT FENCE SYNCS ARRIVES "
-        "WARPGROUP WARPGROUPSET USETMAXREG UCGABAR_ARV UCGABAR_WAIT ACQBULK PREEXIT",
-    ),
-    CONTROL_FLOW: (
-        "cbu",
-        "BRA BRX BRXU JMP JMX JMXU CALL JCAL RET EXIT KILL BSSY BSYNC BREAK WARPSYNC BMOV RPCMOV "
-        "YIELD NANOSLEEP BPT RTT PMTRIG",
-    ),
-    CONSTANT_LOAD: ("adu", "LDC ULDC LDCU"),
-    SPECIAL_REGISTER: ("lsu", "S2R S2UR"),
-    NOP: (UNKNOWN_PIPE, "NOP"),
-}
-_CLASS_OF = MappingProxyType(
-    {base: name for name, (_, bases) in _TABLE.items() for base in bases.split()}
+
+def _class(name: str, pipe: str, opcodes: str = "") -> str:
+    """A class of opcodes, entered into the two tables. pipe: where a source tells it."""
+    _CLASS_OF.update(dict.fromkeys(opcodes.split(), name))
+    _PIPE_OF[name] = pipe
+    return name
+
+
+TENSOR = _class("tensor", "tensor", "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA")
+LDMATRIX = _class("ldmatrix", "lsu", "LDSM")
+ASYNC_COPY = _class("async copy", "lsu", "LDGSTS")
+SHARED_LOAD = _class("shared load", "lsu", "LDS")
+SHARED_STORE = _class("shared store", "lsu", "STS STSM")
+GLOBAL_LOAD = _class("global load", "lsu", "LDG LD")
+GLOBAL_STORE = _class("global store", "lsu", "STG ST")
+LOCAL_LOAD = _class("local load", "lsu", "LDL")
+LOCAL_STORE = _class("local store", "lsu", "STL")
+FP32 = _class("fp32", "fma", "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD")
+FP32_MINMAX = _class("fp32 min/max", "alu", "FMNMX FMNMX3")
+FP16 = _class("fp16", "fma", "HADD2 HMUL2 HFMA2 HMNMX2 HADD2_32I HMUL2_32I HFMA2_32I VHMNMX")
+FP64 = _class("fp64", "fp64", "DADD DMUL DFMA")
+MUFU = _class("special function", "xu", "MUFU")
+CONVERSION = _class("conversion", "xu", "F2F F2FP F2I I2F I2FP FRND I2I")
+INTEGER_ADD = _class("integer add", "alu", "IADD3 IADD IADD32I VIADD")
+INTEGER_OTHER = _class(
+    "integer other",
+    "alu",
+    "IABS IMNMX VIMNMX VIMNMX3 VIADDMNMX ISCADD BMSK SGXT POPC FLO BREV VABSDIFF VABSDIFF4 LEPC",
 )
+IMAD = _class("imad", "fma", "IMAD IMUL IDP IDP4A IMAD32I IMUL32I")
+IMAD_MOVE = _class("imad as move", "fma")
+IMAD_SHIFT = _class("imad as shift", "fma")
+IMAD_ADD = _class("imad as add", "fma")
+IMAD_WIDE = _class("imad wide", "fma")
+LOGIC = _class("logic", "alu", "LOP3 LOP LOP32I")
+SHIFT = _class("shift", "alu", "SHF SHL SHR")
+LEA = _class("lea", "alu", "LEA")
+PERMUTE = _class("permute", "alu", "PRMT")
+MOVE = _class("move", "alu", "MOV MOV32I CS2R SEL FSEL MOVM")
+UNIFORM = _class(
+    "uniform",
+    "uniform",
+    "R2UR UBMSK UBREV UCLEA UFLO UIADD3 UIMAD UIADD UISETP ULEA ULOP ULOP3 ULOP32I UMOV UP2UR "
+    "UPLOP3 UPOPC UPRMT UPSETP UR2UP USEL USGXT USHF USHL USHR UVIADD UVIMNMX UF2FP UFADD UFMUL "
+    "UFFMA UFSETP UFSEL UFMNMX UI2F UF2I ULEPC UMEMBAR UIABS",
+)
+PREDICATE = _class(
+    "predicate", "alu", "ISETP FSETP DSETP HSETP2 PLOP3 PSETP P2R R2P FSET HSET2 FCHK"
+)
+SHUFFLE = _class("shuffle", "lsu", "SHFL")
+VOTE = _class("vote", UNKNOWN_PIPE, "VOTE VOTEU MATCH REDUX ELECT")
+ATOMIC = _class("atomic", "lsu", "ATOM ATOMG ATOMS RED REDG REDS")
+TEXTURE = _class("texture", "tex", "TEX TLD TLD4 TMML TXD TXQ SULD SUST SUATOM SURED SUQUERY")
+BULK_COPY = _class(
+    "bulk copy",
+    UNKNOWN_PIPE,
+    "UBLKCP UBLKPF UBLKRED UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH",
+)
+BARRIER = _class(
+    "barrier",
+    UNKNOWN_PIPE,
+    "BAR B2R R2B DEPBAR LDGDEPBAR LDTRAM MEMBAR ERRBAR CCTL CCTLL CCTLT FENCE SYNCS ARRIVES "
+    "WARPGROUP WARPGROUPSET USETMAXREG UCGABAR_ARV UCGABAR_WAIT ACQBULK PREEXIT",
+)
+CONTROL_FLOW = _class(
+    "control flow",
+    "cbu",
+    "BRA BRX BRXU JMP JMX JMXU CALL JCAL RET EXIT KILL BSSY BSYNC BREAK WARPSYNC BMOV RPCMOV "
+    "YIELD NANOSLEEP BPT RTT PMTRIG",
+)
+CONSTANT_LOAD = _class("constant load", "adu", "LDC ULDC LDCU")
+SPECIAL_REGISTER = _class("special register", "lsu", "S2R S2UR")
+NOP = _class("nop", UNKNOWN_PIPE, "NOP")
+OTHER = _class("other", UNKNOWN_PIPE)
+CLASSES = tuple(_PIPE_OF)
+
 _IMAD_FORMS = MappingProxyType(
     {"MOV": IMAD_MOVE, "SHL": IMAD_SHIFT, "IADD": IMAD_ADD, "WIDE": IMAD_WIDE}
 )
-
 IMAD_CLASSES = (IMAD, *_IMAD_FORMS.values())
-CLASSES = (
-    *(name for row in _TABLE for name in (IMAD_CLASSES if row == IMAD else (row,))),
-    OTHER,
-)
-_PIPE_OF = MappingProxyType(
-    {name: own for name, (own, _) in _TABLE.items()}
-    | dict.fromkeys(IMAD_CLASSES, "fma")
-    | {OTHER: UNKNOWN_PIPE}
-)
 # Members of those classes of which no source tells, or sources differ: F2FP runs on the FP16 pipe
 # before 8.6 and on the ALU from then on, but is listed with a quarter of the ALU's throughput too.
 _WITHOUT_PIPE = frozenset(
