@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -14,12 +15,13 @@ from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.alignment import common_subsequence, gaps
 from flash_helpers.sass.analyse.counts import Bucket, count_changes, with_buckets
 from flash_helpers.sass.analyse.phases import phases
-from flash_helpers.sass.analyse.ptx_links import KernelPtx, read_kernel_ptx
+from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
 from flash_helpers.sass.read.opcodes import classify
 from flash_helpers.sass.read.records import Instruction, Kernel, SassError
 
 FILLER = "filler"
 
+_PHASES = list(Phase)
 _CONTROL_MASK = ((1 << 128) - 1) ^ ((1 << 105) - 1)
 # Where a kernel's parameters begin in constant bank 0 (EIATTR_PARAM_CBANK of our own cubins).
 _PARAMETERS_AT = {80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210}
@@ -223,8 +225,9 @@ def block_phases(kernel: Kernel) -> list[Phase]:
 
 
 def _sides(kernel: Kernel) -> list[Side]:
+    """All but the padding, phase by phase."""
     phase_of = block_phases(kernel)
-    return [
+    sides = [
         Side(
             i,
             phase_of[i.block],
@@ -233,25 +236,7 @@ def _sides(kernel: Kernel) -> list[Side]:
         for i, kind in with_buckets(kernel)
         if kind is not Bucket.PADDING
     ]
-
-
-def _ptx_or_none(kernel: Kernel) -> KernelPtx | None:
-    try:
-        return read_kernel_ptx(kernel)
-    except SassError:
-        return None
-
-
-@dataclass(frozen=True)
-class _PtxIdentity:
-    """What identifies the PTX of an instruction in both kernels.
-
-    pair_of: PTX line to a number that the line's counterpart has, too. texts: PTX line to its
-    normalised text.
-    """
-
-    pair_of: dict[int, int]
-    texts: dict[int, str]
+    return sorted(sides, key=lambda side: _PHASES.index(side.phase))
 
 
 class _PtxRow(NamedTuple):
@@ -261,101 +246,110 @@ class _PtxRow(NamedTuple):
     name: str
 
 
-def _align_ptx(
-    kernels: tuple[Kernel, Kernel], ptx: tuple[KernelPtx, KernelPtx]
-) -> tuple[_PtxIdentity, _PtxIdentity]:
-    """Pair the PTX instructions phase by phase: by their text, then in between by their name."""
+def _ptx_rows(kernel: Kernel) -> list[_PtxRow] | None:
+    """The PTX instructions, phase by phase; None if there is no PTX that can be read."""
+    try:
+        ptx = read_kernel_ptx(kernel)
+    except SassError:
+        return None
     rows = [
-        [
-            _PtxRow(
-                found.phase(n), i.line, normalised_ptx(found.text(i.line), kernel.symbol), i.name
-            )
-            for n, i in enumerate(found.program.instructions)
-        ]
-        for kernel, found in zip(kernels, ptx, strict=True)
+        _PtxRow(ptx.phase(n), i.line, normalised_ptx(ptx.text(i.line), kernel.symbol), i.name)
+        for n, i in enumerate(ptx.program.instructions)
     ]
-    pairs: list[tuple[_PtxRow, _PtxRow]] = []
-    for phase in Phase:
-        a, b = ([row for row in side if row.phase is phase] for side in rows)
-        aligned = common_subsequence([row.text for row in a], [row.text for row in b])
-        pairs += [(a[i], b[j]) for i, j in aligned]
-        for in_a, in_b in gaps(aligned, len(a), len(b)):
-            rest = common_subsequence([a[i].name for i in in_a], [b[j].name for j in in_b])
-            pairs += [(a[in_a[i]], b[in_b[j]]) for i, j in rest]
-    before, after = (
-        _PtxIdentity(
-            {pair[side].line: number for number, pair in enumerate(pairs)},
-            {row.line: row.text for row in rows[side]},
+    return sorted(rows, key=lambda row: _PHASES.index(row.phase))
+
+
+# What identifies the PTX of a line in both kernels: a number that its counterpart has, too, None
+# without one; and its normalised text.
+_Identities = Mapping[int | None, tuple[int | None, str]]
+
+
+def _align_ptx(a: Sequence[_PtxRow], b: Sequence[_PtxRow]) -> list[_Identities]:
+    """Pair the PTX instructions of each phase: by their text, then in between by their name."""
+    pairs = common_subsequence([(r.phase, r.text) for r in a], [(r.phase, r.text) for r in b])
+    for in_a, in_b in gaps(pairs, len(a), len(b)):
+        rest = common_subsequence(
+            [(a[i].phase, a[i].name) for i in in_a], [(b[j].phase, b[j].name) for j in in_b]
         )
-        for side in (0, 1)
-    )
-    return before, after
+        pairs += [(in_a[i], in_b[j]) for i, j in rest]
+    found = []
+    for rows, indices in ((a, [i for i, _ in pairs]), (b, [j for _, j in pairs])):
+        number_of = {rows[index].line: number for number, index in enumerate(indices)}
+        found.append({row.line: (number_of.get(row.line), row.text) for row in rows})
+    return found
+
+
+_Keys = Sequence[Sequence[Hashable | None]]  # of both lists of sides
 
 
 class _Matching:
-    """Pairs of instructions, found step by step; indices into the two lists of sides."""
+    """Pairs of instructions, found step by step; indices into the two lists of sides.
 
-    def __init__(self, before: Sequence[Side], after: Sequence[Side]) -> None:
-        self.sides = (before, after)
-        self.in_place: list[tuple[int, int]] = []
-        self.moved: list[tuple[int, int]] = []
-        self.free = (set(range(len(before))), set(range(len(after))))
+    partner: of one of the second list, the one of the first. moved: of the second list, those whose
+    partner stands elsewhere. free: of each list, those without a partner. A key of None matches
+    nothing.
+    """
 
-    def take(self, pairs: Iterable[tuple[int, int]], moved: bool) -> None:
+    def __init__(self, *sides: Sequence[Side]) -> None:
+        self.sides = sides
+        self.by_address = [
+            sorted(range(len(of)), key=lambda n, of=of: of[n].instruction.address) for of in sides
+        ]
+        self.free = [set(indices) for indices in self.by_address]
+        self.partner: dict[int, int] = {}
+        self.moved: set[int] = set()
+
+    def _waiting(self, keys: _Keys, stretches: Sequence[Iterable[int]]) -> Iterator[list[int]]:
+        """Of each list, what is free and has a key, in the order of a stretch of indices."""
+        for free, of, stretch in zip(self.free, keys, stretches, strict=True):
+            yield [n for n in stretch if n in free and of[n] is not None]
+
+    def _take(self, pairs: Iterable[tuple[int, int]]) -> None:
         for i, j in pairs:
-            (self.moved if moved else self.in_place).append((i, j))
-            self.free[0].discard(i)
-            self.free[1].discard(j)
+            self.partner[j] = i
+            self.free[0].remove(i)
+            self.free[1].remove(j)
 
-    def _in_phase(self, which: int, phase: Phase) -> list[int]:
-        return [i for i, side in enumerate(self.sides[which]) if side.phase is phase]
-
-    def align(self, keys: tuple[Sequence[Hashable], Sequence[Hashable]]) -> None:
+    def align(self, keys: _Keys) -> None:
         """Match what is free and has equal keys, phase by phase, in order: nothing crosses what is
         in place already."""
-        for phase in Phase:
-            a, b = self._in_phase(0, phase), self._in_phase(1, phase)
-            at = ({i: n for n, i in enumerate(a)}, {j: n for n, j in enumerate(b)})
-            placed = sorted((at[0][i], at[1][j]) for i, j in self.in_place if i in at[0])
-            for in_a, in_b in gaps(placed, len(a), len(b)):
-                free_a = [a[n] for n in in_a if a[n] in self.free[0]]
-                free_b = [b[n] for n in in_b if b[n] in self.free[1]]
-                found = common_subsequence(
-                    [keys[0][i] for i in free_a], [keys[1][j] for j in free_b]
-                )
-                self.take([(free_a[i], free_b[j]) for i, j in found], moved=False)
+        before, after = self.sides
+        placed = sorted((i, j) for j, i in self.partner.items() if j not in self.moved)
+        for stretches in gaps(placed, len(before), len(after)):
+            a, b = self._waiting(keys, stretches)
+            found = common_subsequence(
+                [(before[i].phase, keys[0][i]) for i in a],
+                [(after[j].phase, keys[1][j]) for j in b],
+            )
+            self._take((a[i], b[j]) for i, j in found)
 
-    def relocate(self, keys: tuple[Sequence[Hashable | None], Sequence[Hashable | None]]) -> None:
-        """Match what is free and has equal keys wherever it stands; None matches nothing. Those of
-        one phase come first."""
+    def relocate(self, keys: _Keys) -> None:
+        """Match what is free and has equal keys wherever it stands, those of one phase first."""
+        before, after = self.sides
         for same_phase in (True, False):
-            waiting: dict[Hashable, list[int]] = defaultdict(list)
-            for i in sorted(self.free[0]):
-                if keys[0][i] is not None:
-                    phase = self.sides[0][i].phase if same_phase else None
-                    waiting[keys[0][i], phase].append(i)
+            a, b = self._waiting(keys, self.by_address)
+            candidates: dict[Hashable, list[int]] = defaultdict(list)
+            for i in a:
+                candidates[keys[0][i], same_phase and before[i].phase].append(i)
             found = []
-            for j in sorted(self.free[1]):
-                phase = self.sides[1][j].phase if same_phase else None
-                candidates = waiting.get((keys[1][j], phase))
-                if keys[1][j] is not None and candidates:
-                    found.append((candidates.pop(0), j))
-            self.take(found, moved=True)
+            for j in b:
+                if there := candidates[keys[1][j], same_phase and after[j].phase]:
+                    found.append((there.pop(0), j))
+            self._take(found)
+            self.moved.update(j for _, j in found)
 
 
 def _keys(
-    sides: Sequence[Side], capability: int, identity: _PtxIdentity | None
+    sides: Sequence[Side], capability: int, identities: _Identities | None
 ) -> Iterator[tuple[str, Hashable | None, Hashable | None, Hashable | None]]:
     """Of each instruction: its text; text and PTX; opcode, class and PTX; text and text of the
     PTX."""
     for side in sides:
         text = normalised(side.instruction, capability)
-        if identity is None:
+        if identities is None:
             yield text, text, None, text
             continue
-        line = side.instruction.ptx_line
-        pair = None if line is None else identity.pair_of.get(line)
-        ptx = None if line is None else identity.texts.get(line)
+        pair, ptx = identities.get(side.instruction.ptx_line, (None, None))
         yield (
             text,
             None if pair is None else (text, pair),
@@ -377,58 +371,42 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     called renamed, even if they read other values.
     """
     sides = (_sides(before), _sides(after))
-    found = (_ptx_or_none(before), _ptx_or_none(after))
-    identities: tuple[_PtxIdentity | None, _PtxIdentity | None] = (None, None)
-    if found[0] is not None and found[1] is not None:
-        identities = _align_ptx((before, after), (found[0], found[1]))
-    of_before = zip(*_keys(sides[0], before.capability, identities[0]), strict=True)
-    of_after = zip(*_keys(sides[1], after.capability, identities[1]), strict=True)
-    text, text_and_ptx, opcode_and_ptx, text_and_ptx_text = zip(of_before, of_after, strict=True)
+    rows = (_ptx_rows(before), _ptx_rows(after))
+    by_ptx = rows[0] is not None and rows[1] is not None
+    identities = _align_ptx(*rows) if by_ptx else (None, None)
+    keys = (
+        zip(*_keys(side, kernel.capability, of), strict=True)
+        for side, kernel, of in zip(sides, (before, after), identities, strict=True)
+    )
+    text, text_and_ptx, opcode_and_ptx, text_and_ptx_text = zip(*keys, strict=True)
     matching = _Matching(*sides)
-    matching.align(_distinct(text_and_ptx))
+    matching.align(text_and_ptx)
     matching.relocate(text_and_ptx)
     matching.align(text)
-    matching.align(_distinct(opcode_and_ptx))
+    matching.align(opcode_and_ptx)
     matching.relocate(opcode_and_ptx)
     matching.relocate(text_and_ptx_text)
-    return KernelDiff(before, after, tuple(_changes(matching, text)), identities != (None, None))
+    return KernelDiff(before, after, tuple(_changes(matching, text)), by_ptx)
 
 
-def _distinct(keys: tuple[Sequence[Hashable | None], ...]) -> tuple[list[Hashable], list[Hashable]]:
-    """The keys, with each None replaced by something that nothing equals."""
-    first, second = ([object() if key is None else key for key in of] for of in keys)
-    return first, second
-
-
-def _changes(matching: _Matching, texts: tuple[Sequence[Hashable], ...]) -> Iterator[Change]:
+def _changes(matching: _Matching, texts: _Keys) -> Iterator[Change]:
     before, after = matching.sides
-    partner_of = {j: i for i, j in (*matching.in_place, *matching.moved)}
-    moved = {j for _, j in matching.moved}
+    removed = deque(sorted(matching.free[0]))
+    phases = [_PHASES.index(side.phase) for side in before]
+    starts = {phase: bisect_left(phases, number) for number, phase in enumerate(_PHASES)}
 
-    def change(i: int | None, j: int | None) -> Change:
+    def gone(end: int) -> Iterator[Change]:
+        while removed and removed[0] < end:
+            yield Change(Likeness.REMOVED, False, before[removed.popleft()], None)
+
+    for j, side in enumerate(after):
+        i, moved = matching.partner.get(j), j in matching.moved
+        yield from gone(starts[side.phase] if i is None or moved else i)
         if i is None:
-            return Change(Likeness.ADDED, False, None, after[j])
-        if j is None:
-            return Change(Likeness.REMOVED, False, before[i], None)
+            yield Change(Likeness.ADDED, False, None, side)
+            continue
         likeness = Likeness.CHANGED
         if texts[0][i] == texts[1][j]:
-            likeness = _likeness(before[i].instruction, after[j].instruction)
-        return Change(likeness, j in moved, before[i], after[j])
-
-    for phase in Phase:
-        removed = iter(
-            [i for i in sorted(matching.free[0]) if before[i].phase is phase] + [len(before)]
-        )
-        next_removed = next(removed)
-        for j, side in enumerate(after):
-            if side.phase is not phase:
-                continue
-            i = partner_of.get(j)
-            if i is not None and j not in moved:
-                while next_removed < i:
-                    yield change(next_removed, None)
-                    next_removed = next(removed)
-            yield change(i, j)
-        while next_removed < len(before):
-            yield change(next_removed, None)
-            next_removed = next(removed)
+            likeness = _likeness(before[i].instruction, side.instruction)
+        yield Change(likeness, moved, before[i], side)
+    yield from gone(len(before))
