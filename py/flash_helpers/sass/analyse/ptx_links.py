@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from flash_helpers.ptx.errors import PtxError
 from flash_helpers.ptx.read.flow import Phase, Program, build_program
-from flash_helpers.ptx.read.module import Address, Arguments, Operand, Pair, Register, Vector
+from flash_helpers.ptx.read.module import Address, Operand, Register, parts
 from flash_helpers.ptx.read.module import Instruction as PtxInstruction
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.sass.analyse.counts import WORK, with_buckets
@@ -20,17 +20,8 @@ _READS_FIRST_OPERAND = frozenset({"bar", "barrier", "brx", "nanosleep", "bra"})
 _REDUCTION = "red"  # bar.red and barrier.red do write a result
 
 
-def _registers(operand: Operand) -> Iterator[str]:
-    if isinstance(operand, Register):
-        yield operand.name
-    elif isinstance(operand, Address):
-        yield from _registers(operand.base)
-    elif isinstance(operand, Vector | Arguments):
-        for element in operand.elements:
-            yield from _registers(element)
-    elif isinstance(operand, Pair):
-        yield from _registers(operand.first)
-        yield from _registers(operand.second)
+def _registers(operand: Operand) -> list[str]:
+    return [part.name for part in parts(operand) if isinstance(part, Register)]
 
 
 def _writes_first(instruction: PtxInstruction) -> bool:
@@ -69,12 +60,13 @@ class KernelPtx:
         return found
 
     @cached_property
-    def _block_predecessors(self) -> Mapping[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {b: [] for b in range(len(self.program.blocks))}
-        for b, block in enumerate(self.program.blocks):
-            for successor in {*block.targets, block.next} - {-1}:
-                found[successor].append(b)
-        return {b: tuple(before) for b, before in found.items()}
+    def _predecessors(self) -> Mapping[int, list[int]]:
+        """Of each block, and of -1, which none follows."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number, block in enumerate(self.program.blocks):
+            for successor in {*block.targets, block.next}:
+                found[successor].append(number)
+        return found
 
     def text(self, line: int) -> str:
         """A line of the PTX, without the white space around it."""
@@ -100,10 +92,9 @@ class KernelPtx:
                     if instruction.guard is None:
                         break
             else:
-                for before in self._block_predecessors[block]:
-                    if before not in seen:
-                        seen.add(before)
-                        to_search.append((before, program.blocks[before].end))
+                unseen = set(self._predecessors[block]) - seen
+                seen |= unseen
+                to_search += [(before, program.blocks[before].end) for before in unseen]
         return tuple(sorted(found))
 
 
@@ -128,11 +119,12 @@ def read_kernel_ptx(kernel: Kernel) -> KernelPtx:
 def sass_by_ptx_line(kernel: Kernel) -> dict[int, tuple[Instruction, ...]]:
     """The SASS instructions that came from each PTX line, by address. Filler and padding, which
     the line table gives to some line, too, are left out."""
-    found: dict[int, list[Instruction]] = {}
+    found: dict[int, tuple[Instruction, ...]] = {}
     for instruction, kind in with_buckets(kernel):
-        if instruction.ptx_line is not None and kind in WORK:
-            found.setdefault(instruction.ptx_line, []).append(instruction)
-    return {line: tuple(instructions) for line, instructions in found.items()}
+        line = instruction.ptx_line
+        if line is not None and kind in WORK:
+            found[line] = (*found.get(line, ()), instruction)
+    return found
 
 
 @dataclass(frozen=True)
@@ -148,28 +140,21 @@ class Dependence:
     registers: tuple[str, ...]
 
 
-def instruction_at(ptx: KernelPtx, line: int) -> tuple[int, ...]:
-    """Indices of the instructions on a line. Raises SassError, naming the nearest line with some,
-    if there is none."""
-    found = ptx.at_line.get(line)
-    if found is None:
-        nearest = min(ptx.at_line, key=lambda other: (abs(other - line), other))
-        raise SassError(
-            f"line {line} of the PTX (1 to {len(ptx.lines)}) holds no instruction of the kernel: "
-            f"the nearest that does is line {nearest}, {ptx.text(nearest)!r}"
-        )
-    return found
-
-
 def depends_on(ptx: KernelPtx, line: int, depth: int) -> list[Dependence]:
     """What the instruction on a PTX line computes with: the slice back through registers.
 
     Round a loop too; through memory it is not followed. depth: how many steps back at most.
     The nearest come first, then by line.
 
-    Raises SassError if the line holds no instruction.
+    Raises SassError, naming the nearest line with an instruction, if that line holds none.
     """
-    reached: dict[int, int] = dict.fromkeys(instruction_at(ptx, line), 0)
+    if line not in ptx.at_line:
+        nearest = min(ptx.at_line, key=lambda other: (abs(other - line), other))
+        raise SassError(
+            f"line {line} of the PTX (1 to {len(ptx.lines)}) holds no instruction of the kernel: "
+            f"the nearest that does is line {nearest}, {ptx.text(nearest)!r}"
+        )
+    reached: dict[int, int] = dict.fromkeys(ptx.at_line[line], 0)
     handed_on: dict[int, dict[str, None]] = {index: {} for index in reached}
     frontier = list(reached)
     for step in range(1, depth + 1):
@@ -229,9 +214,9 @@ def fan_out(kernel: Kernel, ptx: KernelPtx) -> FanOut:
     """
     made = sass_by_ptx_line(kernel)
     counts = {line: len(made.get(line, ())) for line in ptx.at_line}
-    by_opcode: dict[str, list[int]] = {}
+    by_opcode: dict[str, list[int]] = defaultdict(list)
     for line, indices in ptx.at_line.items():
-        by_opcode.setdefault(ptx.program.instructions[indices[0]].opcode, []).append(line)
+        by_opcode[ptx.program.instructions[indices[0]].opcode].append(line)
     opcodes = []
     for opcode, lines in by_opcode.items():
         sass = Counter(i.opcode for line in lines for i in made.get(line, ()))
