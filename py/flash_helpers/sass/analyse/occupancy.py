@@ -23,15 +23,6 @@ from flash_helpers.gpu import (
 from flash_helpers.sass.read.records import Kernel, SassError
 
 
-def limits_of(capability: int) -> gpu.Limits:
-    """What an SM of a compute capability such as 90 holds. Raises SassError for one that is not
-    known."""
-    if capability not in gpu.LIMITS:
-        known = ", ".join(f"sm_{number}" for number in gpu.LIMITS)
-        raise SassError(f"the limits of sm_{capability} are not known: only those of {known}")
-    return gpu.LIMITS[capability]
-
-
 @dataclass(frozen=True)
 class Occupancy:
     """Resident blocks and warps of one kernel on an SM.
@@ -61,7 +52,10 @@ def occupancy(
 
     Raises SassError for a compute capability that is not known, or a block without threads.
     """
-    limits = limits_of(capability)
+    limits = gpu.LIMITS.get(capability)
+    if limits is None:
+        known = ", ".join(f"sm_{number}" for number in gpu.LIMITS)
+        raise SassError(f"the limits of sm_{capability} are not known: only those of {known}")
     if not 1 <= threads <= gpu.MAX_THREADS:
         raise SassError(f"a block has {threads} threads: it must have 1 to {gpu.MAX_THREADS}")
     warps = -(-threads // gpu.WARP)
@@ -69,7 +63,7 @@ def occupancy(
         "warps": limits.warps // warps,
         "blocks": limits.blocks,
         "registers": _blocks_by_registers(registers, warps),
-        "shared memory": _blocks_by_smem(capability, smem_bytes),
+        "shared memory": _blocks_by_smem(limits.smem_bytes, smem_bytes),
     }
     if limits.barriers is not None and barriers:
         by_limit["barriers"] = limits.barriers // barriers
@@ -102,8 +96,7 @@ def _blocks_by_registers(registers: int, warps: int) -> int:
     return REGISTERS_PER_SM // SUB_PARTITIONS // per_warp * SUB_PARTITIONS // warps
 
 
-def _blocks_by_smem(capability: int, smem_bytes: int) -> int:
-    most = gpu.LIMITS[capability].smem_bytes
+def _blocks_by_smem(most: int, smem_bytes: int) -> int:
     if smem_bytes > most:
         return 0
     each = _round_up(smem_bytes + RESERVED_SMEM_BYTES, SMEM_ALLOCATED_AT_ONCE)
