@@ -15,7 +15,7 @@ What ends a block and what does not, since Volta:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_helpers.ptx.read.graph import strongly_connected_components
@@ -82,7 +82,7 @@ def control_flow(operations: Sequence[Operation]) -> tuple[tuple[Block, ...], tu
     if not operations:
         return (), ()
     graph = _Graph.of(operations)
-    return graph.blocks(), _loops(graph)
+    return graph.blocks, _loops(graph)
 
 
 def _falls_through(operation: Operation) -> bool:
@@ -105,13 +105,11 @@ def _jumps_to_itself(operation: Operation) -> bool:
 
 @dataclass(frozen=True)
 class _Graph:
-    """starts, ends: address of each block, and of what follows it. calls: block to the first block
-    of the routine that it calls and that comes back. padding: the block that the padding begins
-    with, or the number of blocks."""
+    """successors: of each block. calls: block to the first block of the routine that it calls and
+    that comes back. padding: the block that the padding begins with, or the number of blocks."""
 
-    starts: list[int]
-    ends: list[int]
-    successors: list[list[int]]
+    blocks: tuple[Block, ...]
+    successors: Sequence[tuple[int, ...]]
     calls: Mapping[int, int]
     padding: int
 
@@ -142,25 +140,21 @@ class _Graph:
         returning = _returning([operations[last] for last in lasts], jumps, falls, calls)
         calls = {n: target for n, target in calls.items() if target in returning}
         successors = []
+        predecessors: list[list[int]] = [[] for _ in leaders]
         for n, targets in enumerate(jumps):
             goes_on = falls[n] or (n in calls and n + 1 < len(lasts))
-            successors.append(list(dict.fromkeys([*targets, n + 1] if goes_on else targets)))
+            successors.append(tuple(dict.fromkeys([*targets, n + 1] if goes_on else targets)))
+            for target in successors[n]:
+                predecessors[target].append(n)
+        ends = [operations[last].address + INSTRUCTION_BYTES for last in lasts]
         return cls(
-            starts=[operations[first].address for first in leaders],
-            ends=[operations[last].address + INSTRUCTION_BYTES for last in lasts],
+            blocks=tuple(
+                Block(n, operations[first].address, ends[n], successors[n], tuple(predecessors[n]))
+                for n, first in enumerate(leaders)
+            ),
             successors=successors,
             calls=calls,
             padding=len(leaders) if padding == len(operations) else leaders.index(padding),
-        )
-
-    def blocks(self) -> tuple[Block, ...]:
-        predecessors: list[list[int]] = [[] for _ in self.starts]
-        for n, targets in enumerate(self.successors):
-            for target in targets:
-                predecessors[target].append(n)
-        return tuple(
-            Block(n, start, end, tuple(self.successors[n]), tuple(predecessors[n]))
-            for n, (start, end) in enumerate(zip(self.starts, self.ends, strict=True))
         )
 
 
@@ -187,52 +181,36 @@ def _returning(
     calls: Mapping[int, int],
 ) -> set[int]:
     """The blocks from which a RET of their own routine can be reached."""
-    before: dict[int, list[int]] = defaultdict(list)
-    callers: dict[int, list[int]] = defaultdict(list)
-    for n in range(len(lasts)):
-        if n in calls:
-            callers[calls[n]].append(n)
-        else:
-            for target in jumps[n]:
-                before[target].append(n)
+    before: dict[int, set[int]] = defaultdict(set)  # -1 is what comes back
+    before[-1] = {n for n, last in enumerate(lasts) if last.base == "RET" and is_jump(last)}
+    for n, targets in enumerate(jumps):
+        for target in () if n in calls else targets:
+            before[target].add(n)
         if falls[n]:
-            before[n + 1].append(n)
+            before[n + 1].add(n)
     found: set[int] = set()
-    stack = [n for n, last in enumerate(lasts) if last.base == "RET" and is_jump(last)]
-    while stack:
-        n = stack.pop()
-        if n in found:
-            continue
-        found.add(n)
-        stack.extend(before[n])
-        # the routine that begins here comes back, so that its callers go on
-        for caller in callers[n]:
-            before[caller + 1].append(caller)
-            if caller + 1 in found:
-                stack.append(caller)
+    while (reached := reach(-1, before.__getitem__)) != found:
+        found = reached
+        # a routine that comes back lets its callers go on
+        for caller, routine in calls.items():
+            if routine in found:
+                before[caller + 1].add(caller)
     return found
 
 
-@dataclass
-class _Region:
-    header: int
-    blocks: set[int]
+_Region = tuple[int, set[int]]  # header of a loop, and its blocks
 
 
 def _loops(graph: _Graph) -> tuple[Loop, ...]:
     order = _depth_first_order(graph)
     regions = _regions(graph, order)
-    _add_routines(graph, regions)
-    regions.sort(key=lambda region: (graph.starts[region.header], -len(region.blocks)))
+    _add_routines(graph, [blocks for _, blocks in regions])
+    regions.sort(key=lambda region: (region[0], -len(region[1])))
     loops: list[Loop] = []
-    for n, region in enumerate(regions):
-        around = [
-            (len(other.blocks), m)
-            for m, other in enumerate(regions)
-            if m != n and region.blocks < other.blocks
-        ]
+    for n, (header, blocks) in enumerate(regions):
+        around = [(len(other), m) for m, (_, other) in enumerate(regions) if blocks < other]
         parent = min(around)[1] if around else None
-        loops.append(Loop(n, region.header, frozenset(region.blocks), parent, 1 + len(around)))
+        loops.append(Loop(n, header, frozenset(blocks), parent, 1 + len(around)))
     return tuple(loops)
 
 
@@ -242,7 +220,7 @@ def _depth_first_order(graph: _Graph) -> dict[int, int]:
     The search begins at the entry, then at each block that nothing reached, padding apart.
     """
     order: dict[int, int] = {}
-    for root in range(min(graph.padding, len(graph.starts))):
+    for root in range(graph.padding):
         stack = [root]
         while stack:
             n = stack.pop()
@@ -261,19 +239,15 @@ def _regions(graph: _Graph, order: Mapping[int, int]) -> list[_Region]:
     while pending:
         inside = pending.pop()
         for component in strongly_connected_components(graph.successors, inside):
-            if len(component) == 1 and not _has_edge(graph, component, component):
-                continue
             header = min(component, key=order.__getitem__)
-            regions.append(_Region(header, component))
+            if len(component) == 1 and header not in graph.successors[header]:
+                continue
+            regions.append((header, component))
             pending.append(component - {header})
     return regions
 
 
-def _has_edge(graph: _Graph, sources: Iterable[int], targets: Collection[int]) -> bool:
-    return any(target in targets for n in sources for target in graph.successors[n])
-
-
-def _add_routines(graph: _Graph, regions: Sequence[_Region]) -> None:
+def _add_routines(graph: _Graph, regions: Sequence[set[int]]) -> None:
     """Put each routine into the loops from which alone it is called."""
     callers: dict[int, set[int]] = defaultdict(set)
     for caller, routine in graph.calls.items():
@@ -283,7 +257,7 @@ def _add_routines(graph: _Graph, regions: Sequence[_Region]) -> None:
     while changed:
         changed = False
         for routine, body in bodies.items():
-            for region in regions:
-                if callers[routine] <= region.blocks and not body <= region.blocks:
-                    region.blocks |= body
+            for blocks in regions:
+                if callers[routine] <= blocks and not body <= blocks:
+                    blocks |= body
                     changed = True
