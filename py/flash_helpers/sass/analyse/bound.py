@@ -95,10 +95,6 @@ class Bound:
         found[LATENCY] = float(self.latency)
         return _highest_first(found)
 
-    def binding(self, warps: int) -> tuple[str, float]:
-        """Name and cycles of the highest lower bound."""
-        return next(iter(self.cycles(warps).items()))
-
 
 @dataclass(frozen=True)
 class Chip:

@@ -67,11 +67,6 @@ class Counts:
         return sum(self.by_bucket[kind] for kind in WORK)
 
     @property
-    def total(self) -> int:
-        """All instructions, filler and padding included."""
-        return sum(self.by_bucket.values())
-
-    @property
     def tensor(self) -> int:
         """Tensor-core instructions."""
         return self.by_class.get(opcodes.TENSOR, 0)
