@@ -53,6 +53,9 @@ class SourceLine:
     file: str
     line: int
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

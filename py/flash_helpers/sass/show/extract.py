@@ -19,7 +19,6 @@ from flash_helpers.sass.read.records import (
     Block,
     Instruction,
     Kernel,
-    LiveRegisters,
     SassError,
 )
 
@@ -63,7 +62,9 @@ def listing_text(kernel: Kernel, offsets: bool = True) -> str:
     labels = _labels(kernel)
     lines = _header(kernel)
     for block in kernel.blocks:
-        lines.append(_block_comment(kernel, block))
+        loop = _loop_of(kernel, block)
+        place = "" if loop is None else f", loop {loop}, depth {kernel.loops[loop].depth}"
+        lines.append(f"// block {block.index}{place}")
         for instruction in _instructions(kernel, block):
             if instruction.address in labels:
                 lines.append(f"{labels[instruction.address]}:")
@@ -89,15 +90,8 @@ def _header(kernel: Kernel) -> list[str]:
     ]
 
 
-def _block_comment(kernel: Kernel, block: Block) -> str:
-    loop = _loop_of(kernel, block)
-    place = "" if loop is None else f", loop {loop}, depth {kernel.loops[loop].depth}"
-    return f"// block {block.index}{place}"
-
-
 def _loop_of(kernel: Kernel, block: Block) -> int | None:
-    instructions = _instructions(kernel, block)
-    return instructions[0].loop if instructions else None
+    return kernel.instructions[block.start // INSTRUCTION_BYTES].loop
 
 
 def _instructions(kernel: Kernel, block: Block) -> Sequence[Instruction]:
@@ -136,17 +130,14 @@ def _instruction_line(instruction: Instruction, labels: Mapping[int, str], offse
     if not offsets:
         return f"{text:<{_TEXT_COLUMN}} // {control}"
     notes = [f"0x{instruction.encoding:032x}", control]
-    if instruction.live is not None:
-        notes.append(_live_text(instruction.live))
+    if live := instruction.live:
+        registers = f"{live.general:3} {live.predicate} {live.uniform:2} {live.uniform_predicate}"
+        notes.append(f"live {registers}")
     if instruction.ptx_line is not None:
         notes.append(f"ptx {instruction.ptx_line}")
     if instruction.source:
-        notes.append(" < ".join(f"{line.file}:{line.line}" for line in instruction.source))
+        notes.append(" < ".join(map(str, instruction.source)))
     return f"/*{instruction.address:04x}*/ {text:<{_TEXT_COLUMN}} // {' | '.join(notes)}"
-
-
-def _live_text(live: LiveRegisters) -> str:
-    return f"live {live.general:3} {live.predicate} {live.uniform:2} {live.uniform_predicate}"
 
 
 def graph_text(kernel: Kernel, offsets: bool = True) -> str:
@@ -195,16 +186,12 @@ def _node_label(kernel: Kernel, block: Block, labels: Mapping[int, str], offsets
     name = f" {labels[block.start]}" if block.start in labels else ""
     count = len(instructions)
     head = f"block {block.index}{name}: {count} instruction{'s' if count != 1 else ''}"
-    # \l ends a line and puts it to the left
-    return '"' + "".join(_escaped(line) + "\\l" for line in [head, *shown]) + '"'
+    return _quoted(head, *shown, end="\\l")  # ends a line and puts it to the left
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def _quoted(text: str) -> str:
-    return f'"{_escaped(text)}"'
+def _quoted(*lines: str, end: str = "") -> str:
+    escaped = (line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+    return '"' + "".join(line + end for line in escaped) + '"'
 
 
 ReadableName = Callable[[str], str]  # of a symbol

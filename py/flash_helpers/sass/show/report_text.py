@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,7 @@ from flash_helpers.tables import Table, percent
 
 _LONGEST_STALLS = 5
 
-
-@dataclass(frozen=True)
-class Section:
-    """A heading, and a table, sentences, or a listing under it."""
-
-    title: str
-    table: Table | None = None
-    sentences: Sequence[str] = ()
-    listing: Sequence[str] = ()
+_Body = Table | Iterable[str] | str  # a table, sentences, or a listing
 
 
 class SourceText:
@@ -52,26 +44,24 @@ class SourceText:
 def report_text(report: KernelReport, source: SourceText | None = None) -> str:
     """The report for a terminal. source: print the CUDA lines above what they became."""
     parts = [_headline(report)]
-    for section in _sections(report, source):
-        parts += ["", section.title, "-" * len(section.title)]
-        if section.table:
-            parts.append(section.table.text())
-        parts += [f"- {sentence}" for sentence in section.sentences]
-        parts += section.listing
+    for title, body in _sections(report, source):
+        parts += ["", title, "-" * len(title), _body_text(body, Table.text)]
     return "\n".join(parts)
 
 
 def report_markdown(report: KernelReport, source: SourceText | None = None) -> str:
     """The report as Markdown. source: as for `report_text`."""
     parts = [f"# `{report.facts.name}`", "", _headline(report)]
-    for section in _sections(report, source):
-        parts += ["", f"## {section.title}", ""]
-        if section.table:
-            parts.append(section.table.markdown())
-        parts += [f"- {sentence}" for sentence in section.sentences]
-        if section.listing:
-            parts += ["```", *section.listing, "```"]
+    for title, body in _sections(report, source):
+        text = _body_text(body, Table.markdown)
+        parts += ["", f"## {title}", "", f"```\n{text}\n```" if isinstance(body, str) else text]
     return "\n".join(parts)
+
+
+def _body_text(body: _Body, table_text: Callable[[Table], str]) -> str:
+    if isinstance(body, Table):
+        return table_text(body)
+    return body if isinstance(body, str) else "\n".join(f"- {sentence}" for sentence in body)
 
 
 def report_json(report: KernelReport) -> dict[str, Any]:
@@ -144,7 +134,7 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
         "pipe": instruction.pipe,
         "cycles": instruction.cost,
         "ptx_line": instruction.ptx_line,
-        "source": [f"{line.file}:{line.line}" for line in instruction.source],
+        "source": [str(line) for line in instruction.source],
     }
 
 
@@ -170,25 +160,24 @@ def _headline(report: KernelReport) -> str:
     return "\n".join(parts)
 
 
-def _sections(report: KernelReport, source: SourceText | None) -> Iterator[Section]:
-    yield Section("Verdicts", sentences=verdicts(report))
-    yield Section("Instructions", table=_phase_table(report))
-    yield Section("Registers and spills", sentences=list(_register_sentences(report)))
+def _sections(report: KernelReport, source: SourceText | None) -> Iterator[tuple[str, _Body]]:
+    """Titles, and what stands below them."""
+    yield "Verdicts", verdicts(report)
+    yield "Instructions", _phase_table(report)
+    yield "Registers and spills", _register_sentences(report)
     if report.loop is None or report.bound is None:
-        yield Section("Loops", sentences=["The kernel has no loop."])
+        yield "Loops", ["The kernel has no loop."]
         return
-    yield Section("Loop", sentences=list(_loop_sentences(report, report.loop)))
+    yield "Loop", _loop_sentences(report, report.loop)
     warps = report.facts.resident_warps
-    title = f"Lower bounds of an iteration, {warps_text(warps)}"
-    yield Section(title, table=_bound_table(report.bound, warps))
-    yield Section("Costs", table=_cost_table(report.bound))
+    yield f"Lower bounds of an iteration, {warps_text(warps)}", _bound_table(report.bound, warps)
+    yield "Costs", _cost_table(report.bound)
     if prediction := report.facts.prediction:
-        title = "Lower bounds of a launch"
-        yield Section(title, table=_prediction_table(prediction, report.facts.measurement))
-    yield Section("Stalls by control word", table=_stall_table(report))
-    yield Section("Scoreboard waits", table=_wait_table(report))
+        yield "Lower bounds of a launch", _prediction_table(prediction, report.facts.measurement)
+    yield "Stalls by control word", _stall_table(report)
+    yield "Scoreboard waits", _wait_table(report)
     title = "Main loop" if report.is_main_loop else f"Loop {report.loop.index}"
-    yield Section(title, listing=list(_listing(report, source)))
+    yield title, "\n".join(_listing(report, source))
 
 
 def _phase_counts(report: KernelReport) -> dict[str, Counts]:
@@ -346,8 +335,8 @@ def _listing(report: KernelReport, source: SourceText | None) -> Iterator[str]:
         if source is not None and instruction.source and instruction.source != shown:
             shown = instruction.source
             first, *callers = shown
-            via = "".join(f" < {line.file}:{line.line}" for line in callers)
-            yield f"    // {first.file}:{first.line}{via}  {source.line(first)}".rstrip()
+            via = "".join(f" < {line}" for line in callers)
+            yield f"    // {first}{via}  {source.line(first)}".rstrip()
         live = "" if instruction.live is None else str(instruction.live.general)
         cost = "" if instruction.cost is None else f"{instruction.cost:g}"
         yield (
