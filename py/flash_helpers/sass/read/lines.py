@@ -14,8 +14,9 @@ import io
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elftools.common.exceptions import ELFParseError
 from elftools.common.utils import struct_parse
@@ -36,26 +37,20 @@ _CONST_ADD_PC, _FIXED_ADVANCE_PC = 8, 9
 _END_SEQUENCE, _SET_ADDRESS, _INLINED_CALL = 0x01, 0x02, 0x90
 
 
-@dataclass
-class LineTable:
-    """Locations in the code of one kernel. chains[i] holds from addresses[i] on, until the next:
-    the line, then the lines it was inlined at, outermost last."""
-
-    addresses: list[int] = field(default_factory=list)
-    chains: list[tuple[SourceLine, ...]] = field(default_factory=list)
-
-    def at(self, address: int) -> tuple[SourceLine, ...]:
-        """The location of an instruction; empty where the table tells none."""
-        index = bisect_right(self.addresses, address)
-        return self.chains[index - 1] if index else ()
+Chain = tuple[SourceLine, ...]  # a line, then the lines it was inlined at, outermost last
 
 
 @dataclass(frozen=True)
-class _Row:
-    address: int
-    file: int
-    line: int
-    inlined_at: int  # number of an earlier row of the program, from 1; 0 for none
+class LineTable:
+    """Locations in the code of one kernel: chains[i] holds from addresses[i] on, until the next."""
+
+    addresses: Sequence[int] = ()
+    chains: Sequence[Chain] = ()
+
+    def at(self, address: int) -> Chain:
+        """The location of an instruction; empty where the table tells none."""
+        index = bisect_right(self.addresses, address)
+        return self.chains[index - 1] if index else ()
 
 
 def read_line_tables(cubin: Cubin, name: str) -> dict[int, LineTable]:
@@ -64,26 +59,25 @@ def read_line_tables(cubin: Cubin, name: str) -> dict[int, LineTable]:
     Empty without that section. Raises SassError for a damaged one.
     """
     section = cubin.sections.get(name)
-    if section is None or not section.data:
+    if section is None:
         return {}
     code_sections = _relocations(cubin, name)
-    tables: dict[int, LineTable] = {}
+    found: dict[int, dict[int, Chain]] = defaultdict(dict)
     try:
         at = 0
         while at < len(section.data):
             unit = _Unit(section.data, at, code_sections)
-            unit.run(tables)
+            unit.run(found)
             at = unit.end
     except (ELFParseError, IndexError, struct.error, ValueError) as error:
         raise SassError(
             f"{cubin.origin} is damaged: its section {name} cannot be read ({error})"
         ) from error
-    return tables
+    ordered = {index: dict(sorted(chains.items())) for index, chains in found.items()}
+    return {index: LineTable([*of], [*of.values()]) for index, of in ordered.items()}
 
 
-def relative_to_repository(
-    chains: Iterable[tuple[SourceLine, ...]], source: str
-) -> list[tuple[SourceLine, ...]]:
+def relative_to_repository(chains: Iterable[Chain], source: str) -> list[Chain]:
     """The chains with paths relative to the folder that `source`, a path in it, was compiled in.
 
     Files outside of that folder, and all files if none is `source`, keep their paths.
@@ -142,11 +136,16 @@ class _Unit:
     def _unsigned(self) -> int:
         return struct_parse(_FORMAT.the_Dwarf_uleb128, self.stream)
 
-    def run(self, tables: dict[int, LineTable]) -> None:
-        """Execute the program and add what it says to `tables`."""
-        rows: list[_Row] = []
-        sequences: list[tuple[int, int, int]] = []  # section, first row, end of rows
+    def run(self, found: defaultdict[int, dict[int, Chain]]) -> None:
+        """Execute the program; what it says is added by section and address."""
+        chains: list[Chain] = []  # of each row
+        sequence: dict[int, Chain] = {}  # of rows at one address the last one counts
         address, file, line, inlined_at, section, first = 0, 1, 1, 0, 0, 0
+
+        def add_row() -> None:
+            chains.append(self._chain(chains, file, line, inlined_at))
+            sequence[address] = chains[-1]
+
         header, stream = self.header, self.stream
         while stream.tell() < self.end:
             opcode = self._byte()
@@ -154,15 +153,15 @@ class _Unit:
                 advance, step = divmod(opcode - header.opcode_base, header.line_range)
                 address += advance * header.minimum_instruction_length
                 line += header.line_base + step
-                rows.append(_Row(address, file, line, inlined_at))
+                add_row()
             elif opcode == 0:
                 size = self._unsigned()
                 after = stream.tell() + size
                 extended = self._byte()
                 if extended == _END_SEQUENCE:
-                    sequences.append((section, first, len(rows)))
-                    address, file, line, inlined_at, section = 0, 1, 1, 0, 0
-                    first = len(rows)
+                    found[section].update(sequence)
+                    sequence.clear()
+                    address, file, line, inlined_at, section, first = 0, 1, 1, 0, 0, len(chains)
                 elif extended == _SET_ADDRESS:
                     section = self.code_sections.get(stream.tell(), 0)
                     address = int.from_bytes(stream.read(max(size - 1, 0)), "little")
@@ -171,7 +170,7 @@ class _Unit:
                     inlined_at = first + number if number else 0
                 stream.seek(after)
             elif opcode == _COPY:
-                rows.append(_Row(address, file, line, inlined_at))
+                add_row()
             elif opcode == _ADVANCE_PC:
                 address += self._unsigned() * header.minimum_instruction_length
             elif opcode == _ADVANCE_LINE:
@@ -188,29 +187,17 @@ class _Unit:
                     self._unsigned()
         if stream.tell() != self.end:
             raise ValueError("its program does not end where its header says")
-        chains = self._chains(rows)
-        for section, first, end in sequences:
-            _add(tables.setdefault(section, LineTable()), rows[first:end], chains[first:end])
 
-    def _chains(self, rows: list[_Row]) -> list[tuple[SourceLine, ...]]:
-        chains: list[tuple[SourceLine, ...]] = []
-        for number, row in enumerate(rows, 1):
-            if row.inlined_at >= number:  # also what keeps chains finite
-                raise ValueError(f"row {number} is inlined at row {row.inlined_at}")
-            if row.file >= len(self.files) and row.file:
-                raise ValueError(f"row {number} is of file {row.file} of {len(self.files) - 1}")
-            if row.line < 0:
-                raise ValueError(f"row {number} is of line {row.line}")
-            caller = chains[row.inlined_at - 1] if row.inlined_at else ()
-            if len(caller) >= _DEEPEST:
-                raise ValueError(f"row {number} is inlined more than {_DEEPEST} calls deep")
-            chains.append((SourceLine(self.files[row.file], row.line), *caller))
-        return chains
-
-
-def _add(table: LineTable, rows: Iterable[_Row], chains: Iterable[tuple[SourceLine, ...]]) -> None:
-    """Of the rows at one address the last one counts: those before it are call sites."""
-    last = dict(zip(table.addresses, table.chains, strict=True))
-    last.update(zip((row.address for row in rows), chains, strict=True))
-    table.addresses = sorted(last)
-    table.chains = [last[address] for address in table.addresses]
+    def _chain(self, chains: Sequence[Chain], file: int, line: int, inlined_at: int) -> Chain:
+        """The next row's, inlined at a row whose number counts from 1, at none if that is 0."""
+        number = len(chains) + 1
+        if inlined_at >= number:  # also what keeps chains finite
+            raise ValueError(f"row {number} is inlined at row {inlined_at}")
+        if file >= len(self.files):
+            raise ValueError(f"row {number} is of file {file} of {len(self.files) - 1}")
+        if line < 0:
+            raise ValueError(f"row {number} is of line {line}")
+        caller = chains[inlined_at - 1] if inlined_at else ()
+        if len(caller) >= _DEEPEST:
+            raise ValueError(f"row {number} is inlined more than {_DEEPEST} calls deep")
+        return (SourceLine(self.files[file], line), *caller)
