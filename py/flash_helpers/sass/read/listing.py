@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from flash_helpers.sass.read.choice import Found
@@ -122,56 +123,50 @@ def no_instruction(name: str, number: int, line: str) -> SassError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ListedFunction:
-    """The instructions of one function, in order.
+    """One function of a listing.
 
     name: its symbol. architecture: such as "sm_90". Each "" where the listing does not tell.
-    operations: addresses are counted from 0 where there are none; encodings are 0, as listings need
-    not have them.
+    lines: those with instructions, by address, which counts from 0 where there is none. labels: the
+    addresses that they stand for.
     """
 
     name: str
     architecture: str
-    operations: tuple[Operation, ...]
+    lines: dict[int, Line] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    _end: int = 0
 
     @property
     def found(self) -> Found:
         """What the function is chosen by."""
         return self.architecture, self.name
 
-
-@dataclass(slots=True)
-class _Function:
-    name: str
-    architecture: str
-    lines: dict[int, Line] = field(default_factory=dict)  # by address
-    labels: dict[str, int] = field(default_factory=dict)
-    end: int = 0
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """The instructions in order; encodings are 0, as listings need not have them."""
+        return tuple(
+            Operation(address, 0, *line.instruction, self._target(*line.instruction[1:]))
+            for address, line in self.lines.items()
+        )
 
     def add(self, line: Line, labels: Iterable[str], file: str) -> None:
-        """Add an instruction and the labels before it."""
-        address = self.end if line.address is None else line.address
+        """Add an instruction and the labels before it. Raises SassError, naming the file."""
+        address = self._end if line.address is None else line.address
         if address % INSTRUCTION_BYTES:
             raise SassError(
                 f"{file} line {line.number}: address {address:#x} is not a multiple of "
                 f"{INSTRUCTION_BYTES}: only code for sm_70 and later can be read"
             )
-        if address < self.end:
+        if address < self._end:
             raise SassError(
                 f"{file} line {line.number}: address {address:#x} comes again in "
                 f"{self.name or 'the listing'}: give each function the line that names it"
             )
         self.lines[address] = line
         self.labels.update(dict.fromkeys(labels, address))
-        self.end = address + INSTRUCTION_BYTES
-
-    def finished(self) -> ListedFunction:
-        operations = (
-            Operation(address, 0, *line.instruction, self._target(*line.instruction[1:]))
-            for address, line in self.lines.items()
-        )
-        return ListedFunction(self.name, self.architecture, tuple(operations))
+        self._end = address + INSTRUCTION_BYTES
 
     def _target(self, opcode: str, operands: str) -> int | None:
         match = _JUMP.fullmatch(operands) if opcode.partition(".")[0] in BRANCHES | CALLS else None
@@ -205,7 +200,7 @@ def parse_listing(text: str, name: str) -> list[ListedFunction]:
     name: of the file, for errors. Raises SassError, naming the line, for what is no listing.
     """
     architecture = ""
-    functions: list[_Function] = []
+    functions: list[ListedFunction] = []
     labels: list[str] = []  # of the next instruction
     for line in scan(text, name):
         if line.kind is Kind.ARCHITECTURE:
@@ -213,17 +208,17 @@ def parse_listing(text: str, name: str) -> list[ListedFunction]:
         elif line.kind is Kind.LABEL:
             labels.append(line.name)
         elif line.kind is Kind.FUNCTION:
-            functions.append(_Function(line.name, architecture))
+            functions.append(ListedFunction(line.name, architecture))
             labels.clear()
         elif line.kind is Kind.INSTRUCTION:
             if not functions:
                 # prose may look like an instruction, but not behind an address
                 if line.address is None:
                     raise no_instruction(name, line.number, line.raw)
-                functions.append(_Function("", architecture))
+                functions.append(ListedFunction("", architecture))
             functions[-1].add(line, labels, name)
             labels.clear()
-    found = [function.finished() for function in functions if function.lines]
+    found = [function for function in functions if function.lines]
     if not found:
         raise holds_nothing(name, text)
     return found
