@@ -39,12 +39,7 @@ LARGEST_BATCH = 16  # kernels: a second's work
 
 _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _LIVE_TABLE = "// |"
-_LIVE_FIELDS = {
-    "GPR": "general",
-    "PRED": "predicate",
-    "UGPR": "uniform",
-    "UPRED": "uniform_predicate",
-}
+_LIVE_COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
 _JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
 _TARGET = re.compile(r"0x[0-9a-f]+")
 
@@ -189,12 +184,7 @@ def _live_registers(text: str) -> LiveTables:
 def _live_row(table: str, columns: Sequence[str]) -> LiveRegisters:
     counts = dict(zip(columns, table.split("|"), strict=False))
     try:
-        return LiveRegisters(
-            **{
-                field: int(counts.get(name, "").strip() or 0)
-                for name, field in _LIVE_FIELDS.items()
-            }
-        )
+        return LiveRegisters(*(int(counts.get(c, "").strip() or 0) for c in _LIVE_COLUMNS))
     except ValueError as error:
         raise SassError(f"nvdisasm's live registers {table!r} cannot be read") from error
 

@@ -196,16 +196,15 @@ def _section(file: ELFFile, index: int, data: bytes) -> Section:
 def _symbols(section: SymbolTableSection) -> Iterator[Symbol]:
     data, entry_bytes = section.data(), section["sh_entsize"]
     for index, symbol in enumerate(section.iter_symbols()):
-        entry = symbol.entry
-        where = entry["st_shndx"]
-        is_function = entry["st_info"]["type"] == "STT_FUNC"
+        where = symbol["st_shndx"]
+        is_function = symbol["st_info"]["type"] == "STT_FUNC"
         other = data[index * entry_bytes + 5]  # st_other, of which pyelftools shows a part
         yield Symbol(
             index=index,
             name=symbol.name,
             section=where if isinstance(where, int) else 0,
-            value=entry["st_value"],
-            size=entry["st_size"],
+            value=symbol["st_value"],
+            size=symbol["st_size"],
             is_function=is_function,
             is_kernel=is_function and bool(other & _STO_CUDA_ENTRY),
         )
