@@ -217,30 +217,18 @@ def _bound(kernel: Kernel, times: Sequence[int], straight: bool) -> Bound:
 
 
 def _rows(work: Sequence[tuple[Instruction, int]], capability: int) -> tuple[CostRow, ...]:
-    numbers: Counter[tuple[str, str, opcodes.Throughput | None]] = Counter()
+    numbers: Counter[tuple[str, str, tuple[float | None, str, bool]]] = Counter()
     for instruction, number in work:
         name = opcodes.classify(instruction.opcode, instruction.operands)
         if name == opcodes.CONVERSION:
             # of this class some are known and some are not
             name = f"{name} ({instruction.base})"
-        cost = opcodes.throughput(instruction.opcode, capability)
+        found = opcodes.throughput(instruction.opcode, capability)
+        cost = (found.cycles, found.source, found.certain) if found else (None, "", False)
         numbers[name, instruction.pipe, cost] += number
-    rows = (
-        CostRow(
-            name,
-            pipe,
-            number,
-            cost.cycles if cost else None,
-            cost.source if cost else "",
-            cost.certain if cost else False,
-        )
-        for (name, pipe, cost), number in numbers.items()
-    )
-    return tuple(
-        sorted(
-            rows, key=lambda row: (row.cycles is None, -row.number * (row.cycles or 1), row.name)
-        )
-    )
+    rows = [CostRow(name, pipe, n, *cost) for (name, pipe, cost), n in numbers.items()]
+    rows.sort(key=lambda row: (row.cycles is None, -row.number * (row.cycles or 1), row.name))
+    return tuple(rows)
 
 
 def _pipes(rows: Sequence[CostRow]) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from flash_helpers.sass.analyse.counts import WORK, buckets
 from flash_helpers.sass.analyse.diff import block_phases
@@ -66,14 +66,11 @@ class PageKernel:
     ptx_sources: Mapping[int, tuple[SourceLine, ...]]
 
 
-class _Numbering(Generic[T]):
-    """Things in the order of their first appearance."""
+class _Numbering(dict[T, int]):
+    """Things by their number, in the order in which they were first asked for."""
 
-    def __init__(self, *first: T) -> None:
-        self.numbers: dict[T, int] = {thing: number for number, thing in enumerate(first)}
-
-    def __getitem__(self, thing: T) -> int:
-        return self.numbers.setdefault(thing, len(self.numbers))
+    def __missing__(self, thing: T) -> int:
+        return self.setdefault(thing, len(self))
 
 
 def page_html(
@@ -172,7 +169,7 @@ def packed_control(control: Control) -> int:
 def _kernel_data(page: PageKernel) -> dict[str, Any]:
     kernel = page.kernel
     files: _Numbering[str] = _Numbering()
-    chains: _Numbering[tuple[SourceLine, ...]] = _Numbering(())
+    chains: _Numbering[tuple[SourceLine, ...]] = _Numbering({(): 0})
     costs: _Numbering[float | None] = _Numbering()
     instructions = kernel.instructions
     sass = {
@@ -191,14 +188,14 @@ def _kernel_data(page: PageKernel) -> dict[str, Any]:
     return {
         "sass": sass,
         "ptx": ptx,
-        "costs": list(costs.numbers),
+        "costs": list(costs),
         "blocks": _block_data(kernel),
         "loops": _loop_data(kernel),
         "chains": [
             [number for line in chain for number in (files[line.file], line.line)]
-            for chain in chains.numbers
+            for chain in chains
         ],
-        "files": list(files.numbers),
+        "files": list(files),
         "main": _main_file(kernel, files),
     }
 
