@@ -7,6 +7,7 @@
 #include "flash_attention.cuh"
 #include "flash_kernels.cuh"
 #include "mma_rate.cuh"
+#include "overlap_kernels.cuh"
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -102,6 +103,7 @@ const std::map<std::string_view, const void *> &all_kernels() {
     static const auto kernels = [] {
         std::map<std::string_view, const void *> found;
         add_to(found, ampere_kernels);
+        add_to(found, overlap_kernels);
         return found;
     }();
     return kernels;

@@ -6,7 +6,7 @@ there, and its kernel's file. Standard library only.
 
 from __future__ import annotations
 
-from flash_helpers.registry.ampere import LARGE_TILE, TWO_STAGES, FlashForwardKernelConfig
+from flash_helpers.registry.ampere import LARGE_TILE, FlashForwardKernelConfig
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.families import (
     FAMILIES,
@@ -20,17 +20,18 @@ from flash_helpers.registry.families import (
 from flash_helpers.registry.families import kernels_to_build as get_kernels_to_build
 from flash_helpers.registry.families import progression as get_kernel_progression_configs
 from flash_helpers.registry.families import sweep as get_autotuning_kernel_configs
+from flash_helpers.registry.overlap import OverlapKernelConfig
 from flash_helpers.registry.problem import AttentionForward, DType
 
 __all__ = [
     "FAMILIES",
     "LARGE_TILE",
     "STEPS",
-    "TWO_STAGES",
     "AttentionForward",
     "Config",
     "DType",
     "FlashForwardKernelConfig",
+    "OverlapKernelConfig",
     "config_from_short_form",
     "config_from_symbol",
     "differing_fields",

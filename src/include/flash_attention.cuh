@@ -30,18 +30,33 @@ struct FlashForwardKernelConfig {
     bool mma_double_buffer_loads;
     bool optimized_softmax;
     int static_row_stride; // in elements; 0 = read from the arguments
-    int kv_stages; // buffers each for K and V in shared memory
-    bool lazy_rescale; // with two stages only, as the next
-    bool mma_row_sum;
     // fields:end
 
     constexpr int n_threads() const { return n_warps * 32; }
-    // Q, and kv_stages blocks of K and of V. The output tile takes Q's place.
-    constexpr int smem_bytes() const {
-        return (B_r + 2 * kv_stages * B_c) * d_head * int(sizeof(Element));
-    }
+    // Q, and a block each of K and of V. The output tile takes Q's place.
+    constexpr int smem_bytes() const { return (B_r + 2 * B_c) * d_head * int(sizeof(Element)); }
     friend auto operator<=>(const FlashForwardKernelConfig &,
                             const FlashForwardKernelConfig &) = default;
+};
+
+// One kernel of the overlap family.
+struct OverlapKernelConfig {
+    // fields:begin
+    int overlap; // the step
+    DType dtype;
+    int d_head;
+    int B_r; // query rows of a thread block
+    int B_c; // keys of one step of its main loop
+    int n_warps;
+    int static_row_stride; // in elements; 0 = read from the arguments
+    // fields:end
+
+    constexpr int n_threads() const { return n_warps * 32; }
+    constexpr int kv_buffers() const { return overlap >= 3 ? 2 : 1; } // each for K and V
+    constexpr int smem_bytes() const {
+        return (B_r + 2 * kv_buffers() * B_c) * d_head * int(sizeof(Element));
+    }
+    friend auto operator<=>(const OverlapKernelConfig &, const OverlapKernelConfig &) = default;
 };
 
 // In elements. `row` is one step along the sequence; the head dimension has stride 1.

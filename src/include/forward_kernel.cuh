@@ -15,7 +15,8 @@
 // flash backend; 0.96 in the harmonic mean. Cost: 165 registers a thread, 48 KiB of shared memory
 // a block, 3 blocks an SM.
 // benchmark:end
-// Verdict: nothing on the clock at the fixed tile: shared memory binds. two_stage.cuh has more.
+// Verdict: nothing on the clock at the fixed tile: shared memory binds. At the large
+// tile it is worth something once the loop overlaps more: kernels/overlap.
 //
 // Phases: as v4.
 
@@ -216,9 +217,6 @@ constexpr int min_blocks(FlashForwardKernelConfig cfg) {
 }
 
 template <typename Config>
-struct TwoStageLoop; // the main loop for kv_stages 2, in two_stage.cuh
-
-template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::value))
     forward_kernel(const __grid_constant__ ForwardKernelArgs args) {
     constexpr FlashForwardKernelConfig cfg = Config::value;
@@ -344,14 +342,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
         copy_tile_async<B_c, kThreads>(V_smem, V_gmem, next_key, V_stride, next_key >= 0 ? 16 : 0);
         cp_async_commit();
     };
-    if constexpr (cfg.kv_stages == 2) {
-        TwoStageLoop<Config>::run(O_rmem, l_rmem, warp_Q_smem, K_smem, V_smem, lane_offset,
-                                  K_lane_offset, K_gmem, K_stride, V_gmem, V_stride, next_key);
-    } else {
-        process_block(std::true_type{});
-        while (next_key >= 0) {
-            process_block(std::false_type{});
-        }
+    process_block(std::true_type{});
+    while (next_key >= 0) {
+        process_block(std::false_type{});
     }
 
     // 7. O = O / l, registers → shared
@@ -365,8 +358,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float l = cfg.kv_stages == 2 ? l_rmem[i][half] : quad_sum(l_rmem[i][half]);
-            const float inverse_l = reciprocal_approx(l);
+            const float inverse_l = reciprocal_approx(quad_sum(l_rmem[i][half]));
 #pragma unroll
             for (int n = 0; n < kOTiles; ++n) {
                 const float *O = &O_rmem[i][n][2 * half];
@@ -396,5 +388,3 @@ __global__ void __launch_bounds__(Config::value.n_threads(), min_blocks(Config::
 }
 
 } // namespace v16
-
-#include "two_stage.cuh"

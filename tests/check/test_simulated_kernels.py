@@ -20,7 +20,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
 )
 from flash_helpers.ptx import Phase, Run
-from flash_helpers.registry.ampere import MMA_M
+from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,8 @@ BUILT = get_kernels_to_build()
 PROGRESSION = get_kernel_progression_configs()
 IN_ONE_DTYPE = [config for config in BUILT if config.dtype == DType.BF16]
 WITH_SIBLING = [config for config in PROGRESSION if len(config.siblings()) > 1]
-LAZY = next(config for config in BUILT if config.lazy_rescale and not config.static_row_stride)
+SUMMING = STEPS["o5"]  # whose l is P @ 1
+LAZY = next(config for config in BUILT if config.step is SUMMING and not config.static_row_stride)
 
 
 def short_form(value: object) -> str | None:
@@ -126,13 +127,13 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
     (launch,) = config.launch(problem, problem.strides())
     blocks = len(config.key_blocks(problem.seq_len))
     assert total.mma == launch.n_blocks * launch.n_warps * blocks * config.mma_per_key_block
-    if not config.mma_row_sum:
+    if MMA_ROW_SUM not in config.step.traits:
         assert total.mma_flops == problem.operations
     # Q and O once; K and V once for each block of queries
     tensor_bytes = problem.bytes // 4
     assert total.global_bytes == (2 + 2 * problem.seq_len // config.B_r) * tensor_bytes
     assert total.global_sectors * 32 == total.global_bytes
-    if config.swizzled:
+    if getattr(config, "swizzled", True):  # from v2 on always
         assert total.bank_conflicts == 0
     else:
         # eight rows of an 8x8 matrix, 256 bytes apart, fall on the same banks
@@ -169,8 +170,8 @@ def test_a_kernel_gives_way_to_its_sibling_for_other_row_strides(config) -> None
 
 def test_one_head_expanded_to_all_is_right() -> None:
     config = PROGRESSION[-1]
-    q, k, v = inputs_of(config, AttentionForward(2, 1, 64))
-    wide = [x.expand(2, 64, 3, 128) for x in (q, k, v)]
+    q, k, v = inputs_of(config, AttentionForward(2, 1, 128))
+    wide = [x.expand(2, 128, 3, 128) for x in (q, k, v)]
     o = flash_attention.forward(config, *wide)
     assert torch.equal(o, flash_attention.forward(config, *(x.contiguous() for x in wide)))
 

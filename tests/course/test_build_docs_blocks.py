@@ -23,7 +23,6 @@ from flash_helpers.course.values import value, value_lines
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
     STEPS,
-    TWO_STAGES,
     AttentionForward,
     Config,
     DType,
@@ -296,9 +295,9 @@ def test_kernels_are_named_by_step_variant_or_short_form() -> None:
     assert plain.dtype is DType.BF16
     assert parse_kernel("16") == parse_kernel(plain.short_form()) == plain
     assert parse_kernel("16:large") == plain.replace(**LARGE_TILE)
-    assert parse_kernel("16:stages") == plain.replace(**TWO_STAGES)
+    assert parse_kernel("8:large").B_r == 128 and parse_kernel("o5").step.id == "o5"
     assert parse_kernel("v16") == plain and parse_kernel("v16:large") == parse_kernel("16:large")
-    for wrong in ("8:large", "7:stages", "16:", "row_softmax"):
+    for wrong in ("6:large", "o5:large", "16:", "row_softmax"):
         with pytest.raises(UsageError, match="is no kernel"):
             parse_kernel(wrong)
     with pytest.raises(UsageError, match="'99': the steps are v1 to v"):

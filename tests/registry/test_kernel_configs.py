@@ -141,9 +141,10 @@ class TestSetsOfConfigs:
     def test_to_build_holds_the_progression_and_large_tiles(self):
         assert set(PROGRESSION) <= set(TO_BUILD)
         large = {
-            (c.version, c.dtype) for c in TO_BUILD if (c.B_r, c.B_c, c.n_warps) == (128, 64, 4)
+            (c.step.id, c.dtype) for c in TO_BUILD if (c.B_r, c.B_c, c.n_warps) == (128, 64, 4)
         }
-        assert large == {(version, dtype) for version in (7, 16) for dtype in DType}
+        steps = [step for step in STEPS.values() if step.family == "overlap" or step.number >= 7]
+        assert large == {(step.id, dtype) for step in steps for dtype in DType}
 
     def test_to_build_is_sorted_and_without_doubles(self):
         assert sorted(set(TO_BUILD)) == TO_BUILD
@@ -160,12 +161,12 @@ class TestSetsOfConfigs:
         assert with_siblings([general]) == [general]
 
     def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
-        tunable = {step.id for step in STEPS.values() if step.tunable}
+        tunable = {*(f"v{number}" for number in range(7, 17)), "o5"}
         assert {config.step.id for config in SWEEP} == tunable
         assert {c for c in PROGRESSION if c.step.id in tunable} <= set(SWEEP)
-        assert {config for config in TO_BUILD if config.B_r == 128 and config.version == 7} <= set(
-            SWEEP
-        )
+        assert {
+            config for config in TO_BUILD if config.B_r == 128 and config.step.id == "v7"
+        } <= set(SWEEP)
 
     def test_sweep_tries_every_tile_shape_that_fits(self):
         shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEEP}
@@ -209,6 +210,24 @@ class TestShortForm:
     def test_of_nothing_else_is_accepted(self, text):
         with pytest.raises(ValueError, match="not a config's short form"):
             FlashForwardKernelConfig.from_short_form(text)
+
+    @pytest.mark.parametrize(
+        ("options", "successor"),
+        [
+            ("", "o4_bf16_d128_Br128_Bc64_w4 is the same loop, but for its lazy rescale"),
+            ("_lazy", "o4_bf16_d128_Br128_Bc64_w4 is the same loop$"),
+            ("_mmasum", "o5_bf16_d128_Br128_Bc64_w4 is the same loop, but for its lazy rescale"),
+            ("_lazy_mmasum", "o5_bf16_d128_Br128_Bc64_w4 is the same loop$"),
+        ],
+    )
+    def test_of_the_former_options_of_step_16_names_the_step_that_they_are_now(
+        self, options, successor
+    ):
+        large = progression(16).replace(B_r=128).general().short_form()
+        with pytest.raises(ValueError, match=successor):
+            config_from_short_form(f"{large}_st2{options}")
+        with pytest.raises(ValueError, match="Bc64_w4_rs4096 is the same loop"):
+            config_from_short_form(f"{large}_rs4096_st2_lazy")
 
     def test_of_an_impossible_config_tells_the_reason(self):
         with pytest.raises(ValueError, match="v1 fixes swizzled False"):

@@ -12,16 +12,13 @@ from other_family import ARGUMENTS, OTHER, TILE, OtherConfig
 
 from flash_helpers.compile.codegen import kernel_map_header, kernel_unit, with_fields
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.kernel_configs import (
-    AttentionForward,
-    DType,
-    get_kernel_progression_configs,
-)
-from flash_helpers.registry import ampere
+from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.registry import mma_sync
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.launch import INT, POINTER, STRIDES, WORKSPACE, StructLayout
 from flash_helpers.registry.problem import Strides
 
-V16 = get_kernel_progression_configs()[-1]
+V16 = AMPERE.progression()[-1]
 PROBLEM = AttentionForward(batch=2, heads=3, seq_len=256)
 X3 = OtherConfig(3, DType.BF16, 128, lazy=True)
 
@@ -37,22 +34,22 @@ class TestLayout:
         assert ARGUMENTS.size == 384  # as large as its alignment asks for
 
     def test_packs_values_and_zeros(self):
-        data = ampere.ARGUMENTS.pack({"seq_len": (7,), "K_strides": (1, 2, 3)})
+        data = mma_sync.ARGUMENTS.pack({"seq_len": (7,), "K_strides": (1, 2, 3)})
         assert data == struct.pack("<4Q12qi4x", *[0] * 4, 0, 0, 0, 1, 2, 3, *[0] * 6, 7)
 
     def test_is_asserted_in_the_unit_of_every_kernel(self):
-        assert ampere.ARGUMENTS.assertions() in kernel_unit(V16)
-        assert "offsetof(ForwardKernelArgs, seq_len) == 128" in ampere.ARGUMENTS.assertions()
+        assert mma_sync.ARGUMENTS.assertions() in kernel_unit(V16)
+        assert "offsetof(ForwardKernelArgs, seq_len) == 128" in mma_sync.ARGUMENTS.assertions()
 
     def test_that_has_drifted_does_not_compile(self, root, tmp_path):
         try:
             nvcc = find_toolchain((80,)).nvcc
         except BuildError as error:
             pytest.skip(str(error).splitlines()[0])
-        drifted = {**ampere.ARGUMENTS.kinds, "seq_len": POINTER}
+        drifted = {**mma_sync.ARGUMENTS.kinds, "seq_len": POINTER}
         texts = {
-            "right": ampere.ARGUMENTS.assertions(),
-            "drifted": replace(ampere.ARGUMENTS, kinds=drifted).assertions(),
+            "right": mma_sync.ARGUMENTS.assertions(),
+            "drifted": replace(mma_sync.ARGUMENTS, kinds=drifted).assertions(),
         }
         status = {}
         for name, assertions in texts.items():

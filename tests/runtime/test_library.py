@@ -81,8 +81,8 @@ class TestKernels:
 
 
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90])
-@pytest.mark.parametrize("config", PROGRESSION, ids=short_form)
-def test_progression_kernel_does_not_spill(package, config, architecture):
+@pytest.mark.parametrize("config", AMPERE.progression(), ids=short_form)
+def test_a_kernel_of_the_small_tile_does_not_spill(package, config, architecture):
     log = (package / "ptxas" / f"{config.short_form()}.log").read_text()
     reports = {report.architecture: report for report in parse_ptxas_log(log)}
     if architecture not in reports:

@@ -27,6 +27,7 @@ from flash_helpers.measure.machine_code import (
     trips,
 )
 from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.sass.analyse.bound import Chip, Launch, kernel_bound, loop_bound, predict
 from flash_helpers.sass.analyse.phases import main_loop
 from flash_helpers.sass.analyse.stalls import body_of, group_stalls, group_waits, scoreboard_waits
@@ -124,10 +125,13 @@ def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
         loop = main_loop(found)
         assert loop is not None
         bound = loop_bound(found, loop)
-        assert bound.straight
+        is_lazy = LAZY_RESCALE in config.step.traits
+        assert bound.straight == (not is_lazy)
         assert bound.pipes["tensor"] == pytest.approx(config.mma_per_key_block * cycles)
         # S takes d_head / 16 steps into one accumulator
         assert bound.tensor_chain >= config.d_head // 16
+        if is_lazy:
+            continue  # the data decide what a launch executes
         whole = kernel_bound(found, trips(found, config, 4 * config.B_c))
         assert whole.pipes["tensor"] == pytest.approx(4 * config.mma_per_key_block * cycles)
 

@@ -124,7 +124,7 @@ class TestUsage:
         [
             (["99"], "the steps are v1 to v"),
             (["v7_bf16"], "is not a config's short form"),
-            (["8", "--config", "B_r=128"], "no such config of v8 is built"),
+            (["6", "--config", "B_r=128"], "no such config of v6 is built"),
             (["8", "--config", "rows=1"], "expected a field and its value"),
             (["8", "--results", "nowhere.json"], "nowhere.json"),
         ],

@@ -7,14 +7,15 @@ import functools
 
 import pytest
 import torch
-from sass_text import ARCHITECTURES, PROGRESSION, progression_kernels
+from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, progression_kernels
 
 from flash_helpers.check.inputs import make_inputs, tensors_for
-from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.execution_check import predict_launch
-from flash_helpers.registry.ampere import PROGRESSION_ROW_STRIDE
+from flash_helpers.registry.mma_sync import LAZY_RESCALE, PROGRESSION_ROW_STRIDE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel, run_kernel
+from flash_helpers.sass.analyse.phases import NotDeterminedError
 from flash_helpers.sass.read.opcodes import (
     ASYNC_COPY,
     GLOBAL_STORE,
@@ -38,16 +39,18 @@ PTX_OF = {
 }
 # one block of K and V, so that the loops of the peeled versions are passed by, and three
 BLOCKS = (1, 3)
+DETERMINED = [config for config in PROGRESSION if LAZY_RESCALE not in config.step.traits]
+LAZY = [config for config in PROGRESSION if LAZY_RESCALE in config.step.traits]
 
 
-def shape_of(config: FlashForwardKernelConfig, blocks: int) -> AttentionForward:
+def shape_of(config: Config, blocks: int) -> AttentionForward:
     """So many blocks, and the heads that give the row stride that the kernel is made for."""
     heads = PROGRESSION_ROW_STRIDE // config.d_head if config.static_row_stride else 2
-    return AttentionForward(batch=1, heads=heads, seq_len=blocks * config.B_c)
+    return AttentionForward(batch=1, heads=heads, seq_len=blocks * config.supports.whole)
 
 
 @functools.lru_cache
-def simulated(config: FlashForwardKernelConfig, blocks: int) -> dict[str, int]:
+def simulated(config: Config, blocks: int) -> dict[str, int]:
     """Warp instructions of a launch, by PTX opcode."""
     inputs = make_inputs(
         "normal", shape_of(config, blocks), getattr(torch, config.dtype.torch_name)
@@ -58,7 +61,7 @@ def simulated(config: FlashForwardKernelConfig, blocks: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("config", PROGRESSION, ids=lambda c: c.short_form())
+@pytest.mark.parametrize("config", DETERMINED, ids=lambda c: c.short_form())
 def test_the_text_predicts_what_is_executed(config, blocks):
     executed = simulated(config, blocks)
     expected = {
@@ -72,7 +75,7 @@ def test_the_text_predicts_what_is_executed(config, blocks):
         assert {name: record.predicted[name] for name in PTX_OF} == expected, architecture
 
 
-@pytest.mark.parametrize("config", PROGRESSION[-2:], ids=lambda c: c.short_form())
+@pytest.mark.parametrize("config", DETERMINED[-2:], ids=lambda c: c.short_form())
 def test_exponentials_and_barriers_are_predicted_too(config):
     executed = simulated(config, 3)
     exponentials = sum(n for name, n in executed.items() if name.startswith("ex2."))
@@ -84,3 +87,10 @@ def test_exponentials_and_barriers_are_predicted_too(config):
         reciprocals = sum(n for name, n in executed.items() if name.startswith("rcp."))
         assert opcodes["MUFU"] == exponentials + reciprocals
         assert opcodes["BAR"] == barriers
+
+
+@pytest.mark.parametrize("config", LAZY, ids=lambda c: c.short_form())
+def test_what_the_data_decide_is_not_predicted(config):
+    kernel = progression_kernels(DEFAULT)[config]
+    with pytest.raises(NotDeterminedError, match="branch"):
+        predict_launch(kernel, config, shape_of(config, 3))

@@ -89,11 +89,13 @@ class TestChoice:
 
     def test_by_a_config_is_the_nearest(self) -> None:
         chosen = choose_kernels(BUILT, ["7..8"], DType.BF16, LARGE)
-        assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (8, 64)]
+        assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (8, 128)]
+        chosen = choose_kernels(BUILT, ["6..7"], DType.BF16, LARGE)
+        assert [(c.version, c.B_r) for c in chosen] == [(6, 64), (7, 128)]
 
     def test_by_fields_that_no_config_has_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="no such config of v8 is built; those that are: v8_"):
-            choose_kernels(BUILT, ["8"], DType.BF16, {"B_r": 128})
+        with pytest.raises(UsageError, match="no such config of v6 is built; those that are: v6_"):
+            choose_kernels(BUILT, ["6"], DType.BF16, {"B_r": 128})
 
     def test_of_nothing_is_refused(self) -> None:
         with pytest.raises(UsageError, match="the steps are v1 to v"):

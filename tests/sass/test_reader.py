@@ -16,6 +16,7 @@ import flash_helpers.sass.read.reader as reader
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.kernel_configs import config_from_symbol, get_kernel_progression_configs
 from flash_helpers.measure.machine_code import installed_library, library_kernels
+from flash_helpers.registry.mma_sync import MMA_ROW_SUM
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache
 from flash_helpers.sass.read.containers import Member, cubins_of
@@ -311,10 +312,13 @@ class TestLibrary:
         assert spilling
 
     def test_one_main_loop_has_the_products_of_its_tiles(self, kernels) -> None:
-        """S = Q Kᵀ and O += P V: B_r x B_c x d_head multiplications each, m16n8k16 a warp."""
+        """S = Q Kᵀ and O += P V: B_r x B_c x d_head multiplications each, m16n8k16 a warp. The sums
+        of P's rows may be a column tile more."""
         for config in get_kernel_progression_configs():
             kernel = kernels[config]
             products = 2 * config.B_r * config.B_c * config.d_head // (16 * 8 * 16)
+            if MMA_ROW_SUM in config.step.traits:
+                products += config.B_r * config.B_c // (16 * 16)
             by_loop = Counter(i.loop for i in kernel.instructions if i.base == "HMMA")
             by_loop.pop(None, None)
             assert list(by_loop.values()) == [products // config.n_warps]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
-from flash_helpers.registry.ampere import MMA_K
+from flash_helpers.registry.mma_sync import MMA_K
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
 """What a step holds, in the order in which a kernel comes by it."""

@@ -23,7 +23,7 @@ from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.ptx import Kernel, Observation, Observer, Run
 from flash_helpers.ptx.read.module import Instruction, Operand, Register
 from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
-from flash_helpers.registry.ampere import MMA_K, MMA_M, MMA_N
+from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_K, MMA_M, MMA_N
 from flash_helpers.runtime.simulator import run_kernel
 
 MAX_TRACE_BYTES = 2**30
@@ -113,10 +113,9 @@ def _written(instruction: Instruction) -> list[str]:
 
 
 def _plan(config: FlashForwardKernelConfig, kernel: Kernel) -> _Plan:
-    if config.kv_stages > 1:
+    if LAZY_RESCALE in config.step.traits:
         raise UntraceableKernel(
-            f"{config.short_form()} has no m, l and P of each block (lazy_rescale, mma_row_sum) to "
-            "compare: trace the same config with kv_stages 1"
+            f"{config.short_form()} has no m, l and P of each block to compare: trace o1"
         )
     instructions = kernel.program.instructions
     mmas = [i for i in instructions if i.name == "mma"]

@@ -12,12 +12,11 @@ from flash_helpers.kernel_configs import (
     FAMILIES,
     LARGE_TILE,
     STEPS,
-    TWO_STAGES,
     Config,
     DType,
     config_from_short_form,
 )
-from flash_helpers.registry.ampere import LARGE_TILE_STEPS, STAGES_STEP
+from flash_helpers.registry.ampere import AMPERE, LARGE_TILE_FROM
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
 
@@ -26,8 +25,8 @@ ARCHITECTURES = tuple(f"sm_{capability}" for capability in LIMITS)
 DEFAULT_ARCHITECTURE = "sm_90"  # that of the committed measurements
 KERNEL_NAMES = (
     f"a step (9 or v9), which means its fixed config in {DTYPE.short}; "
-    f"{' or '.join(f'{step}:large' for step in LARGE_TILE_STEPS)}, the large tile; "
-    f"{STAGES_STEP}:stages, the large tile with two stages; or the short form of a config"
+    f"{LARGE_TILE_FROM}:large, of any step of {AMPERE.name} from there on, the large tile; or the "
+    "short form of a config"
 )
 
 
@@ -124,10 +123,9 @@ def parse_kernel(word: str) -> Config:
         step = parse_step(name)
         if not colon:
             return fixed_config(step)
-        if variant == "large" and step.id in LARGE_TILE_STEPS:
+        first = AMPERE.steps[LARGE_TILE_FROM].number
+        if variant == "large" and step.family == AMPERE.name and step.number >= first:
             return fixed_config(step).replace(**LARGE_TILE)
-        if variant == "stages" and step.id == STAGES_STEP:
-            return fixed_config(step).replace(**TWO_STAGES)
     try:
         return config_from_short_form(word)
     except ValueError as error:

@@ -7,17 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 
-from flash_helpers.registry.ampere import (
-    AMPERE,
-    LARGE_TILE,
-    LARGE_TILE_STEPS,
-    STAGES_STEP,
-    TWO_STAGES,
-)
+from flash_helpers.registry.ampere import AMPERE, LARGE_TILE, LARGE_TILE_FROM
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.overlap import OVERLAP, successor
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (AMPERE,)})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (AMPERE, OVERLAP)}
+)
 STEPS: Mapping[str, Step] = MappingProxyType(
     {step.id: step for family in FAMILIES.values() for step in family.steps.values()}
 )
@@ -32,6 +29,8 @@ def config_from_short_form(text: str) -> Config:
 
     Raises ValueError for a text that is no short form, or whose config is impossible.
     """
+    if moved := successor(text):
+        raise ValueError(f"{text!r}: {moved}")
     for family in FAMILIES.values():
         if re.match(rf"{family.prefix}\d", text):
             return family.config.from_short_form(text)
@@ -148,7 +147,10 @@ def with_siblings(configs: Iterable[Config]) -> list[Config]:
 
 def kernels_to_build() -> list[Config]:
     """The configs that the library holds in any case, sorted."""
-    fixed = progression()
-    large = [c.replace(**LARGE_TILE) for c in fixed if c.step.id in LARGE_TILE_STEPS]
-    stages = [c.replace(**TWO_STAGES) for c in fixed if c.step.id == STAGES_STEP]
-    return with_siblings([*fixed, *large, *stages])
+    first = AMPERE.steps[LARGE_TILE_FROM].number
+    large = [
+        config.replace(**LARGE_TILE)
+        for config in AMPERE.progression()
+        if config.step.number >= first
+    ]
+    return with_siblings([*progression(), *large])

@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,11 +133,11 @@ class Family:
         return [self.fixed_config(step, dtype) for step in self.steps.values() for dtype in DType]
 
     def sweep(self) -> list[Config]:
-        """Every possible config that a sweep tries, of each step that has something to tune."""
+        """Every possible config that a sweep tries, of each step that has a choice."""
         return sorted(
             config
             for step in self.steps.values()
-            if step.tunable
+            if math.prod(map(len, step.tunable.values())) > 1
             for dtype in DType
             for config in self._candidates(step, dtype)
         )

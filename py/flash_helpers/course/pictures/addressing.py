@@ -10,7 +10,13 @@ from flash_helpers.course.pictures.fragments import a_order
 from flash_helpers.course.pictures.svg import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing, Grid
 from flash_helpers.course.pictures.work import step_config, work_of
 from flash_helpers.gpu import WARP
-from flash_helpers.registry.ampere import CHUNK_BYTES, MMA_K, PIECE, PIECES, PROGRESSION_ROW_STRIDE
+from flash_helpers.registry.mma_sync import (
+    CHUNK_BYTES,
+    MMA_K,
+    PIECE,
+    PIECES,
+    PROGRESSION_ROW_STRIDE,
+)
 from flash_helpers.registry.problem import ELEMENT_BYTES
 
 _BIT = 34  # width of a bit

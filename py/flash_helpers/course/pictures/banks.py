@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from flash_helpers.registry.ampere import CHUNK_BYTES
+from flash_helpers.registry.mma_sync import CHUNK_BYTES
 
 BANKS = 32
 BANK_BYTES = 4

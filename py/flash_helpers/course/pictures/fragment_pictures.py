@@ -27,7 +27,7 @@ from flash_helpers.course.pictures.text_width import text_width
 from flash_helpers.course.pictures.work import LDMATRIX_BYTES, LDMATRIX_CYCLES, step_config, work_of
 from flash_helpers.gpu import MAX_REGISTERS, WARP
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.registry.ampere import CHUNK_BYTES, MMA_K, MMA_M
+from flash_helpers.registry.mma_sync import CHUNK_BYTES, MMA_K, MMA_M
 
 _LANE = 5  # the one that is followed
 _REGISTER_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)

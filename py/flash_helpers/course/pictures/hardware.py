@@ -18,7 +18,7 @@ from flash_helpers.course.pictures.work import (
     work_of,
 )
 from flash_helpers.gpu import LIMITS, MAX_REGISTERS, WARP
-from flash_helpers.registry.ampere import MMA_M
+from flash_helpers.registry.mma_sync import MMA_M
 from flash_helpers.sass.analyse.occupancy import REGISTERS_PER_SM, SUB_PARTITIONS
 
 _BAR = 26

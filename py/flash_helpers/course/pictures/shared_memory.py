@@ -19,7 +19,7 @@ from flash_helpers.course.pictures.banks import (
 )
 from flash_helpers.course.pictures.svg import ORANGE, Drawing, Grid
 from flash_helpers.course.pictures.work import step_config, work_of
-from flash_helpers.registry.ampere import CHUNK_BYTES
+from flash_helpers.registry.mma_sync import CHUNK_BYTES
 from flash_helpers.registry.problem import ELEMENT_BYTES
 
 _CHUNK = 2  # the one that is followed: columns 16 to 23, the left half of k-tile 1

@@ -21,7 +21,7 @@ from flash_helpers.course.pictures.work import (
 )
 from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
-from flash_helpers.registry.ampere import MMA_K, MMA_M
+from flash_helpers.registry.mma_sync import MMA_K, MMA_M
 from flash_helpers.registry.problem import ELEMENT_BYTES
 from flash_helpers.sass.analyse.occupancy import SUB_PARTITIONS
 
@@ -189,7 +189,7 @@ def two_stages() -> Drawing:
         2: {"K": (p.S, p.S + p.block, 2), "V": (p.S, p.S + p.block, 1)},
     }
     for config, word in ((one, "One buffer"), (two, "Two buffers")):
-        stages = config.kv_stages
+        stages = config.kv_buffers
         d.bold(d.left, d.y + 22, f"{word} each for K and V: {config.smem_bytes // 1024} KiB")
         d.y += 48
         top = d.y

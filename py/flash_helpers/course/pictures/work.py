@@ -10,8 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_helpers.gpu import WARP
-from flash_helpers.kernel_configs import LARGE_TILE, TWO_STAGES, DType, FlashForwardKernelConfig
-from flash_helpers.registry.ampere import AMPERE, CHUNK_BYTES, MMA_K, MMA_M
+from flash_helpers.kernel_configs import (
+    LARGE_TILE,
+    DType,
+    FlashForwardKernelConfig,
+    OverlapKernelConfig,
+)
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.mma_sync import CHUNK_BYTES, MMA_K, MMA_M
+from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.registry.problem import ELEMENT_BYTES
 from flash_helpers.sass.read import opcodes
 
@@ -44,9 +51,9 @@ def large_tile(number: int) -> FlashForwardKernelConfig:
     return step_config(number).replace(**LARGE_TILE)
 
 
-def two_stages() -> FlashForwardKernelConfig:
-    """The last step with two buffers each for K and V."""
-    return step_config(LAST_STEP).replace(**TWO_STAGES)
+def two_stages() -> OverlapKernelConfig:
+    """The last step of the overlap family, with two buffers each for K and V."""
+    return OVERLAP.fixed_config(list(OVERLAP.steps.values())[-1], DType.BF16)
 
 
 @dataclass(frozen=True)

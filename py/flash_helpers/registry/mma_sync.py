@@ -1,0 +1,225 @@
+"""What the families on `mma.sync`, `ldmatrix` and `cp.async` have in common: a thread block has a
+tile of Q and walks all keys; its warps share the rows. Standard library only.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import astuple
+from types import MappingProxyType
+from typing import TypeVar
+
+from flash_helpers import gpu
+from flash_helpers.registry.config import Config
+from flash_helpers.registry.launch import (
+    INT,
+    POINTER,
+    STRIDES,
+    Address,
+    Launch,
+    StructLayout,
+)
+from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
+from flash_helpers.registry.supports import Supports
+
+Own = TypeVar("Own", bound="MmaSyncConfig")
+
+CHUNK_BYTES = 16  # one cp.async, one row of an 8x8 ldmatrix tile
+PIECE = 64  # columns: tiles are copied in pieces of 128-byte rows from v15 on
+MMA_M, MMA_N, MMA_K = 16, 8, 16  # of mma.m16n8k16: C is (M, N), the reduction K deep
+MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
+# 32 warps step through 128 rows at a time in 32-bit arithmetic.
+MAX_ROW_STRIDE = (2**31 - 1) // 128
+
+TARGETS = ("80", "86", "89", "90")
+
+# Row stride in elements of a (batch, seq, 16 heads, 128) tensor: the benchmark's shape.
+PROGRESSION_ROW_STRIDE = 16 * 128
+
+# Traits of steps.
+KEYS_BACKWARDS = "keys_backwards"  # the blocks of keys are walked from the last to the first
+PIECES = "pieces"  # tiles lie in shared memory in pieces of PIECE columns
+LAZY_RESCALE = "lazy_rescale"  # l and O are rescaled only if a row's maximum has grown much
+MMA_ROW_SUM = "mma_row_sum"  # l is P @ 1: the tensor cores add up the rows of P
+TWO_BUFFERS = "two_buffers"  # each for K and V in shared memory
+
+ARGUMENTS = StructLayout(
+    "ForwardKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys("QKVO", POINTER),
+            **{f"{name}_strides": STRIDES for name in "QKVO"},
+            "seq_len": INT,
+        }
+    ),
+)
+
+
+class MmaSyncConfig(Config):
+    """A kernel of such a family; a subclass has these fields, and those of its own.
+
+    B_r, B_c: rows of a Q tile and of a K or V tile. d_head, static_row_stride: elements.
+    static_row_stride: distance of two rows of the sequence; 0 is read at run time.
+    """
+
+    dtype: DType
+    d_head: int
+    B_r: int
+    B_c: int
+    n_warps: int
+    static_row_stride: int
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block."""
+        return self.n_warps * gpu.WARP
+
+    @property
+    def kv_buffers(self) -> int:
+        """Buffers each for K and V in shared memory."""
+        return 2 if TWO_BUFFERS in self.step.traits else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block in bytes: a tile of Q (later O), kv_buffers tiles each
+        of K and V."""
+        return (self.B_r + 2 * self.kv_buffers * self.B_c) * self.d_head * ELEMENT_BYTES
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of MMA_M rows that a warp has."""
+        return self.B_r // self.n_warps // MMA_M
+
+    @property
+    def mma_per_product(self) -> int:
+        """`mma`s of a warp for Q @ K^T of one block of keys, and as many for P @ V."""
+        return self.row_tiles * (self.B_c // MMA_N) * (self.d_head // MMA_K)
+
+    @property
+    def mma_per_key_block(self) -> int:
+        """`mma`s of a warp for one block of keys: both products, and the row sums as one column
+        tile more of P @ V."""
+        row_sums = self.row_tiles * (self.B_c // MMA_K) if MMA_ROW_SUM in self.step.traits else 0
+        return 2 * self.mma_per_product + row_sums
+
+    def key_blocks(self, seq_len: int) -> range:
+        """The blocks of keys in the order in which the kernel walks them."""
+        blocks = range(-(-seq_len // self.B_c))
+        return blocks[::-1] if KEYS_BACKWARDS in self.step.traits else blocks
+
+    @property
+    def supports(self) -> Supports:
+        """Whole blocks of queries and keys, not causal."""
+        return Supports(
+            dtype=self.dtype,
+            d_heads=(self.d_head,),
+            blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
+            chunk_bytes=CHUNK_BYTES,
+            max_row_stride=MAX_ROW_STRIDE,
+        )
+
+    def general(self: Own) -> Own:
+        """The config that takes over when a tensor's row stride is not the static one."""
+        return self.replace(static_row_stride=0)
+
+    def siblings(self: Own) -> tuple[Own, ...]:
+        """The config and its general one."""
+        return (self, self.general()) if self.static_row_stride else (self,)
+
+    def runs_as(self: Own, strides: Mapping[str, Strides]) -> Own:
+        """The config itself, or the general one where a tensor has another row stride."""
+        rows = {found.row for found in strides.values()}
+        return self if rows == {self.static_row_stride} else self.general()
+
+    def own_row_stride(self, problem: AttentionForward) -> int:
+        """The static row stride, where there is one."""
+        return self.static_row_stride or problem.row_stride
+
+    def launch(
+        self, problem: AttentionForward, strides: Mapping[str, Strides]
+    ) -> tuple[Launch, ...]:
+        """A block for each tile of queries, head and batch; several launches for more batches than
+        a grid has along z."""
+        values = {"seq_len": (problem.seq_len,)}
+        values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
+        arguments = ARGUMENTS.pack(values)
+        most = gpu.MAX_GRID[2]
+        config = self.runs_as(strides)
+        return tuple(
+            Launch(
+                config=config,
+                grid=(problem.seq_len // self.B_r, problem.heads, min(problem.batch - first, most)),
+                block=self.n_threads,
+                shared_bytes=self.smem_bytes,
+                arguments=arguments,
+                addresses=tuple(
+                    Address(
+                        ARGUMENTS.offset(name.upper()),
+                        name,
+                        first * strides[name].batch * ELEMENT_BYTES,
+                    )
+                    for name in "qkvo"
+                ),
+                outputs=("o",),
+            )
+            for first in range(0, problem.batch, most)
+        )
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        self._check_tile_shape()
+        self._check_row_stride()
+
+    def _check_tile_shape(self) -> None:
+        B_r, B_c, n_warps = self.B_r, self.B_c, self.n_warps
+        if not 1 <= n_warps <= MAX_WARPS or n_warps & (n_warps - 1):
+            raise ValueError(
+                f"n_warps {n_warps} is not a power of two from 1 to {MAX_WARPS}: choose 4 or 8"
+            )
+        if B_r < 1 or B_r % (MMA_M * n_warps):
+            raise ValueError(
+                f"B_r {B_r} is not a multiple of {MMA_M * n_warps} "
+                f"({MMA_M} rows for each of {n_warps} warps): choose "
+                f"{_round_up(B_r, MMA_M * n_warps)} or another n_warps"
+            )
+        if B_c < 1 or B_c % MMA_K:
+            raise ValueError(
+                f"B_c {B_c} is not a multiple of {MMA_K}, the depth of one mma: "
+                f"choose {_round_up(B_c, MMA_K)}"
+            )
+        for name, rows in (("B_r", B_r), ("B_c", B_c)):
+            chunks = rows * PIECE * ELEMENT_BYTES // CHUNK_BYTES
+            if chunks % self.n_threads:
+                raise ValueError(
+                    f"{name} {rows}: {PIECE} columns of its tile are {chunks} chunks of "
+                    f"{CHUNK_BYTES} bytes, which "
+                    f"{self.n_threads} threads cannot share evenly: raise {name} or lower n_warps"
+                )
+        most = {target: gpu.LIMITS[int(target)].smem_bytes for target in TARGETS}
+        if self.smem_bytes > max(most.values()):
+            limits = ", ".join(f"sm_{target} {limit}" for target, limit in most.items())
+            raise ValueError(
+                f"B_r {B_r} and B_c {B_c} need {self.smem_bytes} bytes of shared memory, over "
+                f"every limit ({limits}): lower B_r or B_c"
+            )
+        accumulators = B_r // n_warps * (self.d_head + B_c) // gpu.WARP
+        if accumulators >= gpu.MAX_REGISTERS:
+            raise ValueError(
+                f"B_r {B_r}, B_c {B_c} and n_warps {n_warps} need {accumulators} accumulator "
+                f"registers a thread for S and O, but a thread has {gpu.MAX_REGISTERS}: lower B_r "
+                "or B_c, or raise n_warps"
+            )
+
+    def _check_row_stride(self) -> None:
+        stride = self.static_row_stride
+        if stride < 0 or stride % self.d_head:
+            raise ValueError(
+                f"static_row_stride {stride} is not a multiple of d_head {self.d_head}: use "
+                "heads * d_head, or 0 to read the stride at run time"
+            )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return max(multiple, -(-value // multiple) * multiple)

@@ -1,0 +1,139 @@
+"""The overlap family: v16 at the large tile, and what its instructions can still be overlapped
+with: softmax and copies with `mma.sync`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers.registry.config import element, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.mma_sync import (
+    ARGUMENTS,
+    KEYS_BACKWARDS,
+    LAZY_RESCALE,
+    MMA_ROW_SUM,
+    PIECES,
+    PROGRESSION_ROW_STRIDE,
+    TARGETS,
+    TWO_BUFFERS,
+    MmaSyncConfig,
+)
+from flash_helpers.registry.problem import DType
+
+
+@dataclass(frozen=True)
+class OverlapKernelConfig(MmaSyncConfig):
+    """One kernel of the overlap family.
+
+    B_r, B_c: rows of a Q tile and of a K or V tile. d_head, static_row_stride: elements.
+    static_row_stride: distance of two rows of the sequence; 0 is read at run time.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    example: ClassVar[str] = "o1_bf16_d128_Br128_Bc64_w4_rs2048"
+
+    overlap: int = number("o", "the step")
+    dtype: DType = element()
+    d_head: int = number("d")
+    B_r: int = number("Br", "query rows of a thread block")
+    B_c: int = number("Bc", "keys of one step of its main loop")
+    n_warps: int = number("w")
+    static_row_stride: int = number("rs", "in elements; 0 = read from the arguments", default=0)
+
+    @property
+    def family(self) -> Family:
+        """The overlap family."""
+        return OVERLAP
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        super().check()
+
+
+_BASE: Mapping[str, Any] = MappingProxyType(
+    {
+        "d_head": 128,
+        "B_r": 128,
+        "B_c": 64,
+        "n_warps": 4,
+        "static_row_stride": PROGRESSION_ROW_STRIDE,
+    }
+)
+
+
+# Step 16 once had the ideas of o3 to o5 as options, at the end of its short form.
+_OPTIONS_OF_16 = re.compile(
+    r"v16_(?P<dtype>fp16|bf16)_d128_Br(?P<B_r>\d+)_Bc(?P<B_c>\d+)_w(?P<n_warps>\d+)_\w+?"
+    r"(_rs(?P<stride>\d+))?_st2(?P<lazy>_lazy)?(?P<sums>_mmasum)?"
+)
+
+
+def successor(text: str) -> str:
+    """What has become of a short form with the former options of step 16, in words; "" for any
+    other text."""
+    if (found := _OPTIONS_OF_16.fullmatch(text)) is None:
+        return ""
+    config = OverlapKernelConfig(
+        5 if found["sums"] else 4,
+        DType.from_name(found["dtype"]),
+        128,
+        *(int(found[name]) for name in ("B_r", "B_c", "n_warps")),
+        int(found["stride"] or 0),
+    )
+    difference = "the same loop" if found["lazy"] else "the same loop, but for its lazy rescale"
+    return f"two stages are steps of family overlap now: {config.short_form()} is {difference}"
+
+
+def _file(number: int) -> str:
+    return f"kernels/overlap/o{number}.cuh"
+
+
+OVERLAP = Family(
+    name="overlap",
+    title="the same instructions at the large tile, overlapped",
+    prefix="o",
+    rank=1,
+    config=OverlapKernelConfig,
+    base=_BASE,
+    entries=(
+        StepEntry(
+            "large_tile",
+            "v16 cut down to the large tile",
+            _file(1),
+            parent="v16",
+            traits=frozenset({KEYS_BACKWARDS, PIECES}),
+            opens={"static_row_stride": (PROGRESSION_ROW_STRIDE,)},
+        ),
+        StepEntry(
+            "lazy_rescale",
+            "O rescaled only if a row's maximum has grown much",
+            _file(2),
+            traits=frozenset({LAZY_RESCALE}),
+        ),
+        StepEntry(
+            "two_buffers",
+            "two buffers each for K and V, one barrier a block",
+            _file(3),
+            traits=frozenset({TWO_BUFFERS}),
+        ),
+        StepEntry("fragment_ring", "fragments through a ring, across products", _file(4)),
+        StepEntry(
+            "mma_row_sum",
+            "row sums by mma",
+            _file(5),
+            traits=frozenset({MMA_ROW_SUM}),
+            opens={"B_r": (64, 128), "B_c": (32, 64, 128), "n_warps": (4, 8)},
+        ),
+    ),
+    targets=TARGETS,
+    arguments=ARGUMENTS,
+    map_header=PurePosixPath("src/include/overlap_kernels.cuh"),
+    simulated_budget=9_000_000,
+)
