@@ -9,9 +9,12 @@
 #include "mma_rate.cuh"
 #include "overlap_kernels.cuh"
 
+#include <array>
+#include <atomic>
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <map>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -91,17 +94,27 @@ class DeviceGuard {
     bool changed_ = false;
 };
 
+constexpr int kRememberedDevices = 64; // on those beyond, a kernel is prepared at every launch
+
+struct BuiltKernel {
+    const void *function;
+    // By device: the most dynamic shared memory that a launch may ask for, as `prepare` set it.
+    std::array<std::atomic<unsigned int>, kRememberedDevices> allowed_bytes = {};
+};
+
+using Kernels = std::map<std::string_view, BuiltKernel>;
+
 template <typename Map>
-void add_to(std::map<std::string_view, const void *> &found, const Map &kernels) {
+void add_to(Kernels &found, const Map &kernels) {
     for (const auto &[config, kernel] : kernels) {
-        found.emplace(kernel.name, kernel.function);
+        found[kernel.name].function = kernel.function;
     }
 }
 
 // The kernels of all families by name.
-const std::map<std::string_view, const void *> &all_kernels() {
-    static const auto kernels = [] {
-        std::map<std::string_view, const void *> found;
+Kernels &all_kernels() {
+    static Kernels kernels = [] {
+        Kernels found;
         add_to(found, ampere_kernels);
         add_to(found, overlap_kernels);
         return found;
@@ -109,19 +122,29 @@ const std::map<std::string_view, const void *> &all_kernels() {
     return kernels;
 }
 
-int find(const char *name, const void **function) {
+int find(const char *name, BuiltKernel **kernel) {
     const auto found = all_kernels().find(name);
     if (found == all_kernels().end()) {
         return fail(std::string("no kernel ") + name + " was built");
     }
-    *function = found->second;
+    *kernel = &found->second;
     return 0;
 }
 
-// The kernel, with the attribute set that lets it have more than 48 KiB of shared memory.
-// Attributes belong to a device, so this goes by the current one, at every launch: it costs no
-// stream operation and is allowed while a graph is captured.
-int prepare(const void *kernel, unsigned int shared_bytes, int device) {
+// Lets a kernel have so much dynamic shared memory on the current device, whose number `device` is.
+// More than 48 KiB needs an attribute, of kernel and device, which is set by the first launch there
+// and not again. It costs no stream operation and is allowed while a graph is captured.
+int prepare(BuiltKernel &kernel, unsigned int shared_bytes, int device) {
+    static std::mutex one_at_a_time; // or a smaller size, set later, would undo a larger one
+    std::atomic<unsigned int> *allowed =
+        device < kRememberedDevices ? &kernel.allowed_bytes[device] : nullptr;
+    if (allowed != nullptr && shared_bytes <= allowed->load()) {
+        return 0;
+    }
+    const std::lock_guard lock(one_at_a_time);
+    if (allowed != nullptr && shared_bytes <= allowed->load()) {
+        return 0;
+    }
     int most = 0;
     if (int error =
             check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
@@ -133,9 +156,16 @@ int prepare(const void *kernel, unsigned int shared_bytes, int device) {
                     " bytes of shared memory a block, device " + std::to_string(device) + " has " +
                     std::to_string(most) + ": choose smaller tiles");
     }
-    return check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(shared_bytes)),
-                 "cudaFuncSetAttribute");
+    if (int error =
+            check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared_bytes)),
+                  "cudaFuncSetAttribute")) {
+        return error;
+    }
+    if (allowed != nullptr) {
+        allowed->store(shared_bytes);
+    }
+    return 0;
 }
 
 CUtensorMapSwizzle swizzle_of(unsigned int bytes) {
@@ -182,7 +212,7 @@ FLASH_EXPORT const char *flash_kernel_name(int index) {
 // Launches on `stream` of `device`, without waiting.
 FLASH_EXPORT int flash_launch(const char *name, const FlashLaunch *launch, int device,
                               void *stream) {
-    const void *kernel = nullptr;
+    BuiltKernel *kernel = nullptr;
     if (int error = find(name, &kernel)) {
         return error;
     }
@@ -190,7 +220,7 @@ FLASH_EXPORT int flash_launch(const char *name, const FlashLaunch *launch, int d
     if (int error = guard.set(device)) {
         return error;
     }
-    if (int error = prepare(kernel, launch->shared_bytes, device)) {
+    if (int error = prepare(*kernel, launch->shared_bytes, device)) {
         return error;
     }
     cudaLaunchAttribute cluster;
@@ -205,7 +235,7 @@ FLASH_EXPORT int flash_launch(const char *name, const FlashLaunch *launch, int d
     config.attrs = &cluster;
     config.numAttrs = has_cluster ? 1 : 0;
     void *parameters[] = {const_cast<void *>(launch->arguments)};
-    return check(cudaLaunchKernelExC(&config, kernel, parameters), "cudaLaunchKernelExC");
+    return check(cudaLaunchKernelExC(&config, kernel->function, parameters), "cudaLaunchKernelExC");
 }
 
 // The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.
@@ -240,7 +270,7 @@ FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *addres
 
 FLASH_EXPORT int flash_kernel_resources(const char *name, int n_threads, int shared_bytes,
                                         int device, FlashKernelResources *resources) {
-    const void *kernel = nullptr;
+    BuiltKernel *kernel = nullptr;
     if (int error = find(name, &kernel)) {
         return error;
     }
@@ -248,17 +278,18 @@ FLASH_EXPORT int flash_kernel_resources(const char *name, int n_threads, int sha
     if (int error = guard.set(device)) {
         return error;
     }
-    if (int error = prepare(kernel, shared_bytes, device)) {
+    if (int error = prepare(*kernel, shared_bytes, device)) {
         return error;
     }
     cudaFuncAttributes attributes;
-    if (int error = check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes")) {
+    if (int error =
+            check(cudaFuncGetAttributes(&attributes, kernel->function), "cudaFuncGetAttributes")) {
         return error;
     }
     int blocks = 0;
-    if (int error = check(
-            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, n_threads, shared_bytes),
-            "cudaOccupancyMaxActiveBlocksPerMultiprocessor")) {
+    if (int error = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel->function,
+                                                                        n_threads, shared_bytes),
+                          "cudaOccupancyMaxActiveBlocksPerMultiprocessor")) {
         return error;
     }
     *resources = {attributes.numRegs,
