@@ -133,7 +133,8 @@ class TestShapes:
 
 class TestMemory:
     def check(self, q: torch.Tensor) -> None:
-        tensors.check_memory(CONFIG, {"q": q})
+        tensors.check_strides(CONFIG, {"q": q})
+        tensors.check_alignment(CONFIG.supports.chunk_bytes, {"q": q})
 
     @pytest.mark.parametrize(
         "q",

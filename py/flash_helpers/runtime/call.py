@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,8 @@ from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Run
 from flash_helpers.registry.launch import WORKSPACE, Launch
 from flash_helpers.runtime import library, simulator, tensors
+
+_PLANS_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Call:
             self.simulate()
             return
         device = self.output.device
-        stream = torch.cuda.current_stream(device).cuda_stream
+        # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         addresses = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
         for launch in self.launches:
             # Zeroed by the stream before the kernel, at each replay of a graph too; the allocator
@@ -57,26 +62,48 @@ class Call:
         return simulator.run_shipped(self.config, self.tensors, keep_going=keep_going)
 
 
+class _Plan(NamedTuple):
+    """What is launched for tensors of some layouts, whose checks it has passed, wherever they begin
+    in memory, at a multiple of chunk_bytes."""
+
+    launches: tuple[Launch, ...]
+    chunk_bytes: int
+
+
+@functools.lru_cache(maxsize=_PLANS_KEPT)
+def _plan(cfg: str, names: tuple[str, ...], *layouts: tuple) -> _Plan:
+    """Raises what `prepare` does, where the addresses of the tensors do not matter.
+
+    names: of q, k, v and, if it is given, o. layouts: their `Layout`s, as plain tuples.
+    """
+    config = library.resolve(cfg)
+    given = {n: tensors.Layout(*found) for n, found in zip(names, layouts, strict=True)}
+    problem = tensors.check_shapes(config, given)
+    tensors.check_device(config.family, given["q"].device)
+    strides = {**problem.strides(), **tensors.check_strides(config, given)}
+    return _Plan(config.launch(problem, strides), config.supports.chunk_bytes)
+
+
 def prepare(cfg: Config | str, inputs: Mapping[str, torch.Tensor], o: torch.Tensor | None) -> Call:
     """Check a call of a built kernel. inputs: q, k and v.
 
     o: where the result goes; None allocates a contiguous tensor.
 
+    What follows from dtypes, shapes and strides is found out once for each, not in every call.
+
     Raises TypeError for a wrong dtype, ValueError for a config that was not built and any other
     wrong argument, RuntimeError for a device that cannot run the kernel.
     """
-    config = library.resolve(cfg)
+    name = cfg.short_form() if isinstance(cfg, Config) else cfg
     given = dict(inputs) if o is None else {**inputs, "o": o}
-    problem = tensors.check_shapes(config, given)
-    q = inputs["q"]
-    tensors.check_device(config.family, q.device)
-    tensors.check_memory(config, given)
+    layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in given.values()]
+    plan = _plan(name, tuple(given), *layouts)
+    tensors.check_alignment(plan.chunk_bytes, given)
     if o is None:
-        given["o"] = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        given["o"] = torch.empty_like(inputs["q"], memory_format=torch.contiguous_format)
     else:
         tensors.check_output(inputs, o)
-    strides = {name: tensors.kernel_strides(tensor) for name, tensor in given.items()}
-    return Call(config.launch(problem, strides), given)
+    return Call(plan.launches, given)
 
 
 def resources(

@@ -178,8 +178,8 @@ def launch(found: Launch, arguments: bytes, device: int, stream: int) -> None:
     arguments: of `Launch.bind`. Nothing is checked here: the addresses must be valid.
     """
     call = _Launch(found.grid, found.cluster, found.block, found.shared_bytes, arguments)
-    status = load().flash_launch(_built()[found.config], call, device, stream)
-    check(status, found.config.short_form())
+    name = found.config.short_form()
+    check(load().flash_launch(name.encode(), call, device, stream), name)
 
 
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:

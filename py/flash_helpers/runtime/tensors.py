@@ -6,17 +6,44 @@ needs a GPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.registry.family import Family
 from flash_helpers.registry.problem import ELEMENT_BYTES, Strides
 
 _DIMENSIONS = ("batch", "seq", "heads", "d_head")
 _OVERLAP_WORK = 100_000  # steps after which two interleaved tensors count as overlapping
+_LAYOUTS_KEPT = 1024  # whose ranges of memory are remembered
+
+
+class Layout(NamedTuple):
+    """All of a tensor that a launch depends on but where it begins; strides in elements.
+
+    It has what the checks below ask of a tensor, under the same names.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def stride(self) -> tuple[int, ...]:
+        """Of all dimensions, in elements."""
+        return self.strides
+
+
+Laid = torch.Tensor | Layout
 
 
 def check_types(tensors: Mapping[str, object]) -> None:
@@ -28,13 +55,25 @@ def check_types(tensors: Mapping[str, object]) -> None:
             raise TypeError(f"{name} has layout {tensor.layout}: pass a dense tensor")
 
 
-def check_shapes(config: Config, tensors: Mapping[str, torch.Tensor]) -> AttentionForward:
+def check_shapes(config: Config, tensors: Mapping[str, Laid]) -> AttentionForward:
     """dtype, device and shape of q, k, v and, if given, o; the problem that they pose.
 
     Works on tensors without memory too. Raises TypeError for a dtype, ValueError for the rest.
     """
     for name, tensor in tensors.items():
         _check_dtype(config, name, tensor)
+    problem = posed_problem(tensors)
+    if reason := config.refusal(problem):
+        raise ValueError(reason)
+    return problem
+
+
+def posed_problem(tensors: Mapping[str, Laid]) -> AttentionForward:
+    """What tensors of one element type ask for, whether a kernel takes it or not.
+
+    Raises TypeError for a dtype that no kernel takes, ValueError for devices and shapes that do not
+    fit together or are empty.
+    """
     first, *others = tensors
     for name in others:
         if tensors[name].device != tensors[first].device:
@@ -54,6 +93,7 @@ def check_shapes(config: Config, tensors: Mapping[str, torch.Tensor]) -> Attenti
             raise ValueError(
                 f"{name} has shape {tuple(tensors[name].shape)} and {first} {shape}: all must be "
                 "equal (queries and keys of one length, one K and V head for each Q head)"
+                f"{_repeated_heads(name, tensors[name].shape, shape)}"
             )
     for dimension, size in zip(_DIMENSIONS, shape, strict=True):
         if size == 0:
@@ -62,13 +102,26 @@ def check_shapes(config: Config, tensors: Mapping[str, torch.Tensor]) -> Attenti
                 "every size must be at least 1"
             )
     batch, seq_len, heads, d_head = shape
-    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
-    if reason := config.refusal(problem):
-        raise ValueError(reason)
-    return problem
+    return AttentionForward(batch, heads, seq_len, d_head, _element_type(first, tensors[first]))
 
 
-def _check_dtype(config: Config, name: str, tensor: torch.Tensor) -> None:
+def _repeated_heads(name: str, shape: torch.Size, wanted: tuple[int, ...]) -> str:
+    """The way out for a K or V of grouped heads."""
+    if shape[2] and wanted[2] % shape[2] == 0 and shape[2] != wanted[2]:
+        times = wanted[2] // shape[2]
+        return f"; for grouped heads pass {name}.repeat_interleave({times}, dim=2)"
+    return ""
+
+
+def _element_type(name: str, tensor: Laid) -> DType:
+    for dtype in DType:
+        if tensor.dtype == getattr(torch, dtype.torch_name):
+            return dtype
+    known = " or ".join(f"torch.{dtype.torch_name}" for dtype in DType)
+    raise TypeError(f"{name} is {tensor.dtype} and the kernels take {known}: convert it with .to()")
+
+
+def _check_dtype(config: Config, name: str, tensor: Laid) -> None:
     wanted = getattr(torch, config.dtype.torch_name)
     if tensor.dtype != wanted:
         raise TypeError(
@@ -77,14 +130,14 @@ def _check_dtype(config: Config, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_memory(config: Config, tensors: Mapping[str, torch.Tensor]) -> dict[str, Strides]:
-    """Strides and alignment: copies of whole chunks must be possible. Raises ValueError."""
+def check_strides(config: Config, tensors: Mapping[str, Laid]) -> dict[str, Strides]:
+    """Copies of whole chunks must be possible. Raises ValueError."""
     chunk = config.supports.chunk_bytes
     found = {}
     for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
+        if tensor.stride()[-1] != 1:
             raise ValueError(
-                f"{name} has stride {tensor.stride(-1)} in its last dimension and must have 1: "
+                f"{name} has stride {tensor.stride()[-1]} in its last dimension and must have 1: "
                 "call .contiguous()"
             )
         found[name] = strides = kernel_strides(tensor)
@@ -101,15 +154,20 @@ def check_memory(config: Config, tensors: Mapping[str, torch.Tensor]) -> dict[st
                 f"{name} has seq stride {strides.row}, over the limit of "
                 f"{config.supports.max_row_stride} elements: call .contiguous()"
             )
-        if tensor.data_ptr() % chunk:
-            raise ValueError(
-                f"{name} starts at address {tensor.data_ptr():#x}, not a multiple of "
-                f"{chunk} bytes: call .clone()"
-            )
     return found
 
 
-def kernel_strides(tensor: torch.Tensor) -> Strides:
+def check_alignment(chunk_bytes: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Tensors begin at multiples of what is copied at once. Raises ValueError."""
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % chunk_bytes:
+            raise ValueError(
+                f"{name} starts at address {tensor.data_ptr():#x}, not a multiple of "
+                f"{chunk_bytes} bytes: call .clone()"
+            )
+
+
+def kernel_strides(tensor: Laid) -> Strides:
     """Strides of batch, seq and heads in elements; 0 where a size of 1 makes them meaningless."""
     return Strides(
         *(
@@ -123,28 +181,48 @@ def check_output(inputs: Mapping[str, torch.Tensor], o: torch.Tensor) -> None:
     """o can be written while the inputs are read. Raises ValueError."""
     if o.requires_grad:
         raise ValueError("o requires grad and is overwritten: pass o.detach(), or leave o out")
-    if _may_overlap_itself(o):
+    if _may_overlap_itself(o.shape, o.stride()):
         raise ValueError(
             f"o has strides {o.stride()} for shape {tuple(o.shape)}, so that elements share "
             "memory or are interleaved: pass a tensor made by torch.empty_like(q)"
         )
+    begin, end = _range(o)
     for name, tensor in inputs.items():
-        if np.may_share_memory(_addresses(o), _addresses(tensor), max_work=_OVERLAP_WORK):
+        first, last = _range(tensor)
+        # where the ranges are apart, so are the elements, and numpy takes long
+        if (
+            first < end
+            and begin < last
+            and np.may_share_memory(_addresses(o), _addresses(tensor), max_work=_OVERLAP_WORK)
+        ):
             raise ValueError(
                 f"o overlaps {name} in memory, which is read while o is written: pass another "
                 "tensor, or leave o out"
             )
 
 
-def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+@functools.lru_cache(maxsize=_LAYOUTS_KEPT)
+def _may_overlap_itself(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     covered = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
             continue
         if stride <= covered:
             return True
         covered += stride * (size - 1)
     return False
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte, and of the first one behind its last."""
+    begin = tensor.data_ptr()
+    return begin, begin + _span(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+@functools.lru_cache(maxsize=_LAYOUTS_KEPT)
+def _span(shape: torch.Size, strides: tuple[int, ...]) -> int:
+    """Elements from a tensor's first one to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 class _Span:
