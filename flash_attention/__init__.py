@@ -1,7 +1,8 @@
 """FlashAttention-2 forward kernels, every step of the progression side by side.
 
     import flash_attention
-    o = flash_attention.forward("v16_bf16_...", q, k, v)
+    o = flash_attention.attention(q, k, v)  # by the best kernel for them
+    o = flash_attention.forward("v16_bf16_...", q, k, v)  # by this one
 
 On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` gives the counts too.
 `kernels()` lists what the library was built with; `python -m flash_attention` prints it.
@@ -13,7 +14,7 @@ import sys
 if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:  # on the way to __main__
     import flash_helpers.quiet_start  # noqa: F401
 
-from flash_attention._forward import forward, forward_timed, simulate
+from flash_attention._forward import attention, forward, forward_timed, simulate
 from flash_helpers import __version__
 from flash_helpers.runtime.call import resources
 from flash_helpers.runtime.library import KernelResources, kernels
@@ -22,6 +23,7 @@ from flash_helpers.tune.best import best_config
 __all__ = [
     "KernelResources",
     "__version__",
+    "attention",
     "best_config",
     "forward",
     "forward_timed",

@@ -13,6 +13,8 @@ import torch
 from flash_helpers.compile.build import CONFIG_FOLDER
 from flash_helpers.kernel_configs import (
     STEPS,
+    AttentionForward,
+    Config,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -21,7 +23,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.runtime import library
 from flash_helpers.tune import best
-from flash_helpers.tune.best import best_config
+from flash_helpers.tune.best import best_config, choose_config
 from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, load_best
 
 BUILT = get_kernels_to_build()
@@ -51,7 +53,7 @@ def entry(config: FlashForwardKernelConfig) -> BestConfig:
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch):
     """(GPU, compute capability, *configs) puts a file of winners into the package."""
-    monkeypatch.setattr(library, "kernels", lambda: list(BUILT))
+    monkeypatch.setattr(library, "_built", lambda: dict.fromkeys(BUILT))
     monkeypatch.setattr(library, "package_folder", lambda: tmp_path)
 
     def put(gpu: str, capability: str, *configs: FlashForwardKernelConfig) -> None:
@@ -202,3 +204,80 @@ def test_committed_files_are_named_by_their_gpu_and_hold_configs_of_the_registry
         for found in file.best:
             config = file.find(found.step, found.dtype)
             assert config is not None and config.step.id == found.step
+
+
+class TestChoice:
+    """choose_config(): the winners of this GPU before the fixed configs, if they take the
+    problem."""
+
+    CUDA = torch.device("cuda", 0)
+    NEWEST = FIXED[[*STEPS][-1], DType.BF16]
+
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        best._candidates.cache_clear()
+        yield
+        best._candidates.cache_clear()
+
+    @pytest.fixture
+    def on(self, on, monkeypatch):
+        def use(gpu: str, capability: str) -> None:
+            on(gpu, capability)
+            found = tuple(map(int, capability.split(".")))
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+
+        return use
+
+    def winner(self) -> Config:
+        """Built, of the newest step, and not its fixed config."""
+        return self.NEWEST.general()
+
+    @pytest.mark.parametrize(("seq_len", "step"), [(256, STEPS[[*STEPS][-1]]), (64, STEPS["v16"])])
+    def test_without_winners_is_the_fixed_config_that_takes_the_problem(
+        self, found, on, seq_len, step
+    ) -> None:
+        on(H100, "9.0")
+        chosen = choose_config(AttentionForward(1, 1, seq_len), self.CUDA)
+        assert chosen == FIXED[step.id, DType.BF16]
+
+    def test_is_the_winner_of_this_gpu(self, found, on) -> None:
+        found(H100, "9.0", self.winner())
+        on(H100, "9.0")
+        problem = AttentionForward(1, 1, 256)
+        assert choose_config(problem, self.CUDA) == self.winner()
+        fp16 = problem.in_dtype(DType.FP16)
+        assert choose_config(fp16, self.CUDA) == FIXED[self.NEWEST.step.id, DType.FP16]
+
+    def test_passes_over_a_winner_that_does_not_take_the_problem(
+        self, found, on, monkeypatch
+    ) -> None:
+        wide = self.NEWEST.replace(B_c=128, n_warps=8)
+        monkeypatch.setattr(library, "kernels", lambda: [*BUILT, wide])
+        found(H100, "9.0", wide)
+        on(H100, "9.0")
+        assert choose_config(AttentionForward(1, 1, 256), self.CUDA) == wide
+        v16 = choose_config(AttentionForward(1, 1, 192), self.CUDA)
+        assert v16 == FIXED["v16", DType.BF16]
+
+    def test_passes_over_a_family_that_was_not_built(self, found, on, monkeypatch) -> None:
+        ampere = [config for config in BUILT if config.family.name == "ampere"]
+        monkeypatch.setattr(library, "kernels", lambda: ampere)
+        on(H100, "9.0")
+        chosen = choose_config(AttentionForward(1, 1, 256), self.CUDA)
+        assert chosen == FIXED["v16", DType.BF16]
+
+    def test_on_the_cpu_is_the_newest_steps_fixed_config(self, found) -> None:
+        found(H100, "9.0", self.winner())
+        chosen = choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))
+        assert chosen == self.NEWEST
+
+    def test_on_a_gpu_that_is_too_old_is_refused_by_name(self, found, on) -> None:
+        on("Tesla T4", "7.5")
+        with pytest.raises(RuntimeError, match=r"Tesla T4 has compute capability 7\.5 .* 8\.0"):
+            choose_config(AttentionForward(1, 1, 256), self.CUDA)
+
+    def test_of_a_library_without_kernels_says_so(self, found, monkeypatch) -> None:
+        monkeypatch.setattr(library, "kernels", lambda: [])
+        with pytest.raises(RuntimeError, match="no kernel for cpu in bf16 was built: `python -m"):
+            choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))

@@ -6,13 +6,24 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flash_helpers import gpu
 from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType
 
 MAX_SEQ_LEN = 2**31 - 1  # the kernels take it as an int
+
+# What a call may ask for besides a problem's sizes, and the nearest to it that every kernel takes.
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "causal": "without causal=True every query sees all keys",
+        "softmax_scale": "without softmax_scale it is 1/sqrt(d_head); multiply q by "
+        "softmax_scale * sqrt(d_head) for another one",
+        "return_lse": "without return_lse=True the output alone is returned",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Supports:
 
     d_heads: head sizes. blocks: numbers that the sequence length must be a multiple of, by what
     they are called. chunk_bytes: tensors begin at, and all strides but the last are, multiples of
-    it. max_row_stride: elements.
+    it. max_row_stride: elements. options: those of OPTIONS that the kernel has.
     """
 
     dtype: DType
@@ -31,17 +42,21 @@ class Supports:
     max_row_stride: int
     max_heads: int = gpu.MAX_GRID[1]
     max_seq_len: int = MAX_SEQ_LEN
+    options: frozenset[str] = frozenset()
 
     @property
     def whole(self) -> int:
         """The shortest sequence."""
         return math.lcm(*self.blocks.values())
 
-    def refusal(self, problem: AttentionForward, kernel: str) -> str:
+    def refusal(self, problem: AttentionForward, kernel: str, options: Collection[str] = ()) -> str:
         """Why the kernel does not take the problem, with the way out; "" if it does.
 
-        kernel: how the text names it.
+        kernel: how the text names it. options: those of OPTIONS that are asked for.
         """
+        for option in options:
+            if option not in self.options:
+                return f"{option} is not supported by {kernel}: {OPTIONS[option]}"
         if problem.dtype != self.dtype:
             return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
         if problem.d_head not in self.d_heads:

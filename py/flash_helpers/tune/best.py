@@ -1,4 +1,5 @@
-"""best_config(): the fastest config that a sweep found for a GPU, among those that were built.
+"""best_config(): the fastest config that a sweep found for a GPU, among those that were built;
+choose_config(): the one for a problem.
 
 The files are those of configs/best_*.json in the repository when the library was built.
 """
@@ -7,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER
-from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, DType
+from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
+from flash_helpers.registry.choice import first_that_takes, preferred_steps
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
-from flash_helpers.runtime import library
+from flash_helpers.runtime import library, tensors
 from flash_helpers.tune.winners import BestConfigs, load_best
 
 
@@ -48,6 +51,42 @@ def best_config(
         if config in built:
             return config
     return library.resolve(FAMILIES[found[0].family].fixed_config(found[0], element))
+
+
+def choose_config(
+    problem: AttentionForward, device: torch.device, options: Collection[str] = ()
+) -> Config:
+    """The built config that computes a problem on a device when nobody names one.
+
+    options: what is asked for besides, of `flash_helpers.registry.supports.OPTIONS`.
+
+    It is the first that supports the problem among, for the last step of each family that runs on
+    the device, the newest family first: its `best_config`, its fixed config.
+
+    Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
+    that runs no kernel, and if the library is not there.
+    """
+    return first_that_takes(problem, _candidates(problem.dtype, device), options)
+
+
+@functools.cache
+def _candidates(dtype: DType, device: torch.device) -> tuple[Config, ...]:
+    capability = None
+    if device.type == "cuda":
+        tensors.check_device(next(iter(FAMILIES.values())), device)
+        capability = torch.cuda.get_device_capability(device)
+    built = set(library.kernels())
+    found: dict[Config, None] = {}
+    for step in preferred_steps(capability):
+        fixed = FAMILIES[step.family].fixed_config(step, dtype)
+        if fixed in built:
+            found |= dict.fromkeys((best_config(step.id, dtype, device), fixed))
+    if not found:
+        raise RuntimeError(
+            f"no kernel for {device} in {dtype.short} was built: `python -m flash_attention` lists "
+            "those that were"
+        )
+    return tuple(found)
 
 
 def _element_type(dtype: torch.dtype | DType | str) -> DType:

@@ -1,0 +1,97 @@
+"""Which kernel computes a problem that nobody names one for: what configs support decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from other_family import OTHER, OtherConfig
+
+from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, DType
+from flash_helpers.registry.choice import first_that_takes, preferred_steps
+from flash_helpers.registry.supports import OPTIONS, Supports
+
+H100, B200, T4 = (9, 0), (10, 0), (7, 5)
+NEWEST = [[*family.steps.values()][-1] for family in reversed(FAMILIES.values())]
+
+
+def fixed_configs(dtype: DType = DType.BF16) -> list[Config]:
+    return [
+        FAMILIES[step.family].fixed_config(step, dtype) for step in preferred_steps(capability=H100)
+    ]
+
+
+class TestSteps:
+    @pytest.mark.parametrize("capability", [None, H100, B200])
+    def test_are_the_last_of_each_family_the_newest_first(self, capability):
+        assert preferred_steps(capability) == NEWEST
+        assert NEWEST[-1].id == "v16"
+
+    def test_are_none_where_no_family_runs(self):
+        assert preferred_steps(T4) == []
+
+    def test_of_one_architecture_are_preferred_there_and_left_out_elsewhere(self):
+        families = [*FAMILIES.values(), OTHER]
+        assert preferred_steps(H100, families)[0].id == "x3"
+        assert preferred_steps(B200, families) == NEWEST
+        assert preferred_steps(None, families) == NEWEST
+
+
+class TestConfig:
+    @pytest.mark.parametrize("dtype", DType)
+    def test_of_every_corner_of_every_declaration_is_the_first_that_declares_it(self, dtype):
+        configs = fixed_configs(dtype)
+        chosen = set()
+        for corner in (corner for config in configs for corner in config.supports.corners()):
+            config = first_that_takes(corner, configs)
+            assert not config.refusal(corner)
+            assert all(earlier.refusal(corner) for earlier in configs[: configs.index(config)])
+            chosen.add(config)
+        assert chosen == set(configs)
+
+    @pytest.mark.parametrize(
+        ("seq_len", "step"), [(128, NEWEST[0]), (64, NEWEST[-1]), (192, NEWEST[-1])]
+    )
+    def test_of_a_length_that_the_large_tile_does_not_divide_has_smaller_ones(self, seq_len, step):
+        assert first_that_takes(AttentionForward(1, 2, seq_len), fixed_configs()).step == step
+
+    def test_for_an_option_is_the_one_that_declares_it(self):
+        problem = AttentionForward(1, 1, 128)
+        assert first_that_takes(problem, [PLAIN, MASKED]) == PLAIN
+        assert first_that_takes(problem, [PLAIN, MASKED], ["causal"]) == MASKED
+        with pytest.raises(ValueError, match="return_lse is not supported by"):
+            first_that_takes(problem, [PLAIN, MASKED], ["causal", "return_lse"])
+
+
+@dataclass(frozen=True)
+class MaskedConfig(OtherConfig):
+    """A config of a kernel with a causal mask."""
+
+    @property
+    def supports(self) -> Supports:
+        return replace(super().supports, options=frozenset({"causal"}))
+
+
+PLAIN = OtherConfig(3, DType.BF16, 128, lazy=True)
+MASKED = MaskedConfig(3, DType.BF16, 128, lazy=True)
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("problem", "message"),
+        [
+            (AttentionForward(1, 1, 150), r"seq_len 150 is not a multiple of .* 64 .*: use 192"),
+            (AttentionForward(1, 1, 128, d_head=96), "d_head 96: .* is built for 128: pad"),
+            (AttentionForward(1, 65536, 128), "heads 65536 is over the limit 65535"),
+        ],
+    )
+    def test_names_the_nearest_that_is_supported(self, problem, message):
+        with pytest.raises(ValueError, match=f"no kernel for this device takes {problem}; .*"):
+            first_that_takes(problem, fixed_configs())
+        with pytest.raises(ValueError, match=message):
+            first_that_takes(problem, fixed_configs())
+
+    @pytest.mark.parametrize("option", OPTIONS)
+    def test_names_the_option_and_what_to_do_without_it(self, option):
+        with pytest.raises(ValueError, match=rf"{option} is not supported by v16_.*: without"):
+            first_that_takes(AttentionForward(1, 1, 128), fixed_configs(), [option])

@@ -1,0 +1,359 @@
+"""attention(): what it computes, chooses and refuses; and that a call takes no short cut past what
+the operators do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_attention
+from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.reference import attention_reference, measure_error
+from flash_helpers.kernel_configs import STEPS, AttentionForward, Config, DType
+from flash_helpers.runtime import call, library
+
+NEWEST = [*STEPS.values()][-1]
+CONFIG = flash_attention.best_config(NEWEST.id, "bf16", "cpu")
+SMALL = AttentionForward(1, 1, 128)
+
+
+def inputs(problem: AttentionForward = SMALL, dtype: torch.dtype = torch.bfloat16) -> tuple:
+    return make_inputs("normal", problem, dtype)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[Config]:
+    """The configs whose kernels ran, in order; they compute nothing."""
+    configs = []
+    monkeypatch.setattr(call.Call, "run", lambda self: configs.append(self.config))
+    return configs
+
+
+@pytest.mark.slow
+class TestResult:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "problem", [SMALL, AttentionForward(2, 3, 192), AttentionForward(1, 16, 128)], ids=str
+    )
+    def test_is_attention(self, problem, dtype):
+        q, k, v = inputs(problem, dtype)
+        o = flash_attention.attention(q, k, v)
+        found = attention_reference(q, k, v)
+        assert measure_error(o, found.expected).within(found.bound)
+        assert (o.shape, o.dtype, o.is_contiguous()) == (q.shape, dtype, True)
+
+    def test_is_that_of_forward_with_the_chosen_config(self):
+        assert torch.equal(
+            flash_attention.attention(*inputs()), flash_attention.forward(CONFIG, *inputs())
+        )
+
+    def test_of_strided_tensors_is_that_of_contiguous_ones(self):
+        q, k, v = inputs(AttentionForward(2, 2, 128))
+        strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        assert torch.equal(flash_attention.attention(*strided), flash_attention.attention(q, k, v))
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("problem", "config"),
+        [
+            (AttentionForward(2, 16, 256), CONFIG),
+            (AttentionForward(2, 3, 256), CONFIG.general()),  # another row stride
+        ],
+        ids=["own row stride", "another row stride"],
+    )
+    def test_on_the_cpu_is_the_last_step_of_the_newest_portable_family(self, ran, problem, config):
+        flash_attention.attention(*(empty(*problem.shape) for _ in range(3)))
+        assert ran == [config]
+        assert config.step == NEWEST
+
+    @pytest.mark.parametrize("dtype", DType)
+    def test_follows_length_and_dtype(self, ran, dtype):
+        for seq_len in (64, 128, 192):
+            q = empty(1, seq_len, 1, 128, dtype=getattr(torch, dtype.torch_name))
+            flash_attention.attention(q, q, q)
+        assert [c.step for c in ran] == [STEPS["v16"], NEWEST, STEPS["v16"]]
+        assert {c.dtype for c in ran} == {dtype}
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"causal": True}, "causal is not supported by .*: without causal=True every query"),
+            ({"softmax_scale": 0.1}, r"softmax_scale is not supported .*1/sqrt\(d_head\); multip"),
+            ({"return_lse": True}, "return_lse is not supported by .*the output alone"),
+        ],
+    )
+    def test_of_an_option_names_it(self, ran, options, message):
+        q = empty(*SMALL.shape)
+        with pytest.raises(ValueError, match=message):
+            flash_attention.attention(q, q, q, **options)
+        assert ran == []
+
+    def test_of_a_scale_is_not_that_of_the_usual_one(self, ran):
+        q = empty(*SMALL.shape)
+        for scale in (128**-0.5, 1 / math.sqrt(128), torch.tensor(128.0).rsqrt().item()):
+            flash_attention.attention(q, q, q, softmax_scale=scale)
+        assert len(ran) == 3
+        with pytest.raises(ValueError, match="softmax_scale is not supported"):
+            flash_attention.attention(q, q, q, softmax_scale=128**-0.5 * (1 + 1e-6))
+
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            ([(1, 100, 2, 128)] * 3, "seq_len 100 is not a multiple of B_r 64 .*: use 128"),
+            ([(1, 128, 2, 64)] * 3, "d_head 64: .* is built for 128: pad"),
+            ([(1, 128, 2, 256)] * 3, "d_head 256: .* is built for 128"),
+            ([(1, 0, 2, 128)] * 3, "q has seq 0"),
+            ([(128, 2, 128)] * 3, "q has 3 dimensions"),
+            (
+                [(1, 128, 8, 128), (1, 128, 2, 128), (1, 128, 2, 128)],
+                r"one K and V head .*; for grouped heads pass k.repeat_interleave\(4, dim=2\)",
+            ),
+            (
+                [(1, 128, 2, 128), (1, 256, 2, 128), (1, 256, 2, 128)],
+                r"k has shape .*queries and keys of one length.*\)$",
+            ),
+        ],
+    )
+    def test_of_a_shape_names_the_nearest(self, ran, shapes, message):
+        with pytest.raises(ValueError, match=message):
+            flash_attention.attention(*(empty(*shape) for shape in shapes))
+        assert ran == []
+
+    def test_of_a_type_names_those_there_are(self, ran):
+        q = empty(*SMALL.shape)
+        with pytest.raises(TypeError, match=r"q is a NoneType: pass a torch\.Tensor"):
+            flash_attention.attention(None, q, q)
+        with pytest.raises(TypeError, match=r"float32 and the kernels take torch.float16 or torch"):
+            flash_attention.attention(q.float(), q, q)
+        with pytest.raises(TypeError, match=r"k is torch.float16 and .* takes torch.bfloat16"):
+            flash_attention.attention(q, q.half(), q)
+
+    def test_of_another_layout_copies_nothing(self, ran):
+        q = empty(1, 128, 1, 256)[..., ::2]
+        with pytest.raises(ValueError, match=r"q has stride 2 .*call \.contiguous\(\)"):
+            flash_attention.attention(q, q, q)
+
+
+def attention(q: torch.Tensor) -> torch.Tensor:
+    return flash_attention.attention(q, q, q)
+
+
+def forward(q: torch.Tensor) -> torch.Tensor:
+    return flash_attention.forward(CONFIG, q, q, q)
+
+
+def forward_out(q: torch.Tensor) -> torch.Tensor:
+    return flash_attention.forward(CONFIG, q, q, q, torch.empty_like(q))
+
+
+either = pytest.mark.parametrize("function", [attention, forward])
+any_of_three = pytest.mark.parametrize("function", [attention, forward, forward_out])
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def reset(self):
+        torch._dynamo.reset()
+
+    @pytest.mark.slow
+    def test_takes_attention_whole(self):
+        q, k, v = inputs()
+        compiled = torch.compile(
+            lambda q, k, v: flash_attention.attention(q, k, v) * 2,
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        assert torch.equal(compiled(q, k, v), flash_attention.attention(q, k, v) * 2)
+
+    def test_chooses_anew_for_another_length(self, ran):
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+        for seq_len in (128, 64, 256):
+            compiled(empty(2, seq_len, 3, 128))
+        assert [config.step for config in ran] == [NEWEST, STEPS["v16"], NEWEST]
+
+    @pytest.mark.parametrize(
+        ("shape", "options", "message"),
+        [
+            ((1, 100, 1, 128), {}, "seq_len 100 is not a multiple of B_r 64"),
+            (SMALL.shape, {"causal": True}, "causal is not supported by"),
+            (SMALL.shape, {"softmax_scale": 1.0}, "softmax_scale is not supported by"),
+        ],
+    )
+    def test_is_refused_what_is_refused_without(self, ran, shape, options, message):
+        compiled = torch.compile(
+            lambda q: flash_attention.attention(q, q, q, **options), backend="aot_eager"
+        )
+        with pytest.raises(Exception, match=message):
+            compiled(empty(*shape))
+        assert ran == []
+
+
+@either
+class TestGradient:
+    def test_is_refused_in_words(self, ran, function):
+        o = function(empty(*SMALL.shape).requires_grad_())
+        assert o.requires_grad
+        with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
+            o.sum().backward()
+
+    def test_is_refused_when_compiled(self, ran, function):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager")
+        with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
+            compiled(empty(*SMALL.shape).requires_grad_()).sum().backward()
+
+    def test_is_not_missed_without_grad_mode(self, ran, function):
+        q = empty(*SMALL.shape).requires_grad_()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert not function(q).requires_grad
+        assert not function(torch.nn.Parameter(q.detach(), requires_grad=False)).requires_grad
+        assert len(ran) == 3
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+@any_of_three
+class TestOperator:
+    """Who watches or traces a call sees its operator, though a call alone needs none."""
+
+    def test_is_seen_by_a_dispatch_mode(self, ran, function):
+        with Operators() as seen:
+            function(empty(*SMALL.shape))
+        assert f"flash_attention::{function.__name__}" in seen.names
+
+    def test_is_in_a_profile(self, ran, function):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            function(empty(*SMALL.shape))
+        assert f"flash_attention::{function.__name__}" in [e.key for e in profile.key_averages()]
+
+    def test_is_in_a_trace(self, ran, function):
+        q = empty(*SMALL.shape)
+        graph = torch.fx.experimental.proxy_tensor.make_fx(function)(q).graph
+        assert f"flash_attention.{function.__name__}.default" in str(graph)
+
+    def test_is_not_called_otherwise(self, ran, function, monkeypatch):
+        for name in ("_attention", "_forward", "_forward_out"):
+            monkeypatch.setattr(flash_attention._forward, name, None)
+        function(empty(*SMALL.shape))
+        assert len(ran) == 1
+
+
+@either
+def test_vmap_runs_the_kernel_once_for_each(ran, function):
+    assert torch.vmap(function)(empty(2, *SMALL.shape)).shape == (2, *SMALL.shape)
+    assert ran == 2 * [CONFIG.general()]
+
+
+@pytest.mark.slow
+@either
+def test_a_negative_view_has_the_sign_that_it_shows(function):
+    q, *_ = inputs(dtype=torch.bfloat16)
+    view = torch._neg_view(q)  # as of .conj().imag: the memory holds q
+    assert torch.equal(function(view), function(-q))
+
+
+def test_autograd_sees_that_a_saved_tensor_was_overwritten(ran):
+    o = empty(*SMALL.shape)
+    weight = torch.ones(SMALL.shape, requires_grad=True)
+    loss = (weight * o).sum()
+    flash_attention.forward(CONFIG, *(empty(*SMALL.shape) for _ in range(3)), o)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_output_may_be_an_inference_tensor(ran):
+    with torch.inference_mode():
+        o = empty(*SMALL.shape)
+        assert flash_attention.forward(CONFIG, *(empty(*SMALL.shape) for _ in range(3)), o) is o
+
+
+class TestPlan:
+    """What follows from shapes and strides is found out once; what depends on addresses is
+    looked at in every call."""
+
+    @pytest.fixture(autouse=True)
+    def none_yet(self, ran):
+        call._plan.cache_clear()
+
+    def test_is_made_once_for_each_layout(self, monkeypatch):
+        made = []
+        launch = type(CONFIG).launch
+
+        def count(config, problem, strides):
+            made.append(problem)
+            return launch(config, problem, strides)
+
+        monkeypatch.setattr(type(CONFIG), "launch", count)
+        problems = [SMALL, AttentionForward(1, 2, 128), SMALL, AttentionForward(1, 2, 128)]
+        for problem in problems:
+            for _ in range(2):
+                q, k, v = (empty(*problem.shape) for _ in range(3))
+                flash_attention.forward(CONFIG, q, k, v)
+                flash_attention.forward(CONFIG.short_form(), q, k, v)
+        assert made == problems[:2]
+
+    def test_knows_strides_dtypes_and_who_is_who(self):
+        q = empty(*AttentionForward(2, 16, 128).shape)
+        head_major = empty(2, 16, 128, 128).transpose(1, 2)
+        for tensors in ((q, q, q), (q, head_major, q), (q, q, head_major)):
+            (launch,) = call.prepare(CONFIG, dict(zip("qkv", tensors, strict=True)), None).launches
+            (expected,) = CONFIG.launch(
+                AttentionForward(2, 16, 128),
+                {
+                    name: call.tensors.kernel_strides(x)
+                    for name, x in zip("qkvo", (*tensors, q), strict=True)
+                },
+            )
+            assert launch == expected
+        with pytest.raises(TypeError, match=r"v is torch\.float16"):
+            flash_attention.forward(CONFIG, q, q, q.half())
+
+    def test_does_not_hide_where_tensors_begin(self):
+        memory = empty(5 * 128 * 128)
+        q, k, v, o = (memory[n * 128 * 128 :][: 128 * 128].view(SMALL.shape) for n in range(4))
+        flash_attention.forward(CONFIG, q, k, v, o)
+        shifted = memory[4:][: 128 * 128].view(SMALL.shape)
+        with pytest.raises(ValueError, match="q starts at address 0x"):
+            flash_attention.forward(CONFIG, shifted, k, v, o)
+        half_a_tensor_on = memory[128 * 64 :][: 128 * 128].view(SMALL.shape)
+        for name in "qkv":
+            with pytest.raises(ValueError, match=f"o overlaps {name} in memory"):
+                given = {"q": q, "k": k, "v": v, name: half_a_tensor_on}
+                others = {n: empty(*SMALL.shape) for n in "qkv" if n != name}
+                flash_attention.forward(CONFIG, **{**given, **others}, o=q)
+        with pytest.raises(ValueError, match="o requires grad"):
+            flash_attention.forward(CONFIG, q, k, v, torch.empty_like(o).requires_grad_())
+
+    def test_is_not_made_of_what_is_refused(self):
+        q = empty(1, 100, 1, 128)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="seq_len 100 is not a multiple"):
+                flash_attention.forward(CONFIG, q, q, q)
+
+    def test_is_for_a_built_config(self):
+        q = empty(*SMALL.shape)
+        unbuilt = CONFIG.replace(static_row_stride=128 * 1023)
+        with pytest.raises(ValueError, match="was not built; the nearest that was is"):
+            flash_attention.forward(unbuilt, q, q, q)
+        assert unbuilt not in library.kernels()
