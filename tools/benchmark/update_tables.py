@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Write what was measured into README.md, into the headers of the kernels, and as plots; and into
-README.md what the kernels take."""
+README.md what the kernels and a call of them take."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from flash_helpers.measure.benchmark_tables import (
     replace_between_markers,
     supports_table,
 )
+from flash_helpers.measure.call_overhead import MARKERS as CALL_MARKERS
+from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.plots import (
     PROGRESSION,
     SEQ_LEN,
@@ -36,12 +38,16 @@ from flash_helpers.measure.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
+CALLS = Path("benchmarks/results/call_overhead_h100.json")
 PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}
 
 EXAMPLES = f"""\
 examples:
   after a new measurement:
     python tools/benchmark/pt_bench.py --json {RESULTS}
+    python tools/benchmark/update_tables.py
+  after new times of calls:
+    python benchmarks/call_overhead.py
     python tools/benchmark/update_tables.py
   do the README, the headers and the plots show what the data says? (exit 1 and a diff if not)
     python tools/benchmark/update_tables.py --check
@@ -54,7 +60,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(
         "Replace what stands between the benchmark markers of the README and of each "
-        "kernel's header and the README's table of what the kernels take, and draw the plots that "
+        "kernel's header, the README's tables of what the kernels and a call of them take, and "
+        "draw the plots that "
         f"are absent or show other numbers (needs matplotlib): {', '.join(map(str, PLOTS))}.",
         EXAMPLES,
     )
@@ -79,7 +86,11 @@ def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str
     readme = root / "README.md"
     old = readme.read_text(encoding="utf-8")
     new = replace_between_markers(old, progression_table(results))
-    texts = {readme: (old, replace_between_markers(new, supports_table(), *SUPPORTS_MARKERS))}
+    new = replace_between_markers(new, supports_table(), *SUPPORTS_MARKERS)
+    if (root / CALLS).is_file():
+        calls = CallOverhead.load(root / CALLS)
+        new = replace_between_markers(new, calls.markdown(), *CALL_MARKERS)
+    texts = {readme: (old, new)}
     for step in STEPS.values():
         path = root / step.source
         old = path.read_text(encoding="utf-8")

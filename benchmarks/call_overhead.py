@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""What a call takes of the host's time, beside PyTorch's own attention."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import flash_helpers.quiet_start  # noqa: F401
+
+import argparse
+import contextlib
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash_attention
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    positive,
+    run_tool,
+    typed_command,
+)
+from flash_helpers.kernel_configs import STEPS, AttentionForward, DType
+from flash_helpers.measure.call_overhead import CallOverhead, Contender, measure_calls
+from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.results import CUDNN, FLASH
+from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "benchmarks/results/call_overhead_h100.json"
+PROBLEM = AttentionForward(1, 16, 128, dtype=DType.BF16)
+CALLS = 200  # fewer than the driver queues before it makes the host wait
+
+DESCRIPTION = f"""\
+Time {CALLS} calls in a row without waiting for the GPU, at a shape that it is done with sooner than
+the host: forward() of the newest step with and without an output, attention(), both compiled by
+torch.compile, and PyTorch's scaled_dot_product_attention by its flash and cuDNN backends.
+Contenders are interleaved; a number is the median over rounds.
+"""
+
+EXAMPLES = f"""\
+examples:
+  measure, print and write {RESULTS}; needs a GPU:
+    python benchmarks/call_overhead.py
+  in a copy without git, and keeping the data elsewhere:
+    python benchmarks/call_overhead.py --commit 68cfc22 --json calls.json
+  put the table into the README:
+    python tools/benchmark/update_tables.py
+
+exit status: 0 it was measured, 2 wrong usage or no GPU; 130 interrupted
+"""
+
+
+def contenders(device: torch.device) -> dict[str, Contender]:
+    """What is timed, by the names of CALL_NAMES."""
+    q, k, v = torch.randn(3, *PROBLEM.shape, device=device).bfloat16().unbind()
+    o = torch.empty_like(q)
+    config = flash_attention.best_config([*STEPS][-1], PROBLEM.dtype, device)
+    compiled_forward = torch.compile(
+        lambda q, k, v: flash_attention.forward(config, q, k, v), fullgraph=True
+    )
+    compiled_attention = torch.compile(flash_attention.attention, fullgraph=True)
+    calls = {
+        "forward": lambda: flash_attention.forward(config, q, k, v),
+        "forward_out": lambda: flash_attention.forward(config, q, k, v, o),
+        "attention": lambda: flash_attention.attention(q, k, v),
+        "forward_compiled": lambda: compiled_forward(q, k, v),
+        "attention_compiled": lambda: compiled_attention(q, k, v),
+    }
+    found = {name: Contender(call, contextlib.nullcontext) for name, call in calls.items()}
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    for name, backend in (
+        (FLASH, SDPBackend.FLASH_ATTENTION),
+        (CUDNN, SDPBackend.CUDNN_ATTENTION),
+    ):
+        found[name] = Contender(
+            lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first),
+            lambda backend=backend: sdpa_kernel(backend),
+        )
+    return found
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; exits with 2 if it is wrong."""
+    parser = make_parser(DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"what was measured (default: {RESULTS})",
+    )
+    parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="(default: 40)")
+    add_commit_argument(parser)
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace, command: str) -> None:
+    """Measure, print and write. Raises KernelsNotRun."""
+    backend = find_backend("cuda")
+    found = contenders(backend.device)
+    gc.disable()  # it would come upon one contender or another
+    try:
+        calls = measure_calls(
+            found, rounds=arguments.rounds, calls=CALLS, synchronize=backend.synchronize
+        )
+    finally:
+        gc.enable()
+    measured = CallOverhead(
+        provenance(backend, command, arguments.commit or git_commit(ROOT)),
+        PROBLEM.shape,
+        PROBLEM.dtype.short,
+        CALLS,
+        calls,
+    )
+    print(measured.table().text())
+    measured.save(arguments.json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    arguments = parse_arguments(argv)
+    command = typed_command("benchmarks/call_overhead.py", argv)
+    return run_tool(
+        lambda: run(arguments, command),
+        *(KernelsNotRun, OSError),
+        interrupted="interrupted, nothing was written",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

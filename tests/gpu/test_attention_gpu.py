@@ -1,0 +1,168 @@
+"""attention() on a GPU: which kernel it takes, and that a call that is quick is right wherever it
+comes from: graphs, compiled code, streams, threads, devices."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
+
+import flash_attention
+from flash_attention import attention, best_config, forward
+from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
+from flash_helpers.registry.choice import preferred_steps
+from flash_helpers.tune.best import choose_config
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16)
+SHAPES = (
+    AttentionForward(1, 1, 64),
+    AttentionForward(2, 3, 192),
+    AttentionForward(1, 1, 128),
+    AttentionForward(2, 16, 1024),
+)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def newest_step(device: torch.device) -> str:
+    return preferred_steps(torch.cuda.get_device_capability(device))[0].id
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_output_is_right(shape: AttentionForward, dtype: torch.dtype, problem) -> None:
+    case: Problem = problem("normal", shape, dtype)
+    output = attention(*case.inputs)
+    assert output.is_contiguous()
+    case.check(output)
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_the_choice_is_the_best_of_the_newest_family_that_takes_the_problem(
+    dtype: DType, cuda_device: torch.device
+) -> None:
+    newest = best_config(newest_step(cuda_device), dtype, cuda_device)
+    large = AttentionForward(1, 16, 8 * newest.supports.whole, dtype=dtype)
+    assert choose_config(large, cuda_device) == newest
+    v16 = FAMILIES["ampere"].fixed_config(STEPS["v16"], dtype)
+    small = AttentionForward(1, 16, v16.supports.whole, dtype=dtype)
+    assert not choose_config(small, cuda_device).refusal(small)
+
+
+def test_the_result_is_that_of_forward_with_the_chosen_config(cuda_device, problem) -> None:
+    shape = AttentionForward(2, 16, 512)
+    case = problem("normal", shape, torch.bfloat16)
+    config = choose_config(shape, cuda_device)
+    assert torch.equal(attention(*case.inputs), forward(config, *case.inputs))
+
+
+def test_a_call_alone_needs_no_operator(monkeypatch, problem) -> None:
+    for name in ("_attention", "_forward", "_forward_out"):
+        monkeypatch.setattr(flash_attention._forward, name, None)
+    case = problem("normal", AttentionForward(2, 16, 512), torch.bfloat16)
+    case.check(attention(*case.inputs))
+    output = case.poisoned_output()
+    forward(choose_config(AttentionForward(2, 16, 512), output.device), *case.inputs, output)
+    case.check(output)
+
+
+def test_strided_tensors_give_what_contiguous_ones_give(problem) -> None:
+    case = problem("normal", AttentionForward(2, 3, 256), torch.bfloat16)
+    strided = torch.stack(case.inputs, dim=2).unbind(2)
+    assert torch.equal(attention(*strided), attention(*case.inputs))
+
+
+def test_a_graph_replays_it_on_new_inputs(cuda_device) -> None:
+    shape = AttentionForward(2, 16, 512)
+    first, second = (
+        make_problem("normal", shape, torch.bfloat16, cuda_device, seed) for seed in (1, 2)
+    )
+    inputs = tuple(x.clone() for x in first.inputs)
+    attention(*inputs)  # whatever has to be loaded is
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attention(*inputs)
+    for case in (second, first):
+        for own, new in zip(inputs, case.inputs, strict=True):
+            own.copy_(new)
+        output.fill_(torch.nan)
+        graph.replay()
+        case.check(output)
+
+
+@first_and_last
+def test_a_graph_may_hold_the_first_call_of_a_layout(config: Config, problem) -> None:
+    forward(config, *problem("normal", AttentionForward(1, 5, 256), torch_dtype(config)).inputs)
+    case = problem("normal", AttentionForward(3, 5, 3 * config.supports.whole), torch_dtype(config))
+    output = case.poisoned_output()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(config, *case.inputs, output)
+    assert output.isnan().all()
+    graph.replay()
+    case.check(output)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_code_runs_it_whole(mode: str, problem) -> None:
+    torch._dynamo.reset()
+    case = problem("normal", AttentionForward(2, 16, 512), torch.bfloat16)
+    compiled = torch.compile(lambda *qkv: attention(*qkv) + 0, fullgraph=True, mode=mode)
+    for _ in range(4):
+        case.check(compiled(*case.inputs).clone())
+
+
+def test_a_gradient_is_refused_in_words(problem) -> None:
+    case = problem("normal", AttentionForward(1, 1, 128), torch.bfloat16)
+    q, k, v = case.inputs
+    output = attention(q.clone().requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
+        output.sum().backward()
+
+
+def test_it_runs_on_the_current_stream(problem) -> None:
+    case = problem("normal", AttentionForward(2, 16, 1024), torch.bfloat16)
+    attention(*case.inputs)  # its plan is ready
+    stream = torch.cuda.Stream()
+    inputs = tuple(torch.full_like(x, torch.nan) for x in case.inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds
+        for own, new in zip(inputs, case.inputs, strict=True):
+            own.copy_(new)
+        output = attention(*inputs)
+    assert not stream.query()
+    stream.synchronize()
+    case.check(output)
+
+
+def test_threads_may_call_at_once(cuda_device) -> None:
+    shapes = [AttentionForward(batch, 16, 512) for batch in (1, 2, 3, 4)]
+    cases = [make_problem("normal", shape, torch.bfloat16, cuda_device) for shape in shapes]
+    faults: list[str] = []
+
+    def work(case: Problem) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outputs = [attention(*case.inputs) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        faults.extend(filter(None, map(case.fault, outputs[::49])))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_each_device_is_told_what_the_kernel_may_have() -> None:
+    for index in (1, 0, 1):
+        device = torch.device("cuda", index)
+        case = make_problem("normal", AttentionForward(2, 16, 512), torch.bfloat16, device)
+        case.check(attention(*case.inputs))
+    assert torch.cuda.current_device() == 0

@@ -1,0 +1,140 @@
+"""What a call takes of the host's time: how it is measured, written and shown."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_backend import fake_backend, load_tool
+
+from flash_helpers.measure.benchmark_tables import replace_between_markers
+from flash_helpers.measure.call_overhead import (
+    CALL_NAMES,
+    MARKERS,
+    CallOverhead,
+    CallRecord,
+    Contender,
+    measure_calls,
+)
+from flash_helpers.measure.machine import provenance
+from flash_helpers.measure.results import CUDNN, FLASH
+
+US = 1000  # nanoseconds
+
+
+class Host:
+    """A clock that calls take their time of."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.called: list[str] = []
+
+    def contender(self, name: str, microseconds: float) -> Contender:
+        def call() -> None:
+            self.now += int(microseconds * US)
+            self.called.append(name)
+
+        @contextlib.contextmanager
+        def around():
+            self.now += 500 * US
+            yield
+
+        return Contender(call, around)
+
+    def synchronize(self) -> None:
+        self.now += 1000 * US
+        self.called.append("")
+
+
+@pytest.fixture
+def measured() -> Callable[..., tuple[CallRecord, ...]]:
+    def run(host: Host, **options) -> tuple[CallRecord, ...]:
+        contenders = {"forward": host.contender("forward", 12), FLASH: host.contender(FLASH, 40)}
+        return measure_calls(
+            contenders, synchronize=host.synchronize, clock=lambda: host.now, **options
+        )
+
+    return run
+
+
+def test_a_sample_is_the_time_of_a_call_without_waiting_for_the_device(measured):
+    forward, flash = measured(Host(), rounds=4, calls=5)
+    assert forward == CallRecord("forward", (12.0,) * 4)
+    assert flash.samples_us == (40.0,) * 4
+
+
+def test_contenders_take_turns_in_either_order_after_a_warm_up(measured):
+    host = Host()
+    measured(host, rounds=20, calls=3)
+    samples = [(name, len([*group])) for name, group in itertools.groupby(host.called) if name]
+    assert {n for _, n in samples} == {3}
+    rounds = [tuple(name for name, _ in pair) for pair in zip(*[iter(samples)] * 2, strict=True)]
+    assert len(rounds) == 21
+    orders = {("forward", FLASH), (FLASH, "forward")}
+    assert all({*pair} == orders for pair in zip(rounds[1::2], rounds[2::2], strict=True))
+
+
+def results(*calls: CallRecord) -> CallOverhead:
+    found = provenance(fake_backend(), "call_overhead.py", "68cfc22")
+    return CallOverhead(found, (1, 128, 16, 128), "bf16", 200, calls)
+
+
+class TestTable:
+    RESULTS = results(CallRecord("attention", (19.0, 21.0, 20.0)), CallRecord(FLASH, (40.0,) * 3))
+
+    def test_has_medians_and_shares_of_flash(self):
+        text = self.RESULTS.markdown()
+        assert "| `attention(q, k, v)` | 20.0 | 0.50 |" in text
+        assert "| PyTorch's flash backend | 40.0 | 1.00 |" in text
+        assert "median of 3 rounds of 200 calls" in text
+        assert "commit 68cfc22" in text
+
+    def test_is_read_back_from_its_file(self, tmp_path):
+        self.RESULTS.save(tmp_path / "calls.json")
+        assert CallOverhead.load(tmp_path / "calls.json") == self.RESULTS
+
+    def test_stands_in_the_readme_where_it_was_measured(self, root, tmp_path):
+        tool = load_tool("tools/benchmark/update_tables.py")
+        readme = (root / "README.md").read_text()
+        if not (root / tool.CALLS).is_file():
+            pytest.skip(f"{tool.CALLS} is not there")
+        text = CallOverhead.load(root / tool.CALLS).markdown()
+        assert replace_between_markers(readme, text, *MARKERS) == readme
+
+
+@pytest.fixture
+def tool():
+    return load_tool("benchmarks/call_overhead.py")
+
+
+class TestTool:
+    def test_calls_what_it_names(self, tool):
+        found = tool.contenders(torch.device("cpu"))
+        assert {*found} == {*CALL_NAMES}
+        q = found["forward"].call()
+        for name in ("forward_out", "attention"):
+            assert torch.equal(found[name].call(), q)
+        with found[CUDNN].around(), pytest.raises(RuntimeError, match=r"backend|kernel"):
+            found[CUDNN].call()
+
+    def test_prints_the_table_and_writes_the_file(self, tool, monkeypatch, tmp_path, capsys):
+        host = Host()
+        monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend())
+        monkeypatch.setattr(
+            tool, "contenders", lambda device: {n: host.contender(n, 20) for n in CALL_NAMES}
+        )
+        path = tmp_path / "calls.json"
+        assert tool.main(["--rounds", "3", "--commit", "68cfc22", "--json", str(path)]) == 0
+        written = CallOverhead.load(path)
+        assert [record.name for record in written.calls] == [*CALL_NAMES]
+        assert {len(record.samples_us) for record in written.calls} == {3}
+        assert "`attention(q, k, v)`" in capsys.readouterr().out
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_without_a_gpu_says_so_in_a_line(self, tool, tmp_path, capsys):
+        assert tool.main(["--json", str(tmp_path / "calls.json")]) == 2
+        assert capsys.readouterr().err == "the kernels were not run: no CUDA device was found\n"
+        assert not (tmp_path / "calls.json").exists()
