@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from fake_backend import fake_backend, load_tool
+from fake_backend import ROOT, fake_backend, load_tool
 
 from flash_helpers.check import debugging
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish
@@ -16,12 +17,14 @@ from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.check.trace import UntraceableKernel, trace_forward
 from flash_helpers.kernel_configs import (
+    STEPS,
     AttentionForward,
     DType,
-    FlashForwardKernelConfig,
     get_kernels_to_build,
 )
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.mma_sync import LAZY_RESCALE, MAX_GROWTH, MmaSyncConfig
+from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
@@ -32,27 +35,32 @@ PROGRESSION = AMPERE.progression()
 LARGE_TILES = [
     config
     for config in get_kernels_to_build()
-    if config.B_r == 128 and config.kv_stages == 1 and not config.static_row_stride
+    if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
 ]
+TRACED = [*PROGRESSION, *LARGE_TILES, *OVERLAP.progression()]
 
 
-def inputs(config: FlashForwardKernelConfig, distribution="normal", shape=SHAPE):
+def inputs(config: MmaSyncConfig, distribution="normal", shape=SHAPE):
     return make_inputs(distribution, shape, getattr(torch, config.dtype.torch_name))
 
 
-def config_of(version: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
-    return next(c for c in PROGRESSION if (c.version, c.dtype) == (version, dtype))
+def config_of(step: str, dtype: DType = DType.BF16) -> MmaSyncConfig:
+    return next(c for c in TRACED if (c.step.id, c.dtype) == (step, dtype))
+
+
+def is_lazy(config: MmaSyncConfig) -> bool:
+    return LAZY_RESCALE in config.step.traits
 
 
 # -- the reference ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("version", (1, 6, 13))
+@pytest.mark.parametrize("step", ("v1", "v6", "v13", "o1", "o2", "o5"))
 @pytest.mark.parametrize("distribution", ("normal", "large_logits", "outliers"))
-def test_the_blockwise_reference_is_attention(version, dtype, distribution):
-    config = config_of(version, dtype)
-    shape = AttentionForward(batch=2, heads=3, seq_len=192)
+def test_the_blockwise_reference_is_attention(step, dtype, distribution):
+    config = config_of(step, dtype)
+    shape = AttentionForward(batch=2, heads=3, seq_len=3 * config.B_r)
     q, k, v = inputs(config, distribution, shape)
     *_, last = blockwise_forward(config, q, k, v)
     reference = attention_reference(q, k, v)
@@ -60,7 +68,7 @@ def test_the_blockwise_reference_is_attention(version, dtype, distribution):
 
 
 def test_after_a_block_the_quantities_are_those_of_the_keys_so_far():
-    config = config_of(13)
+    config = config_of("v13")
     q, k, v = inputs(config)
     steps = list(blockwise_forward(config, q, k, v))
     assert [step.key_block for step in steps] == [2, 1, 0]
@@ -85,20 +93,61 @@ def test_after_a_block_the_quantities_are_those_of_the_keys_so_far():
 
 
 def test_p_is_rounded_and_l_is_not():
-    config = config_of(7, DType.FP16)
+    config = config_of("v7", DType.FP16)
     step = next(blockwise_forward(config, *inputs(config)))
     assert torch.equal(step.P, step.P.half().float())
     assert not torch.equal(step.l, step.P.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("dtype", DType)
+def test_sums_by_mma_are_of_the_rounded_p(dtype):
+    config = config_of("o5", dtype)
+    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=config.B_r))
+    step, unrounded = (
+        next(blockwise_forward(c, q, k, v)) for c in (config, config_of("o4", dtype))
+    )
+    torch.testing.assert_close(step.l, step.P.sum(-1, keepdim=True), rtol=2**-20, atol=0)
+    assert not torch.allclose(step.l, unrounded.l, rtol=2**-20, atol=0)
+
+
+def test_a_lazy_maximum_follows_only_one_that_has_grown_by_more_than_the_limit():
+    config = config_of("o2")
+    q, k, v = inputs(config, "outliers", replace(SHAPE, seq_len=4 * config.B_r))
+    first, *steps = blockwise_forward(config, q, k, v)
+    largest = m = first.m
+    followed = []
+    for step in steps:
+        in_block = step.S.amax(-1, keepdim=True) * (math.log2(math.e) / 128**0.5)
+        largest = torch.maximum(largest, in_block)
+        follows = largest > m + MAX_GROWTH
+        torch.testing.assert_close(step.m, torch.where(follows, largest, m))
+        assert step.P.amax() <= 2**MAX_GROWTH
+        followed.append(follows & (largest > m))
+        m = step.m
+    assert any(f.any() for f in followed)
+    assert any((~f & (largest > m)).any() for f in followed)
+
+
+@pytest.mark.parametrize("step", [s for s in STEPS.values() if LAZY_RESCALE in s.traits])
+def test_the_limit_is_that_of_the_kernels(step):
+    (limit,) = re.findall(r"kMaxGrowth = (.+);", (ROOT / step.source).read_text())
+    assert float(limit) == MAX_GROWTH
+
+
+def test_probabilities_below_the_normal_numbers_are_zero_as_those_of_the_kernels():
+    step = next(blockwise_forward(config_of("v1"), *inputs(config_of("v1"), "large_logits")))
+    assert step.P[step.P > 0].min() >= torch.finfo(torch.float32).tiny
+    assert (step.P == 0).any()
+
+
 def test_keys_are_walked_backwards_from_version_13_on():
-    assert list(config_of(12).key_blocks(256)) == [0, 1, 2, 3]
-    assert list(config_of(13).key_blocks(256)) == [3, 2, 1, 0]
+    assert list(config_of("v12").key_blocks(256)) == [0, 1, 2, 3]
+    assert list(config_of("v13").key_blocks(256)) == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("seq_len", "d_head"), ((100, 128), (128, 64)))
 def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
-    config = config_of(1)
+    config = config_of("v1")
     shape = AttentionForward(1, 1, seq_len, d_head)
     with pytest.raises(ValueError, match=r"100 is not a multiple|d_head 64: .* built for 128"):
         next(blockwise_forward(config, *inputs(config, shape=shape)))
@@ -107,26 +156,21 @@ def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
 # -- the kernels' own values -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [*PROGRESSION, *LARGE_TILES], ids=lambda c: c.short_form())
+@pytest.mark.parametrize("config", TRACED, ids=lambda c: c.short_form())
 def test_every_quantity_of_every_kernel_agrees(config):
-    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=2 * max(config.B_r, config.B_c)))
+    distribution = "outliers" if is_lazy(config) else "normal"  # m changes in the second block
+    q, k, v = inputs(config, distribution, replace(SHAPE, seq_len=max(config.B_r, 2 * config.B_c)))
     trace = trace_forward(config, load_kernel(config, ptx_path(config)), q, k, v)
     steps = list(blockwise_forward(config, q, k, v))
     found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q.dtype))
     assert found is None
     assert not trace.run.faults
-
-
-def test_two_stages_are_refused_with_a_way_out():
-    config = next(config for config in get_kernels_to_build() if config.kv_stages == 2)
-    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=config.B_r))
-    with pytest.raises(UntraceableKernel, match="the same config with kv_stages 1"):
-        trace_forward(config, load_kernel(config, ptx_path(config)), q, k, v)
+    assert not torch.equal(steps[0].m, steps[1].m)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_one_wrong_value_is_found_where_it_is(quantity):
-    config = config_of(7)
+    config = config_of("v7")
     q, k, v = inputs(config)
     steps = list(blockwise_forward(config, q, k, v))
     output = finish(steps[-1], q.dtype)
@@ -146,7 +190,7 @@ def test_one_wrong_value_is_found_where_it_is(quantity):
 
 
 def test_what_was_never_computed_is_a_difference():
-    config = config_of(7)
+    config = config_of("v7")
     steps = list(blockwise_forward(config, *inputs(config)))
     output = finish(steps[-1], torch.bfloat16)
     damaged = [replace(steps[0], m=torch.full_like(steps[0].m, torch.nan)), *steps[1:]]
@@ -155,7 +199,7 @@ def test_what_was_never_computed_is_a_difference():
 
 
 def test_a_wrong_output_alone_is_found():
-    config = config_of(7)
+    config = config_of("v7")
     steps = list(blockwise_forward(config, *inputs(config)))
     output = finish(steps[-1], torch.bfloat16)
     wrong = output.clone()
@@ -166,14 +210,14 @@ def test_a_wrong_output_alone_is_found():
 
 
 def test_a_kernel_of_another_tile_shape_is_refused():
-    config = config_of(7)
+    config = config_of("v7")
     kernel = load_kernel(config, ptx_path(config))
     with pytest.raises(UntraceableKernel, match="mma instructions"):
         trace_forward(config.replace(B_c=128), kernel, *inputs(config))
 
 
 def test_a_trace_that_does_not_fit_is_refused():
-    config = config_of(7)
+    config = config_of("v7")
     kernel = load_kernel(config, ptx_path(config))
     shape = AttentionForward(batch=16, heads=16, seq_len=1024)
     with pytest.raises(ValueError, match="use a shorter sequence"):
@@ -184,7 +228,7 @@ def test_a_trace_that_does_not_fit_is_refused():
 
 
 def test_the_excerpt_holds_the_rows_of_one_warp_of_the_chosen_blocks():
-    config = config_of(7)
+    config = config_of("v7")
     steps = list(blockwise_forward(config, *inputs(config, "countable")))
     output = finish(steps[-1], torch.bfloat16)
     text = excerpt_text(config, steps, output, Excerpt(row_block=1, key_blocks=[2], warp=3))
@@ -202,8 +246,9 @@ def debug(*arguments: str) -> int:
     return load_tool("tools/debug/debug.py").main(list(arguments))
 
 
-def test_the_tool_writes_two_files_with_the_same_lines(tmp_path, capsys):
-    status = debug("v3", "--seq", "128", "--range", "--block", "1", "--out", str(tmp_path))
+@pytest.mark.parametrize("step", ("v3", "o5"))
+def test_the_tool_writes_two_files_with_the_same_lines(step, tmp_path, capsys):
+    status = debug(step, "--seq", "128", "--range", "--block", "1", "--out", str(tmp_path))
     assert status == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all quantities agree within rounding"
     reference = (tmp_path / "debug_pt.txt").read_text().splitlines()
@@ -216,7 +261,7 @@ def test_the_tool_writes_two_files_with_the_same_lines(tmp_path, capsys):
 
 
 def test_the_tool_names_the_first_difference_and_the_faults(tmp_path, capsys):
-    config = config_of(4)
+    config = config_of("v4")
     lines = ptx_path(config).read_text().split("\n")
     barrier = max(n for n, line in enumerate(lines) if "bar.sync" in line)
     lines[barrier] = ""
@@ -261,15 +306,15 @@ class TestPtx:
         assert LARGE_TILES[0].short_form() in capsys.readouterr().out
 
     def test_of_another_step_or_config_says_how_it_differs(self, tmp_path, capsys):
-        path = kernel_ptx(tmp_path, config_of(3))
+        path = kernel_ptx(tmp_path, config_of("v3"))
         assert debug("2", "--ptx", path, "--out", str(tmp_path)) == 2
         err = capsys.readouterr().err
-        assert f"kernel.ptx does not hold {config_of(2).short_form()}" in err
+        assert f"kernel.ptx does not hold {config_of('v2').short_form()}" in err
         assert "(version 3 instead of 2, eager_load_blocks True instead of False)" in err
 
     def test_with_several_kernels_wants_one_named(self, tmp_path, capsys):
         large = next(c for c in LARGE_TILES if (c.version, c.dtype) == (7, DType.BF16))
-        path = kernel_ptx(tmp_path, large, config_of(7))
+        path = kernel_ptx(tmp_path, large, config_of("v7"))
         assert debug("--ptx", path, "--out", str(tmp_path)) == 2
         assert "does not hold one kernel, but" in capsys.readouterr().err
         assert debug("7", "--seq", "64", "--ptx", path, "--out", str(tmp_path)) == 0
@@ -277,7 +322,7 @@ class TestPtx:
     def test_of_somebody_else_is_refused(self, tmp_path, capsys):
         path = kernel_ptx(
             tmp_path,
-            config_of(3),
+            config_of("v3"),
             edit=lambda text: text.replace("forward_kernel", "other_kernel12"),
         )
         assert debug("--ptx", path, "--out", str(tmp_path)) == 2
@@ -287,7 +332,7 @@ class TestPtx:
 def test_faults_after_the_first_are_summed_up(tmp_path, capsys):
     path = kernel_ptx(
         tmp_path,
-        config_of(4),
+        config_of("v4"),
         edit=lambda text: re.sub(r"\n\s*(bar\.sync|cp\.async\.wait_group)[^\n]*", "", text),
     )
     arguments = ("--seq", "128", "--ptx", path, "--out", str(tmp_path))

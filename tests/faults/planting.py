@@ -30,11 +30,11 @@ from flash_helpers.ptx import (
     SimulatorError,
     UninitialisedReadError,
 )
+from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
 
 Edit = Callable[[str], str]
 
@@ -55,6 +55,23 @@ def swap(pattern: str, replacement: str) -> Edit:
         return changed
 
     return edit
+
+
+def of_warp(warp: int, edit: Edit) -> Edit:
+    """The edit, for one warp only."""
+
+    def both(line: str) -> str:
+        return f"""{{
+.reg .b32 %warp;
+.reg .pred %fault;
+mov.u32 %warp, %tid.x;
+shr.u32 %warp, %warp, 5;
+setp.eq.u32 %fault, %warp, {warp};
+@%fault {edit(line).strip()}
+@!%fault {line.strip()}
+}}"""
+
+    return both
 
 
 def other_chunk(line: str) -> str:
@@ -80,7 +97,8 @@ class Fault:
     the slice `which` (None for all) are edited, in the order in which they are executed.
     Either the watcher raises `error`, at an instruction that comes from a line of CUDA source
     holding `source`; or the output is wrong, and the first wrong quantity is `quantity`, in the
-    turn-th block of keys that the kernel takes.
+    turn-th block of keys that the kernel takes. warp, rows: where, if that is checked; rows
+    of the output, or of the block of keys for K.
     """
 
     step: str
@@ -93,6 +111,8 @@ class Fault:
     source: str = ""
     quantity: str = ""
     turn: int = 0
+    warp: int | None = None
+    rows: range | None = None
 
     @property
     def config(self) -> Config:
@@ -116,6 +136,15 @@ COPY, LOAD, LOAD_V = r"cp\.async\.cg", r"ldmatrix\S*x4\.shared", r"ldmatrix\S*tr
 SHUFFLE, MMA = r"shfl\.sync", r"mma\.sync"
 ROW_BYTES = 256
 """Of a row in shared memory before v15, and in global memory with one head before v16."""
+PIECE_ROW_BYTES = 128
+"""Of a row in shared memory from v15 on."""
+STAGE_BYTES = 2 * 64 * 256
+"""Of one buffer each of K and V."""
+RESCALE = r"mul\.f32\s+(%f\d+), %f\d+, \1;"
+N_RESCALED = 1 + 2 * 16
+"""l, and O in 16 column tiles, of a row."""
+ONES = "1065369472"
+"""Two of 1.0 in bf16."""
 LOG2_E, SCALED_LOG2_E = "0f3FB8AA3B", "0f3E0293EE"
 """log2(e), and the same divided by sqrt(d_head)."""
 N_SCORE_MMAS = 64
@@ -219,7 +248,48 @@ FAULTS = {
         "v16", FP16, EPILOGUE, SHUFFLE, swap(r"(shfl\S+\s+\S+ \S+) \S+,", r"\1 1,"), nth(1),
         quantity="output",
     ),
+    "o1: Q's lower rows are those of the rows above": Fault(
+        "o1", BF16, MAIN_LOOP, LOAD,
+        of_warp(2, swap(r"\[(%r\d+)\]", rf"[\1+-{16 * PIECE_ROW_BYTES}]")), nth(1),
+        quantity="Q", turn=1, warp=2, rows=range(80, 96),
+    ),
+    "o2: l of the last rows is not rescaled": Fault(
+        "o2", BF16, MAIN_LOOP, RESCALE, of_warp(1, swap(r"mul\.f32.*", "mov.f32 %f0, %f0;")),
+        nth(3 * N_RESCALED), quantity="l", turn=1, warp=1, rows=range(56, 64),
+    ),
+    "o2: the maximum may lag behind by 2^64, over what fp16 can hold": Fault(
+        "o2", FP16, MAIN_LOOP, r"setp\.gtu\.f32", swap("0f41000000", "0f42800000"), nth(2),
+        quantity="m", turn=1, warp=0, rows=range(16, 24),
+    ),
+    "o3: there is no barrier left": Fault(
+        "o3", BF16, MAIN_LOOP, BARRIER, drop, None, RaceError, "copy(K_smem + stage",
+    ),
+    "o3: the wait for K is off by one": Fault(
+        "o3", FP16, MAIN_LOOP, WAIT, swap("0;", "1;"), None, PendingCopyError,
+        "load_fragments<B_c>(K_rmem",
+    ),
+    "o4: the next block's fragments come from this block's buffer": Fault(
+        "o4", FP16, MAIN_LOOP, LOAD, swap(r"\[(%r\d+)\]", rf"[\1+-{STAGE_BYTES}]"), nth(-1),
+        PendingCopyError, "load_K(stage ^ kStage",
+    ),
+    "o4: one load too few ahead": Fault(
+        "o4", BF16, MAIN_LOOP, LOAD, drop, nth(-1), quantity="K", turn=1, warp=0,
+        rows=range(16, 32),
+    ),
+    "o5: half of the ones are zeros": Fault(
+        "o5", BF16, MAIN_LOOP, r"mov.*" + ONES, swap(ONES, "16256"), quantity="l", turn=0, warp=0,
+        rows=range(32),
+    ),
+    "o5: the row sums are not rescaled": Fault(
+        "o5", FP16, MAIN_LOOP, RESCALE, drop, slice(2), quantity="l", turn=1, warp=0, rows=range(8),
+    ),
 }  # fmt: skip
+
+
+def shape_of(config: Config) -> AttentionForward:
+    """The shortest with three blocks of keys or more."""
+    whole = config.supports.whole
+    return AttentionForward(batch=1, heads=1, seq_len=-(-3 * config.B_c // whole) * whole)
 
 
 @functools.cache
@@ -246,8 +316,10 @@ def plant(fault: Fault) -> Kernel:
 
 
 def inputs_of(config: Config) -> QKV:
-    """Inputs in which the maximum of most rows changes from block to block."""
-    return make_inputs("normal", SHAPE, getattr(torch, config.dtype.torch_name))
+    """Inputs in which the maximum of most rows changes from block to block, by enough for a step
+    that is lazy."""
+    name = "large_logits" if LAZY_RESCALE in config.step.traits else "normal"
+    return make_inputs(name, shape_of(config), getattr(torch, config.dtype.torch_name))
 
 
 def source_lines(text: str) -> list[str]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from planting import (
     FAULTS,
-    SHAPE,
     built_from_these_sources,
     inputs_of,
     kernel_of,
@@ -78,9 +77,12 @@ def test_the_check_catches_the_fault_and_debugging_finds_where_it_begins(name):
     assert found.quantity == fault.quantity
     if fault.quantity != "output":
         assert found.key_block == steps[fault.turn].key_block
+    if fault.rows is not None:
+        first = steps[fault.turn].key_block * config.B_c if fault.quantity == "K" else 0
+        assert found.warp == fault.warp
+        assert found.row - first in fault.rows
 
 
 def test_every_step_has_a_fault():
     assert {fault.step for fault in FAULTS.values()} == set(STEPS)
     assert WATCHED and WRONG
-    assert all(SHAPE.seq_len > 2 * fault.config.B_c for fault in FAULTS.values())

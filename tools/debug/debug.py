@@ -50,8 +50,8 @@ runs on the GPU, where only its output can be seen.
 
 EXAMPLES = """\
 examples:
-  the last step, on a sequence of 256:
-    python tools/debug/debug.py 16
+  a step of the overlap family, on a sequence of 256:
+    python tools/debug/debug.py o5
   inputs that one can count on one's fingers, what warp 1 has in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt
@@ -67,7 +67,7 @@ usage or nothing was run
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("step", nargs="?", metavar="STEP", help="9 or v9: its fixed config")
+    parser.add_argument("step", nargs="?", metavar="STEP", help="9, v9 or o5: its fixed config")
     parser.add_argument("--kernel", metavar="CONFIG", help="a config's short form, instead")
     parser.add_argument(
         "--dtype",

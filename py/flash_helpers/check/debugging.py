@@ -15,11 +15,11 @@ from flash_helpers.check.trace import trace_forward
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
-    FlashForwardKernelConfig,
     find_config,
 )
 from flash_helpers.ptx import SimulatorError, load_ptx
 from flash_helpers.registry.config import difference_text
+from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_ROW_SUM, MmaSyncConfig
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
@@ -27,9 +27,8 @@ from flash_helpers.runtime.simulator import load_kernel
 # What the quantity is off by, relative to the largest value of its row, when only roundings differ:
 # fp32 sums taken in another order, and one unit in the last place of ex2.
 _FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
-# P and O carry the 16-bit rounding of P: a value on the edge may go either way.
-_ROUNDED_TOLERANCE = {"P": 1.0, "O": 0.5, "output": 1.5}
 _OF_KEYS = ("K", "V")
+_OF_ROWS = ("m", "l")
 
 
 @dataclass(frozen=True)
@@ -64,28 +63,39 @@ class Disagreement:
         )
 
 
-def tolerance(name: str, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How far a value of a quantity may be off, for each row of `expected`."""
+def tolerance(
+    name: str, expected: torch.Tensor, config: MmaSyncConfig, dtype: torch.dtype
+) -> torch.Tensor:
+    """How far a value of a quantity may be off, for each row of `expected`.
+
+    P, and what it is summed into, carry its 16-bit rounding: a value on the edge may go either way.
+    """
+    traits = config.step.traits
     scale = expected.abs().amax(-1, keepdim=True)
-    if name in _FP32_TOLERANCE:
+    if name in _FP32_TOLERANCE and not (name == "l" and MMA_ROW_SUM in traits):
         return scale * _FP32_TOLERANCE[name]
+    ulps = 1.0  # of a P over 1
     if name == "P":
         scale = expected.abs() + torch.finfo(dtype).tiny
-    return scale * (_ROUNDED_TOLERANCE[name] * torch.finfo(dtype).eps)
+    elif LAZY_RESCALE not in traits:
+        ulps = 0.5  # the largest P is 1, which is exact, and those below have smaller ones
+    if name == "output":
+        ulps += 1.0  # its own rounding
+    return scale * (ulps * torch.finfo(dtype).eps)
 
 
 def _first_wrong(
     name: str,
     got: torch.Tensor,
     expected: torch.Tensor,
-    config: FlashForwardKernelConfig,
+    config: MmaSyncConfig,
     dtype: torch.dtype,
     key_block: int | None,
 ) -> Disagreement | None:
     """The first element of (batch, heads, row blocks, [warps,] rows, columns) that is off."""
     expected = expected.expand_as(got)
     # NaN, which is what was never computed, is off too
-    wrong = ~((got - expected).abs() <= tolerance(name, expected, dtype))
+    wrong = ~((got - expected).abs() <= tolerance(name, expected, config, dtype))
     places = wrong.nonzero()
     if not len(places):
         return None
@@ -115,7 +125,7 @@ def _first_wrong(
 
 
 def first_disagreement(
-    config: FlashForwardKernelConfig,
+    config: MmaSyncConfig,
     steps: Iterable[BlockStep],
     output: torch.Tensor,
     expected_steps: Iterable[BlockStep],
@@ -137,7 +147,7 @@ def first_disagreement(
     return _first_wrong("output", got, want, config, dtype, None)
 
 
-def _by_row_block(output: torch.Tensor, config: FlashForwardKernelConfig) -> torch.Tensor:
+def _by_row_block(output: torch.Tensor, config: MmaSyncConfig) -> torch.Tensor:
     batch, _, heads, d_head = output.shape
     rows = output.detach().cpu().float().transpose(1, 2)
     return rows.reshape(batch, heads, -1, config.B_r, d_head)
@@ -157,7 +167,7 @@ class Excerpt:
 
 
 def excerpt_text(
-    config: FlashForwardKernelConfig,
+    config: MmaSyncConfig,
     steps: Iterable[BlockStep],
     output: torch.Tensor,
     excerpt: Excerpt,
@@ -178,7 +188,7 @@ def excerpt_text(
     return "\n".join(lines) + "\n"
 
 
-def _own_rows(config: FlashForwardKernelConfig, warp: int | None) -> range:
+def _own_rows(config: MmaSyncConfig, warp: int | None) -> range:
     if warp is None:
         return range(config.B_r)
     rows = config.B_r // config.n_warps
@@ -186,7 +196,7 @@ def _own_rows(config: FlashForwardKernelConfig, warp: int | None) -> range:
 
 
 def _matrix_lines(
-    config: FlashForwardKernelConfig, name: str, step: BlockStep, excerpt: Excerpt
+    config: MmaSyncConfig, name: str, step: BlockStep, excerpt: Excerpt
 ) -> Iterator[str]:
     values = getattr(step, name)[0, 0]
     # what is the same for all row blocks, warps or lanes has a 1 there
@@ -200,7 +210,7 @@ def _matrix_lines(
     else:
         yield title
         # lanes that agree are written once
-        values = values[:, :1] if name == "m" and _is_uniform(values) else values
+        values = values[:, :1] if name in _OF_ROWS and _is_uniform(values) else values
         first = excerpt.row_block * config.B_r
         yield from _row_lines(values, first, _own_rows(config, excerpt.warp))
 
@@ -261,7 +271,7 @@ class Comparison:
     found. disagreement: the first; None if all agree within rounding.
     """
 
-    config: FlashForwardKernelConfig
+    config: MmaSyncConfig
     steps: tuple[BlockStep, ...]
     output: torch.Tensor
     expected_steps: tuple[BlockStep, ...]
@@ -286,7 +296,7 @@ class Comparison:
 
 
 def compare_with_reference(
-    config: FlashForwardKernelConfig,
+    config: MmaSyncConfig,
     problem: AttentionForward,
     *,
     distribution: str = "normal",

@@ -1,10 +1,11 @@
 """A kernel's own values of the quantities of FlashAttention-2, block by block.
 
 They are read from the registers of the simulator while it runs the kernel: Q, K, P and V are the
-operands of the `mma`s, S and O their results, m the maximum that the shuffles of a row end in, l
-the register that the last reduction of a row begins with. No line of the source is named: a block
-of keys is a fixed number of `mma`s, first those of Q @ K^T and then those of P @ V, each with the
-k-tiles outermost, then the columns, then the rows.
+operands of the `mma`s, S and O their results, m the maximum that the shuffles of a row end in, or
+what a lazy step selects of that and the old one, l the register that the last reduction of a row
+begins with, or the result of the `mma`s with a constant as B. No line of the source is named: a
+block of keys is a fixed number of `mma`s, first those of Q @ K^T and then those of P @ V, each with
+the k-tiles outermost, then the columns, then the rows; the row sums' stand among those of P @ V.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ import torch
 from flash_helpers.check.blockwise import BlockStep
 from flash_helpers.check.inputs import tensors_for
 from flash_helpers.gpu import WARP
-from flash_helpers.kernel_configs import FlashForwardKernelConfig
 from flash_helpers.ptx import Kernel, Observation, Observer, Run
 from flash_helpers.ptx.read.module import Instruction, Operand, Register
 from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
-from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_K, MMA_M, MMA_N
+from flash_helpers.registry.mma_sync import (
+    LAZY_RESCALE,
+    MMA_K,
+    MMA_M,
+    MMA_N,
+    MMA_ROW_SUM,
+    MmaSyncConfig,
+)
 from flash_helpers.runtime.simulator import run_kernel
 
 MAX_TRACE_BYTES = 2**30
@@ -36,9 +43,12 @@ class UntraceableKernel(ValueError):
 
 @dataclass(frozen=True)
 class _Product:
-    """Which part of which product an `mma` computes, in units of its tiles."""
+    """Which part of which product an `mma` computes, in units of its tiles.
 
-    is_scores: bool
+    result: "S" = Q @ K^T, "O" = P @ V or "l" = P @ 1.
+    """
+
+    result: str
     k: int
     column: int
     row: int
@@ -50,7 +60,8 @@ class _Plan:
     """What to read at which instruction (by line of the PTX text).
 
     starts: `mma`s that are the first of a block of keys.
-    row_maxima, row_sums: rank of the half tile of 8 rows whose m or l the instruction writes.
+    row_maxima, row_sums: rank of the half tile of 8 rows whose m or l the instruction writes. Row
+        sums by `mma` are among the products.
     """
 
     products: Mapping[int, _Product]
@@ -112,48 +123,58 @@ def _written(instruction: Instruction) -> list[str]:
     return [part.name for part in parts if isinstance(part, Register)]
 
 
-def _plan(config: FlashForwardKernelConfig, kernel: Kernel) -> _Plan:
-    if LAZY_RESCALE in config.step.traits:
-        raise UntraceableKernel(
-            f"{config.short_form()} has no m, l and P of each block to compare: trace o1"
-        )
-    instructions = kernel.program.instructions
-    mmas = [i for i in instructions if i.name == "mma"]
-    products = [
-        _Product(is_scores, k, column, row, is_last=k == depth - 1)
-        for is_scores, depth, columns in (
-            (True, config.d_head // MMA_K, config.B_c // MMA_N),
-            (False, config.B_c // MMA_K, config.d_head // MMA_N),
-        )
-        for k in range(depth)
-        for column in range(columns)
+def _products(config: MmaSyncConfig, result: str, depth: int, columns: int) -> list[_Product]:
+    """Those of one block of keys, in the order of the kernels. depth, columns: elements."""
+    return [
+        _Product(result, k, column, row, is_last=k == depth // MMA_K - 1)
+        for k in range(depth // MMA_K)
+        for column in range(columns // MMA_N)
         for row in range(config.row_tiles)
     ]
-    if not mmas or len(mmas) % len(products):
-        raise UntraceableKernel(
-            f"{config.short_form()} has {len(mmas)} mma instructions, and a block of keys takes "
-            f"{len(products)}: only a main loop that is wholly unrolled can be traced"
-        )
+
+
+def _plan(config: MmaSyncConfig, kernel: Kernel) -> _Plan:
+    instructions = kernel.program.instructions
     flow = _DataFlow.of(instructions)
-    maxima = _row_maxima(flow, instructions)
-    sums = _row_sums(flow, instructions)
+    by_mma = MMA_ROW_SUM in config.step.traits
+    mmas = [i for i in instructions if i.name == "mma"]
+    sum_mmas = [i for i in mmas if _has_constant_b(flow, i)]
+    product_mmas = [i for i in mmas if i not in sum_mmas]
+    products = _products(config, "S", config.d_head, config.B_c)
+    products += _products(config, "O", config.B_c, config.d_head)
+    sum_products = _products(config, "l", config.B_c, MMA_N) if by_mma else []
+    n_copies = len(product_mmas) // len(products)
+    if not n_copies or len(product_mmas) % len(products):
+        raise UntraceableKernel(
+            f"{config.short_form()} has {len(product_mmas)} mma instructions, and a block of keys "
+            f"takes {len(products)}: only a main loop that is wholly unrolled can be traced"
+        )
+    maxima = _lazy_maxima if LAZY_RESCALE in config.step.traits else _row_maxima
+    row_maxima, row_sums = maxima(flow, instructions), _row_sums(flow, instructions)
     n_halves = 2 * config.row_tiles
-    n_copies = len(mmas) // len(products)
     for name, found, wanted in (
-        ("maxima", len(maxima), n_halves * n_copies),
-        ("sums", len(sums), n_halves),
+        ("row maxima", row_maxima, n_halves * n_copies),
+        ("sums of rows by shuffles", row_sums, 0 if by_mma else n_halves),
+        ("sums of rows by mma", sum_mmas, len(sum_products) * n_copies),
     ):
-        if found != wanted:
+        if len(found) != wanted:
             raise UntraceableKernel(
-                f"{config.short_form()} reduces {found} row {name} by shuffles where {wanted} were "
-                "expected"
+                f"{config.short_form()} has {len(found)} {name} where {wanted} were expected"
             )
     return _Plan(
-        products={m.line: products[n % len(products)] for n, m in enumerate(mmas)},
-        starts=frozenset(m.line for m in mmas[:: len(products)]),
-        row_maxima={m.line: n % n_halves for n, m in enumerate(maxima)},
-        row_sums=_writers_of_sums(flow, sums),
+        products={
+            mma.line: cycle[n % len(cycle)]
+            for found, cycle in ((product_mmas, products), (sum_mmas, sum_products))
+            for n, mma in enumerate(found)
+        },
+        starts=frozenset(m.line for m in product_mmas[:: len(products)]),
+        row_maxima={m.line: n % n_halves for n, m in enumerate(row_maxima)},
+        row_sums=_writers_of_sums(flow, row_sums),
     )
+
+
+def _has_constant_b(flow: _DataFlow, mma: Instruction) -> bool:
+    return not any(flow.sources(register) for register in mma.operands[2].elements)
 
 
 def _writers_of_sums(flow: _DataFlow, sums: list[Instruction]) -> dict[int, int]:
@@ -179,6 +200,15 @@ def _row_maxima(flow: _DataFlow, instructions: tuple[Instruction, ...]) -> list[
     return [i for i in maxima if i.line not in shuffled]
 
 
+def _lazy_maxima(flow: _DataFlow, instructions: tuple[Instruction, ...]) -> list[Instruction]:
+    """Each choice between a maximum and the one before."""
+    return [
+        i
+        for i in instructions
+        if i.name == "selp" and any(s.name == "max" for s in flow.sources(i.operands[1]))
+    ]
+
+
 def _row_sums(flow: _DataFlow, instructions: tuple[Instruction, ...]) -> list[Instruction]:
     """Each shuffle that begins the sum of a row: added up, and of a value not shuffled before."""
     sums = [
@@ -199,7 +229,7 @@ def _row_sums(flow: _DataFlow, instructions: tuple[Instruction, ...]) -> list[In
 class _Recorder:
     """Collects a launch's values; arrays begin with the dimensions (thread blocks, key blocks)."""
 
-    config: FlashForwardKernelConfig
+    config: MmaSyncConfig
     plan: _Plan
     n_row_blocks: int
     heads: int
@@ -209,7 +239,7 @@ class _Recorder:
 
     @classmethod
     def make(
-        cls, config: FlashForwardKernelConfig, plan: _Plan, batch: int, seq_len: int, heads: int
+        cls, config: MmaSyncConfig, plan: _Plan, batch: int, seq_len: int, heads: int
     ) -> _Recorder:
         B_r, B_c, d_head, warps = config.B_r, config.B_c, config.d_head, config.n_warps
         n_row_blocks = seq_len // B_r
@@ -219,7 +249,7 @@ class _Recorder:
             "K": (warps, B_c, d_head),
             "S": (B_r, B_c),
             "m": (B_r, _QUAD),
-            "l": (B_r, _QUAD),
+            "l": (B_r, MMA_N if MMA_ROW_SUM in config.step.traits else _QUAD),
             "P": (B_r, B_c),
             "V": (warps, B_c, d_head),
             "O": (B_r, d_head),
@@ -270,17 +300,16 @@ class _Recorder:
         depth = product.k * MMA_K + np.arange(MMA_K)
         place = (block[:, None, None], key_block[:, None, None])
         whose = warp[:, None, None]
-        if product.is_scores:
+        if product.result == "S":
             self.values["Q"][(*place, rows, depth)] = matrix_of_a(a, a_type)
             self.values["K"][(*place, whose, columns[:, None], depth)] = matrix_of_b(b, a_type)
-        else:
+        elif product.result == "O":
             self.values["P"][(*place, rows, depth)] = matrix_of_a(a, a_type)
             matrix = matrix_of_b(b, a_type).transpose(0, 2, 1)
             self.values["V"][(*place, whose, depth[:, None], columns)] = matrix
         if product.is_last:
-            name = "S" if product.is_scores else "O"
             result = [register.view(np.float32) for register in d]
-            self.values[name][(*place, rows, columns)] = matrix_of_c(result, "f32")
+            self.values[product.result][(*place, rows, columns)] = matrix_of_c(result, "f32")
 
     def _see_row(self, observation: Observation, name: str, half: int) -> None:
         block, warp = self._blocks(observation.blocks), observation.warps
@@ -295,10 +324,11 @@ class _Recorder:
 
     def steps(self, batch: int, seq_len: int) -> tuple[BlockStep, ...]:
         arrays = dict(self.values)
-        # l stays in four parts, one a lane, until the end: added as the kernel will add them
-        parts = arrays["l"]
-        pairs = parts[..., 0::2] + parts[..., 1::2]
-        arrays["l"] = pairs[..., :1] + pairs[..., 1:]
+        if MMA_ROW_SUM not in self.config.step.traits:
+            # l stays in four parts, one a lane, until the end: added as the kernel will add them
+            parts = arrays["l"]
+            pairs = parts[..., 0::2] + parts[..., 1::2]
+            arrays["l"] = pairs[..., :1] + pairs[..., 1:]
         lead = (batch, self.heads, self.n_row_blocks)
         return tuple(
             BlockStep(
@@ -327,7 +357,7 @@ class KernelTrace:
 
 
 def trace_forward(
-    config: FlashForwardKernelConfig,
+    config: MmaSyncConfig,
     kernel: Kernel,
     q: torch.Tensor,
     k: torch.Tensor,

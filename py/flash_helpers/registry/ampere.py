@@ -74,6 +74,11 @@ class FlashForwardKernelConfig(MmaSyncConfig):
         """The ampere family."""
         return AMPERE
 
+    @property
+    def folds_scale(self) -> bool:
+        """From v6 on."""
+        return self.optimized_softmax
+
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
         super().check()

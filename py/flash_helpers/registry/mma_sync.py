@@ -40,9 +40,11 @@ PROGRESSION_ROW_STRIDE = 16 * 128
 # Traits of steps.
 KEYS_BACKWARDS = "keys_backwards"  # the blocks of keys are walked from the last to the first
 PIECES = "pieces"  # tiles lie in shared memory in pieces of PIECE columns
-LAZY_RESCALE = "lazy_rescale"  # l and O are rescaled only if a row's maximum has grown much
+LAZY_RESCALE = "lazy_rescale"  # m, l and O only follow a row's maximum that grows by MAX_GROWTH
 MMA_ROW_SUM = "mma_row_sum"  # l is P @ 1: the tensor cores add up the rows of P
 TWO_BUFFERS = "two_buffers"  # each for K and V in shared memory
+
+MAX_GROWTH = 8  # powers of two: of a row's maximum over m, where the step is lazy
 
 ARGUMENTS = StructLayout(
     "ForwardKernelArgs",
@@ -74,6 +76,11 @@ class MmaSyncConfig(Config):
     def n_threads(self) -> int:
         """Threads of one block."""
         return self.n_warps * gpu.WARP
+
+    @property
+    def folds_scale(self) -> bool:
+        """Whether the softmax scale is part of the exponent, and S is not scaled before."""
+        return True
 
     @property
     def kv_buffers(self) -> int:
