@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from experiments import DTYPE, EXPERIMENTS
 from machine_code import LoopFacts, MachineCode
-from overlap import DTYPE, EXPERIMENTS
 
 from flash_helpers.measure.benchmark_tables import share_text
 from flash_helpers.measure.results import (
@@ -19,13 +19,13 @@ from flash_helpers.tables import DASH, Table, number
 
 
 def speed_table(results: BenchmarkResults) -> Table:
-    """A row an experiment, then PyTorch's flash backend: percent of flash at each length and of the
-    harmonic means, of the parent, and of mma.sync's rate, and what it costs."""
+    """A row an experiment, its parent first, then PyTorch's flash backend: percent of flash at each
+    length and of the harmonic means, of the parent, and of mma.sync's rate, and what it costs."""
     dtype = DTYPE.short
     has_rate = results.rate(MMA_SYNC, dtype) is not None
     header = [
         "experiment",
-        "against its parent",
+        "what differs",
         *(f"% of flash at {n}" for n in results.seq_lens),
         "% of flash, mean",
         "% of parent",
@@ -35,9 +35,10 @@ def speed_table(results: BenchmarkResults) -> Table:
     ]
     resources = {record.name: record for record in results.resources}
 
-    def speeds(name: str, parent: str) -> list[str]:
-        own = results.mean_tflops(name, dtype)
-        other = results.mean_tflops(parent, dtype) if parent else None
+    parent = EXPERIMENTS[0].name
+
+    def speeds(name: str) -> list[str]:
+        own, other = (results.mean_tflops(n, dtype) for n in (name, parent))
         shares = [results.of_flash(name, dtype, n) for n in (*results.seq_lens, None)]
         shares.append(own / other if own and other else None)
         if has_rate:
@@ -48,9 +49,8 @@ def speed_table(results: BenchmarkResults) -> Table:
     for e in EXPERIMENTS:
         record = resources.get(e.name)
         cost = [str(record.registers), str(record.local_bytes)] if record else [DASH, DASH]
-        title = f"{e.title} (`{e.parent}`)" if e.parent else e.title
-        rows.append([f"`{e.name}`", title, *speeds(e.name, e.parent), *cost])
-    rows.append(["", LIBRARY_NAMES[FLASH], *speeds(FLASH, ""), "", ""])
+        rows.append([f"`{e.name}`", e.title, *speeds(e.name), *cost])
+    rows.append(["", LIBRARY_NAMES[FLASH], *speeds(FLASH), "", ""])
     return Table(header, rows, "ll")
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from overlap import EXPERIMENTS, source_digest
+from experiments import EXPERIMENTS, source_digest
 
 from flash_helpers.compile.cubins import Cubin
 from flash_helpers.measure.results import RecordFile
 from flash_helpers.sass.analyse.counts import WORK, buckets
-from flash_helpers.sass.analyse.phases import main_loop
 from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import Kernel, Loop, Operation, SassError
 
@@ -31,7 +30,7 @@ def column(title: str) -> Any:
 
 @dataclass(frozen=True)
 class LoopFacts:
-    """One pass of a warp through the main loop's machine code, when no maximum has grown: what a
+    """One pass of a warp through the steady loop's machine code, when no maximum has grown: what a
     branch may skip is left out.
 
     moves: MOV and IMAD.MOV. local: loads and stores of spilled registers. gap: most instructions
@@ -45,8 +44,8 @@ class LoopFacts:
     ldmatrix: int = column("LDSM")
     mufu: int = column("MUFU")
     ffma: int = column("FFMA")
-    fmul: int = column("FMUL")
-    fadd: int = column("FADD")
+    fmnmx: int = column("FMNMX")
+    shfl: int = column("SHFL")
     moves: int = column("moves")
     local: int = column("local memory")
     gap: int = column("most between two HMMA")
@@ -84,11 +83,20 @@ def always_executed(kernel: Kernel, loop: Loop) -> frozenset[int]:
     return frozenset(b for b in loop.blocks if b == loop.header or not ends_without(b))
 
 
-def loop_facts(name: str, kernel: Kernel) -> LoopFacts:
-    """The facts of a kernel's main loop. Raises SassError for one without."""
-    loop = main_loop(kernel)
-    if loop is None:
+def steady_loop(kernel: Kernel) -> Loop:
+    """The first of the loops with the most HMMA: one that computes again stands behind it.
+
+    Raises SassError for a kernel without a loop.
+    """
+    if not kernel.loops:
         raise SassError(f"{kernel.origin}: {kernel.symbol} has no loop")
+    hmma = Counter(i.loop for i in kernel.instructions if i.base == "HMMA")
+    return max(kernel.loops, key=lambda loop: (hmma[loop.index], -kernel.blocks[loop.header].start))
+
+
+def loop_facts(name: str, kernel: Kernel) -> LoopFacts:
+    """The facts of a kernel's steady loop. Raises SassError for one without."""
+    loop = steady_loop(kernel)
     always = always_executed(kernel, loop)
     body = [
         instruction
@@ -113,8 +121,8 @@ def facts_of_body(name: str, body: Sequence[Operation]) -> LoopFacts:
         ldmatrix=bases["LDSM"],
         mufu=bases["MUFU"],
         ffma=bases["FFMA"],
-        fmul=bases["FMUL"],
-        fadd=bases["FADD"],
+        fmnmx=bases["FMNMX"],
+        shfl=bases["SHFL"],
         moves=sum(bool(_MOVE.match(instruction.opcode)) for instruction in body),
         local=bases["LDL"] + bases["STL"],
         gap=max(runs, default=0),

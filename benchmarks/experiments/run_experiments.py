@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the experiments on version 16's main loop, and write the tables of their log."""
+"""Measure the experiments on step o5, and write the tables of their log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 from experiment_tables import loop_table, provenance_line, speed_table
+from experiments import CONFIG, DTYPE, EXPERIMENTS, contender, resources, source_digest
 from machine_code import ARCHITECTURE, MachineCode, read_machine_code
-from overlap import DTYPE, EXPERIMENTS, contender, resources, source_digest, sources
 from tqdm import tqdm
 
 from flash_helpers.command_line import (
@@ -50,8 +50,8 @@ from flash_helpers.sass.read.records import SassError
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build/experiments")
-RESULTS = Path("benchmarks/results/experiments_h100.json")
-MACHINE_CODE = Path("benchmarks/results/experiments_sass.json")
+RESULTS = Path("benchmarks/results/experiments_o5_h100.json")
+MACHINE_CODE = Path("benchmarks/results/experiments_o5_sass.json")
 DOCS = Path("docs/tuning.md")
 SPEED_MARKERS = ("<!-- speed:begin -->", "<!-- speed:end -->")
 LOOP_MARKERS = ("<!-- loops:begin -->", "<!-- loops:end -->")
@@ -61,9 +61,9 @@ DEFAULT_ROUNDS = 15
 COMPILE_TIMEOUT_S = 300.0
 
 DESCRIPTION = f"""\
-Measure the variants of version 16's main loop that docs/tuning.md tells of, failures included: each
-is compiled for this GPU (into {BUILD}), compared with float64 before and after, and timed beside
-PyTorch's flash backend, in CUDA graphs, in rounds that turn round. bf16, 16 heads, d_head 128.
+Measure the variants of step o5 that docs/tuning.md has not closed yet, beside it: each is compiled
+for this GPU (into {BUILD}), compared with float64 before and after, and timed beside PyTorch's
+flash backend, in CUDA graphs, in rounds that turn round. bf16, 16 heads, d_head 128.
 """
 
 EXAMPLES = f"""\
@@ -132,7 +132,7 @@ def compile_experiments(architecture: int) -> list[Cubin]:
     )
     found: dict[str, Cubin] = {}
     with tqdm(total=len(EXPERIMENTS), desc="compiling", unit="kernel") as bar:
-        for compiled in compiler.compile_all(sources()):
+        for compiled in compiler.compile_all([e.source() for e in EXPERIMENTS]):
             if compiled.cubin is None:
                 raise BuildError(f"{compiled.source.name}: {compiled.failure}")
             found[compiled.source.name] = compiled.cubin
@@ -150,7 +150,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     refuse_another_gpu(arguments.json, found.gpu)
     seq_lens = sorted(set(arguments.seq))
     for seq_len in seq_lens:
-        require_supported([e.config for e in EXPERIMENTS], default_shape(seq_len))
+        require_supported([CONFIG], default_shape(seq_len))
     compiled = compile_experiments(int(found.compute_capability.replace(".", "")))
 
     torch.zeros(1, device=backend.device)  # makes PyTorch's context current

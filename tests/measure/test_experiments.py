@@ -1,4 +1,4 @@
-"""The experiments on version 16's loop, their log, and the tool that measures them.
+"""The experiments on step o5, the log of those before, and the tool that measures them.
 
 Their kernels run in the simulator wherever an nvcc can make PTX of them; none is committed, it
 would be megabytes. That the committed facts of their machine code were read from these sources is
@@ -7,10 +7,13 @@ checked everywhere.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,13 +24,14 @@ from benchmark_results import FakeMonitor, FakeTimer
 from fake_backend import ROOT, fake_backend, float32_kernel, load_tool
 from fake_toolchain import fake_toolchain
 
-from flash_helpers.check.inputs import make_inputs, tensors_for
+from flash_helpers import ptx
+from flash_helpers.check.inputs import DISTRIBUTIONS, make_inputs, tensors_for
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.compile.build import COMPILE_FLAGS
 from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.ptxas import PtxasReport
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
-from flash_helpers.kernel_configs import AttentionForward, get_kernels_to_build
+from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.measure.benchmark import Contender, InputSet, default_shape
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.results import (
@@ -40,25 +44,23 @@ from flash_helpers.measure.results import (
     ResourceRecord,
     load_results,
 )
-from flash_helpers.ptx import load_ptx
 from flash_helpers.runtime.simulator import run_kernel
 from flash_helpers.sass.read.records import Block, Kernel, Loop, Operation
 
 sys.path.insert(0, str(ROOT / "benchmarks/experiments"))
 
-import overlap
+import experiments
 from experiment_tables import loop_table, speed_table
+from experiments import CONFIG, EXPERIMENTS, Experiment, source_digest
 from machine_code import LoopFacts, MachineCode, always_executed, facts_of_body
-from overlap import EXPERIMENTS, Experiment, source_digest
 
 pytestmark = pytest.mark.slow
 
 NAMES = [experiment.name for experiment in EXPERIMENTS]
-BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
-HEADER = (ROOT / overlap.HEADER).read_text()
-LOG = (ROOT / "docs/tuning.md").read_text()
-ENTRY = re.compile(r"^### `(\w+)`(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
-VERDICTS = ("Gain", "Loss", "Neither")
+PARENT, IMMEDIATE, OPTIMISTIC = EXPERIMENTS
+HEADER = (ROOT / OPTIMISTIC.header).read_text()
+CLOSED, OPEN = (ROOT / "docs/tuning.md").read_text().split("\n## Not beaten yet\n")
+ENTRY = re.compile(r"^### `(\w+)`(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -73,58 +75,33 @@ def name_of(experiment: Experiment) -> str:
 # The list and the log
 
 
-def test_the_log_has_an_entry_for_each_experiment_in_their_order() -> None:
-    assert [name for name, _ in ENTRY.findall(LOG)] == NAMES
+def closed_table() -> dict[str, list[str]]:
+    """The cells of the first table that has experiments, by name."""
+    table = CLOSED.split("| experiment |")[1]
+    return {
+        row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \|" + r"([^|]*)\|" * 5, table, re.M)
+    }
 
 
-def test_the_log_names_no_experiment_that_is_not_there() -> None:
-    options = {"kv_stages", "lazy_rescale", "mma_row_sum"}
-    words = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", LOG))
-    assert words - options <= set(NAMES)
+def test_the_log_has_an_entry_for_each_line_of_its_table() -> None:
+    assert [name for name, _ in ENTRY.findall(CLOSED)] == list(closed_table())
 
 
-def test_each_experiment_has_a_parent_before_it() -> None:
-    for n, experiment in enumerate(EXPERIMENTS):
-        assert (experiment.parent in NAMES[:n]) == (n > 0), experiment.name
+def test_each_verdict_of_the_log_is_that_of_its_table() -> None:
+    shares = {name: row[-1].strip() for name, row in closed_table().items()}
+    assert shares.pop("one_stage") == "-"
+    percent = {name: float(share) - 100 for name, share in shares.items()}
+    noise = abs(percent["ring_again"])  # what the same loop differs by from itself
+    for name, text in ENTRY.findall(CLOSED)[1:]:
+        found = percent[name]
+        verdict = "Gain" if found > noise else "Loss" if -found > noise else "Neither"
+        assert text.strip().endswith(f"**{verdict}.**"), name
 
 
-def test_no_two_experiments_are_the_same_kernel() -> None:
-    assert len({e.unit().replace(e.name, "NAME") for e in EXPERIMENTS}) == len(NAMES)
-
-
-def test_each_loop_in_the_header_is_in_an_experiment_and_each_experiment_has_one() -> None:
-    in_header = set(re.findall(r"^struct (\w+) \{\n(?:(?!^\};).)*? run\(Out", HEADER, re.M | re.S))
-    assert in_header == {e.loop.partition("<")[0] for e in EXPERIMENTS if e.loop}
-
-
-def test_the_two_that_are_version_16_itself_are_built() -> None:
-    built = get_kernels_to_build()
-    for name in ("one_stage", "two_stages"):
-        assert not BY_NAME[name].loop
-        assert BY_NAME[name].config in built
-
-
-def verdict_of(share: float, noise: float) -> str:
-    """noise: what the same loop differs by from itself."""
-    return "Gain" if share - 1 > noise else "Loss" if 1 - share > noise else "Neither"
-
-
-def test_each_entry_but_the_first_ends_in_a_verdict_and_the_data_agrees(tool) -> None:
-    said = {}
-    for name, text in ENTRY.findall(LOG)[1:]:
-        found = re.search(r"\*\*(\w+)\.\*\*$", text.strip())
-        assert found and found[1] in VERDICTS, name
-        said[name] = found[1]
-    if (ROOT / tool.RESULTS).exists():
-        results = load_results(ROOT / tool.RESULTS)
-
-        def share(name: str) -> float:
-            own, parent = (results.mean_tflops(n, "bf16") for n in (name, BY_NAME[name].parent))
-            assert own is not None and parent is not None, name
-            return own / parent
-
-        noise = abs(share("ring_again") - 1)
-        assert said == {name: verdict_of(share(name), noise) for name in said}
+def test_each_experiment_has_an_entry_with_what_was_expected() -> None:
+    entries = ENTRY.findall(OPEN)
+    assert [name for name, _ in entries] == NAMES[1:]
+    assert all("*Expected:*" in text and "*Came out:*" in text for _, text in entries)
 
 
 # The kernels
@@ -138,49 +115,90 @@ def toolchain() -> Toolchain:
         pytest.skip(f"the experiments were not run: {error}")
 
 
-def compile_ptx(experiment: Experiment, toolchain: Toolchain, folder: Path) -> str:
-    unit, output = folder / "unit.cu", folder / "unit.ptx"
-    unit.write_text(experiment.unit())
-    flags = (*COMPILE_FLAGS, "-arch=compute_80", "-ptx", "-o", output)
-    command = [str(word) for word in (toolchain.nvcc, *flags, unit)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return output.read_text()
+@pytest.fixture(scope="module")
+def kernel(toolchain, tmp_path_factory) -> Callable[[Experiment, DType], ptx.Kernel]:
+    """Compiles an experiment."""
+
+    @functools.cache
+    def compiled(experiment: Experiment, dtype: DType) -> ptx.Kernel:
+        folder = tmp_path_factory.mktemp(experiment.name)
+        unit, output = folder / "unit.cu", folder / "unit.ptx"
+        unit.write_text(experiment.source(dtype).unit)
+        flags = (*COMPILE_FLAGS, "-arch=compute_80", "-ptx", "-o", output)
+        command = [str(word) for word in (toolchain.nvcc, *flags, unit)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        text = output.read_text()
+        (symbol,) = re.findall(r"\.entry (\w+)", text)
+        return ptx.load_ptx(text).kernel(symbol)
+
+    return compiled
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=name_of)
+def run_right(config: Config, kernel: ptx.Kernel, q, k, v) -> ptx.Counts:
+    """Runs the kernel, watched for races and copies that were not waited for; counts its work."""
+    tensors = tensors_for(config, q, k, v)
+    run = run_kernel(config, kernel, tensors)
+    reference = attention_reference(q, k, v)
+    error = measure_error(tensors["o"], reference.expected)
+    assert error.within(reference.bound), f"{error} is over {reference.bound}"
+    return run.counters.total
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("experiment", (IMMEDIATE, OPTIMISTIC), ids=name_of)
 def test_each_is_right_in_the_simulator_and_has_no_bank_conflicts(
-    toolchain, tmp_path, experiment
+    kernel, experiment, dtype
 ) -> None:
-    text = compile_ptx(experiment, toolchain, tmp_path)
-    (symbol,) = re.findall(r"\.entry (\w+)", text)
-    kernel = load_ptx(text).kernel(symbol)
-    # the watcher raises for a race or a copy that was not waited for
-    for seq_len, distribution in ((128, "normal"), (256, "outliers")):
-        shape = AttentionForward(1, 1, seq_len)
-        tensors = tensors_for(experiment.config, *make_inputs(distribution, shape, torch.bfloat16))
-        run = run_kernel(experiment.config, kernel, tensors)
-        q, k, v, result = tensors.values()
-        reference = attention_reference(q, k, v)
-        error = measure_error(result, reference.expected)
-        assert error.within(reference.bound), f"{error} is over {reference.bound}"
-        assert run.counters.total.bank_conflicts == 0
+    config = CONFIG.replace(dtype=dtype)
+    for seq_len, distribution in [(256, "outliers"), *((128, name) for name in DISTRIBUTIONS)]:
+        problem = AttentionForward(1, 1, seq_len)
+        inputs = make_inputs(distribution, problem, getattr(torch, dtype.torch_name))
+        assert run_right(config, kernel(experiment, dtype), *inputs).bank_conflicts == 0
 
 
-def test_an_experiment_is_compiled_again_when_its_loop_changes(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "row", "growth", "times"),
+    [
+        (DType.BF16, 0, -70, 1),
+        (DType.BF16, 0, 50, 1),
+        (DType.BF16, 16, 70, 2),
+        (DType.BF16, 8, 200, 2),
+        (DType.FP16, 0, 12, 1),
+        (DType.FP16, 127, 17, 2),
+    ],
+)
+def test_a_tile_is_computed_again_only_if_p_was_too_large(
+    kernel, dtype, row, growth, times
+) -> None:
+    """growth: powers of two between the logits of two blocks of keys, in one row."""
+    config = CONFIG.replace(dtype=dtype)
+    problem = AttentionForward(1, 1, 2 * config.B_c)
+    _, second = config.key_blocks(problem.seq_len)
+    q, k = torch.zeros(2, *problem.shape)
+    q[:, row, :, 0] = 2**6
+    k[:, second * config.B_c :][:, : config.B_c, :, 0] = (
+        growth * math.log(2) * math.sqrt(problem.d_head) / 2**6
+    )
+    v = torch.randn(problem.shape, generator=torch.Generator().manual_seed(0)) + 0.5
+    inputs = (x.to(getattr(torch, dtype.torch_name)) for x in (q, k, v))
+    counts = run_right(config, kernel(OPTIMISTIC, dtype), *inputs)
+    assert counts.mma == times * config.n_warps * 2 * config.mma_per_key_block
+
+
+def test_an_experiment_is_compiled_again_when_its_kernel_changes(tmp_path) -> None:
     root = copy_sources(tmp_path)
     nvcc = fake_toolchain(tmp_path / "bin")
-    ring = next(source for source in overlap.sources() if source.name == "ring")
 
     def compile_it() -> Cubin:
         compiler = CubinCompiler(root, tmp_path / "cubins", nvcc, 90, jobs=1, timeout_s=60)
-        (compiled,) = compiler.compile_all([ring])
+        (compiled,) = compiler.compile_all([OPTIMISTIC.source()])
         assert compiled.cubin is not None, compiled.failure
         return compiled.cubin
 
     first = compile_it()
     assert compile_it() == first
-    (root / overlap.HEADER).write_text(HEADER.replace("kResident = 0", "kResident = 1"))
+    (root / OPTIMISTIC.header).write_text(HEADER.replace("0x1p64f", "0x1p63f"))
     assert compile_it().path != first.path
 
 
@@ -189,18 +207,18 @@ def report_of(registers: int, stack_bytes: int) -> PtxasReport:
 
 
 def test_what_an_experiment_takes_is_what_ptxas_says_and_its_config() -> None:
-    ring = next(source for source in overlap.sources() if source.name == "ring")
-    cubin = Cubin(ring, Path("k.cubin"), "_Zk", "", report_of(registers=255, stack_bytes=16))
+    cubin = Cubin(
+        OPTIMISTIC.source(), Path("k.cubin"), "_Zk", "", report_of(registers=255, stack_bytes=16)
+    )
     # 96 KiB of K and V beside 32 of Q; 255 registers a thread leave room for two blocks of 128
-    expected = ResourceRecord("ring", 255, 16, (128 + 4 * 64) * 256, 2)
-    assert overlap.resources(cubin) == expected
+    expected = ResourceRecord("optimistic_maximum", 255, 16, (128 + 4 * 64) * 256, 2)
+    assert experiments.resources(cubin) == expected
 
 
 def copy_sources(folder: Path) -> Path:
     root = folder / "root"
-    shutil.copytree(ROOT / "src", root / "src")
-    (root / overlap.HEADER).parent.mkdir(parents=True)
-    shutil.copy(ROOT / overlap.HEADER, root / overlap.HEADER)
+    for name in ("src", "kernels", "benchmarks/experiments"):
+        shutil.copytree(ROOT / name, root / name)
     return root
 
 
@@ -212,25 +230,23 @@ def test_the_facts_of_the_machine_code_are_of_these_sources_and_complete(tool) -
     assert code.sources == source_digest(ROOT), "run run_experiments.py --sass, then --write-docs"
     assert [loop.name for loop in code.loops] == NAMES
     for loop in code.loops:
-        config = BY_NAME[loop.name].config
-        # 32 rows a warp: two row tiles for each mma of 8 keys and 16 of d_head, and the other way
-        products = 2 * 2 * (config.B_c // 8) * (config.d_head // 16)
-        assert loop.hmma == products + (2 * config.B_c // 16 if config.mma_row_sum else 0)
-        assert loop.mufu >= config.B_c  # a row tile's exponentials are B_c / 2 a lane
+        assert loop.hmma == CONFIG.mma_per_key_block
+        assert (loop.fmnmx, loop.shfl) == (0, 0) or loop.name != OPTIMISTIC.name
+        assert loop.mufu >= CONFIG.B_c  # a row tile's exponentials are B_c / 2 a lane
 
 
 @pytest.mark.parametrize(
     ("old", "new", "same"),
     [
-        ("kResident = 0", "kResident = 1", False),
-        ("// What version 16 gives", "// That which version 16 gives", True),
+        ("0x1p64f", "0x1p63f", False),
+        ("// What changed", "// That which changed", True),
     ],
 )
 def test_the_digest_is_of_the_code_and_not_of_comments(tmp_path, old, new, same) -> None:
     root = copy_sources(tmp_path)
     before = source_digest(root)
     assert old in HEADER
-    (root / overlap.HEADER).write_text(HEADER.replace(old, new))
+    (root / OPTIMISTIC.header).write_text(HEADER.replace(old, new))
     assert (source_digest(root) == before) is same
 
 
@@ -242,8 +258,8 @@ def test_the_facts_of_a_loop() -> None:
     facts = facts_of_body(
         "made_up",
         operations(
-            "LDSM.16.M88.4 MUFU.EX2 HMMA.16816.F32 FADD FADD MUFU.EX2 IMAD.MOV.U32 HMMA.16816.F32 "
-            "MUFU.EX2 HMMA.16816.F32 FMUL MOV STL.64 LDL FFMA"
+            "LDSM.16.M88.4 MUFU.EX2 HMMA.16816.F32 FMNMX FMNMX MUFU.EX2 IMAD.MOV.U32 "
+            "HMMA.16816.F32 MUFU.EX2 HMMA.16816.F32 SHFL.BFLY MOV STL.64 LDL FFMA"
         ),
     )
     assert facts == LoopFacts(
@@ -253,8 +269,8 @@ def test_the_facts_of_a_loop() -> None:
         ldmatrix=1,
         mufu=3,
         ffma=1,
-        fmul=1,
-        fadd=2,
+        fmnmx=2,
+        shfl=1,
         moves=2,
         local=2,
         gap=7,  # the five behind the last, and the two before the first
@@ -264,7 +280,7 @@ def test_the_facts_of_a_loop() -> None:
 
 def test_a_loop_without_mma_has_no_facts() -> None:
     with pytest.raises(ValueError, match="made_up: the main loop has no HMMA"):
-        facts_of_body("made_up", operations("MUFU.EX2 FADD"))
+        facts_of_body("made_up", operations("MUFU.EX2 FMUL"))
 
 
 def test_a_block_that_a_branch_may_skip_is_not_always_executed() -> None:
@@ -292,7 +308,7 @@ def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
         provenance=provenance(fake_backend(), "a command", "68cfc22"),
         protocol=Protocol(),
         clocks=(),
-        resources=(ResourceRecord("one_stage", 254, 40, 65536, 2),),
+        resources=(ResourceRecord("parent", 254, 40, 65536, 2),),
         measurements=tuple(
             of(name, seq_len, tflops)
             for name, by_length in speeds.items()
@@ -306,20 +322,20 @@ def test_the_table_of_speeds() -> None:
     results = made_up_results(
         {
             FLASH: {1024: 200.0, 4096: 200.0},
-            "one_stage": {1024: 220.0, 4096: 220.0},
-            "whole_tiles": {1024: 200.0, 4096: 300.0},
+            "parent": {1024: 220.0, 4096: 220.0},
+            "immediate_distances": {1024: 200.0, 4096: 300.0},
         }
     )
     table = speed_table(results)
     rows = {row[0]: list(row[1:]) for row in table.rows}
     assert list(rows) == [*(f"`{name}`" for name in NAMES), ""]
-    assert rows["`one_stage`"][1:] == ["110.0", "110.0", "110.0", "-", "44.0", "254", "40"]
+    assert rows["`parent`"][1:] == ["110.0", "110.0", "110.0", "100.0", "44.0", "254", "40"]
     # the harmonic mean of 200 and 300 is 240
-    assert rows["`whole_tiles`"] == [
-        f"{BY_NAME['whole_tiles'].title} (`one_stage`)",
+    assert rows["`immediate_distances`"] == [
+        IMMEDIATE.title,
         *("100.0", "150.0", "120.0", "109.1", "48.0", "-", "-"),
     ]
-    assert rows["`ring`"][1:6] == ["-"] * 5  # not measured
+    assert rows["`optimistic_maximum`"][1:6] == ["-"] * 5  # not measured
     assert all(len(row) == len(table.header) for row in table.rows)
     lines = table.markdown().splitlines()
     assert lines[1].startswith("| :-- | :-- | --: |")
@@ -327,10 +343,10 @@ def test_the_table_of_speeds() -> None:
 
 
 def test_the_table_of_loops() -> None:
-    loop = LoopFacts("ring", 871, 256, 80, 68, 69, 132, 64, 28, 2, 212, 96)
+    loop = LoopFacts("parent", 871, 256, 80, 68, 69, 132, 64, 28, 2, 212, 96)
     table = loop_table(MachineCode("ptxas 13.0.88", "sm_90", "", (loop,)))
     cells = ["871", "256", "80", "68", "69", "132", "64", "28", "2", "212", "96"]
-    assert list(table.rows[0]) == ["`ring`", *cells]
+    assert list(table.rows[0]) == ["`parent`", *cells]
     assert len(table.header) == len(table.rows[0])
 
 
@@ -360,7 +376,7 @@ def test_not_measured_yet_is_right_only_until_there_is_data(tool, repository, ca
     assert run(tool, "--write-docs") == 0
     assert tool.NOT_MEASURED in (repository / tool.DOCS).read_text()
     assert run(tool, "--write-docs", "--check") == 0
-    results = made_up_results({FLASH: {1024: 200.0}, "one_stage": {1024: 250.0}})
+    results = made_up_results({FLASH: {1024: 200.0}, "parent": {1024: 250.0}})
     results.save(repository / tool.RESULTS)
     capsys.readouterr()
     assert run(tool, "--write-docs", "--check") == 1
@@ -374,7 +390,7 @@ def test_not_measured_yet_is_right_only_until_there_is_data(tool, repository, ca
 
 def test_check_finds_machine_code_of_other_sources(tool, repository, capsys) -> None:
     assert run(tool, "--write-docs") == 0
-    (repository / overlap.HEADER).write_text(HEADER.replace("kResident = 0", "kResident = 1"))
+    (repository / OPTIMISTIC.header).write_text(HEADER.replace("0x1p64f", "0x1p63f"))
     assert run(tool, "--write-docs", "--check") == 1
     assert "was made from other sources" in capsys.readouterr().out
 
@@ -394,7 +410,7 @@ def test_check_alone_is_a_usage_error(tool, capsys) -> None:
 
 @pytest.fixture
 def gpu(tool, monkeypatch) -> ModuleType:
-    """The tool on a made-up GPU, on which `ring_ahead_3` is wrong."""
+    """The tool on a made-up GPU, on which an experiment is wrong."""
 
     def contender(cubin: Cubin) -> Contender:
         def run(inputs: InputSet) -> torch.Tensor:
@@ -408,7 +424,10 @@ def gpu(tool, monkeypatch) -> ModuleType:
     def compiled(architecture: int) -> list[Cubin]:
         assert architecture == 90
         report = report_of(registers=255, stack_bytes=8)
-        return [Cubin(source, Path("k.cubin"), "_Zk", "", report) for source in overlap.sources()]
+        return [
+            Cubin(source, Path("k.cubin"), "_Zk", "", report)
+            for source in (e.source() for e in EXPERIMENTS)
+        ]
 
     broken = [""]
     tool.broken = broken
@@ -439,15 +458,15 @@ def test_a_run_measures_every_experiment_beside_flash(gpu, tmp_path, capsys) -> 
     assert {len(m.samples_ms) for m in results.measurements if m.name != FLASH} == {2}
     assert [record.name for record in results.rates] == [MMA_SYNC]
     assert len(results.clocks) == 2
-    assert "`ring_again`" in capsys.readouterr().out
+    assert "`optimistic_maximum`" in capsys.readouterr().out
 
 
 def test_an_experiment_that_is_wrong_fails_the_run(gpu, tmp_path, capsys) -> None:
-    gpu.broken[0] = "ring_ahead_3"
+    gpu.broken[0] = "optimistic_maximum"
     path = tmp_path / "experiments.json"
     assert run(gpu, "--seq", "128", "--rounds", "1", "--json", str(path)) == 1
-    assert "ring_ahead_3 at 128: wrong output" in capsys.readouterr().out
-    assert [m.name for m in load_results(path).failures] == ["ring_ahead_3"]
+    assert "optimistic_maximum at 128: wrong output" in capsys.readouterr().out
+    assert [m.name for m in load_results(path).failures] == ["optimistic_maximum"]
 
 
 @pytest.mark.parametrize(

@@ -98,14 +98,14 @@ def kernel_function(name: str) -> str:
     return f"{name}_kernel"
 
 
-def kernel_unit(config: Config, name: str = "", header: str = "", members: str = "") -> str:
+def kernel_unit(config: Config, name: str = "", header: str = "", namespace: str = "") -> str:
     """Translation unit of one kernel, which holds C++ and Python to the same arguments and launch.
 
     It is compiled from the root of the repository with that folder and src/include on the
     include path.
 
-    name: of the kernel, its short form by default. header: that has the kernel, the step's by
-    default. members: C++ that the struct of the config has besides.
+    name: of the kernel, its short form by default. header, namespace: that have the kernel, the
+    step's by default.
     """
     name = name or config.short_form()
     step, family = config.step, config.family
@@ -120,14 +120,14 @@ def kernel_unit(config: Config, name: str = "", header: str = "", members: str =
 struct {name} {{
     static constexpr {type(config).__name__} value =
         {_initializer(config, 8)};
-{members}}};
+}};
 using Kernels = {name};
 
 static_assert(Kernels::value.n_threads() == {config.n_threads});
 static_assert(Kernels::value.smem_bytes() == {config.smem_bytes});
 
 Kernel {kernel_function(name)}() {{
-    const auto kernel = {step.namespace}::{family.kernel}<Kernels>;
+    const auto kernel = {namespace or step.namespace}::{family.kernel}<Kernels>;
     return {{"{name}", reinterpret_cast<const void *>(kernel)}};
 }}
 """

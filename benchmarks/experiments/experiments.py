@@ -1,0 +1,103 @@
+"""The experiments on step o5: which there are, and how they are compiled.
+
+The log of what was expected and what came out is docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flash_helpers.compile.codegen import kernel_unit
+from flash_helpers.compile.cubins import Cubin, Source, included_files
+from flash_helpers.kernel_configs import DType
+from flash_helpers.measure.benchmark import Contender
+from flash_helpers.measure.results import ResourceRecord
+from flash_helpers.registry.overlap import OVERLAP
+from flash_helpers.sass.analyse.occupancy import occupancy
+from flash_helpers.tune.process import KernelFile
+from flash_helpers.tune.worker import cubin_contender
+
+DTYPE = DType.BF16
+PARENT = OVERLAP.steps["o5"]
+CONFIG = OVERLAP.fixed_config(PARENT, DTYPE)
+_COMMENT = re.compile(r"\s*//.*")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A kernel that differs from its parent in one thing, and is launched as it is.
+
+    title: that thing. header: that has the kernel, relative to the root. namespace: of the kernel.
+    """
+
+    name: str
+    title: str
+    header: str
+    namespace: str
+
+    def source(self, dtype: DType = DTYPE) -> Source:
+        """What is compiled."""
+        config = CONFIG.replace(dtype=dtype)
+        return Source(
+            self.name, config, kernel_unit(config, self.name, self.header, self.namespace)
+        )
+
+
+# The parent first, then the experiments in the order of the log.
+EXPERIMENTS = (
+    Experiment("parent", "step o5", str(PARENT.source), PARENT.namespace),
+    Experiment(
+        "immediate_distances",
+        "distances of copies in the instructions",
+        "benchmarks/experiments/immediate.cuh",
+        PARENT.namespace,
+    ),
+    Experiment(
+        "optimistic_maximum",
+        "no maximum in the steady state",
+        "benchmarks/experiments/optimistic.cuh",
+        "optimistic",
+    ),
+)
+
+
+def resources(cubin: Cubin) -> ResourceRecord:
+    """What an experiment's kernel takes on the architecture that it was compiled for."""
+    config, report = cubin.config, cubin.report
+    held = occupancy(
+        report.architecture,
+        report.registers,
+        config.smem_bytes,
+        config.n_threads,
+        report.barriers or 0,
+    )
+    return ResourceRecord(
+        name=cubin.source.name,
+        registers=report.registers,
+        local_bytes=report.stack_bytes,
+        smem_bytes=config.smem_bytes,
+        blocks_per_sm=held.blocks,
+    )
+
+
+def contender(cubin: Cubin) -> Contender:
+    """The kernel for the benchmark; a CUDA context must be current. Raises DriverError."""
+    file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
+    # all experiments share a config
+    return replace(cubin_contender(file), name=cubin.source.name, config=None)
+
+
+def source_digest(root: Path) -> str:
+    """Digest of all that the experiments' machine code is made from, but the compiler: the units
+    and the files that they include, without comments and blank lines."""
+    digest = hashlib.sha256()
+    for experiment in EXPERIMENTS:
+        unit = experiment.source().unit
+        texts = [path.read_text(encoding="utf-8") for path in included_files(root, unit)]
+        for text in (*texts, unit):
+            lines = (_COMMENT.sub("", line).rstrip() for line in text.splitlines())
+            digest.update("\n".join(line for line in lines if line).encode() + b"\0")
+    return digest.hexdigest()[:16]
