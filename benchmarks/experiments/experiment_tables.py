@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import fields
 
 from experiments import DTYPE, EXPERIMENTS
@@ -69,7 +70,11 @@ def provenance_line(results: BenchmarkResults) -> str:
     found, dtype = results.provenance, DTYPE.short
     rate = results.rate(MMA_SYNC, dtype)
     shapes = sorted({(m.seq_len, m.batch, m.n_heads) for m in results.measurements})
-    before = [f"SM clock {c.sm_mhz[1]:.0f} MHz at {c.seq_len}" for c in results.clocks]
+    before = [
+        f"SM clock {statistics.median(clocks):.0f} MHz at {seq_len}"
+        for seq_len in results.seq_lens
+        if (clocks := [f for m in results.measurements if m.seq_len == seq_len for f in m.sm_mhz])
+    ]
     if rate:
         before.append(f"{RATE_NAMES[MMA_SYNC]} {number(rate)} TFLOP/s")
     return found.sentence(

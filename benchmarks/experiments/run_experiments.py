@@ -32,12 +32,14 @@ from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.measure.benchmark import default_shape, library_contender, n_steps, run_benchmark
 from flash_helpers.measure.benchmark_tables import replace_between_markers
-from flash_helpers.measure.machine import GpuMonitor, git_commit, provenance
+from flash_helpers.measure.machine import GpuSensor, git_commit, provenance
 from flash_helpers.measure.rates import mma_sync_work
 from flash_helpers.measure.results import (
     FLASH,
+    LOADS,
     MMA_SYNC,
     RATE_NAMES,
+    SUSTAINED,
     BenchmarkResults,
     Protocol,
     load_results,
@@ -155,7 +157,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
 
     torch.zeros(1, device=backend.device)  # makes PyTorch's context current
     contenders = [library_contender(FLASH), *map(contender, compiled)]
-    protocol = Protocol(rounds=arguments.rounds)
+    protocol = Protocol(rounds=arguments.rounds, loads=(LOADS[SUSTAINED],))
     total = len(seq_lens) * n_steps(len(contenders), protocol)
     with tqdm(total=total, desc="experiments", unit="step") as bar:
         run = run_benchmark(
@@ -164,7 +166,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             backend.device,
             make_timer(backend.device, protocol),
             protocol,
-            GpuMonitor,
+            GpuSensor(backend.device),
             rate_works={MMA_SYNC: lambda dtype: mma_sync_work(dtype, backend.device)},
             advance=bar.update,
             shape_for=default_shape,

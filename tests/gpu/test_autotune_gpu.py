@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.benchmark import make_input_sets
+from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.rates import default_rate_works, measure_rates
-from flash_helpers.measure.results import RATE_NAMES, Protocol, load_results
+from flash_helpers.measure.results import LOADS, RATE_NAMES, Protocol, load_results
 from flash_helpers.measure.timing import CudaTimer, make_timer
 from flash_helpers.runtime.mma_loop import MmaLoop
 from flash_helpers.tune.best import best_config
@@ -202,11 +204,10 @@ def test_an_mma_loop_of_no_iterations_is_refused(cuda_device: torch.device) -> N
 @pytest.mark.parametrize("timing", ["graph", "events"])
 @pytest.mark.parametrize("cache", ["rotate", "flush"])
 def test_the_chips_rates_are_measured(cuda_device, timing: str, cache: str) -> None:
-    protocol = Protocol(rounds=3, sample_ms=1.0, timing=timing, cache=cache)
-    rates = measure_rates(
-        default_rate_works(cuda_device), DType.BF16, make_timer(cuda_device, protocol), protocol
-    )
-    assert [rate.name for rate in rates] == list(RATE_NAMES)
+    protocol = Protocol(rounds=3, timing=timing, cache=cache)
+    works, timer = default_rate_works(cuda_device), make_timer(cuda_device, protocol)
+    rates = measure_rates(works, DType.BF16, timer, protocol, GpuSensor(cuda_device))
+    assert [(rate.load, rate.name) for rate in rates] == list(product(LOADS, RATE_NAMES))
     assert all(rate.tflops and not rate.failure for rate in rates), rates
 
 

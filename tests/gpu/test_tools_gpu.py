@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
+import torch
 from gpu_problems import CONFIGS
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
-from flash_helpers.measure.results import FLASH, load_results
+from flash_helpers.measure.machine import GpuSensor
+from flash_helpers.measure.results import BURST, CONTROL, FLASH, SUSTAINED, load_results
 
 pytestmark = pytest.mark.gpu
 
@@ -47,8 +50,21 @@ def test_the_benchmark_times_a_kernel_beside_flash(tmp_path: Path) -> None:
     result = run("tools/benchmark/pt_bench.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     results = load_results(path)
-    assert results.find(kernel, "bf16", 512) is not None
-    assert results.find(FLASH, "bf16", 512) is not None
     assert results.provenance.driver
     assert results.provenance.compute_capability
-    assert results.clocks
+    for load in (BURST, SUSTAINED):
+        for name in (kernel, FLASH, CONTROL):
+            found = results.find(name, "bf16", 512, load)
+            assert found is not None, (name, load)
+            assert len(found.samples_ms) == len(found.flash_ms) == len(found.sm_mhz) == 3
+        assert results.noise("bf16", load) < 0.1
+    # what is never let off draws more than what rests for two thirds of the time
+    burst, sustained = (results.find(kernel, "bf16", 512, load) for load in (BURST, SUSTAINED))
+    assert median(sustained.power_w) > median(burst.power_w)
+
+
+def test_the_driver_tells_clock_power_and_temperature(cuda_device: torch.device) -> None:
+    reading = GpuSensor(cuda_device).read()
+    assert reading is not None
+    assert 100 < reading.sm_mhz < 5000 and 5 < reading.power_w < 2000
+    assert 10 < reading.temperature_c < 110

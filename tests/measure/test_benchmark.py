@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +17,12 @@ import pytest
 import torch
 from benchmark_results import (
     BF16,
-    FakeMonitor,
+    BURST_GAIN,
+    LARGE_TILE_7,
+    STAIRS,
+    FakeSensor,
     FakeTimer,
+    control,
     full_results,
     measurement,
     synthetic_results,
@@ -28,12 +32,12 @@ from fake_backend import ROOT, Damage, fake_backend, load_tool
 
 from flash_helpers.kernel_configs import (
     STEPS,
-    TWO_STAGES,
     AttentionForward,
     DType,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
+from flash_helpers.measure import benchmark, timing
 from flash_helpers.measure.benchmark import (
     DEFAULT_SEQ_LENS,
     Contender,
@@ -59,8 +63,9 @@ from flash_helpers.measure.benchmark_tables import (
     progression_table,
     replace_between_markers,
     report_text,
+    share_text,
 )
-from flash_helpers.measure.machine import clock_record, git_commit, provenance
+from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.rates import (
     MATMUL_SIZE,
     RateWork,
@@ -69,38 +74,51 @@ from flash_helpers.measure.rates import (
     mma_sync_work,
 )
 from flash_helpers.measure.results import (
+    BURST,
+    CONTROL,
     CUDNN,
     FLASH,
     FLASH_ATTN,
+    LOADS,
     MATMUL,
     MMA_SYNC,
-    ClockRecord,
+    SUSTAINED,
+    BenchmarkResults,
     LibraryRecord,
+    Load,
     Measurement,
     Protocol,
     ResourceRecord,
     SkippedRecord,
+    interval,
     load_results,
     refuse_another_gpu,
 )
 from flash_helpers.measure.timing import (
+    COOL_DOWN_S,
+    HEAT,
     MAX_FLUSHED_WORKS,
+    MAX_WARM_UPS,
     Sample,
+    Taken,
+    heats,
     interleaved_rounds,
-    record_sample,
+    record,
+    warm_up,
 )
 from flash_helpers.runtime import library
 
 SHAPE = AttentionForward(batch=1, heads=2, seq_len=128)
 CPU = torch.device("cpu")
-THREE_ROUNDS = Protocol(rounds=3)
+TURNS = Load("turns", sample_ms=10.0)
+IN_TURNS = Protocol(rounds=3, loads=(TURNS,))
 RESULTS = ROOT / "benchmarks/results/h100.json"
 
 
 def measure(
     damage: Damage | None = None,
     configs: Sequence[FlashForwardKernelConfig] = BF16[:2],
-    protocol: Protocol = THREE_ROUNDS,
+    protocol: Protocol = IN_TURNS,
     timer: FakeTimer | None = None,
     **options,
 ) -> list[Measurement]:
@@ -113,7 +131,7 @@ def measure(
         DType.BF16,
         timer,
         protocol,
-        FakeMonitor(),
+        FakeSensor(),
         **options,
     )
 
@@ -121,21 +139,36 @@ def measure(
 # How it is measured
 
 
+def take(
+    samples: Sequence[Sample],
+    rounds: int,
+    load: Load = TURNS,
+    timer: FakeTimer | None = None,
+    **more,
+) -> list[list[Taken]]:
+    sensor = more.pop("sensor", None) or FakeSensor()
+    return interleaved_rounds(samples, timer or FakeTimer(), load, rounds, sensor, **more)
+
+
+def noting(calls: list[str], names: str, **options) -> list[Sample]:
+    return [Sample(lambda name=name: calls.append(name), **options) for name in names]
+
+
 def test_every_contender_is_timed_once_a_round_and_every_second_round_is_reversed() -> None:
     calls: list[str] = []
-    samples = [Sample(lambda name=name: calls.append(name)) for name in "abcdefgh"]
-    taken = interleaved_rounds(samples, FakeTimer(tuple(map(float, range(16)))), rounds=2)
+    timer = FakeTimer(tuple(map(float, range(16))))
+    taken = take(noting(calls, "abcdefgh"), 2, timer=timer)
     first, second = calls[:8], calls[8:]
     assert sorted(first) == list("abcdefgh") and second == first[::-1]
-    for name, milliseconds in zip("abcdefgh", taken, strict=True):
-        assert milliseconds == [first.index(name), 8 + second.index(name)]
+    for name, of_rounds in zip("abcdefgh", taken, strict=True):
+        assert [sample.ms for sample in of_rounds] == [first.index(name), 8 + second.index(name)]
+        assert [sample.reference_ms for sample in of_rounds] == [None, None]
 
 
 def test_pairs_of_rounds_differ_in_order_and_runs_do_not() -> None:
     def order() -> list[str]:
         calls: list[str] = []
-        samples = [Sample(lambda name=name: calls.append(name)) for name in "abcdefgh"]
-        interleaved_rounds(samples, FakeTimer(), rounds=6)
+        take(noting(calls, "abcdefgh"), 6)
         return calls
 
     assert len({"".join(order()[n : n + 8]) for n in (0, 16, 32)}) == 3
@@ -143,22 +176,121 @@ def test_pairs_of_rounds_differ_in_order_and_runs_do_not() -> None:
 
 
 def test_rounds_stop_when_they_may_not_continue() -> None:
-    samples = interleaved_rounds([Sample(lambda: None)], FakeTimer(), 10, lambda done: done < 4)
-    assert len(samples[0]) == 4
+    (taken,) = take([Sample(lambda: None)], 10, may_continue=lambda done: done < 4)
+    assert len(taken) == 4
 
 
 def test_a_sample_repeats_its_work_as_often_as_it_says() -> None:
     calls: list[str] = []
-    interleaved_rounds([Sample(lambda: calls.append(""), times=3)], FakeTimer(), 2)
+    (taken,) = take(noting(calls, "a", times=3, n_launches=6), 2, timer=FakeTimer((12.0, 24.0)))
     assert len(calls) == 6
+    assert [sample.ms for sample in taken] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("n", [1, 2, HEAT + 1, HEAT + 2, 4 * HEAT])
+def test_a_sample_of_the_reference_is_next_to_each_contenders(n: int) -> None:
+    for done in (0, 1):
+        found = heats(n, done, reference=0)
+        assert sorted(index for heat in found for index in heat if index) == list(range(1, n))
+        for heat in found:
+            assert heat.count(0) == 1
+            assert len(heat) <= HEAT + 1
+            assert abs(heat.index(0) - (len(heat) - 1) / 2) <= 1  # in the middle
+
+
+def test_a_contender_is_paired_with_the_reference_of_its_own_heat() -> None:
+    # the clock falls from sample to sample: the n-th takes n ms
+    calls: list[int] = []
+    samples = [Sample(lambda index=index: calls.append(index)) for index in range(2 * HEAT + 1)]
+    timer = FakeTimer(tuple(float(n) for n in range(100)))
+    taken = take(samples, 1, timer=timer, reference=0)
+    places = [place for place, index in enumerate(calls) if index == 0]
+    assert len(places) == 2
+    for index, (sample,) in enumerate(taken[1:], start=1):
+        assert sample.ms == calls.index(index)
+        assert sample.reference_ms == min(places, key=lambda place: abs(place - sample.ms))
+    # what is told of the reference itself is the mean of its samples
+    assert taken[0][0].ms == taken[0][0].reference_ms == sum(places) / 2
+
+
+def test_the_gpu_is_read_at_the_end_of_each_sample() -> None:
+    events: list[str] = []
+
+    class Timer(FakeTimer):
+        def start(self, work, times=1):
+            end = super().start(work, times)
+            return lambda: (events.append("end"), end())[1]
+
+    class Sensor(FakeSensor):
+        def read(self):
+            events.append("read")
+            return super().read()
+
+    (taken,) = take(noting([], "a"), 2, timer=Timer(), sensor=Sensor())
+    assert events == ["end", "read"] * 2
+    assert [sample.reading.sm_mhz for sample in taken] == [1965.0, 1950.0]
+
+
+def test_in_bursts_the_chip_rests_after_each_sample() -> None:
+    sensor = FakeSensor()
+    take(noting([], "ab"), 2, LOADS[BURST], FakeTimer((10.0, 20.0, 30.0, 40.0)), sensor=sensor)
+    after_each = [n * LOADS[BURST].rest / 1000 for n in (10.0, 20.0, 30.0, 40.0)]
+    assert sensor.rests == [COOL_DOWN_S, *after_each]
+
+
+def test_under_sustained_load_the_next_lead_is_in_line_before_a_sample_is_waited_for(
+    monkeypatch,
+) -> None:
+    events: list[str] = []
+    sensor = FakeSensor()
+    monkeypatch.setattr(timing, "warm_up", lambda *arguments: events.append("warm-up"))
+
+    class Timer(FakeTimer):
+        def start(self, work, times=1):
+            events.append("start")
+            end = super().start(work, times)
+            return lambda: (events.append("wait"), end())[1]
+
+    take(noting(events, "ab", lead=2), 1, LOADS[SUSTAINED], Timer(), sensor=sensor)
+    first, second = events[1], events[4 + 1]
+    assert {first, second} == {"a", "b"}
+    assert events == [
+        "warm-up",
+        *(first, first, "start", first),
+        *(second, second, "wait", "start", second),
+        "wait",
+    ]
+    assert sensor.rests == []
+
+
+def test_before_sustained_load_the_chip_is_kept_busy_until_its_speed_is_steady() -> None:
+    sample, load = Sample(lambda: None, times=20), LOADS[SUSTAINED]
+    timer = FakeTimer((800.0, 900.0, 990.0, 1000.0, 1003.0, 7.0))
+    warm_up(sample, timer, load)
+    assert timer.times_ms == [1003.0, 7.0]  # 990 and 1000 ms differ by no more than 1%
+    restless = FakeTimer(tuple(float(2**n) for n in range(30)))
+    warm_up(sample, restless, load)
+    assert len(restless.times_ms) == 30 - MAX_WARM_UPS
+
+
+def test_a_sample_is_as_long_as_its_load_says_and_its_graph_is_not() -> None:
+    # a launch takes 2 ms; a graph of five of them 10 ms
+    found = record(lambda: None, 1, FakeTimer((2.0, 10.0)), Protocol())
+    sample = found.sample(LOADS[SUSTAINED])
+    assert (sample.times, sample.n_launches, sample.lead) == (20, 100, 10)
+    sample = found.sample(LOADS[BURST])
+    assert (sample.times, sample.n_launches, sample.lead) == (1, 5, 0)
+    short = record(lambda: None, 1, FakeTimer((2.0, 4.0)), Protocol(loads=(Load("turns", 3.0),)))
+    assert (short.n_launches, short.sample(Load("turns", 3.0)).n_launches) == (2, 2)
 
 
 def test_a_timer_that_flushes_the_cache_gets_one_launch_at_a_time() -> None:
     timer = FakeTimer((2.0, 2.0), flushes=True)
-    sample = record_sample(lambda: None, 1, timer, sample_ms=10.0)
+    sample = record(lambda: None, 1, timer, IN_TURNS).sample(TURNS)
     assert (sample.times, sample.n_launches) == (5, 5)
-    fast = record_sample(lambda: None, 1, FakeTimer((1e-3, 1e-3), flushes=True), sample_ms=10.0)
-    assert fast.n_launches == MAX_FLUSHED_WORKS
+    timer = FakeTimer((1e-3, 1e-3), flushes=True)
+    fast = record(lambda: None, 1, timer, Protocol()).sample(LOADS[SUSTAINED])
+    assert (fast.n_launches, fast.lead) == (MAX_FLUSHED_WORKS, MAX_FLUSHED_WORKS)
 
 
 def test_with_a_flushed_cache_one_set_of_inputs_is_enough() -> None:
@@ -167,8 +299,10 @@ def test_with_a_flushed_cache_one_set_of_inputs_is_enough() -> None:
 
 
 def test_a_spent_time_budget_leaves_the_minimum_of_rounds() -> None:
-    found = measure(protocol=Protocol(rounds=9, min_rounds=2), deadline=-math.inf)
-    assert [len(m.samples_ms) for m in found] == [2, 2]
+    found = measure(protocol=Protocol(rounds=9, min_rounds=2), deadline=0.0)
+    assert [(m.load, len(m.samples_ms)) for m in found] == [
+        (load, 2) for load in (BURST, SUSTAINED) for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -187,20 +321,21 @@ def test_between_two_uses_of_a_set_of_inputs_twice_the_cache_is_touched(
 def test_a_sample_is_the_mean_of_enough_launches_over_every_set() -> None:
     # two sets; one rotation takes 4 ms, so that three make 10 ms; the graph then takes 12 ms
     cache_bytes = 4 * 2 * math.prod(SHAPE.shape) // 2
-    timer = FakeTimer((4.0, 12.0, 99.0, 12.0, 13.0), cache_bytes)
+    timer = FakeTimer((4.0, 12.0, 12.0, 13.0), cache_bytes)
     launches: list[str] = []
     (found,) = measure(
         lambda config, o: launches.append(config.short_form()),
         BF16[:1],
-        Protocol(rounds=2, sample_ms=10.0, warmup_rounds=1),
+        replace(IN_TURNS, rounds=2),
         timer,
     )
     assert found.input_sets == 2
     assert found.launches_per_sample == 6
     assert found.samples_ms == (12.0 / 6, 13.0 / 6)
     assert found.valid
-    # warm-up, estimate, recording, its replay; verified twice; one warm-up round and two rounds
-    assert len(launches) == 2 + 2 + 6 + 6 + 2 * 6 + 3 * 6
+    # first call, estimate, recording, its replay; verified twice; two rounds
+    assert len(launches) == 2 + 2 + 6 + 6 + 2 * 6 + 2 * 6
+    assert found.sm_mhz == (1965.0, 1950.0) and found.power_w == (700.0, 700.0)
 
 
 def test_a_kernel_that_is_right_has_its_errors_kept() -> None:
@@ -245,7 +380,7 @@ def test_a_kernel_that_goes_wrong_while_it_is_timed_is_found_out() -> None:
     def worsen(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
         nonlocal calls
         calls += 1
-        if calls > 12:  # ten come before the rounds
+        if calls > 8:  # eight come before the rounds
             o += 1
 
     (found,) = measure(worsen, BF16[:1])
@@ -263,23 +398,31 @@ def test_a_kernel_that_writes_only_on_its_first_call_is_found_out() -> None:
             backend.forward(config, q, k, v, o)
         written.append("")
 
-    protocol, timer = Protocol(rounds=2), FakeTimer()
+    protocol, timer = replace(IN_TURNS, rounds=2), FakeTimer()
     sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
     contenders = [kernel_contender(BF16[0], forward)]
-    (found,) = measure_problem(contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeMonitor())
+    (found,) = measure_problem(contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeSensor())
     assert "wrong output" in found.failure
 
 
 def test_the_libraries_are_verified_and_timed_like_the_kernels() -> None:
     contenders = contenders_for(BF16[:1], DType.BF16, fake_backend())
-    assert [c.name for c in contenders] == [FLASH, CUDNN, BF16[0].short_form()]
-    protocol, timer = Protocol(rounds=2), FakeTimer()
+    assert [c.name for c in contenders] == [FLASH, CUDNN, CONTROL, BF16[0].short_form()]
+    protocol, timer = replace(IN_TURNS, rounds=2), FakeTimer()
     sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
-    flash, cudnn, _ = measure_problem(
-        contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeMonitor()
+    flash, cudnn, again, kernel = measure_problem(
+        contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeSensor()
     )
     assert flash.valid and flash.ran == ""
     assert cudnn.failure != ""  # not on a CPU
+    assert again.valid and again.ran == ""
+    # the flash backend is what all are paired with, itself too
+    assert flash.flash_ms == flash.samples_ms
+    assert len(kernel.flash_ms) == len(again.flash_ms) == 2
+
+
+def test_without_the_flash_backend_there_is_no_pair() -> None:
+    assert [found.flash_ms for found in measure()] == [(), ()]
 
 
 def test_progress_is_told_as_often_as_announced() -> None:
@@ -293,26 +436,43 @@ def contenders_of(step: str) -> dict[DType, list[Contender]]:
     return {dtype: contenders_for(configs, dtype, fake_backend()) for dtype in DType}
 
 
-def test_a_run_measures_every_dtype_at_every_length_and_reads_the_clocks() -> None:
+def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustained() -> None:
     run = run_benchmark(
         contenders_of("v1"),
         (64, 128),
         CPU,
         FakeTimer(),
         Protocol(rounds=2),
-        FakeMonitor,
+        FakeSensor(),
         shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
-    assert [(m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
-        ("fp16", 64),
-        ("fp16", 128),
-        ("bf16", 64),
-        ("bf16", 128),
+    assert [(m.load, m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
+        (load, dtype, seq_len)
+        for dtype in ("fp16", "bf16")
+        for seq_len in (64, 128)
+        for load in (BURST, SUSTAINED)
     ]
-    assert run.clocks[0] == ClockRecord(
-        "fp16", 64, 2, (1755.0, 1867.5, 1980.0), (650.0, 675.0, 700.0), 65.0
-    )
+    assert all(len(m.sm_mhz) == len(m.samples_ms) for m in run.measurements if m.valid)
     assert run.skipped == ()
+
+
+def test_what_is_left_of_the_time_is_shared_out_by_what_a_round_takes(monkeypatch) -> None:
+    """30 ms for a burst with its rest, 300 ms for a slice of sustained load."""
+    done: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: clock[0])
+
+    def rounds(samples, timer, load, most, sensor, reference, may_continue) -> list[list[Taken]]:
+        for n in range(most):
+            if not may_continue(n):
+                break
+            done.append(load.name)
+            clock[0] += load.slice_ms / 10
+        return [[Taken(1.0, None, None)] for _ in samples]
+
+    monkeypatch.setattr(benchmark, "interleaved_rounds", rounds)
+    measure(protocol=Protocol(rounds=99, min_rounds=1), deadline=330.0)
+    assert done == [BURST] * 10 + [SUSTAINED] * 10
 
 
 def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -> None:
@@ -328,7 +488,7 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
         CPU,
         FakeTimer(),
         protocol,
-        FakeMonitor,
+        FakeSensor(),
         advance=steps.append,
         shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
@@ -340,14 +500,10 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
     assert sum(steps) == 3 * n_steps(1 + len(library_contenders()), protocol)
 
 
-def test_without_readings_there_is_no_clock_record() -> None:
-    assert clock_record("bf16", 64, []) is None
-
-
 # The chip's own rates
 
 
-def test_rates_are_measured_in_every_dtype_of_the_run() -> None:
+def test_rates_are_measured_in_every_dtype_of_the_run_under_each_load() -> None:
     launched: list[DType] = []
 
     def make(dtype: DType) -> RateWork:
@@ -359,22 +515,21 @@ def test_rates_are_measured_in_every_dtype_of_the_run() -> None:
         CPU,
         FakeTimer(),
         Protocol(rounds=2),
-        FakeMonitor,
+        FakeSensor(),
         rate_works={MMA_SYNC: make},
         shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
-    assert [(r.name, r.dtype, len(r.samples_ms)) for r in run.rates] == [
-        (MMA_SYNC, "fp16", 2),
-        (MMA_SYNC, "bf16", 2),
+    assert [(r.name, r.load, r.dtype, len(r.samples_ms)) for r in run.rates] == [
+        (MMA_SYNC, load, dtype, 2) for dtype in ("fp16", "bf16") for load in (BURST, SUSTAINED)
     ]
     assert set(launched) == set(DType)
 
 
 def test_a_rate_is_operations_over_the_median_time_of_a_launch() -> None:
     # one launch takes 2 ms; five make a sample, whose rounds take 10, 20 and 30 ms
-    timer = FakeTimer((2.0, 10.0, 10.0, 10.0, 20.0, 30.0))
+    timer = FakeTimer((2.0, 10.0, 10.0, 20.0, 30.0))
     works = {MATMUL: lambda dtype: RateWork(4 * 10**12, lambda: None)}
-    (rate,) = measure_rates(works, DType.BF16, timer, Protocol(rounds=3, sample_ms=10.0))
+    (rate,) = measure_rates(works, DType.BF16, timer, IN_TURNS, FakeSensor())
     assert rate.samples_ms == (2.0, 4.0, 6.0)
     assert rate.tflops == pytest.approx(1000)
 
@@ -384,7 +539,7 @@ def test_a_rate_that_cannot_be_measured_stops_nothing_and_says_why() -> None:
         raise RuntimeError("the kernel library has no flash_mma_loop")
 
     works = {MMA_SYNC: fail, MATMUL: lambda dtype: RateWork(10**9, lambda: None)}
-    broken, whole = measure_rates(works, DType.BF16, FakeTimer(), THREE_ROUNDS)
+    broken, whole = measure_rates(works, DType.BF16, FakeTimer(), IN_TURNS, FakeSensor())
     assert "no flash_mma_loop" in broken.failure and broken.tflops is None
     assert whole.failure == "" and whole.tflops is not None
 
@@ -441,15 +596,13 @@ def flash_attn(tmp_path: Path, monkeypatch) -> Path:
 def run_contender(name: str) -> Measurement:
     timer = FakeTimer()
     (contender,) = (c for c in library_contenders() if c.name == name)
-    sets: list[InputSet] = make_input_sets(SHAPE, DType.BF16, CPU, timer, THREE_ROUNDS)
-    (found,) = measure_problem(
-        [contender], sets, SHAPE, DType.BF16, timer, THREE_ROUNDS, FakeMonitor()
-    )
+    sets: list[InputSet] = make_input_sets(SHAPE, DType.BF16, CPU, timer, IN_TURNS)
+    (found,) = measure_problem([contender], sets, SHAPE, DType.BF16, timer, IN_TURNS, FakeSensor())
     return found
 
 
 def test_the_flash_attn_package_is_a_contender_where_it_is_installed(flash_attn: Path) -> None:
-    assert [c.name for c in library_contenders()] == [FLASH, CUDNN, FLASH_ATTN]
+    assert [c.name for c in library_contenders()] == [FLASH, CUDNN, FLASH_ATTN, CONTROL]
     assert library_records(library_contenders()) == (LibraryRecord(FLASH_ATTN, "2.9.9"),)
     assert run_contender(FLASH_ATTN).valid
 
@@ -469,7 +622,7 @@ def test_default_problems_are_the_projects() -> None:
 
 
 def test_provenance_names_the_machine(tmp_path: Path) -> None:
-    backend = dataclasses.replace(fake_backend(), library="CUDA 13.0 for sm_90")
+    backend = replace(fake_backend(), library="CUDA 13.0 for sm_90")
     found = provenance(backend, "pt_bench.py", "abc")
     assert found.torch == torch.__version__
     assert (found.library, found.commit) == ("CUDA 13.0 for sm_90", "abc")
@@ -483,8 +636,8 @@ def test_operations_are_those_of_two_matrix_products() -> None:
     assert AttentionForward(2, 3, 64).operations == 2 * (2 * 2 * 3 * 64 * 64 * 128)
 
 
-def test_speed_is_taken_at_the_median_and_spread_between_the_quartiles() -> None:
-    found = dataclasses.replace(
+def test_speed_is_taken_at_the_median() -> None:
+    found = replace(
         measurement(FLASH, 1024, 100.0),
         batch=SHAPE.batch,
         n_heads=SHAPE.heads,
@@ -492,19 +645,76 @@ def test_speed_is_taken_at_the_median_and_spread_between_the_quartiles() -> None
         samples_ms=(4.0, 1.0, 2.0, 3.0, 100.0),
     )
     assert found.median_ms == 3.0
-    assert found.quartiles_ms == (2.0, 4.0)
-    assert found.spread == pytest.approx(2 / 3)
     assert found.tflops == pytest.approx(SHAPE.operations / 3e-3 / 1e12)
-    assert dataclasses.replace(found, samples_ms=(3.0,)).quartiles_ms == (3.0, 3.0)
+
+
+def test_an_interval_holds_the_middle_four_fifths() -> None:
+    assert interval([float(n) for n in range(11)]) == (1.0, 9.0)
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((1.2, 2.8))
+    assert interval([3.0]) == (3.0, 3.0)
+
+
+def test_a_ratio_is_formed_within_a_round_so_that_a_drifting_clock_cancels() -> None:
+    name = BF16[0].short_form()
+    own, flash = measurement(name, 1024, 150.0), measurement(FLASH, 1024, 300.0)
+    # the flash backend of the whole round had another clock than the one next to it
+    flash = replace(flash, samples_ms=flash.samples_ms[::-1], flash_ms=flash.samples_ms[::-1])
+    results = synthetic_results(flash, own)
+    assert results.pairs(name, FLASH, "bf16", 1024) == pytest.approx([0.5] * 3)
+    assert results.of_flash(name, "bf16", 1024) == pytest.approx(0.5)
+    # where it was not timed beside them, the samples of a round are compared themselves
+    raw = [replace(m, flash_ms=()) for m in (flash, own)]
+    ratios = synthetic_results(*raw).pairs(name, FLASH, "bf16", 1024)
+    assert ratios == pytest.approx([0.5 * 1.2 / 0.9, 0.5, 0.5 * 0.9 / 1.2])
+
+
+def test_two_kernels_are_compared_through_the_flash_backend_next_to_each() -> None:
+    one, other = (config.short_form() for config in BF16[:2])
+    slow = measurement(other, 1024, 150.0)
+    # it was timed when the clock was at half, and so was the flash backend next to it
+    halved = {
+        name: tuple(2 * ms for ms in getattr(slow, name)) for name in ("samples_ms", "flash_ms")
+    }
+    results = synthetic_results(measurement(one, 1024, 100.0), replace(slow, **halved))
+    assert results.ratio(other, one, "bf16", 1024) == pytest.approx(1.5)
+
+
+def test_noise_is_how_far_flash_is_from_itself() -> None:
+    name = BF16[0].short_form()
+    speeds = {FLASH: 300.0, name: 300 * 1.0079, "slower": 300 * 0.9921, "faster": 300 * 1.0081}
+    rows = [measurement(own, 1024, speed) for own, speed in speeds.items()]
+    results = synthetic_results(*rows, control(1024))
+    assert results.noise("bf16") == pytest.approx(0.008)  # 80% of 0.99, 1 and 1.01
+    assert results.is_equal(name, FLASH, "bf16", 1024)
+    assert results.is_equal("slower", FLASH, "bf16")
+    assert not results.is_equal("faster", FLASH, "bf16")
+    without = synthetic_results(*rows)
+    assert without.noise("bf16") is None
+    assert not without.is_equal(name, FLASH, "bf16", 1024)  # nobody knows
+
+
+def test_burst_and_sustained_are_told_apart_and_sustained_is_meant() -> None:
+    results = full_results()
+    name = BF16[0].short_form()
+    assert results.loads == [BURST, SUSTAINED]
+    assert results.tflops(name, "bf16", 4096) == pytest.approx(110.0)
+    assert results.tflops(name, "bf16", 4096, BURST) == pytest.approx(110.0 * BURST_GAIN)
+    assert results.of_flash(name, "bf16", load=BURST) == pytest.approx(110 / 300)
+    bursts = replace(
+        results, measurements=tuple(m for m in results.measurements if m.load == BURST)
+    )
+    assert bursts.main_load == BURST
+    assert bursts.tflops(name, "bf16") == pytest.approx(110.0 * BURST_GAIN)
 
 
 def test_means_are_harmonic_and_compared_with_flash() -> None:
     name = BF16[0].short_form()
+    # next to a flash backend of 300
     results = synthetic_results(
         measurement(FLASH, 1024, 300.0),
-        measurement(FLASH, 4096, 600.0),
+        replace(measurement(FLASH, 4096, 600.0), flash_ms=()),
         measurement(name, 1024, 100.0),
-        measurement(name, 4096, 300.0),
+        replace(measurement(name, 4096, 300.0), flash_ms=()),
     )
     assert results.mean_tflops(name, "bf16") == pytest.approx(150.0)
     assert results.of_flash(name, "bf16", 4096) == pytest.approx(0.5)
@@ -542,7 +752,7 @@ def test_json_round_trips(tmp_path: Path) -> None:
 
 def test_json_has_one_line_a_measurement() -> None:
     results = full_results()
-    lines = [line for line in results.to_json().splitlines() if '"samples_ms"' in line]
+    lines = [line for line in results.to_json().splitlines() if '"flash_ms"' in line]
     assert len(lines) == len(results.measurements)
 
 
@@ -550,8 +760,8 @@ def test_json_has_one_line_a_measurement() -> None:
     ("text", "message"),
     [
         ("{", "holds no benchmark results"),
-        ('{"format": 1}', "format 1 is not 2"),
-        ('{"format": 2}', "measurements"),
+        ('{"format": 2}', "format 2 is not 3: measure again"),
+        ('{"format": 3}', "measurements"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -591,18 +801,18 @@ def test_a_record_that_lacks_a_field_is_refused_even_if_the_field_has_a_default(
 ) -> None:
     path = tmp_path / "results.json"
     data = json.loads(full_results().to_json())
-    del data["protocol"]["timing"], data["clocks"][0]["sm_mhz"][2]
+    del data["protocol"]["timing"], data["protocol"]["loads"][0]["rest"]
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"\$\.protocol lacks or does not know the fields timing"):
         load_results(path)
     data["protocol"]["timing"] = "graph"
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"\$\.clocks\[0\]\.sm_mhz is .* which is no tuple"):
+    with pytest.raises(ValueError, match=r"\$\.protocol\.loads\[0\] lacks .* the fields rest"):
         load_results(path)
 
 
 def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
-    broken = dataclasses.replace(measurement(FLASH, 1024, 300.0), relative_error=math.nan)
+    broken = replace(measurement(FLASH, 1024, 300.0), relative_error=math.nan)
     with pytest.raises(ValueError, match="not JSON compliant"):
         synthetic_results(broken).save(tmp_path / "results.json")
     assert not list(tmp_path.iterdir())
@@ -619,8 +829,9 @@ def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
     assert (flash["step"], flash["percent_of_flash"]) == ("", "100.0")
     assert (kernel["name"], kernel["step"]) == (name, "v3")
     assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.0", "50.0")
-    assert float(kernel["first_quartile_ms"]) < float(kernel["median_ms"])
-    assert (failed["tflops"], failed["failure"]) == ("", "wrong output")
+    assert (kernel["load"], kernel["sm_mhz"], kernel["power_w"]) == (SUSTAINED, "1470.0", "698.0")
+    assert kernel["percent_of_flash_low"] == kernel["percent_of_flash_high"] == "50.0"
+    assert (failed["tflops"], failed["sm_mhz"], failed["failure"]) == ("", "", "wrong output")
 
 
 def test_table_csv_and_json_have_the_same_shares_of_the_chips_rates(tmp_path: Path) -> None:
@@ -635,10 +846,11 @@ def test_table_csv_and_json_have_the_same_shares_of_the_chips_rates(tmp_path: Pa
     for rate, percent in expected.items():
         assert row[f"percent_of_{rate}"] == str(percent)
         assert derived[f"percent_of_{rate}"] == percent
-    assert {"bf16, % of flash", "bf16, % of matmul", "bf16, % of mma.sync"} <= {
+    assert {f"bf16, sustained, % of {name}" for name in ("flash", "matmul", "mma.sync")} <= {
         line.partition("  ")[0] for line in text.splitlines()
     }
-    assert "bf16 mma.sync: 600 TFLOP/s" in text
+    assert "bf16, sustained, mma.sync: 600 TFLOP/s" in text
+    assert "bf16, burst, mma.sync: 720 TFLOP/s" in text
     assert results.of_rate(MMA_SYNC, name, "bf16") == pytest.approx(150 / 600)
 
 
@@ -654,7 +866,7 @@ def test_what_is_derived_is_not_read_back(tmp_path: Path) -> None:
 
 def test_every_kind_of_record_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    results = dataclasses.replace(
+    results = replace(
         with_rates(full_results()),
         libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
         skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
@@ -683,88 +895,150 @@ def rows_of(table: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
+def step_rows(results: BenchmarkResults) -> dict[str, list[str]]:
+    """Cells behind the idea, by step or title."""
+    _, *rows = rows_of(progression_table(results).partition("<details>")[0])
+    return {row[0] or row[1]: row[2:] for row in rows}
+
+
 def test_the_step_table_has_a_row_a_step_in_order_and_then_the_libraries() -> None:
-    header, *rows = rows_of(progression_table(full_results()))
-    assert header[:4] == ["step", "idea", "TFLOP/s at 4096", "% of flash at 4096"]
+    text = progression_table(with_rates(full_results()))
+    header, *rows = rows_of(text)
+    assert header == [
+        *("step", "idea", "fixed tile: % of flash", "large tile: % of flash"),
+        *("stride read: % of flash", "TFLOP/s at 4096"),
+        *("bursts: % of flash", "bursts: TFLOP/s at 4096"),
+    ]
     steps = rows[: len(STEPS)]
     assert [row[:2] for row in steps] == [[step.id, step.idea] for step in STEPS.values()]
-    assert steps[0][2:5] == ["110", "36.7", "36.7"]
-    assert [row[1:5] for row in rows[len(STEPS) :]] == [
-        ["PyTorch's flash backend", "300", "100.0", "100.0"],
-        ["PyTorch's cuDNN backend", "600", "200.0", "200.0"],
+    assert [row[1:] for row in rows[len(STEPS) :]] == [
+        ["PyTorch's flash backend", "100.0", "100.0", "", "300", "100.0", "360"],
+        ["PyTorch's cuDNN backend", "200.0", "200.0", "", "600", "200.0", "720"],
+        ["mma.sync alone, on registers", "200.0", "200.0", "", "600", "200.0", "720"],
     ]
 
 
-def test_the_best_config_of_a_step_stands_beside_the_fixed_one() -> None:
-    _, *rows = rows_of(progression_table(full_results()))
-    assert rows[6][2] == "170"
-    assert rows[6][5:8] == ["330", "110.0", "110.0"]
-    assert rows[6][8].startswith("B_r 128, B_c 64, 4 warps")
-    assert rows[5][5:] == ["", "", "", ""]  # nothing else was measured for step 6
+def test_the_step_table_shows_both_staircases() -> None:
+    rows = step_rows(full_results())
+    # before the large tile: 110 of flash's 300
+    assert rows["v1"] == ["36.7", "", "", "110", "36.7", "132"]
+    # the speeds are those of the large tile where there is one
+    assert rows["v7"] == ["56.7", "90.0", "", "270", "90.0", "324"]
+    # with a static stride, the kernel that reads it stands beside
+    assert rows["v16"] == ["86.7", "120.0", "= 116.7", "360", "120.0", "432"]
+    # another family's steps are at the large tile from the start
+    assert rows["o1"] == ["", "123.3", "120.0", "370", "123.3", "444"]
 
 
-def test_options_of_the_best_config_beyond_the_steps_are_named() -> None:
-    last = BF16[-1].replace(**TWO_STAGES)
-    results = full_results()
-    more = [measurement(last.short_form(), n, 400.0) for n in (1024, 4096)]
-    results = dataclasses.replace(results, measurements=(*results.measurements, *more))
-    _, *rows = rows_of(progression_table(results))
-    assert rows[len(BF16) - 1][8] == (
-        "B_r 128, B_c 64, 4 warps, loads 1/1/1, double-buffered, kv_stages 2, lazy_rescale, "
-        "mma_row_sum"
+def with_speed(results: BenchmarkResults, name: str, tflops: float) -> BenchmarkResults:
+    """The results, with another speed of one kernel under both loads."""
+    rows = (
+        measurement(name, m.seq_len, tflops, load=m.load) if m.name == name else m
+        for m in results.measurements
     )
+    return replace(results, measurements=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("step", "column", "tile"), [("v2", 0, "fixed"), ("v9", 1, "large"), ("o1", 1, "large")]
+)
+@pytest.mark.parametrize(("share", "is_equal"), [(1.005, True), (0.995, True), (1.02, False)])
+def test_a_step_within_the_noise_of_its_parent_at_the_same_tile_is_equal(
+    step: str, column: int, tile: str, share: float, is_equal: bool
+) -> None:
+    own = STAIRS[step]
+    parent = getattr(STAIRS[own.step.parent], tile).short_form()
+    results = full_results()  # whose control is within 1% of flash
+    speed = share * results.tflops(parent, "bf16")
+    results = with_speed(results, getattr(own, tile).short_form(), speed)
+    text = share_text(results.of_flash(getattr(own, tile).short_form(), "bf16"))
+    assert step_rows(results)[step][column] == (f"= {text}" if is_equal else text)
+
+
+def test_no_step_is_equal_to_another_tile_of_its_parent() -> None:
+    results = full_results()
+    fixed_6, large_7 = (STAIRS[n].widest.short_form() for n in ("v6", "v7"))
+    results = with_speed(results, large_7, results.tflops(fixed_6, "bf16"))
+    assert "=" not in "".join(step_rows(results)["v7"])
+
+
+def test_other_configs_are_folded_below() -> None:
+    text = progression_table(full_results())
+    assert "<details>" not in text
+    wide = LARGE_TILE_7.replace(B_c=32)
+    more = (measurement(wide.short_form(), n, 310.0) for n in (1024, 4096))
+    table, _, folded = progression_table(full_results(*more)).partition("<details>")
+    assert wide.short_form() not in table
+    _, row = rows_of(folded)
+    assert row == ["v7", f"`{wide.short_form()}`", "103.3", "310", "-", "-"]
+    assert "</details>" in folded
+
+
+def test_without_bursts_the_step_table_has_no_columns_of_them() -> None:
+    results = full_results()
+    sustained = tuple(m for m in results.measurements if m.load == SUSTAINED)
+    text = progression_table(replace(results, measurements=sustained))
+    header, first, *_ = rows_of(text)
+    assert header[-1] == "TFLOP/s at 4096" and len(first) == len(header)
+    assert "burst" not in text
 
 
 def test_the_step_table_says_what_it_was_measured_on() -> None:
     text = progression_table(full_results())
     for fact in (
         "NVIDIA H100 80GB HBM3",
-        "1755 MHz",
         "580.1",
         "2.13.0",
         "16 heads",
         "16 at 4096",
-        "median of 3 rounds",
+        "burst: 3 rounds of 10 ms each, with pauses 2 times as long: SM clock 1965 MHz, 310 W",
+        "sustained: 3 rounds of 200 ms each after 100 ms of the same load, without a pause: "
+        "SM clock 1470 MHz, 698 W",
         "2026-01-02",
         "abc123",
         "1024 … 4096",
+        "The fixed tile is B_r 64, B_c 64, 4 warps, the large tile B_r 128, B_c 64, 4 warps",
+        "no further than 1.0% from the parent",
     ):
-        assert fact in text
+        assert fact in text, fact
 
 
-def test_the_step_table_tells_the_chips_rates_and_how_launches_were_timed() -> None:
-    results = with_rates(full_results())
+def test_the_step_table_tells_how_launches_were_timed() -> None:
+    results = full_results()
     text = progression_table(results)
-    assert "matmul 800 TFLOP/s, mma.sync 600 TFLOP/s" in text
     assert "CUDA graph replays" in text and "L2" not in text
-    protocol = dataclasses.replace(results.protocol, timing="events", cache="flush")
-    text = progression_table(dataclasses.replace(results, protocol=protocol))
+    protocol = replace(results.protocol, timing="events", cache="flush")
+    text = progression_table(replace(results, protocol=protocol))
     assert "launches one by one; L2 cache overwritten before each" in text
 
 
 def test_a_step_that_was_not_measured_has_dashes() -> None:
-    results = synthetic_results(measurement(FLASH, 4096, 300.0))
-    _, first, *_ = rows_of(progression_table(results))
-    assert first[2:5] == ["-", "-", "-"]
+    rows = step_rows(synthetic_results(measurement(FLASH, 4096, 300.0)))
+    assert rows["v1"] == ["-", "", "", "-"]
+    assert rows["v16"] == ["-", "-", "-", "-"]
 
 
 def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     failed = measurement(BF16[1].short_form(), 4096, 1.0, failure="wrong output")
-    results = full_results()
-    results = dataclasses.replace(
-        results,
-        measurements=(*results.measurements, failed),
+    kept = (m for m in full_results().measurements if (m.name, m.load) != (failed.name, SUSTAINED))
+    results = replace(
+        synthetic_results(*kept, failed),
         libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
         skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
     )
     text = report_text(results)
-    assert "bf16, TFLOP/s" in text
-    assert "bf16, % of flash" in text
-    assert "largest spread" in text
-    # samples of 0.9, 1 and 1.2 times the median
-    flash = next(line for line in text.splitlines() if line.startswith(FLASH))
-    assert flash.split() == [FLASH, "300", "300", "300", "15.0"]
-    assert f"{failed.name} at 4096: wrong output" in text
+    tables = {part.partition("  ")[0]: part.splitlines() for part in text.split("\n\n")}
+    speeds, shares = (tables[f"bf16, sustained, {name}"] for name in ("TFLOP/s", "% of flash"))
+    assert speeds[0].split()[-4:] == ["spread", "%", "MHz", "W"]
+    # clock and power stand beside the speed; ratios of 0.99, 1 and 1.01 spread over 1.6%
+    again = next(line for line in speeds if line.startswith(CONTROL))
+    assert again.split() == [CONTROL, "300", "300", "300", "1.6", "1,470", "698"]
+    v1 = next(line for line in shares if line.startswith(BF16[0].short_form()))
+    assert v1.split()[1:] == ["36.7", "36.7", "36.7", "0.0", "1,470", "698"]
+    burst = next(line for line in tables["bf16, burst, TFLOP/s"] if line.startswith(FLASH))
+    assert burst.split() == [FLASH, "360", "360", "360", "0.0", "1,965", "310"]
+    assert f"bf16, sustained: {CONTROL} is within 1.00% of {FLASH}" in text
+    assert f"{failed.name} at 4096, sustained: wrong output" in text
     assert "flash_attn 2.9.9" in text
     assert "bf16 at 65536 skipped: does not fit" in text
 
@@ -842,17 +1116,26 @@ def test_a_file_without_markers_is_wrong_usage_and_nothing_is_written(
     assert progression_table(full_results()) not in (repository / "README.md").read_text()
 
 
-def test_header_lines_tell_speed_and_cost_of_the_fixed_config() -> None:
-    config = next(c for c in get_kernel_progression_configs() if c.dtype == DType.BF16)
-    cost = ResourceRecord(config.short_form(), 168, 12, 49152, 3)
-    results = dataclasses.replace(full_results(), resources=(cost,))
-    lines = header_lines(results, config.step)
+def test_header_lines_tell_speed_and_cost_at_each_tile() -> None:
+    cost = ResourceRecord(LARGE_TILE_7.short_form(), 168, 12, 49152, 3)
+    results = replace(full_results(), resources=(cost,))
+    lines = header_lines(results, STEPS["v7"])
     assert all(line.startswith("// ") and len(line) <= 100 for line in lines.splitlines())
-    text = lines.replace("\n// ", " ")
-    speed = results.tflops(config.short_form(), "bf16", 4096)
-    assert f"{speed:.0f} TFLOP/s at length 4096" in text
-    assert "168 registers a thread, 12 bytes of it spilled, 48 KiB" in text
-    assert "3 blocks an SM" in text
+    text = lines.removeprefix("// ").replace("\n// ", " ")
+    assert text == (
+        "Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of "
+        "PyTorch's flash backend in the harmonic mean over lengths. "
+        "B_r 64, B_c 64, 4 warps: burst 204, 0.57; sustained 170, 0.57. "
+        "B_r 128, B_c 64, 4 warps: burst 324, 0.90; sustained 270, 0.90. "
+        "Cost: 168 registers per thread, 12 bytes of it spilled, 48 KiB of shared memory per "
+        "block, 3 blocks per SM."
+    )
+
+
+def test_header_lines_of_a_step_at_the_large_tile_alone_are_of_its_static_stride() -> None:
+    text = header_lines(full_results(), STEPS["o1"])
+    assert text.count("B_r") == 1
+    assert "sustained 370, 1.23" in text.replace("\n// ", " ")  # 360 if the stride is read
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="no results are committed")
@@ -869,7 +1152,7 @@ def pt_bench(monkeypatch):
         tool, "make_timer", lambda device, protocol: FakeTimer(flushes=protocol.cache == "flush")
     )
     monkeypatch.setattr(tool, "default_rate_works", lambda device: {})
-    monkeypatch.setattr(tool, "GpuMonitor", FakeMonitor)
+    monkeypatch.setattr(tool, "GpuSensor", FakeSensor)
     monkeypatch.setattr(
         tool,
         "resource_record",
@@ -887,7 +1170,9 @@ def test_the_tool_writes_the_files_and_prints_the_tables(pt_bench, tmp_path: Pat
     assert status == 0
     results = load_results(json_path)
     assert results.seq_lens == [64, 128]
-    assert results.names("bf16") == [FLASH, CUDNN, BF16[1].short_form()]
+    assert results.names("bf16") == [FLASH, CUDNN, CONTROL, BF16[1].short_form()]
+    assert results.loads == [BURST, SUSTAINED]
+    assert results.noise("bf16") == 0  # the fake clock stands still
     assert results.protocol.rounds == 2
     assert results.provenance.commit == "abc"
     assert results.provenance.command == (
@@ -906,6 +1191,15 @@ def test_the_tool_keeps_how_launches_were_timed(pt_bench, tmp_path: Path) -> Non
     results = load_results(path)
     assert (results.protocol.timing, results.protocol.cache) == ("events", "flush")
     assert {m.input_sets for m in results.measurements} == {1}
+
+
+@pytest.mark.parametrize("load", [BURST, SUSTAINED])
+def test_the_tool_measures_under_one_load_alone(pt_bench, tmp_path: Path, load: str) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--kernel", "2", "--seq", "64", "--load", load, "--json", str(path)]
+    assert pt_bench.main(arguments) == 0
+    results = load_results(path)
+    assert results.loads == [load] and results.protocol.loads == (LOADS[load],)
 
 
 def test_the_tool_does_not_write_over_results_of_another_gpu(
@@ -962,5 +1256,5 @@ def test_without_a_gpu_the_tool_says_so_and_exits_with_2(capsys) -> None:
 
 def test_contenders_without_a_config_are_libraries() -> None:
     contenders = contenders_for(BF16, DType.BF16, fake_backend())
-    assert [c.name for c in contenders if c.config is None] == [FLASH, CUDNN]
+    assert [c.name for c in contenders if c.config is None] == [FLASH, CUDNN, CONTROL]
     assert all(isinstance(c, Contender) for c in contenders)

@@ -20,7 +20,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from benchmark_results import FakeMonitor, FakeTimer
+from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import ROOT, fake_backend, float32_kernel, load_tool
 from fake_toolchain import fake_toolchain
 
@@ -37,6 +37,7 @@ from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.results import (
     FLASH,
     MMA_SYNC,
+    SUSTAINED,
     BenchmarkResults,
     Measurement,
     Protocol,
@@ -307,7 +308,6 @@ def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
     return BenchmarkResults(
         provenance=provenance(fake_backend(), "a command", "68cfc22"),
         protocol=Protocol(),
-        clocks=(),
         resources=(ResourceRecord("parent", 254, 40, 65536, 2),),
         measurements=tuple(
             of(name, seq_len, tflops)
@@ -441,7 +441,7 @@ def gpu(tool, monkeypatch) -> ModuleType:
     monkeypatch.setattr(tool, "compile_experiments", compiled)
     monkeypatch.setattr(tool, "contender", contender)
     monkeypatch.setattr(tool, "make_timer", lambda device, protocol: FakeTimer((50.0, 50.0)))
-    monkeypatch.setattr(tool, "GpuMonitor", FakeMonitor)
+    monkeypatch.setattr(tool, "GpuSensor", FakeSensor)
     monkeypatch.setattr(tool, "default_shape", lambda seq_len: AttentionForward(1, 1, seq_len))
     return tool
 
@@ -457,7 +457,7 @@ def test_a_run_measures_every_experiment_beside_flash(gpu, tmp_path, capsys) -> 
     assert [record.name for record in results.resources] == NAMES
     assert {len(m.samples_ms) for m in results.measurements if m.name != FLASH} == {2}
     assert [record.name for record in results.rates] == [MMA_SYNC]
-    assert len(results.clocks) == 2
+    assert results.loads == [SUSTAINED]
     assert "`optimistic_maximum`" in capsys.readouterr().out
 
 

@@ -14,8 +14,9 @@ from fake_backend import fake_backend
 
 from flash_helpers.measure import machine
 from flash_helpers.measure.machine import (
-    GpuMonitor,
-    clock_record,
+    MAX_REST_S,
+    REST_POWER,
+    GpuSensor,
     driver_version,
     provenance,
     read_gpu,
@@ -28,12 +29,13 @@ ON_GPU = replace(fake_backend(), device=GPU)
 class FakeNvml:
     """A driver with one GPU, which does not tell what is in `silent`."""
 
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU, NVML_SUCCESS, NVML_FI_DEV_POWER_INSTANT = 1, 0, 0, 186
     NVMLError = type("NVMLError", (Exception,), {})
 
     def __init__(self, silent: tuple[str, ...] = ()) -> None:
         self.silent = silent
         self.n_read = 0
+        self.milliwatts = [650_500]  # the last one stays
 
     def _answer(self, name: str, value: object) -> object:
         if name in self.silent or "init" in self.silent:
@@ -54,8 +56,15 @@ class FakeNvml:
         self.n_read += 1
         return self._of(handle, "clock", 1755 + self.n_read % 2)
 
+    def nvmlDeviceGetFieldValues(self, handle: object, fields: list[int]) -> list[object]:
+        assert fields == [self.NVML_FI_DEV_POWER_INSTANT]
+        drawn = self.milliwatts.pop(0) if len(self.milliwatts) > 1 else self.milliwatts[0]
+        self._of(handle, "fields", None)
+        status = 3 if "instant" in self.silent or "power" in self.silent else self.NVML_SUCCESS
+        return [SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=drawn))]
+
     def nvmlDeviceGetPowerUsage(self, handle: object) -> int:
-        return self._of(handle, "power", 650_500)
+        return self._of(handle, "power", 600_000)  # of the last second
 
     def nvmlDeviceGetTemperature(self, handle: object, kind: int) -> int:
         return self._of(handle, "temperature", 60)
@@ -78,7 +87,6 @@ def nvml(monkeypatch) -> Iterator[FakeNvml]:
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, uuid="1234")
     monkeypatch.setattr(machine, "pynvml", fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(machine, "READING_INTERVAL_S", 0.001)
     machine._handle.cache_clear()
     yield fake
     machine._handle.cache_clear()
@@ -88,15 +96,44 @@ def test_clock_power_and_temperature_are_in_mhz_watts_and_degrees(nvml: FakeNvml
     assert read_gpu(GPU) == (1756.0, 650.5, 60.0)
 
 
-def test_a_monitor_reads_until_its_block_ends(nvml: FakeNvml) -> None:
-    with GpuMonitor(GPU) as monitor:
-        while len(monitor.readings) < 3:
-            pass
-    n_readings = len(monitor.readings)
-    record = clock_record("bf16", 4096, monitor.readings)
-    assert record is not None and record.n_readings == n_readings == nvml.n_read
-    assert record.sm_mhz[::2] == (1755.0, 1756.0)
-    assert record.power_w == (650.5, 650.5, 650.5)
+@pytest.mark.parametrize("silent", ["fields", "instant"])
+def test_a_driver_that_knows_no_momentary_power_is_asked_for_the_mean(nvml, silent: str) -> None:
+    nvml.silent = (silent,)
+    assert read_gpu(GPU).power_w == 600.0
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """What was slept; the clock goes on by it alone."""
+    slept: list[float] = []
+    monkeypatch.setattr(machine.time, "sleep", slept.append)
+    monkeypatch.setattr(machine.time, "monotonic", lambda: sum(slept))
+    return slept
+
+
+def test_a_rest_lasts_until_the_power_is_low(nvml: FakeNvml, waits: list[float]) -> None:
+    limit_w = 700
+    nvml.milliwatts = [650_000, 400_000, int(1000 * REST_POWER * limit_w) - 1]
+    GpuSensor(GPU).rest(0.02)
+    assert waits == [0.02, machine.READING_INTERVAL_S, machine.READING_INTERVAL_S]
+
+
+def test_a_rest_is_as_long_as_asked_for_if_the_power_is_low(nvml, waits: list[float]) -> None:
+    nvml.milliwatts = [130_000]
+    GpuSensor(GPU).rest(0.02)
+    assert waits == [0.02]
+
+
+def test_a_rest_ends_if_the_power_stays(nvml: FakeNvml, waits: list[float]) -> None:
+    GpuSensor(GPU).rest(0.02)
+    assert 0.02 + MAX_REST_S <= sum(waits) < 0.1 + MAX_REST_S
+
+
+@pytest.mark.parametrize("silent", ["init", "limit", "clock"])
+def test_a_gpu_that_tells_nothing_rests_as_long_as_asked_for(nvml, waits, silent: str) -> None:
+    nvml.silent = (silent,)
+    GpuSensor(GPU).rest(0.02)
+    assert waits == [0.02]
 
 
 def test_provenance_names_driver_and_limits_as_nvidia_smi_prints_them(nvml: FakeNvml) -> None:
@@ -109,9 +146,7 @@ def test_provenance_names_driver_and_limits_as_nvidia_smi_prints_them(nvml: Fake
 def test_what_the_driver_does_not_tell_leaves_no_reading(nvml: FakeNvml, silent: str) -> None:
     nvml.silent = (silent,)
     assert read_gpu(GPU) is None
-    with GpuMonitor(GPU) as monitor:
-        pass
-    assert clock_record("bf16", 4096, monitor.readings) is None
+    assert GpuSensor(GPU).read() is None
 
 
 def test_without_a_driver_its_version_and_the_limits_are_empty(nvml: FakeNvml) -> None:

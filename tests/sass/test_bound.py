@@ -202,7 +202,8 @@ def test_no_kernel_was_measured_faster_than_its_bound(results):
 def test_what_was_not_measured_has_no_launch(results):
     config = of_version(16)
     assert timed_launch(results, config, 4097) is None
-    assert timed_launch(replace(results, clocks=()), config, 4096) is None
+    unread = tuple(replace(m, sm_mhz=()) for m in results.measurements)
+    assert timed_launch(replace(results, measurements=unread), config, 4096) is None
     unknown = replace(results, provenance=replace(results.provenance, gpu="GPU of tomorrow"))
     assert timed_launch(unknown, config, 4096) is None
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmark_results import FakeTimer
+from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import fake_backend, load_tool
 from fake_cubin import cubin
 from fake_toolchain import SUPPORT, fake_toolchain
@@ -35,7 +35,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
-from flash_helpers.measure.results import FLASH, Protocol, read_record
+from flash_helpers.measure.results import FLASH, read_record
 from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
@@ -53,6 +53,7 @@ from flash_helpers.tune.sweep import (
     DROPPED,
     FAILED,
     NOT_RUN,
+    SCREEN_PROTOCOL,
     TIMED,
     Journal,
     JournalEntry,
@@ -245,7 +246,7 @@ def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
 
 def request(config: FlashForwardKernelConfig = V7) -> Request:
     kernel = KernelFile(config.short_form(), "a.cubin", "_Zkernel")
-    return Request((kernel,), (512, 1024), Protocol())
+    return Request((kernel,), (512, 1024), SCREEN_PROTOCOL)
 
 
 @pytest.fixture
@@ -314,6 +315,7 @@ def measuring(monkeypatch):
         lambda kernel: kernel_contender(config_from_short_form(kernel.config), backend.forward),
     )
     monkeypatch.setattr(sweep_worker, "make_timer", lambda device, protocol: FakeTimer())
+    monkeypatch.setattr(sweep_worker, "GpuSensor", FakeSensor)
     monkeypatch.setattr(sweep_worker, "default_shape", lambda n: AttentionForward(1, 2, n))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return sweep_worker.Worker(torch.device("cpu"))

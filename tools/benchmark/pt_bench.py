@@ -33,11 +33,12 @@ from flash_helpers.measure.benchmark import (
     run_benchmark,
 )
 from flash_helpers.measure.benchmark_tables import report_text
-from flash_helpers.measure.machine import GpuMonitor, git_commit, provenance, resource_record
+from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
 from flash_helpers.measure.rates import default_rate_works
 from flash_helpers.measure.results import (
     CACHE_CHOICES,
+    LOADS,
     TIMING_CHOICES,
     BenchmarkResults,
     Protocol,
@@ -56,11 +57,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
 Time the kernels beside PyTorch's flash and cuDNN backends, and the flash_attn package where it is
-installed, in one process. Each sample is a CUDA graph that goes round several sets of inputs; every
-contender is timed once a round, in an order that changes; outputs are compared with float64
-before and after. 16 heads, d_head 128; batch 16, or what 65536 tokens leave; a length that does not
-fit in memory is skipped. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations. The chip's
-own rates, of a large matrix product and of mma.sync on registers, are measured along with them.
+installed, in one process: first in bursts, between which the chip rests, then under sustained load,
+without a pause. Each sample is a CUDA graph that goes round several sets of inputs; every contender
+is timed once a round, in an order that changes, with a sample of the flash backend next to it,
+which it is compared with; flash timed twice tells the noise. Clock, power and temperature are read
+at each sample. Outputs are compared with float64 before and after. 16 heads, d_head 128; batch 16,
+or what 65536 tokens leave; a length that does not fit in memory is skipped. TFLOP/s count
+4 * batch * heads * seq^2 * d_head operations. The chip's own rates, of a large matrix product and
+of mma.sync on registers, are measured along with them.
 """
 
 EXAMPLES = """\
@@ -69,8 +73,11 @@ examples:
     python tools/benchmark/pt_bench.py --json benchmarks/results/h100.json
   the first three steps at two lengths:
     python tools/benchmark/pt_bench.py --kernel 1..3 --seq 1024 4096
-  both dtypes of step 16 within a minute, for a spreadsheet:
-    python tools/benchmark/pt_bench.py --kernel v16 --dtype both --time-budget 60 --csv v16.csv
+  the speed that a chip with a power limit keeps up, alone:
+    python tools/benchmark/pt_bench.py --kernel v16 --load sustained
+  both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
+    python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
+      --time-budget 60
   as a program without CUDA graphs sees it, with a cold L2 cache:
     python tools/benchmark/pt_bench.py --kernel v16 --timing events --cache flush
   percent of FlashAttention-2 by step, and TFLOP/s by length, as a picture (needs matplotlib):
@@ -90,7 +97,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds",
         type=positive,
         default=Protocol().rounds,
-        help=f"samples a contender (default: {Protocol().rounds})",
+        help=f"samples of a contender under each load (default: {Protocol().rounds})",
+    )
+    parser.add_argument(
+        "--load",
+        choices=(*LOADS, "both"),
+        default="both",
+        help="burst: "
+        f"{LOADS['burst'].sample_ms:g} ms at a time, the chip idle for {LOADS['burst'].rest:g} "
+        f"times as long; sustained: {LOADS['sustained'].lead_ms:g} ms untimed, "
+        f"{LOADS['sustained'].sample_ms:g} ms timed, without a pause (default: both)",
     )
     parser.add_argument(
         "--time-budget",
@@ -133,7 +149,12 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     Raises KernelsNotRun without a GPU, PlotError where a plot could not be drawn, OSError, and
     ValueError for what cannot be measured.
     """
-    protocol = Protocol(rounds=arguments.rounds, timing=arguments.timing, cache=arguments.cache)
+    protocol = Protocol(
+        rounds=arguments.rounds,
+        loads=tuple(load for load in LOADS.values() if arguments.load in (load.name, "both")),
+        timing=arguments.timing,
+        cache=arguments.cache,
+    )
     seq_lens = sorted(set(arguments.seq))
     backend = find_backend("cuda")
     found = provenance(backend, command, arguments.commit or git_commit(ROOT))
@@ -154,7 +175,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             backend.device,
             make_timer(backend.device, protocol),
             protocol,
-            GpuMonitor,
+            GpuSensor(backend.device),
             rate_works=default_rate_works(backend.device),
             time_budget_s=arguments.time_budget,
             advance=bar.update,

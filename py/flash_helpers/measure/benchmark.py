@@ -3,8 +3,9 @@
 Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
 one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
 is overwritten before each, so that no inputs are found there. Every contender is timed once a
-round, in an order that changes, so that a drifting clock harms all alike. What is timed is also
-what is compared with float64, before and after.
+round, in an order that changes, with a sample of PyTorch's flash backend among every few, so that a
+drifting clock harms all alike; first in bursts of a rested chip, then under load that is never let
+off. What is timed is also what is compared with float64, before and after.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,28 +30,40 @@ from flash_helpers.check.reference import (
     measure_error,
 )
 from flash_helpers.kernel_configs import AttentionForward, Config, DType
-from flash_helpers.measure.machine import GpuMonitor, clock_record
+from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
+    CONTROL,
     CUDNN,
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
-    ClockRecord,
     LibraryRecord,
+    Load,
     Measurement,
     Protocol,
     RateRecord,
     SkippedRecord,
 )
-from flash_helpers.measure.timing import CudaTimer, Sample, Work, interleaved_rounds, record_sample
+from flash_helpers.measure.timing import (
+    CudaTimer,
+    Recording,
+    Taken,
+    Work,
+    interleaved_rounds,
+    record,
+)
 from flash_helpers.runtime.backend import Backend, Forward
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 N_HEADS = 16
 MAX_BATCH = 16
 MAX_TOKENS = 65536  # batch * seq_len
-_SDPA_BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+_SDPA_BACKENDS = {
+    FLASH: SDPBackend.FLASH_ATTENTION,
+    CONTROL: SDPBackend.FLASH_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ def library_contender(name: str) -> Contender:
 
 
 def library_contenders() -> list[Contender]:
-    """PyTorch's backends, and the flash_attn package where it is installed.
+    """PyTorch's backends, the flash_attn package where it is installed, and the control.
 
     One that is there but does not run fails when it is called, with the reason.
     """
@@ -157,15 +169,15 @@ class _Verification:
 
 
 class _Entry:
-    """What is known of one contender on one problem so far. outputs: where a sample leaves the
-    result of each input set."""
+    """What is known of one contender on one problem so far. outputs: where the work that is timed
+    leaves the result of each input set. taken: by name of the load."""
 
     def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: CudaTimer) -> None:
         self.contender, self.sets, self.timer = contender, sets, timer
         self.outputs: list[torch.Tensor] = []
-        self.sample: Sample | None = None
+        self.recording: Recording | None = None
         self.worst: _Verification | None = None
-        self.samples_ms: list[float] = []
+        self.taken: dict[str, list[Taken]] = {}
         self.failure = ""
 
     def attempt(self, step: Callable[[], None]) -> None:
@@ -180,20 +192,20 @@ class _Entry:
         except Exception as error:
             self.failure = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
 
-    def record(self, sample_ms: float) -> None:
-        """Make the sample, which goes round all sets of inputs."""
+    def record(self, protocol: Protocol) -> None:
+        """Record the work that is timed, which goes round all sets of inputs."""
 
         def rotate() -> None:
             self.outputs[:] = [self.contender.run(inputs) for inputs in self.sets]
 
-        self.sample = record_sample(rotate, len(self.sets), self.timer, sample_ms)
+        self.recording = record(rotate, len(self.sets), self.timer, protocol)
 
     def verify(self) -> None:
-        """Poison the outputs, take one sample, and compare; the worst ever is kept."""
-        assert self.sample is not None
+        """Poison the outputs, repeat the timed work, and compare; the worst ever is kept."""
+        assert self.recording is not None
         for output in self.outputs:
             output.fill_(torch.nan)
-        self.sample.run()
+        self.recording.work()
         self.timer.synchronize()
         found = max(
             (
@@ -206,9 +218,11 @@ class _Entry:
             self.worst = found
         self.failure = self.failure or found.failure
 
-    def measurement(self, shape: AttentionForward, dtype: DType) -> Measurement:
+    def measurement(self, shape: AttentionForward, dtype: DType, load: Load) -> Measurement:
         config, worst = self.contender.config, self.worst
-        n_launches = self.sample.n_launches if self.sample else 0
+        taken = self.taken.get(load.name, [])
+        readings = [sample.reading for sample in taken if sample.reading is not None]
+        clocks, powers, temperatures = zip(*readings, strict=True) if readings else ((), (), ())
         return Measurement(
             name=self.contender.name,
             ran=config.runs_as(shape.strides()).short_form() if config else "",
@@ -218,13 +232,18 @@ class _Entry:
             seq_len=shape.seq_len,
             d_head=shape.d_head,
             input_sets=len(self.sets),
-            launches_per_sample=n_launches,
-            samples_ms=tuple(ms / n_launches for ms in self.samples_ms),
+            launches_per_sample=self.recording.sample(load).n_launches if self.recording else 0,
+            samples_ms=tuple(sample.ms for sample in taken),
             max_abs_error=_finite(worst.error.max_abs) if worst else None,
             relative_error=_finite(worst.error.relative) if worst else None,
             max_abs_bound=worst.bound.max_abs if worst else None,
             relative_bound=worst.bound.relative if worst else None,
             failure=self.failure,
+            load=load.name,
+            flash_ms=tuple(s.reference_ms for s in taken if s.reference_ms is not None),
+            sm_mhz=clocks,
+            power_w=powers,
+            temperature_c=temperatures,
         )
 
 
@@ -256,16 +275,16 @@ def measure_problem(
     dtype: DType,
     timer: CudaTimer,
     protocol: Protocol,
-    monitor: AbstractContextManager[object],
+    sensor: GpuSensor,
     deadline: float = math.inf,
     advance: Work = lambda: None,
 ) -> list[Measurement]:
-    """Verify, time and verify again every contender on one problem.
+    """Verify every contender on one problem, time it under each load, and verify it again.
 
-    sets: made by `make_input_sets` of the same shape, dtype, timer and protocol. monitor: entered
-    while the rounds are timed. deadline: of `time.monotonic`, after which no round is begun once
-    protocol.min_rounds are done. advance: called after each step, of which there are two a
-    contender and one a round.
+    sets: made by `make_input_sets` of the same shape, dtype, timer and protocol. deadline: of
+    `time.monotonic`: what is left until then is shared out by the time that a round takes under
+    each load, and no round of one is begun after its share, once protocol.min_rounds are done.
+    advance: called after each step, of which there are two per contender and one per round.
 
     A contender that raises, or whose output is wrong, gets a Measurement with the failure. Raises
     torch.cuda.OutOfMemoryError if the problem does not fit in the device's memory.
@@ -273,7 +292,7 @@ def measure_problem(
     entries = [_Entry(contender, sets, timer) for contender in contenders]
 
     def prepare(entry: _Entry) -> None:
-        entry.record(protocol.sample_ms)
+        entry.record(protocol)
         entry.verify()
 
     for entry in entries:
@@ -281,22 +300,30 @@ def measure_problem(
         advance()
 
     timed = [entry for entry in entries if not entry.failure]
-    samples = [entry.sample for entry in timed if entry.sample is not None]
+    recordings = [entry.recording for entry in timed if entry.recording is not None]
+    flash = next((n for n, entry in enumerate(timed) if entry.contender.name == FLASH), None)
+    for index, load in enumerate(protocol.loads):
+        now = time.monotonic()
+        left_ms = sum(other.slice_ms for other in protocol.loads[index:])
+        end = now + (deadline - now) * load.slice_ms / left_ms
 
-    def may_continue(done: int) -> bool:
-        advance()
-        return done < protocol.min_rounds or time.monotonic() < deadline
+        def may_continue(done: int, end: float = end) -> bool:
+            advance()
+            return done < protocol.min_rounds or time.monotonic() < end
 
-    interleaved_rounds(samples, timer, protocol.warmup_rounds)
-    with monitor:
-        taken = interleaved_rounds(samples, timer, protocol.rounds, may_continue)
-    for entry, milliseconds in zip(timed, taken, strict=True):
-        entry.samples_ms = milliseconds
+        rounds = interleaved_rounds(
+            [recording.sample(load) for recording in recordings],
+            *(timer, load, protocol.rounds, sensor),
+            reference=flash,
+            may_continue=may_continue,
+        )
+        for entry, taken in zip(timed, rounds, strict=True):
+            entry.taken[load.name] = taken
     for entry in entries:
         if entry in timed:
             entry.attempt(entry.verify)
         advance()
-    return [entry.measurement(shape, dtype) for entry in entries]
+    return [entry.measurement(shape, dtype, load) for load in protocol.loads for entry in entries]
 
 
 def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
@@ -307,7 +334,7 @@ def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryErro
 
 def n_steps(n_contenders: int, protocol: Protocol) -> int:
     """How often `measure_problem` calls `advance`, unless a deadline ends it early."""
-    return 2 * n_contenders + protocol.rounds
+    return 2 * n_contenders + len(protocol.loads) * protocol.rounds
 
 
 def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) -> list[Contender]:
@@ -320,7 +347,6 @@ def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) ->
 class BenchmarkRun:
     """What one run found, in the order in which it was measured; called as in BenchmarkResults."""
 
-    clocks: tuple[ClockRecord, ...]
     rates: tuple[RateRecord, ...]
     skipped: tuple[SkippedRecord, ...]
     measurements: tuple[Measurement, ...]
@@ -332,13 +358,13 @@ def run_benchmark(
     device: torch.device,
     timer: CudaTimer,
     protocol: Protocol,
-    make_monitor: Callable[[torch.device], GpuMonitor],
+    sensor: GpuSensor,
     rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,
     shape_for: Callable[[int], AttentionForward] = default_shape,
 ) -> BenchmarkRun:
-    """Measure the contenders of each dtype at every length.
+    """Measure the contenders of each dtype at every length under each load.
 
     rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
@@ -349,16 +375,16 @@ def run_benchmark(
     """
     begin = time.monotonic()
     measurements: list[Measurement] = []
-    clocks: list[ClockRecord | None] = []
     skipped: list[SkippedRecord] = []
     rates = [
-        rate for dtype in contenders for rate in measure_rates(rate_works, dtype, timer, protocol)
+        rate
+        for dtype in contenders
+        for rate in measure_rates(rate_works, dtype, timer, protocol, sensor)
     ]
     problems = [(dtype, shape_for(seq_len)) for dtype in contenders for seq_len in seq_lens]
     for index, (dtype, shape) in enumerate(problems):
         now = time.monotonic()
         share = (begin + time_budget_s - now) / (len(problems) - index)
-        monitor = make_monitor(device)
         left = n_steps(len(contenders[dtype]), protocol)
 
         def step() -> None:
@@ -369,17 +395,11 @@ def run_benchmark(
         try:
             sets = make_input_sets(shape, dtype, device, timer, protocol)
             measurements += measure_problem(
-                *(contenders[dtype], sets, shape, dtype, timer, protocol, monitor),
+                *(contenders[dtype], sets, shape, dtype, timer, protocol, sensor),
                 deadline=now + share,
                 advance=step,
             )
         except torch.cuda.OutOfMemoryError as error:
             skipped.append(skipped_record(dtype, shape.seq_len, error))
             advance(left)
-        clocks.append(clock_record(dtype.short, shape.seq_len, monitor.readings))
-    return BenchmarkRun(
-        tuple(clock for clock in clocks if clock is not None),
-        tuple(rates),
-        tuple(skipped),
-        tuple(measurements),
-    )
+    return BenchmarkRun(tuple(rates), tuple(skipped), tuple(measurements))

@@ -7,25 +7,26 @@ Guide"). Without a driver all that it would tell is left out.
 from __future__ import annotations
 
 import functools
+import math
 import platform
-import statistics
 import subprocess
-import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pynvml
 import torch
 
 from flash_helpers.kernel_configs import Config
-from flash_helpers.measure.results import ClockRecord, Provenance, ResourceRecord
+from flash_helpers.measure.results import Provenance, ResourceRecord
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.call import resources
 
-READING_INTERVAL_S = 0.25
+READING_INTERVAL_S = 0.01
+REST_POWER = 0.5  # of the power limit
+MAX_REST_S = 1.0
 
 T = TypeVar("T")
 
@@ -56,34 +57,56 @@ def driver_version(device: torch.device) -> str:
     return _ask(pynvml.nvmlSystemGetDriverVersion) or ""
 
 
-def read_gpu(device: torch.device) -> tuple[float, float, float] | None:
-    """SM clock in MHz, power in W and temperature in degrees C of a CUDA device; None unless it
-    tells all three. It takes microseconds."""
+class Reading(NamedTuple):
+    """SM clock in MHz, power in W, temperature in degrees C."""
+
+    sm_mhz: float
+    power_w: float
+    temperature_c: float
+
+
+def _milliwatts(handle: Any) -> int:
+    """What the GPU draws now; where the driver tells only the mean of the last second, that."""
+    fields = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_POWER_INSTANT])
+    if fields and fields[0].nvmlReturn == pynvml.NVML_SUCCESS:
+        return fields[0].value.uiVal
+    return pynvml.nvmlDeviceGetPowerUsage(handle)
+
+
+def read_gpu(device: torch.device) -> Reading | None:
+    """What a CUDA device does now; None unless it tells all three. It takes microseconds."""
     handle = _handle(device)
     try:
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
+        milliwatts = _milliwatts(handle)
         celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
     except pynvml.NVMLError:
         return None
-    return float(clock), milliwatts / 1000, float(celsius)
+    return Reading(float(clock), milliwatts / 1000, float(celsius))
 
 
-def clock_record(
-    dtype: str, seq_len: int, readings: Sequence[Sequence[float]]
-) -> ClockRecord | None:
-    """Summary of readings of (SM clock in MHz, power in W, temperature in degrees C), if any."""
-    if not readings:
-        return None
-    clocks, powers, temperatures = zip(*readings, strict=True)
-    return ClockRecord(
-        dtype=dtype,
-        seq_len=seq_len,
-        n_readings=len(readings),
-        sm_mhz=(min(clocks), statistics.median(clocks), max(clocks)),
-        power_w=(min(powers), statistics.median(powers), max(powers)),
-        temperature_c=max(temperatures),
-    )
+class GpuSensor:
+    """Reads a CUDA device, and lets it rest."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        limit = _ask(pynvml.nvmlDeviceGetPowerManagementLimit, _handle(device))
+        self._resting_w = REST_POWER * limit / 1000 if limit else math.inf
+
+    def read(self) -> Reading | None:
+        """What the device does now, if it tells."""
+        return read_gpu(self._device)
+
+    def rest(self, seconds: float) -> None:
+        """Wait so long, then until the device draws less than REST_POWER of its power limit, at
+        most MAX_REST_S: the limiter then has no debt to collect."""
+        time.sleep(seconds)
+        deadline = time.monotonic() + MAX_REST_S
+        while time.monotonic() < deadline:
+            reading = self.read()
+            if reading is None or reading.power_w < self._resting_w:
+                return
+            time.sleep(READING_INTERVAL_S)
 
 
 def resource_record(config: Config, device: torch.device) -> ResourceRecord:
@@ -96,35 +119,6 @@ def resource_record(config: Config, device: torch.device) -> ResourceRecord:
         smem_bytes=found.static_smem_bytes + found.dynamic_smem_bytes,
         blocks_per_sm=found.resident_blocks_per_sm,
     )
-
-
-class GpuMonitor:
-    """Reads clock, power and temperature of a CUDA device while its block runs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.readings: list[tuple[float, ...]] = []
-        self._device = device
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-
-    def _read(self) -> None:
-        while (reading := read_gpu(self._device)) is not None:
-            self.readings.append(reading)
-            if self._stop.wait(READING_INTERVAL_S):
-                return
-
-    def __enter__(self) -> GpuMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 def git_commit(root: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -202,11 +203,10 @@ def timed_launch(
     dtype = config.dtype.short
     found = results.find(config.short_form(), dtype, seq_len)
     sms = SM_COUNTS.get(results.provenance.gpu)
-    clock = next((c for c in results.clocks if (c.dtype, c.seq_len) == (dtype, seq_len)), None)
-    if found is None or sms is None or clock is None:
+    if found is None or sms is None or not found.sm_mhz:
         return None
     problem = AttentionForward(found.batch, found.n_heads, seq_len, found.d_head, config.dtype)
-    return problem, Chip(sms, clock.sm_mhz[1])
+    return problem, Chip(sms, statistics.median(found.sm_mhz))
 
 
 def config_facts(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from flash_helpers.kernel_configs import DType
+from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.results import MATMUL, MMA_SYNC, Protocol, RateRecord
-from flash_helpers.measure.timing import CudaTimer, Sample, Work, interleaved_rounds, record_sample
+from flash_helpers.measure.timing import CudaTimer, Recording, Work, interleaved_rounds, record
 from flash_helpers.runtime.mma_loop import MmaLoop
 
 MATMUL_SIZE = 8192  # rows, columns and depth of the matrix product
@@ -17,7 +18,7 @@ MATMUL_SIZE = 8192  # rows, columns and depth of the matrix product
 
 @dataclass(frozen=True)
 class RateWork:
-    """Something whose speed is a property of the chip. operations: floating-point, a launch."""
+    """Something whose speed is a property of the chip. operations: floating-point, per launch."""
 
     operations: int
     launch: Work
@@ -48,29 +49,41 @@ def default_rate_works(device: torch.device) -> dict[str, MakeRateWork]:
 
 
 def measure_rates(
-    works: Mapping[str, MakeRateWork], dtype: DType, timer: CudaTimer, protocol: Protocol
+    works: Mapping[str, MakeRateWork],
+    dtype: DType,
+    timer: CudaTimer,
+    protocol: Protocol,
+    sensor: GpuSensor,
 ) -> list[RateRecord]:
-    """How fast the chip does each of the works, interleaved like the contenders of a problem.
+    """How fast the chip does each of the works under each load, interleaved like the contenders of
+    a problem.
 
-    A work that raises gets a record with the failure.
+    A work that raises gets records with the failure.
     """
     operations = dict.fromkeys(works, 0)
     failures = dict.fromkeys(works, "")
-    samples: dict[str, Sample] = {}
+    recordings: dict[str, Recording] = {}
     for name, make in works.items():
         try:
             work = make(dtype)
-            samples[name] = record_sample(work.launch, 1, timer, protocol.sample_ms)
+            recordings[name] = record(work.launch, 1, timer, protocol)
             operations[name] = work.operations
         except Exception as error:
             failures[name] = f"{type(error).__name__}: {error}"
-    interleaved_rounds(list(samples.values()), timer, protocol.warmup_rounds)
-    taken = interleaved_rounds(list(samples.values()), timer, protocol.rounds)
-    per_launch = {
-        name: tuple(ms / sample.n_launches for ms in milliseconds)
-        for (name, sample), milliseconds in zip(samples.items(), taken, strict=True)
-    }
-    return [
-        RateRecord(name, dtype.short, operations[name], per_launch.get(name, ()), failures[name])
-        for name in works
-    ]
+    found = []
+    for load in protocol.loads:
+        samples = [recording.sample(load) for recording in recordings.values()]
+        rounds = interleaved_rounds(samples, timer, load, protocol.rounds, sensor)
+        taken = dict(zip(recordings, rounds, strict=True))
+        found += [
+            RateRecord(
+                name=name,
+                dtype=dtype.short,
+                operations=operations[name],
+                samples_ms=tuple(sample.ms for sample in taken.get(name, ())),
+                failure=failures[name],
+                load=load.name,
+            )
+            for name in works
+        ]
+    return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from flash_helpers.files import write_if_different
@@ -21,20 +21,27 @@ Own = TypeVar("Own", bound="RecordFile")
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
 FLASH_ATTN = "flash_attn"
+CONTROL = "pytorch_flash_again"
 LIBRARY_NAMES = {
     FLASH: "PyTorch's flash backend",
     CUDNN: "PyTorch's cuDNN backend",
     FLASH_ATTN: "the flash_attn package",
+    CONTROL: "PyTorch's flash backend once more, as the control",
 }
 MATMUL = "matmul"
 MMA_SYNC = "mma_sync"
 RATE_NAMES = {MATMUL: "matmul", MMA_SYNC: "mma.sync"}
 TIMING_CHOICES = ("graph", "events")
 CACHE_CHOICES = ("rotate", "flush")
+BURST = "burst"
+SUSTAINED = "sustained"
+
+READINGS = ("sm_mhz", "power_w", "temperature_c")  # of the GPU, at each sample
 
 CSV_COLUMNS = (
-    *("name", "step", "dtype", "batch", "n_heads", "seq_len", "d_head"),
-    *("median_ms", "first_quartile_ms", "third_quartile_ms", "tflops", "percent_of_flash"),
+    *("name", "step", "load", "dtype", "batch", "n_heads", "seq_len", "d_head"),
+    *("median_ms", "tflops", *READINGS),
+    *("percent_of_flash", "percent_of_flash_low", "percent_of_flash_high"),
     *(f"percent_of_{name}" for name in RATE_NAMES),
     "failure",
 )
@@ -129,11 +136,15 @@ def _kinds(kind: type) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contender on one problem.
+    """One contender on one problem under one load.
 
     name: a kernel's short form, or a key of LIBRARY_NAMES.
     ran: short form of the config that was launched for it; empty for a library.
-    samples_ms: milliseconds a launch, one value a round, each the mean over a sample's launches.
+    samples_ms: milliseconds per launch, one value a round, each the mean over a sample's launches.
+    flash_ms: the same of PyTorch's flash backend, of the sample that stands next to it in its
+        round; empty if that backend was not timed.
+    sm_mhz, power_w, temperature_c: of the GPU at the end of each sample; empty where the driver
+        does not tell.
     max_abs_error, relative_error: the worst of all verifications, before and after timing;
         max_abs_bound, relative_bound: what was allowed there.
     failure: why there are no samples to trust; empty if the output was right before and after.
@@ -156,6 +167,11 @@ class Measurement:
     max_abs_bound: float | None
     relative_bound: float | None
     failure: str
+    load: str = SUSTAINED
+    flash_ms: tuple[float, ...] = ()
+    sm_mhz: tuple[float, ...] = ()
+    power_w: tuple[float, ...] = ()
+    temperature_c: tuple[float, ...] = ()
 
     @property
     def config(self) -> Config | None:
@@ -173,18 +189,9 @@ class Measurement:
         return statistics.median(self.samples_ms)
 
     @property
-    def quartiles_ms(self) -> tuple[float, float]:
-        """First and third quartile over the rounds."""
-        if len(self.samples_ms) == 1:
-            return self.samples_ms[0], self.samples_ms[0]
-        first, _, third = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
-        return first, third
-
-    @property
-    def spread(self) -> float:
-        """Interquartile range over the median."""
-        first, third = self.quartiles_ms
-        return (third - first) / self.median_ms
+    def of_flash(self) -> list[float]:
+        """Speed over that of the flash backend's sample next to it, one value a round."""
+        return [flash / own for flash, own in zip(self.flash_ms, self.samples_ms, strict=True)]
 
     @property
     def tflops(self) -> float:
@@ -194,27 +201,12 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class ClockRecord:
-    """The GPU while one problem was timed, read n_readings times.
-
-    sm_mhz, power_w: lowest, median, highest. temperature_c: highest.
-    """
-
-    dtype: str
-    seq_len: int
-    n_readings: int
-    sm_mhz: tuple[float, float, float]
-    power_w: tuple[float, float, float]
-    temperature_c: float
-
-
-@dataclass(frozen=True)
 class RateRecord:
     """How fast the chip multiplies matrices, measured in the process that timed the kernels.
 
     name: a key of RATE_NAMES: a square matrix product of the library, or mma.sync back to back on
         registers. operations: floating-point operations of one launch.
-    samples_ms: milliseconds a launch, one value a round. failure: why there are none, or empty.
+    samples_ms: milliseconds per launch, one value a round. failure: why there are none, or empty.
     """
 
     name: str
@@ -222,6 +214,7 @@ class RateRecord:
     operations: int
     samples_ms: tuple[float, ...]
     failure: str
+    load: str = SUSTAINED
 
     @property
     def tflops(self) -> float | None:
@@ -299,21 +292,54 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How busy the chip is when a sample is taken.
+
+    sample_ms: a sample launches often enough to take at least so long.
+    lead_ms: right before it the contender runs for so long untimed, while the host waits for the
+        sample before it: the chip is never idle. Before the first round it is kept busy until its
+        speed is steady.
+    rest: after a sample the chip idles for so many times the sample's time at least, and until it
+        draws little power (flash_helpers.measure.machine.GpuSensor.rest).
+    """
+
+    name: str
+    sample_ms: float
+    lead_ms: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def slice_ms(self) -> float:
+        """Of the wall clock that a sample takes, if no launch is longer."""
+        return self.lead_ms + self.sample_ms * (1 + self.rest)
+
+
+# A power-limited chip is faster in the first milliseconds after a pause than under load that stays:
+# on an H100 cuDNN at 4096 by a quarter. A burst is few launches of a chip that idles for two thirds
+# of the time; a slice of 0.3 s of sustained load leaves the limiter 0.1 s to settle on a contender.
+LOADS: Mapping[str, Load] = MappingProxyType(
+    {
+        BURST: Load(BURST, sample_ms=10.0, rest=2.0),
+        SUSTAINED: Load(SUSTAINED, sample_ms=200.0, lead_ms=100.0),
+    }
+)
+
+
+@dataclass(frozen=True)
 class Protocol:
     """How each number was taken.
 
-    rounds: samples a contender, at most; warmup_rounds come before and are dropped.
+    rounds: samples of a contender under each load, at most.
     min_rounds: samples that are taken even if the time budget is spent.
-    sample_ms: a sample launches often enough to take at least so long.
+    loads: in order.
     timing: one of TIMING_CHOICES: launches are replayed from a CUDA graph, or issued one by one.
     cache: one of CACHE_CHOICES: launches go round several sets of inputs, or the L2 cache is
         overwritten before each launch, outside of its time.
     """
 
     rounds: int = 7
-    warmup_rounds: int = 1
     min_rounds: int = 3
-    sample_ms: float = 10.0
+    loads: tuple[Load, ...] = tuple(LOADS.values())
     inputs: str = "normal"
     seed: int = 0
     timing: str = "graph"
@@ -322,19 +348,37 @@ class Protocol:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkResults(RecordFile):
-    """Everything that one run of the benchmark found."""
+    """Everything that one run of the benchmark found.
 
-    FORMAT: ClassVar[int] = 2
+    A speed over another's is formed within each round, between samples that stand next to each
+    other, so that a clock that drifts cancels: `pairs`. load: name of one; None stands for
+    `main_load`.
+    """
+
+    FORMAT: ClassVar[int] = 3
     HOLDS: ClassVar[str] = "benchmark results"
 
     provenance: Provenance
     protocol: Protocol
-    clocks: tuple[ClockRecord, ...]
     rates: tuple[RateRecord, ...] = ()
     libraries: tuple[LibraryRecord, ...] = ()
     skipped: tuple[SkippedRecord, ...] = ()
     resources: tuple[ResourceRecord, ...]
     measurements: tuple[Measurement, ...]
+
+    @functools.cached_property
+    def _valid(self) -> Mapping[tuple[str, str, int, str], Measurement]:
+        return {(m.name, m.dtype, m.seq_len, m.load): m for m in self.measurements if m.valid}
+
+    @property
+    def loads(self) -> list[str]:
+        """Names of the loads measured under, in order of appearance."""
+        return list(dict.fromkeys(m.load for m in self.measurements))
+
+    @property
+    def main_load(self) -> str:
+        """The load that is meant where none is named: sustained if that was measured."""
+        return SUSTAINED if SUSTAINED in self.loads else next(iter(self.loads), SUSTAINED)
 
     @property
     def failures(self) -> list[Measurement]:
@@ -355,47 +399,126 @@ class BenchmarkResults(RecordFile):
         """Contenders of one dtype, in order of appearance."""
         return list(dict.fromkeys(m.name for m in self.measurements if m.dtype == dtype))
 
-    def find(self, name: str, dtype: str, seq_len: int) -> Measurement | None:
+    def find(
+        self, name: str, dtype: str, seq_len: int, load: str | None = None
+    ) -> Measurement | None:
         """The valid measurement of a contender at one length, if there is one."""
-        for m in self.measurements:
-            if (m.name, m.dtype, m.seq_len) == (name, dtype, seq_len) and m.valid:
-                return m
-        return None
+        return self._valid.get((name, dtype, seq_len, load or self.main_load))
 
-    def tflops(self, name: str, dtype: str, seq_len: int | None = None) -> float | None:
+    def tflops(
+        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+    ) -> float | None:
         """TFLOP/s of a contender at one length, or the harmonic mean over all of them; None if one
         that it takes is missing."""
         lengths = self.seq_lens if seq_len is None else [seq_len]
-        found = [m.tflops for n in lengths if (m := self.find(name, dtype, n))]
+        found = [m.tflops for n in lengths if (m := self.find(name, dtype, n, load))]
         return statistics.harmonic_mean(found) if found and len(found) == len(lengths) else None
 
     def mean_tflops(self, name: str, dtype: str) -> float | None:
         """Harmonic mean of the TFLOP/s over all lengths; None if one of them is missing."""
         return self.tflops(name, dtype)
 
-    def of_flash(self, name: str, dtype: str, seq_len: int | None = None) -> float | None:
-        """Speed over that of PyTorch's flash backend: at one length, or of the harmonic means."""
-        return _share(self.tflops(name, dtype, seq_len), self.tflops(FLASH, dtype, seq_len))
+    def pairs(
+        self, name: str, other: str, dtype: str, seq_len: int, load: str | None = None
+    ) -> list[float]:
+        """A contender's speed over another's at one length, one value a round; none unless both
+        were measured.
 
-    def rate(self, name: str, dtype: str) -> float | None:
+        Each sample's speed is taken over that of the flash backend's sample next to it, if there is
+        one, before the two are divided.
+        """
+        own, base = (self.find(n, dtype, seq_len, load) for n in (name, other))
+        if own is None or base is None:
+            return []
+        beside_flash = bool(own.flash_ms and base.flash_ms)
+        speeds = (
+            m.of_flash if beside_flash else [1 / ms for ms in m.samples_ms] for m in (own, base)
+        )
+        return [a / b for a, b in zip(*speeds, strict=True)]
+
+    def ratio(
+        self,
+        name: str,
+        other: str,
+        dtype: str,
+        seq_len: int | None = None,
+        load: str | None = None,
+    ) -> float | None:
+        """A contender's speed over another's: the median of `pairs` at one length; else of the
+        harmonic means over all, when each length has the ratio of its median."""
+        if seq_len is not None:
+            found = self.pairs(name, other, dtype, seq_len, load)
+            return statistics.median(found) if found else None
+        own = base = 0.0
+        for n in self.seq_lens:
+            speed = self.tflops(other, dtype, n, load)
+            ratio = self.ratio(name, other, dtype, n, load)
+            if speed is None or ratio is None:
+                return None
+            base += 1 / speed
+            own += 1 / (speed * ratio)
+        return base / own if own else None
+
+    def noise(self, dtype: str, load: str | None = None) -> float | None:
+        """How far from 1 a ratio of two equal kernels lies: the farther end of the `interval` of
+        the control's ratios, of all rounds at all lengths; None without a control.
+
+        One ratio's, so that it is a cautious one for a median, or for a mean over lengths.
+        """
+        found = [r for n in self.seq_lens for r in self.pairs(CONTROL, FLASH, dtype, n, load)]
+        return max(abs(end - 1) for end in interval(found)) if found else None
+
+    def is_equal(
+        self,
+        name: str,
+        other: str,
+        dtype: str,
+        seq_len: int | None = None,
+        load: str | None = None,
+    ) -> bool:
+        """Whether the `ratio` of two contenders lies within the noise; False if one of the two is
+        not known."""
+        ratio, noise = self.ratio(name, other, dtype, seq_len, load), self.noise(dtype, load)
+        return ratio is not None and noise is not None and abs(ratio - 1) <= noise
+
+    def of_flash(
+        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+    ) -> float | None:
+        """Speed over that of PyTorch's flash backend: at one length, or of the harmonic means."""
+        return self.ratio(name, FLASH, dtype, seq_len, load)
+
+    def rate(self, name: str, dtype: str, load: str | None = None) -> float | None:
         """TFLOP/s of one of RATE_NAMES, if it was measured."""
-        found = (r.tflops for r in self.rates if (r.name, r.dtype) == (name, dtype))
+        key = (name, dtype, load or self.main_load)
+        found = (r.tflops for r in self.rates if (r.name, r.dtype, r.load) == key)
         return next(found, None)
 
-    def of_rate(self, rate: str, name: str, dtype: str, seq_len: int | None = None) -> float | None:
+    def of_rate(
+        self,
+        rate: str,
+        name: str,
+        dtype: str,
+        seq_len: int | None = None,
+        load: str | None = None,
+    ) -> float | None:
         """Speed over one of RATE_NAMES: at one length, or of the harmonic mean over all."""
-        return _share(self.tflops(name, dtype, seq_len), self.rate(rate, dtype))
+        own, other = self.tflops(name, dtype, seq_len, load), self.rate(rate, dtype, load)
+        return own / other if own and other else None
 
     def derived(self, m: Measurement) -> dict[str, float | None]:
         """The numbers that follow from a valid measurement and its neighbours, by CSV column."""
-        first, third = m.quartiles_ms
-        shares = {"flash": self.of_flash(m.name, m.dtype, m.seq_len)}
-        shares |= {rate: self.of_rate(rate, m.name, m.dtype, m.seq_len) for rate in RATE_NAMES}
+        place = (m.name, m.dtype, m.seq_len, m.load)
+        shares = {"flash": self.of_flash(*place)}
+        if found := self.pairs(m.name, FLASH, *place[1:]):
+            shares["flash_low"], shares["flash_high"] = interval(found)
+        shares |= {rate: self.of_rate(rate, *place) for rate in RATE_NAMES}
         return {
             "median_ms": round(m.median_ms, 6),
-            "first_quartile_ms": round(first, 6),
-            "third_quartile_ms": round(third, 6),
             "tflops": round(m.tflops, 2),
+            **{
+                name: statistics.median(getattr(m, name)) if getattr(m, name) else None
+                for name in READINGS
+            },
             **{
                 f"percent_of_{name}": None if share is None else round(100 * share, 1)
                 for name, share in shares.items()
@@ -416,14 +539,23 @@ class BenchmarkResults(RecordFile):
         def cells(m: Measurement) -> list[Any]:
             config = m.config
             found = asdict(m) | {"step": config.step.id if config else None}
+            found |= dict.fromkeys(READINGS)  # of a sample each
             found |= self.derived(m) if m.valid else {}
             return [found.get(column) for column in CSV_COLUMNS]
 
         return csv_text(CSV_COLUMNS, map(cells, self.measurements))
 
 
-def _share(own: float | None, other: float | None) -> float | None:
-    return own / other if own and other else None
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """What the middle 80% of the values lie in.
+
+    Of few rounds that is nearly all of them: a dip of one in three is shown, while one in twenty
+    does not make the interval. The quartiles of three rounds would hide it.
+    """
+    if len(values) == 1:
+        return values[0], values[0]
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return deciles[0], deciles[-1]
 
 
 def load_results(path: Path) -> BenchmarkResults:

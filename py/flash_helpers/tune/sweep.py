@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, read_record
+from flash_helpers.measure.results import FLASH, Load, Measurement, Protocol, read_record
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -38,8 +38,9 @@ from flash_helpers.tune.winners import BestConfig, GpuFile
 
 N_FINALISTS = 5
 SCREEN_SEQ_LENS = (1024, 4096)
-SCREEN_PROTOCOL = Protocol(rounds=5, sample_ms=3.0)
-FINAL_PROTOCOL = Protocol(rounds=11, sample_ms=10.0)
+# short samples, one after the other: what is ranked is a ratio within a round
+SCREEN_PROTOCOL = Protocol(rounds=5, loads=(Load("turns", sample_ms=3.0),))
+FINAL_PROTOCOL = Protocol(rounds=11, loads=(Load("turns", sample_ms=10.0),))
 
 TIMED = "timed"
 DROPPED = "dropped"  # before it was run

@@ -15,7 +15,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import flash_helpers.quiet_start  # noqa: F401
 
-import contextlib
 import json
 import os
 import sys
@@ -36,7 +35,7 @@ from flash_helpers.measure.benchmark import (
     measure_problem,
     skipped_record,
 )
-from flash_helpers.measure.machine import driver_version
+from flash_helpers.measure.machine import GpuSensor, driver_version
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.driver import LoadedKernel
@@ -90,6 +89,7 @@ class Worker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._sensor = GpuSensor(device)
         self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
 
     def answer(self, request: Request) -> Answer:
@@ -125,7 +125,7 @@ class Worker:
         if key not in self._sets:
             self._sets[key] = make_input_sets(shape, dtype, self._device, timer, protocol)
         found = measure_problem(
-            contenders, self._sets[key], shape, dtype, timer, protocol, contextlib.nullcontext()
+            contenders, self._sets[key], shape, dtype, timer, protocol, self._sensor
         )
         # an error of the GPU stays: better here than in the next kernel's measurement
         torch.cuda.synchronize(self._device)
