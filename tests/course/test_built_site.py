@@ -18,8 +18,9 @@ from built_site import BuiltSite
 from flash_helpers.course.evidence import RESULTS
 from flash_helpers.course.pages import COURSE, PAGES
 from flash_helpers.course.site_views import view_name
-from flash_helpers.kernel_configs import STEPS, DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import STEPS, DType
 from flash_helpers.measure.results import load_results
+from flash_helpers.measure.staircases import stairs
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.family import Step
 
@@ -95,13 +96,11 @@ class TestRepository:
             re.DOTALL,
         )
         staircase, lines = (json.loads(text) for text in found)
-        fixed = {
-            c.step.id: results.of_flash(c.short_form(), "bf16")
-            for c in get_kernel_progression_configs()
-            if c.dtype is DType.BF16
-        }
+        tiles = {step: (own.fixed, own.large) for step, own in stairs("bf16").items()}
         for point in staircase["points"]:
-            assert point["values"][0] == pytest.approx(100 * fixed[point["x"]], abs=0.051)
+            for value, config in zip(point["values"], tiles[point["x"]], strict=True):
+                share = config and 100 * results.of_flash(config.short_form(), "bf16")
+                assert value == pytest.approx(share, abs=0.051) if share else value is None
         flash = lines["series"].index("PyTorch's flash backend")
         for point in lines["points"]:
             speed = results.tflops("pytorch_flash", "bf16", int(point["x"]))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import ClassVar
 
 import pytest
-from benchmark_results import BF16, full_results, measurement
+from benchmark_results import full_results, measurement, synthetic_results
 
-from flash_helpers.kernel_configs import STEPS, DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
 from flash_helpers.measure import benchmark_tables, plots
 from flash_helpers.measure.benchmark_tables import progression_table, supports_table
 from flash_helpers.measure.plots import PROGRESSION, plot_svg, progression_numbers, seq_len_numbers
@@ -59,21 +58,24 @@ def results(monkeypatch) -> BenchmarkResults:
     monkeypatch.setattr(plots, "FAMILIES", both)
     first, second = (c for c in OTHER.progression() if c.dtype == DType.BF16)
     speeds = {first: 290.0, second: 300.0, second.replace(B_r=128): 360.0}
-    found = full_results()
+    own = [m for m in full_results().measurements if not m.name.startswith("o")]
     more = [
         measurement(config.short_form(), seq_len, tflops)
-        for seq_len in found.seq_lens
+        for seq_len in (1024, 4096)
         for config, tflops in speeds.items()
     ]
-    return dataclasses.replace(found, measurements=(*found.measurements, *more))
+    return synthetic_results(*own, *more)
 
 
 def test_the_table_has_a_row_for_each_step_of_each_family(results: BenchmarkResults) -> None:
-    lines = [line for line in progression_table(results).splitlines() if line.startswith("|")]
+    table, _, folded = progression_table(results).partition("<details>")
+    lines = [line for line in table.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert [row[0] for row in rows] == [*STEPS, "o1", "o2", "", ""]
-    assert rows[-4][1:3] == ["a first idea", "290"]
-    assert (rows[-3][5], rows[-3][8]) == ("360", "B_r 128")
+    assert [row[0] for row in rows] == [*AMPERE.steps, "o1", "o2", "", ""]
+    assert rows[-4][1:6] == ["a first idea", "96.7", "", "", "290"]
+    # a tile that is none of the two stands below
+    assert rows[-3][2:6] == ["100.0", "", "", "300"]
+    assert "| o2 | `o2_bf16_d128_Br128_" in folded
 
 
 def test_what_the_kernels_take_has_a_row_for_each_family(
@@ -89,10 +91,11 @@ def test_the_plots_have_a_place_for_each_step_and_a_line_for_the_last_of_each_fa
     results: BenchmarkResults,
 ) -> None:
     numbers = progression_numbers(results, "bf16")
-    assert numbers["steps"] == [*STEPS, "o1", "o2"]
-    assert numbers["best"][-1] == 120.0  # 360 over flash's 300
+    assert numbers["steps"] == [*AMPERE.steps, "o1", "o2"]
+    assert numbers["fixed"][-2:] == [96.7, 100.0]
+    assert numbers["large"][-2:] == [None, None]
     lines = seq_len_numbers(results, "bf16")["lines"]
-    assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN], BF16[-1].step.id} <= set(lines)
-    assert lines["o2"] == [300.0, 300.0] and lines["o2, best config"] == [360.0, 360.0]
-    assert "o1" in lines  # 5% more than any step before it
+    assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN], "v16, large tile"} <= set(lines)
+    assert lines["o2"] == [300.0, 300.0]
+    assert "o1" not in lines  # no faster than the steps before it
     assert ">o2<" in plot_svg(results, [PROGRESSION]).replace(" ", "")

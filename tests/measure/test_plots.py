@@ -12,6 +12,7 @@ import pytest
 from benchmark_results import (
     BF16,
     LARGE_TILE_7,
+    STAIRS,
     full_results,
     measurement,
     synthetic_results,
@@ -22,7 +23,7 @@ from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
 from test_benchmark import update_tables
 
-from flash_helpers.kernel_configs import STEPS
+from flash_helpers.kernel_configs import FAMILIES, STEPS
 from flash_helpers.measure import plots
 from flash_helpers.measure.plots import (
     PROGRESSION,
@@ -57,12 +58,30 @@ def texts_of(svg: str) -> list[str]:
 # What is plotted
 
 
-def test_the_staircase_has_a_height_for_each_step_in_percent_of_flash() -> None:
-    # flash at 300, the n-th step at 100 + 10 n, v7's large tile at 330, at both lengths
-    numbers = progression_numbers(full_results(), "bf16")
+def test_each_staircase_has_a_height_for_each_step_in_percent_of_flash() -> None:
+    # flash at 300, the n-th step at 100 + 10 n, at the large tile at 200 + 10 n
+    numbers = progression_numbers(with_rates(full_results()), "bf16")
     assert numbers["steps"] == list(STEPS)
-    assert numbers["fixed"] == [round((110 + 10 * n) / 3, 1) for n in range(len(STEPS))]
-    assert numbers["best"] == [110.0 if name == "v7" else None for name in STEPS]
+    places = {step: n for n, step in enumerate(STEPS, start=1)}
+
+    def heights(base: int, *families: str) -> list[float | None]:
+        """From v7 on, if it is not the staircase of the ampere family's fixed tile."""
+        return [
+            round((base + 10 * n) / 3, 1)
+            if STEPS[step].family in families and (base == 100 or n >= places["v7"])
+            else None
+            for step, n in places.items()
+        ]
+
+    assert numbers["fixed"] == heights(100, "ampere")
+    assert numbers["large"] == heights(200, *FAMILIES)
+    first = places["v16"] - 1  # whose stride is static
+    assert numbers["read"] == [None] * first + heights(190, *FAMILIES)[first:]
+    assert numbers["lines"] == {
+        "PyTorch's flash backend": 100.0,
+        "PyTorch's cuDNN backend": 200.0,
+        "mma.sync of the chip": 200.0,
+    }
 
 
 def test_a_step_that_failed_at_a_length_has_no_height() -> None:
@@ -77,7 +96,8 @@ def test_a_step_that_failed_at_a_length_has_no_height() -> None:
     heights = progression_numbers(dataclasses.replace(results, measurements=tuple(broken)), "bf16")[
         "fixed"
     ]
-    assert [n for n, height in enumerate(heights, 1) if height is None] == [3]
+    n_fixed = sum(own.fixed is not None for own in STAIRS.values())
+    assert [n for n, height in enumerate(heights[:n_fixed], 1) if height is None] == [3]
 
 
 def test_lines_are_those_of_the_libraries_and_of_the_steps_that_gained() -> None:
@@ -85,22 +105,15 @@ def test_lines_are_those_of_the_libraries_and_of_the_steps_that_gained() -> None
     assert numbers["seq_lens"] == [1024, 4096]
     lines = numbers["lines"]
     assert lines["PyTorch's flash backend"] == [300.0, 300.0]
-    # each of the first steps gains over 5%, from step 10 on it is less
+    assert not any("control" in label for label in lines)
+    # each of the first steps gains over 5%, and so does the large tile; after it, it is less
     assert lines["v2"] == [120.0, 120.0]
-    assert "v12" not in lines
-    assert BF16[-1].step.id in lines  # the last one always
+    assert lines["v7, large tile"] == [270.0, 270.0]
+    assert not {"v12", "v12, large tile"} & set(lines)
+    # the last step of each family always, by the faster tile
+    assert lines["v16, large tile"] == [360.0, 360.0]
+    assert lines[BF16[-1].step.id] == [200.0 + 10 * len(STEPS)] * 2
     assert numbers["rates"] == {"matmul of the chip": 800.0, "mma.sync of the chip": 600.0}
-
-
-def test_the_best_config_of_the_last_step_has_a_line_of_its_own() -> None:
-    last = BF16[-1]
-    large = last.replace(B_r=128)
-    results = full_results()
-    more = [measurement(large.short_form(), n, 400.0) for n in (1024, 4096)]
-    results = dataclasses.replace(results, measurements=(*results.measurements, *more))
-    lines = seq_len_numbers(results, "bf16")["lines"]
-    assert lines[f"{last.step.id}, best config"] == [400.0, 400.0]
-    assert lines[last.step.id] == [100.0 + 10 * last.step.number] * 2
 
 
 def test_without_the_flash_backend_there_is_no_staircase() -> None:
@@ -134,6 +147,7 @@ def test_the_file_says_which_numbers_it_shows(svg: str) -> None:
     said = json.loads(plotted_numbers(svg))
     assert said["gpu"] == "NVIDIA H100 80GB HBM3"
     assert said[PROGRESSION]["fixed"][0] == 36.7  # 110 of 300
+    assert said[PROGRESSION]["load"] == said[SEQ_LEN]["load"] == "sustained"
     assert plotted_numbers(svg) == description(with_rates(full_results()), BOTH)
     assert plotted_numbers("no picture") == ""
     assert plotted_numbers("<svg/>") == ""
@@ -143,9 +157,10 @@ def test_lines_and_steps_are_labelled_in_the_picture(svg: str) -> None:
     texts = texts_of(svg)
     assert set(STEPS) <= set(texts)
     assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN]} <= set(texts)
-    assert "110" in texts  # the best config of step 7, in percent
+    assert {"37", "90"} <= set(texts)  # the first step of each staircase, in percent
+    assert {"fixed tile", "large tile", "large tile, stride read at run time"} <= set(texts)
     assert "mma.sync of the chip" in texts
-    assert any("NVIDIA H100 80GB HBM3, bf16" in text for text in texts)
+    assert any("NVIDIA H100 80GB HBM3, bf16, sustained" in text for text in texts)
 
 
 def test_the_picture_reads_on_a_light_page_and_on_a_dark_one(svg: str) -> None:
@@ -224,7 +239,7 @@ def test_a_plot_of_other_numbers_is_found_without_matplotlib(
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert update_tables(repository, "--check") == 0
     faster = [
-        dataclasses.replace(m, samples_ms=tuple(ms / 2 for ms in m.samples_ms))
+        dataclasses.replace(m, flash_ms=tuple(2 * ms for ms in m.flash_ms))
         if m.name == LARGE_TILE_7.short_form()
         else m
         for m in full_results().measurements

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-
-import numpy as np
 
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
 from flash_helpers.course.evidence import Evidence, Published
@@ -14,7 +13,7 @@ from flash_helpers.course.links import image
 from flash_helpers.kernel_configs import Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.measure.plots import progression_numbers
-from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults, interval
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 from flash_helpers.tables import DASH, Table, number, percent
@@ -27,46 +26,38 @@ class Speedup:
     """A kernel's speed against another's at one length, less 1, within each round.
 
     Both are timed in every round, so that a clock that drifts from round to round cancels. median,
-    first_quartile, third_quartile: over the rounds.
+    low, high: over the rounds, and what 80% of them lie in. is_equal: within the noise.
     """
 
     median: float
-    first_quartile: float
-    third_quartile: float
+    low: float
+    high: float
+    is_equal: bool
 
     @property
     def verdict(self) -> str:
-        """In words; a change counts if the middle half of the rounds has it."""
-        if self.first_quartile > 0:
-            return "faster"
-        return "slower" if self.third_quartile < 0 else "no change"
+        """In words; a change counts if it is over the noise."""
+        if self.is_equal:
+            return "="
+        return "faster" if self.median > 0 else "slower"
 
 
 def speedup(
     results: BenchmarkResults, before: Config, after: Config, seq_len: int
 ) -> Speedup | None:
     """None unless both were measured at that length."""
-    old, new = (
-        results.find(config.short_form(), config.dtype.short, seq_len) for config in (before, after)
-    )
-    if old is None or new is None:
+    place = (after.short_form(), before.short_form(), after.dtype.short, seq_len)
+    ratios = [ratio - 1 for ratio in results.pairs(*place)]
+    if not ratios:
         return None
-    # rounds stand in order; one that ran out of time has the first of them
-    ratios = [a / b - 1 for a, b in zip(old.samples_ms, new.samples_ms, strict=False)]
-    return Speedup(*np.percentile(ratios, (50, 25, 75)).tolist())
+    return Speedup(statistics.median(ratios), *interval(ratios), results.is_equal(*place))
 
 
 def mean_change(results: BenchmarkResults, before: Config, after: Config) -> float | None:
     """The change of the harmonic mean of the speeds, less 1, when each length changes as `speedup`
     says; None unless both were measured at every length."""
-    total = changed = 0.0
-    for seq_len in results.seq_lens:
-        speed, found = _speed(results, before, seq_len), speedup(results, before, after, seq_len)
-        if speed is None or found is None:
-            return None
-        total += 1 / speed
-        changed += 1 / (speed * (1 + found.median))
-    return total / changed - 1 if changed else None
+    ratio = results.ratio(after.short_form(), before.short_form(), after.dtype.short)
+    return None if ratio is None else ratio - 1
 
 
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
@@ -90,7 +81,7 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
     *before, own = with_parent(step)
     headers = ["sequence length", *(f"{config.step.id}, TFLOP/s" for config in (*before, own))]
     if before:
-        headers += ["change", "middle half of the rounds", "verdict"]
+        headers += ["change", "80% of the rounds", "verdict"]
     rows = []
     for seq_len in (*results.seq_lens, None):
         cells = [number(_speed(results, config, seq_len)) for config in (*before, own)]
@@ -107,9 +98,7 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
 def _change_cells(found: Speedup | None) -> list[str]:
     if found is None:
         return [DASH, "", ""]
-    median, low, high = (
-        percent(x, signed=True) for x in (found.median, found.first_quartile, found.third_quartile)
-    )
+    median, low, high = (percent(x, signed=True) for x in (found.median, found.low, found.high))
     return [median, f"{low} … {high}", found.verdict]
 
 
@@ -121,13 +110,14 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
     found = results.provenance
     note = (
         f"Measured on {found.gpu}, {found.date}, CUDA {found.cuda}, PyTorch {found.torch}, "
-        f"{DTYPE.short}, at the fixed config; flash is {LIBRARY_NAMES[FLASH]} in the same process."
+        f"{DTYPE.short}, at the fixed config, {results.main_load}; flash is "
+        f"{LIBRARY_NAMES[FLASH]} in the same process."
     )
     if step.parent is not None:
         note += (
             " Both are timed in every round: the change is the median of the ratios within a "
-            "round, so that a drifting clock cancels, and counts where the middle half of the "
-            "rounds agrees on its sign."
+            "round, so that a drifting clock cancels, and counts where it is more than flash "
+            "timed twice differs from itself."
         )
     return note
 
@@ -165,17 +155,17 @@ def _published_table(published: Published, step: Step) -> str:
 def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
     """The plot of the progression; its text tells the numbers of the first and the last step that
     were measured."""
-    results = evidence.results
-    numbers = progression_numbers(results, DTYPE.short)
-    rows = zip(numbers["steps"], numbers["fixed"], numbers["best"], strict=True)
-    measured = [row for row in rows if row[1] is not None]
-    (first, at_first, _), (last, at_last, best) = measured[0], measured[-1]
+    numbers = progression_numbers(evidence.results, DTYPE.short)
+    ends = []
+    for tile in ("fixed", "large"):
+        heights = zip(numbers["steps"], numbers[tile], strict=True)
+        measured = [f"{height:.0f}% at step {step}" for step, height in heights if height]
+        if measured:
+            ends.append(f"{measured[0]} to {measured[-1]} at the {tile} tile")
     alt = (
-        f"Percent of {LIBRARY_NAMES[FLASH]} by step on {results.provenance.gpu}: "
-        f"{at_first:.0f}% at step {first}, {at_last:.0f}% at step {last}"
+        f"Percent of {LIBRARY_NAMES[FLASH]} by step on {evidence.results.provenance.gpu}: "
+        f"{'; '.join(ends)}"
     )
-    if best is not None:
-        alt += f", {best:.0f}% with its best config"
     return image(STAIRCASE, alt, arguments.page)
 
 

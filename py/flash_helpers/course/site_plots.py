@@ -32,22 +32,24 @@ def site_plots(results: BenchmarkResults, steps: Mapping[str, str]) -> dict[str,
     """
     dtype = main_dtype(results)
     data = {PROGRESSION: _progression(results, dtype), SEQ_LEN: _seq_len(results, dtype)}
-    measured = f"{results.provenance.gpu}, {dtype}, {results.provenance.date}"
+    measured = ", ".join(
+        (results.provenance.gpu, dtype, results.main_load, results.provenance.date)
+    )
     return {path: _figure(name, data[name], measured, steps) for path, name in PLOTTED.items()}
 
 
 def _progression(results: BenchmarkResults, dtype: str) -> Data:
     numbers = progression_numbers(results, dtype)
-    steps = zip(numbers["steps"], numbers["fixed"], numbers["best"], strict=True)
+    steps = zip(numbers["steps"], numbers["fixed"], numbers["large"], strict=True)
     return {
         "kind": STAIRCASE,
         "title": f"Percent of {LIBRARY_NAMES[FLASH]}, harmonic mean over lengths",
         "unit": "%",
         "reference": {"label": LIBRARY_NAMES[FLASH], "value": 100},
-        "series": ["fixed config", "best config"],
+        "series": ["fixed tile", "large tile"],
         "points": [
-            {"x": n, "title": f"Step {n}: {STEPS[n].idea}", "values": [fixed, best]}
-            for n, fixed, best in steps
+            {"x": n, "title": f"Step {n}: {STEPS[n].idea}", "values": [fixed, large]}
+            for n, fixed, large in steps
         ],
     }
 

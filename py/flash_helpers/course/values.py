@@ -80,7 +80,7 @@ _CHANGES: Mapping[str, str] = MappingProxyType(
     {
         "change": f"against the parent at {TABLE_SEQ_LEN}, percent with sign",
         "change_mean": "the same of the means",
-        "verdict": f'"faster", "slower" or "no change" at {TABLE_SEQ_LEN}',
+        "verdict": f'"faster", "slower" or "=" at {TABLE_SEQ_LEN}',
     }
 )
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from flash_helpers.kernel_configs import (
-    FAMILIES,
-    Config,
-    DType,
-    config_from_short_form,
-    get_kernel_progression_configs,
+from flash_helpers.kernel_configs import FAMILIES, Config, DType, config_from_short_form
+from flash_helpers.measure.results import (
+    BURST,
+    CONTROL,
+    FLASH,
+    LIBRARY_NAMES,
+    MMA_SYNC,
+    RATE_NAMES,
+    BenchmarkResults,
+    Load,
+    Measurement,
+    interval,
 )
-from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
+from flash_helpers.measure.staircases import stair, stairs, tile_text
 from flash_helpers.registry.family import Step
 from flash_helpers.tables import Table, number
 
@@ -27,8 +33,8 @@ HEADER_BEGIN_MARKER = "// benchmark:begin"
 HEADER_END_MARKER = "// benchmark:end"
 COMMENT_WIDTH = 96
 
-# (contender, dtype, length or None for the mean over all lengths) to a number, if there is one
-Share = Callable[[str, str, "int | None"], "float | None"]
+# (contender, dtype, length or None for the mean over all, load) to a number, if there is one
+Share = Callable[[str, str, "int | None", str], "float | None"]
 
 
 def main_dtype(results: BenchmarkResults) -> str:
@@ -46,18 +52,6 @@ def share_text(share: float | None) -> str:
     return number(None if share is None else 100 * share, 1)
 
 
-def best_configs(results: BenchmarkResults, dtype: str) -> dict[str, Config]:
-    """By id of the step its fastest config by the mean over all lengths, where two or more were
-    measured."""
-    found: dict[str, list[tuple[float, Config]]] = {}
-    for name in results.names(dtype):
-        mean = results.mean_tflops(name, dtype)
-        if name not in LIBRARY_NAMES and mean is not None:
-            config = config_from_short_form(name)
-            found.setdefault(config.step.id, []).append((mean, config))
-    return {step: max(configs)[1] for step, configs in found.items() if len(configs) > 1}
-
-
 def supports_table() -> str:
     """The problems that each family's kernels take, for a Markdown file."""
     rows = []
@@ -70,64 +64,89 @@ def supports_table() -> str:
 
 
 def _length_table(
-    results: BenchmarkResults, dtype: str, title: str, value: Share, text: Callable[..., str]
+    results: BenchmarkResults,
+    dtype: str,
+    load: str,
+    title: str,
+    value: Share,
+    text: Callable[..., str],
 ) -> Table:
     """A row a contender, a column a length and one for the mean, for which `value` gets None; then
-    the widest spread over the lengths."""
+    the widest spread over the lengths, the SM's clock and the power."""
     lengths = results.seq_lens
-    header = [f"{dtype}, {title}", *(f"seq {n}" for n in lengths), "harmonic mean", "spread %"]
+    header = [f"{dtype}, {load}, {title}", *(f"seq {n}" for n in lengths), "harmonic mean"]
     rows = []
     for name in results.names(dtype):
-        cells = [text(value(name, dtype, n)) for n in (*lengths, None)]
-        rows.append([name, *cells, share_text(_widest_spread(results, name, dtype))])
-    return Table(header, rows)
+        cells = [text(value(name, dtype, n, load)) for n in (*lengths, None)]
+        found = [m for n in lengths if (m := results.find(name, dtype, n, load)) is not None]
+        cells.append(share_text(_widest_spread(results, found)))
+        cells += [number(_median(readings)) for readings in _readings(found)]
+        rows.append([name, *cells])
+    return Table([*header, "spread %", "MHz", "W"], rows)
 
 
-def _widest_spread(results: BenchmarkResults, name: str, dtype: str) -> float | None:
-    found = (results.find(name, dtype, seq_len) for seq_len in results.seq_lens)
-    return max((m.spread for m in found if m is not None), default=None)
+def _widest_spread(results: BenchmarkResults, found: Iterable[Measurement]) -> float | None:
+    """The longest interval of the ratios to the flash backend, over their median."""
+    widths = []
+    for m in found:
+        if ratios := results.pairs(m.name, FLASH, m.dtype, m.seq_len, m.load):
+            low, high = interval(ratios)
+            widths.append((high - low) / statistics.median(ratios))
+    return max(widths, default=None)
 
 
-def _tables(results: BenchmarkResults, dtype: str) -> list[Table]:
+def _readings(found: Sequence[Measurement]) -> tuple[list[float], list[float]]:
+    """SM clocks in MHz and powers in W of all samples."""
+    return [x for m in found for x in m.sm_mhz], [x for m in found for x in m.power_w]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
     shares: dict[str, Share] = {"% of flash": results.of_flash}
     for rate, title in RATE_NAMES.items():
-        if results.rate(rate, dtype) is not None:
+        if results.rate(rate, dtype, load) is not None:
             shares[f"% of {title}"] = partial(results.of_rate, rate)
     return [
-        _length_table(results, dtype, "TFLOP/s", results.tflops, number),
-        *(_length_table(results, dtype, title, s, share_text) for title, s in shares.items()),
+        _length_table(results, dtype, load, "TFLOP/s", results.tflops, number),
+        *(
+            _length_table(results, dtype, load, title, share, share_text)
+            for title, share in shares.items()
+        ),
     ]
 
 
 def report_text(results: BenchmarkResults) -> str:
-    """For each dtype the TFLOP/s and the percent of PyTorch's flash backend and of the rates of the
-    chip that were measured; then what to mind."""
-    parts = [f"{t.text()}\n" for dtype in results.dtypes for t in _tables(results, dtype)]
+    """For each dtype and load the TFLOP/s and the percent of PyTorch's flash backend and of the
+    rates of the chip that were measured; then what to mind."""
+    loads = [(dtype, load) for dtype in results.dtypes for load in results.loads]
+    parts = [f"{t.text()}\n" for dtype, load in loads for t in _tables(results, dtype, load)]
     parts += [
-        f"{record.dtype} {RATE_NAMES[record.name]}: "
+        f"{record.dtype}, {record.load}, {RATE_NAMES[record.name]}: "
         + (record.failure or f"{number(record.tflops)} TFLOP/s")
         for record in results.rates
     ]
     parts += [f"{library.name} {library.version}" for library in results.libraries]
-    valid = [m for m in results.measurements if m.valid]
-    if valid:
-        widest = max(valid, key=lambda m: m.spread)
-        parts.append(
-            "speeds are those at the median time; spread is the interquartile range over it, the "
-            f"widest of a contender's lengths; largest spread: {100 * widest.spread:.1f}% of "
-            f"{widest.name} at {widest.seq_len}"
-        )
     parts += [
-        f"{c.dtype} at {c.seq_len}: SM clock {c.sm_mhz[1]:.0f} MHz ({c.sm_mhz[0]:.0f} to "
-        f"{c.sm_mhz[2]:.0f}), {c.power_w[1]:.0f} W, {c.temperature_c:.0f} degrees C"
-        for c in results.clocks
+        f"{dtype}, {load}: {CONTROL} is within {100 * noise:.2f}% of {FLASH}; less than that is no "
+        "difference"
+        for dtype, load in loads
+        if (noise := results.noise(dtype, load)) is not None
     ]
+    parts.append(
+        "speeds are those at the median time; % of flash is the median of ratios within a round; "
+        "spread is what 80% of them lie in, the widest of a contender's lengths"
+    )
     parts += [
         f"{m.name} at {m.seq_len} was run by {m.ran}"
         for m in results.measurements
-        if m.ran not in ("", m.name)
+        if m.ran not in ("", m.name) and m.load == results.main_load
     ]
-    parts += [f"{m.name} at {m.seq_len}: {m.failure}" for m in results.measurements if m.failure]
+    parts += [
+        f"{m.name} at {m.seq_len}, {m.load}: {m.failure}" for m in results.measurements if m.failure
+    ]
     parts += [f"{s.dtype} at {s.seq_len} skipped: {s.reason}" for s in results.skipped]
     return "\n".join(parts)
 
@@ -146,38 +165,6 @@ def replace_between_markers(
     return f"{before}{begin}\n{body.strip()}\n{end}{after}"
 
 
-# How a field of a config c reads; the loads of fragments stand together.
-_WORDS = {
-    "n_warps": "{c.n_warps} warps",
-    "Q_mma_load_K_tiles": (
-        "loads {c.Q_mma_load_K_tiles}/{c.K_mma_load_K_tiles}/{c.V_mma_load_K_tiles}"
-    ),
-    "K_mma_load_K_tiles": "",
-    "V_mma_load_K_tiles": "",
-    "mma_double_buffer_loads": "double-buffered",
-}
-
-
-def _tuned_text(config: Config) -> str:
-    """What a sweep has chosen of a config; what is off or as it always is goes without saying."""
-    parts = []
-    for name, tried in config.step.tunable.items():
-        value = getattr(config, name)
-        usual = config.__dataclass_fields__[name].default
-        if len(tried) > 1 and value is not False and value != usual:
-            words = name if value is True else f"{name} {value}"
-            parts.append(_WORDS.get(name, words).format(c=config))
-    return ", ".join(filter(None, parts))
-
-
-def _speed_cells(results: BenchmarkResults, name: str, dtype: str, seq_len: int) -> list[str]:
-    return [
-        number(results.tflops(name, dtype, seq_len)),
-        share_text(results.of_flash(name, dtype, seq_len)),
-        share_text(results.of_flash(name, dtype)),
-    ]
-
-
 _PROTOCOL_TEXTS = {
     "graph": "CUDA graph replays",
     "events": "launches one by one",
@@ -186,15 +173,20 @@ _PROTOCOL_TEXTS = {
 }
 
 
-def _rates_text(results: BenchmarkResults, dtype: str) -> str:
-    measured = [
-        f"{title} {number(speed)} TFLOP/s"
-        for rate, title in RATE_NAMES.items()
-        if (speed := results.rate(rate, dtype)) is not None
-    ]
-    if not measured:
-        return ""
-    return f" The chip's own rates, measured in the same process: {', '.join(measured)}."
+def _load_text(results: BenchmarkResults, dtype: str, load: Load) -> str:
+    """How the samples of a load were taken, with the clock and the power."""
+    found = [m for m in results.measurements if (m.dtype, m.load) == (dtype, load.name) and m.valid]
+    counts = sorted({len(m.samples_ms) for m in found})
+    rounds = " to ".join(str(n) for n in dict.fromkeys((*counts[:1], *counts[-1:])))
+    how = f"{rounds} rounds of {load.sample_ms:g} ms each"
+    if load.lead_ms:
+        how += f" after {load.lead_ms:g} ms of the same load, without a pause"
+    if load.rest:
+        how += f", with pauses {load.rest:g} times as long"
+    clock, power = map(_median, _readings(found))
+    if clock is not None:
+        how += f": SM clock {clock:.0f} MHz, {power:.0f} W in the median"
+    return f"{load.name}: {how}"
 
 
 def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
@@ -202,77 +194,186 @@ def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
     own = [m for m in results.measurements if m.dtype == dtype]
     heads = "/".join(map(str, sorted({m.n_heads for m in own})))
     batches = dict(sorted((m.seq_len, m.batch) for m in own))
-    counts = sorted({len(m.samples_ms) for m in results.measurements if m.valid})
-    rounds = " to ".join(str(n) for n in dict.fromkeys((*counts[:1], *counts[-1:])))
-    clocks = [record.sm_mhz[1] for record in results.clocks if record.dtype == dtype]
     return found.sentence(
         found.built_with,
         f"PyTorch {found.torch}, CUDA {found.cuda}, cuDNN {found.cudnn}",
         *(f"{library.name} {library.version}" for library in results.libraries),
         f"{dtype}, {heads} heads, batch {', '.join(f'{b} at {n}' for n, b in batches.items())}",
-        f"median of {rounds} rounds of {_PROTOCOL_TEXTS[protocol.timing]}",
+        _PROTOCOL_TEXTS[protocol.timing],
         _PROTOCOL_TEXTS[protocol.cache],
-        clock=f"SM clock {statistics.median(clocks):.0f} MHz (median)" if clocks else "",
+        *(
+            _load_text(results, dtype, load)
+            for load in protocol.loads
+            if load.name in results.loads
+        ),
     )
 
 
 def header_lines(results: BenchmarkResults, step: Step) -> str:
-    """What was measured of a step at its fixed config, as comment lines for its kernel file."""
-    name = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE)).short_form()
-    speed = results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN)
-    of_flash = results.of_flash(name, MAIN_DTYPE, TABLE_SEQ_LEN)
-    mean_of_flash = results.of_flash(name, MAIN_DTYPE)
+    """What was measured of a step at its tiles, as comment lines for its kernel file."""
+    fixed = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE))
+    found = results.provenance
     lines = [
-        f"Measured ({results.provenance.gpu}, CUDA {results.provenance.cuda}, {MAIN_DTYPE}): "
-        f"{number(speed)} TFLOP/s at length {TABLE_SEQ_LEN}, {number(of_flash, 2)} of "
-        f"PyTorch's flash backend; {number(mean_of_flash, 2)} in the harmonic mean."
+        f"Measured ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), TFLOP/s at length "
+        f"{TABLE_SEQ_LEN}, and share of PyTorch's flash backend in the harmonic mean over lengths."
     ]
-    for record in results.resources:
-        if record.name == name:
+    resources = {record.name: record for record in results.resources}
+    own = stair(fixed)
+    for config in filter(None, (own.fixed, own.large)):
+        name = config.short_form()
+        speeds = (
+            f"{load} {number(results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN, load))}, "
+            f"{number(results.of_flash(name, MAIN_DTYPE, load=load), 2)}"
+            for load in results.loads
+        )
+        lines.append(f"{tile_text(config)}: {'; '.join(speeds)}.")
+        if record := resources.get(name):
             spilled = f", {record.local_bytes} bytes of it spilled" if record.local_bytes else ""
             lines.append(
-                f"Cost: {record.registers} registers a thread{spilled}, "
-                f"{record.smem_bytes // 1024} KiB of shared memory a block, "
-                f"{record.blocks_per_sm} blocks an SM."
+                f"Cost: {record.registers} registers per thread{spilled}, "
+                f"{record.smem_bytes // 1024} KiB of shared memory per block, "
+                f"{record.blocks_per_sm} blocks per SM."
             )
     wrapped = textwrap.wrap(" ".join(lines), COMMENT_WIDTH)
     return "\n".join(f"// {line}" for line in wrapped)
 
 
 def progression_table(results: BenchmarkResults) -> str:
-    """Markdown: a row a step in the order of the registry, then the libraries.
+    """Markdown: a row a step in the order of the registry, then the libraries and the rate of
+    mma.sync; below, folded, the other configs that were measured.
 
-    Speeds are TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), and percent
-    of PyTorch's flash backend there and of the harmonic means over all lengths.
+    Percent of PyTorch's flash backend in the harmonic mean over all lengths at both tiles, and
+    TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), under the main load;
+    the last two columns are the same in bursts, where they were measured.
     """
     dtype = main_dtype(results)
+    rows = [*_step_rows(results, dtype), *_ceiling_rows(results, dtype)]
+    seq_len = _table_length(results)
+    header = ["step", "idea", "fixed tile: % of flash", "large tile: % of flash"]
+    header += ["stride read: % of flash", f"TFLOP/s at {seq_len}"]
+    if _has_bursts(results):
+        header += ["bursts: % of flash", f"bursts: TFLOP/s at {seq_len}"]
+    parts = [
+        Table(header, rows, "ll").markdown(),
+        _legend(results, dtype),
+        *_other_configs(results, dtype),
+        _provenance_text(results, dtype),
+    ]
+    return "\n\n".join(parts)
+
+
+def _table_length(results: BenchmarkResults) -> int:
     lengths = results.seq_lens
-    seq_len = TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
-    speed = [f"TFLOP/s at {seq_len}", f"% of flash at {seq_len}", "% of flash, mean"]
-    header = ["step", "idea", *speed, *(f"best config: {name}" for name in speed), "best config"]
-    best_of = best_configs(results, dtype)
-    rows = []
-    for config in get_kernel_progression_configs():
-        if config.dtype.short == dtype:
-            step, best = config.step, best_of.get(config.step.id)
-            cells = _speed_cells(results, config.short_form(), dtype, seq_len)
-            if best is None:
-                cells += [""] * 4
-            else:
-                cells += _speed_cells(results, best.short_form(), dtype, seq_len)
-                cells.append(_tuned_text(best))
-            rows.append([step.id, step.idea, *cells])
+    return TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
+
+
+def _has_bursts(results: BenchmarkResults) -> bool:
+    """Beside the main load."""
+    return BURST in results.loads and results.main_load != BURST
+
+
+def _speed_cells(results: BenchmarkResults, name: str, dtype: str) -> list[str]:
+    """TFLOP/s, and the cells of bursts."""
+    seq_len = _table_length(results)
+    cells = [number(results.tflops(name, dtype, seq_len))]
+    if _has_bursts(results):
+        cells.append(share_text(results.of_flash(name, dtype, load=BURST)))
+        cells.append(number(results.tflops(name, dtype, seq_len, BURST)))
+    return cells
+
+
+def _share_cell(
+    results: BenchmarkResults, config: Config | None, parent: Config | None, dtype: str
+) -> str:
+    """Percent of flash in the mean; with "=" if it differs from the parent's by no more than the
+    noise."""
+    if config is None:
+        return ""
+    name = config.short_form()
+    text = share_text(results.of_flash(name, dtype))
+    is_equal = parent is not None and results.is_equal(name, parent.short_form(), dtype)
+    return f"= {text}" if is_equal else text
+
+
+def _step_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
+    found = stairs(dtype)
+    for own in found.values():
+        before = found[own.step.parent] if own.step.parent else None
+        pairs = (
+            (own.fixed, before and before.fixed),
+            (own.large, before and before.large),
+            # a parent without a static stride reads it at the large tile, too
+            (own.read, before and (before.read or before.large)),
+        )
+        cells = [_share_cell(results, *pair, dtype) for pair in pairs]
+        speeds = _speed_cells(results, own.widest.short_form(), dtype)
+        yield [own.step.id, own.step.idea, *cells, *speeds]
+
+
+def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
+    """The libraries, and mma.sync back to back."""
     for name, title in LIBRARY_NAMES.items():
-        if name in results.names(dtype):
-            rows.append(["", title, *_speed_cells(results, name, dtype, seq_len), *[""] * 4])
+        if name in results.names(dtype) and name != CONTROL:
+            share = share_text(results.of_flash(name, dtype))
+            yield ["", title, share, share, "", *_speed_cells(results, name, dtype)]
+    if (rate := results.rate(MMA_SYNC, dtype)) is not None:
+        share = share_text(_rate_of_flash(results, dtype, results.main_load))
+        cells = [share, share, "", number(rate)]
+        if _has_bursts(results):
+            cells.append(share_text(_rate_of_flash(results, dtype, BURST)))
+            cells.append(number(results.rate(MMA_SYNC, dtype, BURST)))
+        yield ["", f"{RATE_NAMES[MMA_SYNC]} alone, on registers", *cells]
+
+
+def _rate_of_flash(results: BenchmarkResults, dtype: str, load: str) -> float | None:
+    flash = results.of_rate(MMA_SYNC, FLASH, dtype, load=load)
+    return 1 / flash if flash else None
+
+
+def _legend(results: BenchmarkResults, dtype: str) -> str:
+    lengths = results.seq_lens
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-    return "\n\n".join(
+    own = list(stairs(dtype).values())
+    fixed = next(tile_text(s.fixed) for s in own if s.fixed)
+    large = next(tile_text(s.large) for s in own if s.large)
+    bursts = _has_bursts(results)
+    sentences = [
+        f"Flash is {LIBRARY_NAMES[FLASH]}: each sample is set against flash's sample next to it in "
+        f"the same round, and % is of the harmonic means over sequence lengths {span}.",
+        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s{' and bursts' * bursts} are "
+        "at the large tile where a step has it, and count 4·B·H·S²·D operations.",
+        "Stride read: at the large tile, the row stride read at run time, of the steps that know "
+        "it at compile time.",
+        f"Speeds are {results.main_load}{', bursts those of a rested chip' * bursts}.",
+    ]
+    if (noise := results.noise(dtype)) is not None:
+        sentences.append(
+            f'"=": no further than {100 * noise:.1f}% from the parent at the same tile, as are 80% '
+            "of the rounds in which flash is set against itself."
+        )
+    return " ".join(sentences)
+
+
+def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
+    """Measured configs that stand on neither staircase, folded."""
+    shown = {config for own in stairs(dtype).values() for config in own.configs}
+    names = [name for name in results.names(dtype) if name not in LIBRARY_NAMES]
+    others = [c for c in map(config_from_short_form, names) if c not in shown]
+    if not others:
+        return
+    header = ["step", "config", "% of flash", f"TFLOP/s at {_table_length(results)}"]
+    if _has_bursts(results):
+        header += ["bursts: % of flash", "bursts: TFLOP/s"]
+    rows = [
         [
-            Table(header, rows, "llrrrrrrl").markdown(),
-            f"TFLOP/s count 4·B·H·S²·D operations. Flash is {LIBRARY_NAMES[FLASH]}, "
-            f"timed in the same process; mean is the harmonic mean over sequence lengths {span}. "
-            "The best config is the fastest by that mean among those measured for the step, with "
-            f"the fragment loads of Q/K/V.{_rates_text(results, dtype)}",
-            _provenance_text(results, dtype),
+            config.step.id,
+            f"`{config.short_form()}`",
+            share_text(results.of_flash(config.short_form(), dtype)),
+            *_speed_cells(results, config.short_form(), dtype),
         ]
-    )
+        for config in sorted(others)
+    ]
+    summary = "Other configs that were measured, the winners of a sweep among them"
+    yield f"<details>\n<summary>{summary}</summary>"
+    yield Table(header, rows, "ll").markdown()
+    yield "</details>"

@@ -12,25 +12,23 @@ import contextlib
 import importlib.util
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from flash_helpers.kernel_configs import (
-    FAMILIES,
-    Config,
-    get_kernel_progression_configs,
-)
-from flash_helpers.measure.benchmark_tables import best_configs, main_dtype
+from flash_helpers.kernel_configs import FAMILIES, Config
+from flash_helpers.measure.benchmark_tables import main_dtype
 from flash_helpers.measure.results import (
     CUDNN,
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
+    MMA_SYNC,
     RATE_NAMES,
     BenchmarkResults,
 )
+from flash_helpers.measure.staircases import stairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +43,8 @@ _TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark back
 _GRID = "#7a828b40"
 _BLUE, _ORANGE = "#2f81f7", "#db6d28"
 _LIBRARY_COLORS = MappingProxyType({FLASH: _TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a"})
+_DRAWN_LIBRARIES = tuple(_LIBRARY_COLORS)
+_RATE_TITLES = MappingProxyType({r: f"{name} of the chip" for r, name in RATE_NAMES.items()})
 _STEP_COLORS = ("#8b949e", "#2ea043", "#1a9ba8", "#2f81f7", "#a371f7", "#b08800")
 _STYLE = MappingProxyType(
     {
@@ -80,40 +80,51 @@ def _rounded(value: float | None, factor: float = 1) -> float | None:
 
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     """By step: percent of PyTorch's flash backend in the harmonic mean over all lengths, at the
-    fixed config and at the best one.
+    fixed tile, at the large one, and there with a stride read at run time; and the same of what
+    stands beside them.
 
     Raises PlotError if no step or not the flash backend was measured at every length.
     """
-    fixed = [c for c in get_kernel_progression_configs() if c.dtype.short == dtype]
-    best = best_configs(results, dtype)
+    found = stairs(dtype).values()
 
-    def percent(config: Config | None) -> float | None:
-        return _rounded(results.of_flash(config.short_form(), dtype) if config else None, 100)
+    def percents(configs: Iterable[Config | None]) -> list[float | None]:
+        return [_rounded(c and results.of_flash(c.short_form(), dtype), 100) for c in configs]
 
-    numbers = {
-        "steps": [config.step.id for config in fixed],
-        "fixed": [percent(config) for config in fixed],
-        "best": [percent(best.get(config.step.id)) for config in fixed],
+    heights = {
+        "fixed": percents(own.fixed for own in found),
+        "large": percents(own.large for own in found),
+        "read": percents(own.read for own in found),
     }
-    if not any(value is not None for value in numbers["fixed"]):
+    if not any(value is not None for values in heights.values() for value in values):
         raise PlotError(f"no step of {dtype} was measured beside {LIBRARY_NAMES[FLASH]}")
-    return numbers
+    lines = {LIBRARY_NAMES[name]: results.of_flash(name, dtype) for name in _DRAWN_LIBRARIES}
+    flash_of_rate = results.of_rate(MMA_SYNC, FLASH, dtype)
+    lines[_RATE_TITLES[MMA_SYNC]] = 1 / flash_of_rate if flash_of_rate else None
+    return {
+        "load": results.main_load,
+        "steps": [own.step.id for own in found],
+        **heights,
+        "lines": {label: _rounded(share, 100) for label, share in lines.items() if share},
+    }
 
 
 def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
-    """Names of the steps to draw, with their labels: the first, those that gained, the last of each
-    family, and its best config."""
+    """Names of the kernels to draw, with their labels: of each step the faster tile, if it gained,
+    and of the last step of each family."""
+    last = {list(family.steps)[-1] for family in FAMILIES.values()}
     labels = {}
     highest = 0.0
-    for family in FAMILIES.values():
-        fixed = [config for config in family.progression() if config.dtype.short == dtype]
-        for config in fixed:
-            mean = results.mean_tflops(config.short_form(), dtype) or 0.0
-            if mean > MILESTONE_GAIN * highest or (mean and config == fixed[-1]):
-                labels[config.short_form()] = config.step.id
-            highest = max(highest, mean)
-        if best := best_configs(results, dtype).get(fixed[-1].step.id):
-            labels[best.short_form()] = f"{best.step.id}, best config"
+    for own in stairs(dtype).values():
+        tiles = [(own.fixed, own.step.id), (own.large, f"{own.step.id}, large tile")]
+        speeds = [
+            (results.mean_tflops(config.short_form(), dtype) or 0.0, config, label)
+            for config, label in tiles
+            if config is not None
+        ]
+        mean, config, label = max(speeds, key=lambda found: found[0])
+        if mean > MILESTONE_GAIN * highest or (mean and own.step.id in last):
+            labels[config.short_form()] = label if own.fixed else own.step.id
+        highest = max(highest, mean)
     return labels
 
 
@@ -122,7 +133,7 @@ def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
     Raises PlotError if nothing was measured.
     """
-    shown = {**LIBRARY_NAMES, **_milestones(results, dtype)}
+    shown = {name: LIBRARY_NAMES[name] for name in _DRAWN_LIBRARIES} | _milestones(results, dtype)
     lines = {}
     for name, label in shown.items():
         speeds = [_rounded(results.tflops(name, dtype, n)) for n in results.seq_lens]
@@ -130,8 +141,9 @@ def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
             lines[label] = speeds
     if not lines:
         raise PlotError(f"nothing was measured in {dtype}")
-    rates = {f"{RATE_NAMES[r]} of the chip": results.rate(r, dtype) for r in RATE_NAMES}
+    rates = {title: results.rate(rate, dtype) for rate, title in _RATE_TITLES.items()}
     return {
+        "load": results.main_load,
         "seq_lens": results.seq_lens,
         "lines": lines,
         "rates": {label: _rounded(rate) for label, rate in rates.items() if rate},
@@ -198,7 +210,8 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
             axes.set_axisbelow(True)
             axes.tick_params(length=0)
             _DRAW[panel](axes, numbers[panel])
-            title = f"{_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}"
+            load = numbers[panel]["load"]
+            title = f"{_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}, {load}"
             axes.set_title(title, loc="left", fontsize=11.5)
         text = io.StringIO()
         figure.savefig(
@@ -218,34 +231,35 @@ _TITLES = MappingProxyType(
 
 
 def _draw_progression(axes: Axes, numbers: Numbers) -> None:
-    steps, fixed, best = numbers["steps"], numbers["fixed"], numbers["best"]
-    places = range(len(steps))
+    steps, fixed, large, read = (numbers[name] for name in ("steps", "fixed", "large", "read"))
     edges = [place - 0.5 for place in range(len(steps) + 1)]
-    heights = [float("nan") if value is None else value for value in fixed]
-    axes.stairs(heights, edges, color=_BLUE, linewidth=2.2, baseline=None)
-    axes.stairs(heights, edges, color=_BLUE, alpha=0.12, fill=True)
-    axes.axhline(100, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
-    axes.annotate(
-        LIBRARY_NAMES[FLASH],
-        (edges[0] + 0.1, 100),
-        xytext=(0, 4),
-        textcoords="offset points",
-        color=_TEXT,
-    )
-    for place, value, tuned in zip(places, fixed, best, strict=True):
-        if value is not None:
-            _number(axes, place, value, _BLUE, -13)
-        if tuned is not None:
-            axes.hlines(tuned, place - 0.5, place + 0.5, color=_ORANGE, linewidth=3)
-            _number(axes, place, tuned, _ORANGE, 4)
-    if any(value is not None for value in best):
-        axes.plot([], [], color=_BLUE, linewidth=2.2, label="fixed config")
-        axes.plot([], [], color=_ORANGE, linewidth=3, label="best config measured")
-        axes.legend(loc="lower right", frameon=False)
-    top = max(value for value in (*fixed, *best, 100.0) if value is not None)
-    axes.set_ylim(0, 1.12 * top)
+    staircases = ((fixed, _BLUE, "fixed tile", -13), (large, _ORANGE, "large tile", 4))
+    for values, color, label, above in staircases:
+        heights = [float("nan") if value is None else value for value in values]
+        axes.stairs(heights, edges, color=color, linewidth=2.2, baseline=None, label=label)
+        axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
+        for place, value in enumerate(values):
+            if value is not None:
+                _number(axes, place, value, color, above)
+    treads = [(place, value) for place, value in enumerate(read) if value is not None]
+    for nth, (place, value) in enumerate(treads):
+        axes.hlines(
+            *(value, place - 0.4, place + 0.4),
+            color=_ORANGE,
+            linewidth=1.4,
+            linestyle=(0, (2, 2)),
+            label="" if nth else "large tile, stride read at run time",
+        )
+    lines = numbers["lines"]
+    top = 1.12 * max(v for v in (*fixed, *large, *lines.values()) if v is not None)
+    places = _apart(list(lines.values()), top / 17)
+    for (label, height), place in zip(lines.items(), places, strict=True):
+        axes.axhline(height, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.text(edges[0] + 0.1, place + top / 80, label, color=_TEXT)
+    axes.legend(loc="lower right", frameon=False)
+    axes.set_ylim(0, top)
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_xticks(places, steps)
+    axes.set_xticks(range(len(steps)), steps)
     axes.set_xlabel("step")
     axes.set_ylabel("% of flash")
 
@@ -271,8 +285,6 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
     for label, speeds in lines.items():
         if label in titles:
             color, style = _LIBRARY_COLORS[titles[label]], (0, (5, 3))
-        elif "best" in label:
-            color, style = _ORANGE, "solid"
         else:
             color, style = _STEP_COLORS[n_steps % len(_STEP_COLORS)], "solid"
             n_steps += 1

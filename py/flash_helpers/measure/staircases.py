@@ -1,0 +1,63 @@
+"""The two staircases of the steps: at the tile that the first steps have, and at the large one.
+
+A step stands beside its parent at the same tile, so that no step is credited with the tile's gain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from flash_helpers.kernel_configs import LARGE_TILE, Config, get_kernel_progression_configs
+from flash_helpers.registry.family import Step
+
+
+@dataclass(frozen=True)
+class Stair:
+    """A step's kernels in one dtype.
+
+    fixed: at the tile of the first steps; None for a step that is at the large tile from the
+        start. large: at LARGE_TILE; None for a step before that tile can be chosen. read: as large,
+        with the row stride read at run time; None where large reads it, too.
+    """
+
+    step: Step
+    fixed: Config | None
+    large: Config | None
+    read: Config | None
+
+    @property
+    def configs(self) -> list[Config]:
+        """Those that there are."""
+        return [c for c in (self.fixed, self.large, self.read) if c is not None]
+
+    @property
+    def widest(self) -> Config:
+        """At the large tile, where the step has it."""
+        return self.configs[0] if self.large is None else self.large
+
+
+def large_tile(config: Config) -> Config | None:
+    """The config at LARGE_TILE; None if its step does not take it."""
+    known = {field.name for field in fields(config)}
+    try:
+        return config.replace(**{k: value for k, value in LARGE_TILE.items() if k in known})
+    except ValueError:
+        return None
+
+
+def stair(config: Config) -> Stair:
+    """That of a step's fixed config."""
+    large = large_tile(config)
+    read = next((c for c in large.siblings() if c != large), None) if large else None
+    return Stair(config.step, None if config == large else config, large, read)
+
+
+def stairs(dtype: str) -> dict[str, Stair]:
+    """Every step's, by its id, in the order of the registry. dtype: "bf16" or "fp16"."""
+    fixed = (config for config in get_kernel_progression_configs() if config.dtype.short == dtype)
+    return {config.step.id: stair(config) for config in fixed}
+
+
+def tile_text(config: Config) -> str:
+    """Its tile shape in words."""
+    return f"B_r {config.B_r}, B_c {config.B_c}, {config.n_warps} warps"
