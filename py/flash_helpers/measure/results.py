@@ -320,7 +320,7 @@ class Load:
 LOADS: Mapping[str, Load] = MappingProxyType(
     {
         BURST: Load(BURST, sample_ms=10.0, rest=2.0),
-        SUSTAINED: Load(SUSTAINED, sample_ms=200.0, lead_ms=100.0),
+        SUSTAINED: Load(SUSTAINED, sample_ms=170.0, lead_ms=80.0),
     }
 )
 
