@@ -16,7 +16,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a gain with the static stride; without it within the noise.
+// Verdict: a gain with the static stride; where the stride is read, hardly one.
 //
 // Phases: as o1; 4. is m, then l and O if m has grown, then P.
 

@@ -16,7 +16,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: little by itself: the first fragments of each product are still waited for.
+// Verdict: little by itself, a loss even with the static stride: first fragments are waited for.
 //
 // Phases: as o2, but 3. copies V_{j-1} and K_{j-2}, and the old 6. is gone.
 

@@ -15,7 +15,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a gain where the stride is read; with the static stride nothing yet: see o5.
+// Verdict: a gain where the stride is read; with the static stride hardly one yet: see o5.
 //
 // Phases: as o3.
 

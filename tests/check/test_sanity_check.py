@@ -116,7 +116,7 @@ def test_a_kernel_that_writes_nothing_fails() -> None:
 
 def test_the_inputs_of_a_check_do_not_depend_on_the_other_kernels() -> None:
     alone = report_on(fake_backend(), "5").checks
-    among_others = [c for c in report_on(fake_backend()).checks if c.config.version == 5]
+    among_others = [c for c in report_on(fake_backend()).checks if c.config.step.id == "v5"]
     assert [c.error for c in alone] == [c.error for c in among_others]
 
 

@@ -187,7 +187,7 @@ def test_no_kernel_was_measured_faster_than_its_bound(results):
     checked = 0
     for config in PROGRESSION:
         timed = timed_launch(results, config, 4096)
-        if timed is None:
+        if timed is None or LAZY_RESCALE in config.step.traits:  # the data decide what it executes
             continue
         problem, chip = timed
         assert chip.sms == SM_COUNTS[results.provenance.gpu]

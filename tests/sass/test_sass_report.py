@@ -10,7 +10,7 @@ import pytest
 from fake_backend import load_tool
 from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version, progression_kernels
 
-from flash_helpers.kernel_configs import AttentionForward, Config, DType, config_from_short_form
+from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
 from flash_helpers.measure.machine_code import (
     config_facts,
     installed_library,
@@ -213,9 +213,9 @@ def tool(*arguments: str) -> int:
 
 def test_one_command_reports_a_version(capsys):
     for architecture in ARCHITECTURES:
-        assert tool("16", "--arch", architecture, "--dtype", "fp16") == 0
+        assert tool("16", "--arch", architecture, "--dtype", "bf16") == 0
         text = capsys.readouterr().out
-        assert text.startswith(of_version(16, DType.FP16).short_form())
+        assert text.startswith(of_version(16).short_form())
         assert f"{architecture}, ptxas" in text
         # what an H100 measured says nothing about others
         assert ("Measured" in text) == (architecture == "sm_90")
