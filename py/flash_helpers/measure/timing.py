@@ -147,16 +147,17 @@ class Taken:
     reading: Reading | None
 
 
-def heats(n: int, done: int, reference: int | None) -> list[list[int]]:
+def heats(n: int, done: int, reference: int | None, seed: int = 0) -> list[list[int]]:
     """The order of the `done`-th round of samples 0 … n - 1: groups of HEAT at most, each with the
     reference in its middle.
 
     Every second round has the order of the one before it reversed, so that a drifting clock harms
-    all alike; each pair of rounds has another order, the same in every run. With neighbours that
-    never change, who comes after a contender that heats the chip would always find a slower clock.
+    all alike; each pair of rounds and each seed has another order, the same in every run. With
+    neighbours that never change, who comes after a contender that heats the chip would always find
+    a slower clock.
     """
     order = [index for index in range(n) if index != reference]
-    random.Random(done // 2).shuffle(order)
+    random.Random(f"{seed} {done // 2}").shuffle(order)
     if done % 2:
         order.reverse()
     if reference is None:
@@ -174,6 +175,7 @@ def interleaved_rounds(
     rounds: int,
     sensor: GpuSensor,
     reference: int | None = None,
+    seed: int = 0,
     may_continue: Callable[[int], bool] = lambda done: True,
 ) -> list[list[Taken]]:
     """Each sample as it was taken in each round, in the order of `heats`.
@@ -190,7 +192,7 @@ def interleaved_rounds(
     for done in range(rounds):
         if not may_continue(done):
             break
-        groups = heats(len(samples), done, reference)
+        groups = heats(len(samples), done, reference, seed)
         order = [samples[index] for group in groups for index in group]
         in_turn = _take_in_turn(order, timer, load, sensor)
         own: list[list[Taken]] = [[] for _ in samples]
