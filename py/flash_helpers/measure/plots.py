@@ -45,7 +45,16 @@ _BLUE, _ORANGE = "#2f81f7", "#db6d28"
 _LIBRARY_COLORS = MappingProxyType({FLASH: _TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a"})
 _DRAWN_LIBRARIES = tuple(_LIBRARY_COLORS)
 _RATE_TITLES = MappingProxyType({r: f"{name} of the chip" for r, name in RATE_NAMES.items()})
-_STEP_COLORS = ("#8b949e", "#2ea043", "#1a9ba8", "#2f81f7", "#a371f7", "#b08800")
+_STEP_COLORS = (
+    "#8b949e",
+    "#2ea043",
+    "#1a9ba8",
+    "#2f81f7",
+    "#a371f7",
+    "#b08800",
+    _ORANGE,
+    "#e5534b",
+)
 _STYLE = MappingProxyType(
     {
         "svg.hashsalt": "flash_helpers",
@@ -233,14 +242,15 @@ _TITLES = MappingProxyType(
 def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     steps, fixed, large, read = (numbers[name] for name in ("steps", "fixed", "large", "read"))
     edges = [place - 0.5 for place in range(len(steps) + 1)]
-    staircases = ((fixed, _BLUE, "fixed tile", -13), (large, _ORANGE, "large tile", 4))
-    for values, color, label, above in staircases:
+    for values, color, label in ((fixed, _BLUE, "fixed tile"), (large, _ORANGE, "large tile")):
         heights = [float("nan") if value is None else value for value in values]
         axes.stairs(heights, edges, color=color, linewidth=2.2, baseline=None, label=label)
         axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
-        for place, value in enumerate(values):
-            if value is not None:
-                _number(axes, place, value, color, above)
+    for place, (blue, orange) in enumerate(zip(fixed, large, strict=True)):
+        if blue is not None:
+            _number(axes, place, blue, _BLUE, -13)
+        if orange is not None:
+            _number(axes, place, orange, _ORANGE, 4 if blue is None or orange > blue else -13)
     treads = [(place, value) for place, value in enumerate(read) if value is not None]
     for nth, (place, value) in enumerate(treads):
         axes.hlines(
@@ -252,10 +262,15 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
         )
     lines = numbers["lines"]
     top = 1.12 * max(v for v in (*fixed, *large, *lines.values()) if v is not None)
-    places = _apart(list(lines.values()), top / 17)
-    for (label, height), place in zip(lines.items(), places, strict=True):
+    groups: list[list[str]] = []
+    for label, height in sorted(lines.items(), key=lambda line: -line[1]):
         axes.axhline(height, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
-        axes.text(edges[0] + 0.1, place + top / 80, label, color=_TEXT)
+        if groups and lines[groups[-1][-1]] - height < top / 17:
+            groups[-1].append(label)  # there is no room for its own letters
+        else:
+            groups.append([label])
+    for group in groups:
+        axes.text(edges[0] + 0.1, lines[group[0]] + top / 80, ", ".join(group), color=_TEXT)
     axes.legend(loc="lower right", frameon=False)
     axes.set_ylim(0, top)
     axes.set_xlim(edges[0], edges[-1])
@@ -297,8 +312,13 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
         axes.axhline(rate, color=_TEXT, linewidth=1, linestyle=(0, (1, 2)))
         ends.append((rate, label, _TEXT))
     top = 1.08 * max(height for height, _, _ in ends) or 1.0
-    for (_, label, color), height in zip(ends, _apart([e[0] for e in ends], top / 17), strict=True):
-        axes.text(len(lengths) - 0.85, height, label, color=color, va="center", fontsize=10)
+    last = len(lengths) - 1
+    for (height, label, color), place in zip(
+        ends, _apart([e[0] for e in ends], top / 20), strict=True
+    ):
+        leader = (last, last + 0.13), (height, place)
+        axes.plot(*leader, color=color, linewidth=0.8, clip_on=False)
+        axes.text(last + 0.15, place, label, color=color, va="center", fontsize=10)
     axes.set_ylim(0, top)
     axes.set_xlim(-0.3, len(lengths) - 0.9)
     axes.set_xticks(positions, [str(n) for n in lengths])
