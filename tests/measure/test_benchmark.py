@@ -481,7 +481,9 @@ def test_what_is_left_of_the_time_is_shared_out_by_what_a_round_takes(monkeypatc
     clock = [0.0]
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: clock[0])
 
-    def rounds(samples, timer, load, most, sensor, reference, seed, may_continue) -> list[list[Taken]]:
+    def rounds(
+        samples, timer, load, most, sensor, reference, seed, may_continue
+    ) -> list[list[Taken]]:
         for n in range(most):
             if not may_continue(n):
                 break
@@ -703,27 +705,55 @@ def test_noise_is_how_far_flash_is_from_itself() -> None:
     speeds = {FLASH: 300.0, name: 300 * 1.0079, "slower": 300 * 0.9921, "faster": 300 * 1.0081}
     rows = [measurement(own, 1024, speed) for own, speed in speeds.items()]
     results = synthetic_results(*rows, control(1024))
-    assert results.noise("bf16") == pytest.approx(0.008)  # 80% of 0.99, 1 and 1.01
+    assert results.noise("bf16", 1024) == pytest.approx(0.008)  # 80% of 0.99, 1 and 1.01
     assert results.is_equal(name, FLASH, "bf16", 1024)
-    assert results.is_equal("slower", FLASH, "bf16")
-    assert not results.is_equal("faster", FLASH, "bf16")
+    assert results.is_equal("slower", FLASH, "bf16", 1024)
+    assert not results.is_equal("faster", FLASH, "bf16", 1024)
+    # of one length, too, the mean's is the farthest round
+    assert results.noise("bf16") == pytest.approx(0.01)
+    assert results.is_equal("faster", FLASH, "bf16")
     without = synthetic_results(*rows)
-    assert without.noise("bf16") is None
+    assert without.noise("bf16") is without.noise("bf16", 1024) is None
     assert not without.is_equal(name, FLASH, "bf16", 1024)  # nobody knows
 
 
-def test_burst_and_sustained_are_told_apart_and_sustained_is_meant() -> None:
+def test_the_noise_of_a_mean_is_that_of_the_mean() -> None:
+    name, speed = BF16[0].short_form(), 300 * 1.014
+    rows = [measurement(own, n, v) for own, v in ((FLASH, 300.0), (name, speed)) for n in (64, 128)]
+    controls = control(64, ratios=(0.97, 1.0, 1.03)), control(128, ratios=(1.03, 1.02, 1.0))
+    results = synthetic_results(*rows, *controls)
+    rounds = [2 / (1 / one + 1 / other) for one, other in ((0.97, 1.03), (1.0, 1.02), (1.03, 1.0))]
+    assert results.noise("bf16") == pytest.approx(rounds[2] - 1)  # 1.5%
+    assert results.noise("bf16", 64) == pytest.approx(0.024)
+    # each question has its own: 1.4% is less than both, 2% less than that of one length alone
+    assert results.is_equal(name, FLASH, "bf16")
+    larger = with_speed(results, name, 300 * 1.02)
+    assert larger.is_equal(name, FLASH, "bf16", 64) and not larger.is_equal(name, FLASH, "bf16")
+    # the third round, if one length had no time for it, has no mean
+    shorter = synthetic_results(
+        *(
+            replace(m, samples_ms=m.samples_ms[:2], flash_ms=m.flash_ms[:2])
+            if m.seq_len == 128
+            else m
+            for m in results.measurements
+        )
+    )
+    assert shorter.noise("bf16") == pytest.approx(rounds[1] - 1)
+    # a mean over lengths that the control was not timed at is nobody's
+    assert synthetic_results(*rows, controls[0]).noise("bf16") is None
+
+
+def test_burst_and_sustained_are_told_apart_and_bursts_are_meant() -> None:
     results = full_results()
     name = BF16[0].short_form()
     assert results.loads == [BURST, SUSTAINED]
-    assert results.tflops(name, "bf16", 4096) == pytest.approx(110.0)
-    assert results.tflops(name, "bf16", 4096, BURST) == pytest.approx(110.0 * BURST_GAIN)
-    assert results.of_flash(name, "bf16", load=BURST) == pytest.approx(110 / 300)
-    bursts = replace(
-        results, measurements=tuple(m for m in results.measurements if m.load == BURST)
-    )
-    assert bursts.main_load == BURST
-    assert bursts.tflops(name, "bf16") == pytest.approx(110.0 * BURST_GAIN)
+    assert results.main_load == BURST
+    assert results.tflops(name, "bf16", 4096) == pytest.approx(110.0 * BURST_GAIN)
+    assert results.tflops(name, "bf16", 4096, SUSTAINED) == pytest.approx(110.0)
+    assert results.of_flash(name, "bf16", load=SUSTAINED) == pytest.approx(110 / 300)
+    sustained = under(SUSTAINED, results)
+    assert sustained.main_load == SUSTAINED
+    assert sustained.tflops(name, "bf16") == pytest.approx(110.0)
 
 
 def test_means_are_harmonic_and_compared_with_flash() -> None:
@@ -926,31 +956,37 @@ def test_the_step_table_has_a_row_a_step_in_order_and_then_the_libraries() -> No
     assert header == [
         *("step", "idea", "fixed tile: % of flash", "large tile: % of flash"),
         *("stride read: % of flash", "TFLOP/s at 4096"),
-        *("bursts: % of flash", "bursts: TFLOP/s at 4096"),
+        *("sustained: % of flash", "sustained: TFLOP/s at 4096"),
     ]
     steps = rows[: len(STEPS)]
     assert [row[:2] for row in steps] == [[step.id, step.idea] for step in STEPS.values()]
     assert [row[1:] for row in rows[len(STEPS) :]] == [
-        ["PyTorch's flash backend", "100.0", "100.0", "", "300", "100.0", "360"],
-        ["PyTorch's cuDNN backend", "200.0", "200.0", "", "600", "200.0", "720"],
-        ["mma.sync alone, on registers", "200.0", "200.0", "", "600", "200.0", "720"],
+        ["PyTorch's flash backend", "100.0", "100.0", "", "360", "100.0", "300"],
+        ["PyTorch's cuDNN backend", "200.0", "200.0", "", "720", "200.0", "600"],
+        ["mma.sync alone, on registers", "200.0", "200.0", "", "720", "200.0", "600"],
     ]
 
 
 def test_the_step_table_shows_both_staircases() -> None:
     rows = step_rows(full_results())
     # before the large tile: 110 of flash's 300
-    assert rows["v1"] == ["36.7", "", "", "110", "36.7", "132"]
+    assert rows["v1"] == ["36.7", "", "", "132", "36.7", "110"]
     # the speeds are those of the large tile where there is one
-    assert rows["v7"] == ["56.7", "90.0", "", "270", "90.0", "324"]
+    assert rows["v7"] == ["56.7", "90.0", "", "324", "90.0", "270"]
     # with a static stride, the kernel that reads it stands beside
-    assert rows["v16"] == ["86.7", "120.0", "= 116.7", "360", "120.0", "432"]
+    assert rows["v16"] == ["86.7", "120.0", "= 116.7", "432", "120.0", "360"]
     # another family's steps are at the large tile from the start
-    assert rows["o1"] == ["", "123.3", "120.0", "370", "123.3", "444"]
+    assert rows["o1"] == ["", "123.3", "120.0", "444", "123.3", "370"]
+
+
+def under(load: str, results: BenchmarkResults) -> BenchmarkResults:
+    """What was measured under one load."""
+    return replace(results, measurements=tuple(m for m in results.measurements if m.load == load))
 
 
 def with_speed(results: BenchmarkResults, name: str, tflops: float) -> BenchmarkResults:
-    """The results, with another speed of one kernel under both loads."""
+    """The results, with another speed of one kernel: so many TFLOP/s sustained, BURST_GAIN times
+    that in bursts."""
     rows = (
         measurement(name, m.seq_len, tflops, load=m.load) if m.name == name else m
         for m in results.measurements
@@ -968,7 +1004,7 @@ def test_a_step_within_the_noise_of_its_parent_at_the_same_tile_is_equal(
     own = STAIRS[step]
     parent = getattr(STAIRS[own.step.parent], tile).short_form()
     results = full_results()  # whose control is within 1% of flash
-    speed = share * results.tflops(parent, "bf16")
+    speed = share * results.tflops(parent, "bf16", load=SUSTAINED)
     results = with_speed(results, getattr(own, tile).short_form(), speed)
     text = share_text(results.of_flash(getattr(own, tile).short_form(), "bf16"))
     assert step_rows(results)[step][column] == (f"= {text}" if is_equal else text)
@@ -977,7 +1013,8 @@ def test_a_step_within_the_noise_of_its_parent_at_the_same_tile_is_equal(
 def test_no_step_is_equal_to_another_tile_of_its_parent() -> None:
     results = full_results()
     fixed_6, large_7 = (STAIRS[n].widest.short_form() for n in ("v6", "v7"))
-    results = with_speed(results, large_7, results.tflops(fixed_6, "bf16"))
+    results = with_speed(results, large_7, results.tflops(fixed_6, "bf16", load=SUSTAINED))
+    assert results.is_equal(large_7, fixed_6, "bf16")
     assert "=" not in "".join(step_rows(results)["v7"])
 
 
@@ -985,21 +1022,32 @@ def test_other_configs_are_folded_below() -> None:
     text = progression_table(full_results())
     assert "<details>" not in text
     wide = LARGE_TILE_7.replace(B_c=32)
-    more = (measurement(wide.short_form(), n, 310.0) for n in (1024, 4096))
+    more = (measurement(wide.short_form(), n, 310.0, load=BURST) for n in (1024, 4096))
     table, _, folded = progression_table(full_results(*more)).partition("<details>")
     assert wide.short_form() not in table
     _, row = rows_of(folded)
-    assert row == ["v7", f"`{wide.short_form()}`", "103.3", "310", "-", "-"]
+    assert row == ["v7", f"`{wide.short_form()}`", "103.3", "372", "-", "-"]
     assert "</details>" in folded
 
 
-def test_without_bursts_the_step_table_has_no_columns_of_them() -> None:
-    results = full_results()
-    sustained = tuple(m for m in results.measurements if m.load == SUSTAINED)
-    text = progression_table(replace(results, measurements=sustained))
+@pytest.mark.parametrize(("load", "other"), [(BURST, SUSTAINED), (SUSTAINED, BURST)])
+def test_of_one_load_the_step_table_has_no_columns_of_the_other(load: str, other: str) -> None:
+    text = progression_table(under(load, full_results()))
     header, first, *_ = rows_of(text)
     assert header[-1] == "TFLOP/s at 4096" and len(first) == len(header)
-    assert "burst" not in text
+    assert load in text and other not in text
+
+
+def test_the_step_table_tells_the_noise_of_each_load() -> None:
+    ratios = {BURST: (0.998, 1.0, 1.0), SUSTAINED: (1.0, 1.0, 1.09)}
+    results = full_results()
+    rows = (
+        control(m.seq_len, m.load, ratios[m.load]) if m.name == CONTROL else m
+        for m in results.measurements
+    )
+    text = progression_table(replace(results, measurements=tuple(rows)))
+    assert "in the mean of a round by up to 0.2% in bursts, 9.0% sustained; a step" in text
+    assert 'from its parent at the same tile in bursts has an "="' in text
 
 
 def test_the_step_table_says_what_it_was_measured_on() -> None:
@@ -1017,7 +1065,7 @@ def test_the_step_table_says_what_it_was_measured_on() -> None:
         "abc123",
         "1024 … 4096",
         "The fixed tile is B_r 64, B_c 64, 4 warps, the large tile B_r 128, B_c 64, 4 warps",
-        "no further than 1.0% from the parent",
+        "Speeds are in bursts, in the last two columns sustained.",
     ):
         assert fact in text, fact
 

@@ -13,7 +13,14 @@ from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
 from flash_helpers.measure import benchmark_tables, plots
 from flash_helpers.measure.benchmark_tables import progression_table, supports_table
 from flash_helpers.measure.plots import PROGRESSION, plot_svg, progression_numbers, seq_len_numbers
-from flash_helpers.measure.results import CUDNN, FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.measure.results import (
+    BURST,
+    CUDNN,
+    FLASH,
+    LIBRARY_NAMES,
+    SUSTAINED,
+    BenchmarkResults,
+)
 from flash_helpers.registry import families
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.config import number
@@ -60,7 +67,8 @@ def results(monkeypatch) -> BenchmarkResults:
     speeds = {first: 290.0, second: 300.0, second.replace(B_r=128): 360.0}
     own = [m for m in full_results().measurements if not m.name.startswith("o")]
     more = [
-        measurement(config.short_form(), seq_len, tflops)
+        measurement(config.short_form(), seq_len, tflops, load=load)
+        for load in (BURST, SUSTAINED)
         for seq_len in (1024, 4096)
         for config, tflops in speeds.items()
     ]
@@ -72,9 +80,9 @@ def test_the_table_has_a_row_for_each_step_of_each_family(results: BenchmarkResu
     lines = [line for line in table.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert [row[0] for row in rows] == [*AMPERE.steps, "o1", "o2", "", ""]
-    assert rows[-4][1:6] == ["a first idea", "96.7", "", "", "290"]
+    assert rows[-4][1:6] == ["a first idea", "96.7", "", "", "348"]
     # a tile that is none of the two stands below
-    assert rows[-3][2:6] == ["100.0", "", "", "300"]
+    assert rows[-3][2:6] == ["100.0", "", "", "360"]
     assert "| o2 | `o2_bf16_d128_Br128_" in folded
 
 
@@ -96,6 +104,6 @@ def test_the_plots_have_a_place_for_each_step_and_a_line_for_the_last_of_each_fa
     assert numbers["large"][-2:] == [None, None]
     lines = seq_len_numbers(results, "bf16")["lines"]
     assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN], "v16, large tile"} <= set(lines)
-    assert lines["o2"] == [300.0, 300.0]
+    assert lines["o2"] == [360.0, 360.0]
     assert "o1" not in lines  # no faster than the steps before it
     assert ">o2<" in plot_svg(results, [PROGRESSION]).replace(" ", "")

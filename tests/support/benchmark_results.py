@@ -125,11 +125,13 @@ def measurement(
     )
 
 
-def control(seq_len: int, load: str = SUSTAINED) -> Measurement:
-    """Flash once more, next to a flash that is 1% faster in one round and 1% slower in another."""
+def control(
+    seq_len: int, load: str = SUSTAINED, ratios: tuple[float, float, float] = (0.99, 1.0, 1.01)
+) -> Measurement:
+    """Flash once more, so many times as fast in each round as the flash next to it."""
     found = measurement(CONTROL, seq_len, FLASH_TFLOPS, load=load)
-    beside = zip(found.flash_ms, (0.99, 1.0, 1.01), strict=True)
-    return dataclasses.replace(found, flash_ms=tuple(ms * factor for ms, factor in beside))
+    beside = zip(found.flash_ms, ratios, strict=True)
+    return dataclasses.replace(found, flash_ms=tuple(ms * ratio for ms, ratio in beside))
 
 
 def synthetic_results(*measurements: Measurement) -> BenchmarkResults:

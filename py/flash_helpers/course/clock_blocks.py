@@ -13,7 +13,13 @@ from flash_helpers.course.links import image
 from flash_helpers.kernel_configs import Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.measure.plots import progression_numbers
-from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults, interval
+from flash_helpers.measure.results import (
+    FLASH,
+    LIBRARY_NAMES,
+    LOAD_TEXTS,
+    BenchmarkResults,
+    interval,
+)
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 from flash_helpers.tables import DASH, Table, number, percent
@@ -110,7 +116,7 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
     found = results.provenance
     note = (
         f"Measured on {found.gpu}, {found.date}, CUDA {found.cuda}, PyTorch {found.torch}, "
-        f"{DTYPE.short}, at the fixed config, {results.main_load}; flash is "
+        f"{DTYPE.short}, at the fixed config, {LOAD_TEXTS[results.main_load]}; flash is "
         f"{LIBRARY_NAMES[FLASH]} in the same process."
     )
     if step.parent is not None:

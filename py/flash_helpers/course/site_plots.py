@@ -12,7 +12,7 @@ from typing import Any
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import main_dtype
 from flash_helpers.measure.plots import PROGRESSION, SEQ_LEN, progression_numbers, seq_len_numbers
-from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, LOAD_TEXTS, BenchmarkResults
 
 # The picture that stands in the page on GitHub, and the plot that takes its place in the site.
 PLOTTED: Mapping[str, str] = MappingProxyType(
@@ -33,7 +33,12 @@ def site_plots(results: BenchmarkResults, steps: Mapping[str, str]) -> dict[str,
     dtype = main_dtype(results)
     data = {PROGRESSION: _progression(results, dtype), SEQ_LEN: _seq_len(results, dtype)}
     measured = ", ".join(
-        (results.provenance.gpu, dtype, results.main_load, results.provenance.date)
+        (
+            results.provenance.gpu,
+            dtype,
+            LOAD_TEXTS[results.main_load],
+            results.provenance.date,
+        )
     )
     return {path: _figure(name, data[name], measured, steps) for path, name in PLOTTED.items()}
 

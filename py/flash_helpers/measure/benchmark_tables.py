@@ -9,12 +9,13 @@ from functools import partial
 
 from flash_helpers.kernel_configs import FAMILIES, Config, DType, config_from_short_form
 from flash_helpers.measure.results import (
-    BURST,
     CONTROL,
     FLASH,
     LIBRARY_NAMES,
+    LOAD_TEXTS,
     MMA_SYNC,
     RATE_NAMES,
+    SUSTAINED,
     BenchmarkResults,
     Load,
     Measurement,
@@ -130,10 +131,10 @@ def report_text(results: BenchmarkResults) -> str:
     ]
     parts += [f"{library.name} {library.version}" for library in results.libraries]
     parts += [
-        f"{dtype}, {load}: {CONTROL} is within {100 * noise:.2f}% of {FLASH}; less than that is no "
-        "difference"
+        f"{dtype}, {load}: {CONTROL} is within {100 * noise:.2f}% of {FLASH} in the mean over "
+        "lengths; less than that is no difference"
         for dtype, load in loads
-        if (noise := results.noise(dtype, load)) is not None
+        if (noise := results.noise(dtype, load=load)) is not None
     ]
     parts.append(
         "speeds are those at the median time; % of flash is the median of ratios within a round; "
@@ -244,15 +245,13 @@ def progression_table(results: BenchmarkResults) -> str:
 
     Percent of PyTorch's flash backend in the harmonic mean over all lengths at both tiles, and
     TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), under the main load;
-    the last two columns are the same in bursts, where they were measured.
+    the last two columns are the same under sustained load, where both were measured.
     """
     dtype = main_dtype(results)
     rows = [*_step_rows(results, dtype), *_ceiling_rows(results, dtype)]
     seq_len = _table_length(results)
     header = ["step", "idea", "fixed tile: % of flash", "large tile: % of flash"]
-    header += ["stride read: % of flash", f"TFLOP/s at {seq_len}"]
-    if _has_bursts(results):
-        header += ["bursts: % of flash", f"bursts: TFLOP/s at {seq_len}"]
+    header += ["stride read: % of flash", f"TFLOP/s at {seq_len}", *_sustained_titles(results)]
     parts = [
         Table(header, rows, "ll").markdown(),
         _legend(results, dtype),
@@ -267,18 +266,24 @@ def _table_length(results: BenchmarkResults) -> int:
     return TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
 
 
-def _has_bursts(results: BenchmarkResults) -> bool:
+def _has_sustained(results: BenchmarkResults) -> bool:
     """Beside the main load."""
-    return BURST in results.loads and results.main_load != BURST
+    return SUSTAINED in results.loads and results.main_load != SUSTAINED
+
+
+def _sustained_titles(results: BenchmarkResults) -> list[str]:
+    if not _has_sustained(results):
+        return []
+    return ["sustained: % of flash", f"sustained: TFLOP/s at {_table_length(results)}"]
 
 
 def _speed_cells(results: BenchmarkResults, name: str, dtype: str) -> list[str]:
-    """TFLOP/s, and the cells of bursts."""
+    """TFLOP/s, and the cells of sustained load."""
     seq_len = _table_length(results)
     cells = [number(results.tflops(name, dtype, seq_len))]
-    if _has_bursts(results):
-        cells.append(share_text(results.of_flash(name, dtype, load=BURST)))
-        cells.append(number(results.tflops(name, dtype, seq_len, BURST)))
+    if _has_sustained(results):
+        cells.append(share_text(results.of_flash(name, dtype, load=SUSTAINED)))
+        cells.append(number(results.tflops(name, dtype, seq_len, SUSTAINED)))
     return cells
 
 
@@ -319,9 +324,9 @@ def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
     if (rate := results.rate(MMA_SYNC, dtype)) is not None:
         share = share_text(_rate_of_flash(results, dtype, results.main_load))
         cells = [share, share, "", number(rate)]
-        if _has_bursts(results):
-            cells.append(share_text(_rate_of_flash(results, dtype, BURST)))
-            cells.append(number(results.rate(MMA_SYNC, dtype, BURST)))
+        if _has_sustained(results):
+            cells.append(share_text(_rate_of_flash(results, dtype, SUSTAINED)))
+            cells.append(number(results.rate(MMA_SYNC, dtype, SUSTAINED)))
         yield ["", f"{RATE_NAMES[MMA_SYNC]} alone, on registers", *cells]
 
 
@@ -336,20 +341,25 @@ def _legend(results: BenchmarkResults, dtype: str) -> str:
     own = list(stairs(dtype).values())
     fixed = next(tile_text(s.fixed) for s in own if s.fixed)
     large = next(tile_text(s.large) for s in own if s.large)
-    bursts = _has_bursts(results)
+    both = _has_sustained(results)
     sentences = [
         f"Flash is {LIBRARY_NAMES[FLASH]}: each sample is set against flash's sample next to it in "
         f"the same round, and % is of the harmonic means over sequence lengths {span}.",
-        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s{' and bursts' * bursts} are "
-        "at the large tile where a step has it, and count 4·B·H·S²·D operations.",
+        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s"
+        f"{' and sustained speeds' * both} are at the large tile where a step has it, and count "
+        "4·B·H·S²·D operations.",
         "Stride read: at the large tile, the row stride read at run time, of the steps that know "
         "it at compile time.",
-        f"Speeds are {results.main_load}{', bursts those of a rested chip' * bursts}.",
+        f"Speeds are {LOAD_TEXTS[results.main_load]}"
+        f"{', in the last two columns sustained' * both}.",
     ]
-    if (noise := results.noise(dtype)) is not None:
+    noises = {load: results.noise(dtype, load=load) for load in results.loads}
+    if noises[results.main_load] is not None:
+        said = (f"{100 * n:.1f}% {LOAD_TEXTS[load]}" for load, n in noises.items() if n is not None)
         sentences.append(
-            f'"=": no further than {100 * noise:.1f}% from the parent at the same tile, as are 80% '
-            "of the rounds in which flash is set against itself."
+            "Set against itself, flash differs in the mean of a round by up to "
+            f"{', '.join(said)}; a step no further from its parent at the same tile "
+            f'{LOAD_TEXTS[results.main_load]} has an "=".'
         )
     return " ".join(sentences)
 
@@ -362,8 +372,7 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
     if not others:
         return
     header = ["step", "config", "% of flash", f"TFLOP/s at {_table_length(results)}"]
-    if _has_bursts(results):
-        header += ["bursts: % of flash", "bursts: TFLOP/s"]
+    header += _sustained_titles(results)
     rows = [
         [
             config.step.id,

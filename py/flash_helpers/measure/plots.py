@@ -24,6 +24,7 @@ from flash_helpers.measure.results import (
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
+    LOAD_TEXTS,
     MMA_SYNC,
     RATE_NAMES,
     BenchmarkResults,
@@ -219,7 +220,7 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
             axes.set_axisbelow(True)
             axes.tick_params(length=0)
             _DRAW[panel](axes, numbers[panel])
-            load = numbers[panel]["load"]
+            load = LOAD_TEXTS[numbers[panel]["load"]]
             title = f"{_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}, {load}"
             axes.set_title(title, loc="left", fontsize=11.5)
         text = io.StringIO()
