@@ -4,149 +4,147 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Run
-from flash_helpers.runtime.call import prepare
+from flash_helpers.runtime.call import compute, prepare
 from flash_helpers.runtime.library import resolve
-from flash_helpers.runtime.tensors import Layout, check_shapes, check_types, posed_problem
+from flash_helpers.runtime.tensors import Laid, check_shapes, check_types, posed_problem
 from flash_helpers.tune.best import choose_config
 
-_CHOICES_KEPT = 1024
 _FP32_EPSILON = 2.0**-24  # scales that differ by less are the same to a kernel
 
 # -- operators -------------------------------------------------------------------------------------
-# What torch.compile, tracers, transforms and autograd see.
+# What torch.compile, tracers, transforms and autograd see. Not torch.library.custom_op, the layers
+# of which take longer than all that is done here.
 
-
-@torch.library.custom_op("flash_attention::forward", mutates_args=())
-def _forward(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return _compute(cfg, q, k, v)
-
-
-@_forward.register_fake
-def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v})
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-@torch.library.custom_op("flash_attention::forward_out", mutates_args=("o",))
-def _forward_out(
-    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
-) -> None:
-    _compute(cfg, q, k, v, o)
-
-
-@_forward_out.register_fake
-def _(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
-    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v, "o": o})
-
-
-@torch.library.custom_op("flash_attention::attention", mutates_args=())
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-) -> torch.Tensor:
-    return _compute(_chosen(*_of(q), causal, softmax_scale, return_lse), q, k, v)
-
-
-@_attention.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-) -> torch.Tensor:
-    config = _choose(*_of(q), causal, softmax_scale, return_lse)
-    check_shapes(config, {"q": q, "k": k, "v": v})
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _no_backward(*_: object) -> None:
-    raise RuntimeError(
-        "flash_attention has no backward pass: call it under torch.no_grad(), or on q.detach()"
-    )
-
-
-_forward.register_autograd(_no_backward)
-_attention.register_autograd(_no_backward)
-
-
-# -- a call without an operator --------------------------------------------------------------------
-
-
-def _compute(
-    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor | None = None
-) -> torch.Tensor:
-    call = prepare(cfg, {"q": q, "k": k, "v": v}, o)
-    call.run()
-    return call.output
-
-
-_ORDINARY_KEYS = functools.reduce(
+_LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
+_KEYS = torch._C.DispatchKey
+# Of a call on plain tensors that nobody traces, transforms or watches.
+_PLAIN_KEYS = functools.reduce(
     int.__or__,
     (
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-        for kind in ("CPU", "CUDA")
-        for name in (kind, f"Autograd{kind}", f"Autocast{kind}", "ADInplaceOrView", "BackendSelect")
+        torch._C.DispatchKeySet(key).raw_repr()
+        for key in (_KEYS.CPU, _KEYS.AutogradCPU, _KEYS.CUDA, _KEYS.AutogradCUDA)
     ),
 )
 
 
-def _is_ordinary(*tensors: torch.Tensor) -> bool:
-    """Whether an operator would do no more than `_compute`, which takes less time alone: nothing
-    compiles, traces, transforms, profiles or differentiates the call, and the tensors are what they
-    seem to be, neither subclasses nor negative views."""
-    if torch.compiler.is_compiling():
-        return False
-    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
-    needs_grad = False
-    for tensor in tensors:
-        keys |= torch._C._dispatch_keys(tensor).raw_repr()
-        needs_grad |= tensor.requires_grad
-    return not (
-        keys & ~_ORDINARY_KEYS
-        or (needs_grad and torch.is_grad_enabled())
-        or torch.overrides.has_torch_function(tensors)
-        or torch.autograd._profiler_enabled()
-    )
+class _NoBackward(torch.autograd.Function):
+    """Takes part in a graph to refuse what leads through it."""
+
+    @staticmethod
+    def forward(_: Any, function: Callable, *args: Any) -> Any:
+        return function(*args)
+
+    @staticmethod
+    def backward(*_: Any) -> None:
+        raise RuntimeError(
+            "flash_attention has no backward pass: call it under torch.no_grad(), or on q.detach()"
+        )
 
 
-# -- what users call -------------------------------------------------------------------------------
+def _define(schema: str, function: Callable, fake: Callable) -> Callable:
+    """The operator of a schema. function: of dense tensors. fake: the result without memory."""
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    operator = getattr(torch.ops.flash_attention, name).default
+
+    def redispatch(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    def at_autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return _NoBackward.apply(redispatch, keys, *args)
+        if keys.raw_repr() & ~_PLAIN_KEYS:
+            return redispatch(keys, *args)
+        return function(*args)  # where it would lead to, but dispatching takes time
+
+    def checked(function: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+            check_types(dict(zip("qkvo", tensors, strict=False)))
+            return function(*args)
+
+        return call
+
+    _LIBRARY.impl(name, at_autograd, "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, checked(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_attention::{name}", checked(fake), lib=_LIBRARY)
+    return operator
 
 
-def _of(q: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """What of q the choice of a kernel depends on."""
-    return q.shape, q.dtype, q.device
+def _compute_out(
+    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+) -> None:
+    compute(cfg, q, k, v, o)
+    if not o.is_inference():  # autograd would see that a tensor it has saved was overwritten
+        torch.autograd.graph.increment_version(o)
 
 
-def _choose(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-) -> Config:
-    problem = posed_problem({"q": Layout(shape, (), dtype, device)})
+def _compute_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor:
+    return compute((causal, softmax_scale, return_lse), q, k, v, choose=_choose)
+
+
+def _choose(options: tuple[bool, float | None, bool], q: Laid) -> Config:
+    """The config that attention() computes with. options: causal, softmax_scale, return_lse."""
+    causal, softmax_scale, return_lse = options
+    problem = posed_problem({"q": q})
     usual = softmax_scale is None or math.isclose(
         softmax_scale, 1 / math.sqrt(problem.d_head), rel_tol=_FP32_EPSILON
     )
     asked = {"causal": causal, "softmax_scale": not usual, "return_lse": return_lse}
-    return choose_config(problem, device, [name for name, wanted in asked.items() if wanted])
+    return choose_config(problem, q.device, [name for name, wanted in asked.items() if wanted])
 
 
-@functools.lru_cache(maxsize=_CHOICES_KEPT)
-def _chosen(*asked: object) -> str:
-    return _choose(*asked).short_form()
+def _fake(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v})
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _fake_out(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
+    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v, "o": o})
+
+
+def _fake_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor:
+    check_shapes(_choose((causal, softmax_scale, return_lse), q), {"q": q, "k": k, "v": v})
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+_forward = _define("forward(str cfg, Tensor q, Tensor k, Tensor v) -> Tensor", compute, _fake)
+_forward_out = _define(
+    "forward_out(str cfg, Tensor q, Tensor k, Tensor v, Tensor(a!) o) -> ()",
+    _compute_out,
+    _fake_out,
+)
+_attention = _define(
+    "attention(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None, "
+    "bool return_lse=False) -> Tensor",
+    _compute_attention,
+    _fake_attention,
+)
+
+
+# -- what users call -------------------------------------------------------------------------------
 
 
 def attention(
@@ -176,12 +174,9 @@ def attention(
     Raises what `forward` raises. A ValueError names what no kernel supports, and the nearest that
     one does; at the moment causal, another softmax_scale and return_lse are among it.
     """
-    check_types({"q": q, "k": k, "v": v})
+    _check_tensors(q, k, v)
     scale = None if softmax_scale is None else float(softmax_scale)
-    asked = (bool(causal), scale, bool(return_lse))
-    if _is_ordinary(q, k, v):
-        return _compute(_chosen(*_of(q), *asked), q, k, v)
-    return _attention(q, k, v, *asked)
+    return _attention(q, k, v, bool(causal), scale, bool(return_lse))
 
 
 def forward(
@@ -212,15 +207,11 @@ def forward(
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
     if o is None:
-        check_types({"q": q, "k": k, "v": v})
-        return (_compute if _is_ordinary(q, k, v) else _forward)(name, q, k, v)
-    check_types({"q": q, "k": k, "v": v, "o": o})
-    if not _is_ordinary(q, k, v, o):
-        _forward_out(name, q, k, v, o)
-        return o
-    if not o.is_inference():  # autograd would see that a tensor it has saved was overwritten
-        torch.autograd.graph.increment_version(o)
-    return _compute(name, q, k, v, o)
+        _check_tensors(q, k, v)
+        return _forward(name, q, k, v)
+    _check_tensors(q, k, v, o)
+    _forward_out(name, q, k, v, o)
+    return o
 
 
 def forward_timed(
@@ -238,7 +229,7 @@ def forward_timed(
     inputs = {"q": q, "k": k, "v": v}
     check_types(inputs if o is None else {**inputs, "o": o})
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    call = prepare(name, inputs, o)
+    call = prepare(name, q, k, v, o)
     if call.is_simulated:
         raise RuntimeError(
             "forward_timed needs a CUDA device and the tensors are on the CPU, where kernels are "
@@ -273,8 +264,15 @@ def simulate(
     if q.device.type != "cpu":
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    call = prepare(name, inputs, o)
+    call = prepare(name, q, k, v, o)
     return call.output, call.simulate(keep_going)
+
+
+def _check_tensors(*args: object) -> None:
+    """Refuse here what an operator would refuse in words of its own."""
+    for arg in args:
+        if not isinstance(arg, torch.Tensor):
+            check_types(dict(zip("qkvo", args, strict=False)))
 
 
 def _short_form(cfg: object) -> str:

@@ -17,13 +17,17 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
-// One launch. arguments: the kernel's one parameter.
+// One launch. The kernel's one parameter follows it in memory: a caller has only the stream and the
+// addresses to write into bytes that are otherwise ready, and hands over one pointer.
 struct FlashLaunch {
+    void *stream;
+    int kernel; // its number, as of flash_kernel_name
+    int device;
     unsigned int grid[3], cluster[3]; // blocks in x, y, z
     unsigned int n_threads; // a block
     unsigned int shared_bytes; // dynamic, a block
-    const void *arguments;
 };
 
 // Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
@@ -122,6 +126,18 @@ Kernels &all_kernels() {
     return kernels;
 }
 
+// The kernels in the order of their names, by which they are numbered from 0.
+const std::vector<Kernels::value_type *> &numbered_kernels() {
+    static const std::vector<Kernels::value_type *> kernels = [] {
+        std::vector<Kernels::value_type *> found;
+        for (auto &kernel : all_kernels()) {
+            found.push_back(&kernel);
+        }
+        return found;
+    }();
+    return kernels;
+}
+
 int find(const char *name, BuiltKernel **kernel) {
     const auto found = all_kernels().find(name);
     if (found == all_kernels().end()) {
@@ -198,29 +214,29 @@ FLASH_EXPORT const char *flash_last_error() {
 }
 
 FLASH_EXPORT int flash_kernel_count() {
-    return static_cast<int>(all_kernels().size());
+    return static_cast<int>(numbered_kernels().size());
 }
 
-// Kernels are numbered from 0 in the order of their names; null for a number that is none.
-FLASH_EXPORT const char *flash_kernel_name(int index) {
-    if (index < 0 || index >= flash_kernel_count()) {
+// Null for a number that is none.
+FLASH_EXPORT const char *flash_kernel_name(int number) {
+    if (number < 0 || number >= flash_kernel_count()) {
         return nullptr;
     }
-    return std::next(all_kernels().begin(), index)->first.data();
+    return numbered_kernels()[number]->first.data();
 }
 
-// Launches on `stream` of `device`, without waiting.
-FLASH_EXPORT int flash_launch(const char *name, const FlashLaunch *launch, int device,
-                              void *stream) {
-    BuiltKernel *kernel = nullptr;
-    if (int error = find(name, &kernel)) {
-        return error;
+// Launches on a stream of a device, without waiting.
+FLASH_EXPORT int flash_launch(const FlashLaunch *launch) {
+    if (launch->kernel < 0 || launch->kernel >= flash_kernel_count()) {
+        return fail("no kernel has number " + std::to_string(launch->kernel) + ": there are " +
+                    std::to_string(flash_kernel_count()));
     }
+    BuiltKernel &kernel = numbered_kernels()[launch->kernel]->second;
     DeviceGuard guard;
-    if (int error = guard.set(device)) {
+    if (int error = guard.set(launch->device)) {
         return error;
     }
-    if (int error = prepare(*kernel, launch->shared_bytes, device)) {
+    if (int error = prepare(kernel, launch->shared_bytes, launch->device)) {
         return error;
     }
     cudaLaunchAttribute cluster;
@@ -231,11 +247,11 @@ FLASH_EXPORT int flash_launch(const char *name, const FlashLaunch *launch, int d
     config.gridDim = dim3(launch->grid[0], launch->grid[1], launch->grid[2]);
     config.blockDim = dim3(launch->n_threads);
     config.dynamicSmemBytes = launch->shared_bytes;
-    config.stream = static_cast<cudaStream_t>(stream);
+    config.stream = static_cast<cudaStream_t>(launch->stream);
     config.attrs = &cluster;
     config.numAttrs = has_cluster ? 1 : 0;
-    void *parameters[] = {const_cast<void *>(launch->arguments)};
-    return check(cudaLaunchKernelExC(&config, kernel->function, parameters), "cudaLaunchKernelExC");
+    void *parameters[] = {const_cast<FlashLaunch *>(launch + 1)};
+    return check(cudaLaunchKernelExC(&config, kernel.function, parameters), "cudaLaunchKernelExC");
 }
 
 // The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.

@@ -9,7 +9,6 @@ import pytest
 import torch
 from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
 
-import flash_attention
 from flash_attention import attention, best_config, forward
 from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
 from flash_helpers.registry.choice import preferred_steps
@@ -59,9 +58,8 @@ def test_the_result_is_that_of_forward_with_the_chosen_config(cuda_device, probl
     assert torch.equal(attention(*case.inputs), forward(config, *case.inputs))
 
 
-def test_a_call_alone_needs_no_operator(monkeypatch, problem) -> None:
-    for name in ("_attention", "_forward", "_forward_out"):
-        monkeypatch.setattr(flash_attention._forward, name, None)
+def test_a_call_alone_is_dispatched_once(monkeypatch, problem) -> None:
+    monkeypatch.setattr(torch._C, "_AutoDispatchBelowAutograd", None)  # as dispatching again does
     case = problem("normal", AttentionForward(2, 16, 512), torch.bfloat16)
     case.check(attention(*case.inputs))
     output = case.poisoned_output()

@@ -1,5 +1,5 @@
-"""attention(): what it computes, chooses and refuses; and that a call takes no short cut past what
-the operators do."""
+"""attention(): what it computes, chooses and refuses; and that calls are quick and their operators
+are still what torch expects of one."""
 
 from __future__ import annotations
 
@@ -212,6 +212,10 @@ class TestGradient:
         with pytest.raises(RuntimeError, match="flash_attention has no backward pass"):
             compiled(empty(*SMALL.shape).requires_grad_()).sum().backward()
 
+    def test_is_refused_to_function_transforms(self, ran, function):
+        with pytest.raises(RuntimeError):
+            torch.func.grad(lambda q: function(q).sum())(empty(*SMALL.shape))
+
     def test_is_not_missed_without_grad_mode(self, ran, function):
         q = empty(*SMALL.shape).requires_grad_()
         for mode in (torch.no_grad, torch.inference_mode):
@@ -235,7 +239,7 @@ class Operators(TorchDispatchMode):
 
 @any_of_three
 class TestOperator:
-    """Who watches or traces a call sees its operator, though a call alone needs none."""
+    """Who watches or traces a call sees its operator."""
 
     def test_is_seen_by_a_dispatch_mode(self, ran, function):
         with Operators() as seen:
@@ -252,11 +256,22 @@ class TestOperator:
         graph = torch.fx.experimental.proxy_tensor.make_fx(function)(q).graph
         assert f"flash_attention.{function.__name__}.default" in str(graph)
 
-    def test_is_not_called_otherwise(self, ran, function, monkeypatch):
-        for name in ("_attention", "_forward", "_forward_out"):
-            monkeypatch.setattr(flash_attention._forward, name, None)
+    def test_is_not_dispatched_again_when_nobody_watches(self, ran, function, monkeypatch):
+        monkeypatch.setattr(torch._C, "_AutoDispatchBelowAutograd", None)  # as dispatching does
         function(empty(*SMALL.shape))
-        assert len(ran) == 1
+        with torch.no_grad():
+            function(empty(*SMALL.shape).requires_grad_())
+        assert len(ran) == 2
+
+
+@pytest.mark.slow
+def test_operators_are_what_torch_expects_of_one():
+    q, k, v = inputs(AttentionForward(1, 1, 64))
+    name = flash_attention.best_config("v16", "bf16", "cpu").short_form()
+    operators = torch.ops.flash_attention
+    torch.library.opcheck(operators.forward.default, (name, q, k, v))
+    torch.library.opcheck(operators.forward_out.default, (name, q, k, v, torch.empty_like(q)))
+    torch.library.opcheck(operators.attention.default, (q, k, v))
 
 
 @either
@@ -294,7 +309,7 @@ class TestPlan:
 
     @pytest.fixture(autouse=True)
     def none_yet(self, ran):
-        call._plan.cache_clear()
+        call._plans.clear()
 
     def test_is_made_once_for_each_layout(self, monkeypatch):
         made = []
@@ -317,7 +332,7 @@ class TestPlan:
         q = empty(*AttentionForward(2, 16, 128).shape)
         head_major = empty(2, 16, 128, 128).transpose(1, 2)
         for tensors in ((q, q, q), (q, head_major, q), (q, q, head_major)):
-            (launch,) = call.prepare(CONFIG, dict(zip("qkv", tensors, strict=True)), None).launches
+            (launch,) = call.prepare(CONFIG, *tensors).plan.launches
             (expected,) = CONFIG.launch(
                 AttentionForward(2, 16, 128),
                 {
@@ -344,6 +359,19 @@ class TestPlan:
                 flash_attention.forward(CONFIG, **{**given, **others}, o=q)
         with pytest.raises(ValueError, match="o requires grad"):
             flash_attention.forward(CONFIG, q, k, v, torch.empty_like(o).requires_grad_())
+
+    def test_takes_an_output_between_the_rows_of_the_inputs(self, ran):
+        q, k, v, o = empty(1, 128, 4, 1, 128).unbind(2)
+        assert flash_attention.forward(CONFIG, q, k, v, o) is o
+        with pytest.raises(ValueError, match="elements share memory"):
+            flash_attention.forward(CONFIG, q, k, v, empty(1, 1, 1, 128).expand(SMALL.shape))
+
+    def test_is_forgotten_when_there_are_too_many(self, monkeypatch):
+        monkeypatch.setattr(call, "_PLANS_KEPT", 2)
+        for batch in (1, 2, 3, 1):
+            q = empty(batch, 128, 1, 128)
+            flash_attention.forward(CONFIG, q, q, q)
+            assert len(call._plans) <= 2
 
     def test_is_not_made_of_what_is_refused(self):
         q = empty(1, 100, 1, 128)

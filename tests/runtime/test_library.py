@@ -159,10 +159,13 @@ class TestCInterface:
     def test_has_no_name_for_an_index_without_kernel(self, c_library, index):
         assert c_library.flash_kernel_name(index) is None
 
-    def test_launch_refuses_a_kernel_that_was_not_built_by_name(self, c_library, unbuilt):
-        call = library._Launch((1, 1, 1), (1, 1, 1), 128, 0, bytes(136))
-        assert c_library.flash_launch(unbuilt, call, 0, None) != 0
-        assert unbuilt in c_library.flash_last_error()
+    @pytest.mark.parametrize("number", [-1, len(BUILT), 2**31 - 1])
+    def test_launch_refuses_a_number_without_kernel(self, c_library, number):
+        call = library._Launch(None, number, 0, (1, 1, 1), (1, 1, 1), 128, 0)
+        assert c_library.flash_launch(bytes(call) + bytes(136)) != 0
+        assert f"no kernel has number {number}: there are {len(BUILT)}".encode() in (
+            c_library.flash_last_error()
+        )
 
     def test_resources_refuse_a_kernel_that_was_not_built(self, c_library, unbuilt):
         found = library._Resources()
@@ -172,7 +175,29 @@ class TestCInterface:
     def test_launch_without_its_device_is_an_error_and_no_crash(self):
         (launch,) = BUILT[0].launch(PROBLEM, PROBLEM.strides())
         with pytest.raises(RuntimeError, match=f"^{BUILT[0].short_form()}: .*(CUDA|device)"):
-            library.launch(launch, launch.bind(dict.fromkeys("qkvo", 0)), NO_SUCH_DEVICE, 0)
+            library.Launcher(launch, NO_SUCH_DEVICE).run({**dict.fromkeys("qkvo", 0), "stream": 0})
+
+    @pytest.mark.parametrize("config", [BUILT[0], BUILT[-1]], ids=Config.short_form)
+    @pytest.mark.parametrize("batch", [2, 2 * 65535 + 1], ids=["one launch", "several"])
+    def test_a_launch_is_its_numbers_and_then_the_arguments(
+        self, c_library, monkeypatch, config, batch
+    ):
+        problem = AttentionForward(batch, 3, config.supports.whole)
+        sent = []
+        monkeypatch.setattr(c_library, "flash_launch", lambda data: sent.append(data))
+        addresses = {"q": 1 << 40, "k": 2 << 40, "v": 3 << 40, "o": 4 << 40}
+        launches = config.launch(problem, problem.strides())
+        for launch in launches:
+            library.Launcher(launch, 5).run({**addresses, library.STREAM: 7 << 40})
+        size = ctypes.sizeof(library._Launch)
+        for launch, data in zip(launches, sent, strict=True):
+            call = library._Launch.from_buffer_copy(data[:size])
+            assert (call.stream, call.device) == (7 << 40, 5)
+            assert c_library.flash_kernel_name(call.kernel) == launch.config.short_form().encode()
+            assert (*call.grid,) == launch.grid
+            assert (*call.cluster,) == launch.cluster
+            assert (call.n_threads, call.shared_bytes) == (launch.block, launch.shared_bytes)
+            assert data[size:] == launch.bind(addresses)
 
     def test_resources_without_their_device_are_an_error_and_no_crash(self):
         with pytest.raises(RuntimeError, match=r"CUDA|device"):

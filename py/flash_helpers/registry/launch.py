@@ -8,8 +8,9 @@ Standard library only.
 from __future__ import annotations
 
 import math
+import operator
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,44 @@ class Address:
 EncodeTensorMap = Callable[[TensorMap, int], bytes]
 
 
+class Template:
+    """Bytes that are ready but for what depends on where tensors begin, which is filled in fast."""
+
+    def __init__(
+        self,
+        data: bytes,
+        addresses: Iterable[Address],
+        tensor_maps: Iterable[tuple[int, TensorMap]] = (),
+    ) -> None:
+        found = sorted(addresses, key=lambda address: address.member)
+        ends = [0, *(address.member + POINTER.size for address in found)]
+        begins = [*(address.member for address in found), len(data)]
+        constant = [data[end:begin] for end, begin in zip(ends, begins, strict=True)]
+        # what is packed: constant bytes and addresses in turn
+        self._pack = struct.Struct(f"<{POINTER.code.join(f'{len(x)}s' for x in constant)}").pack
+        self._parts: list[bytes | int] = [0] * (2 * len(found) + 1)
+        self._parts[::2] = constant
+        if len(found) > 1 and not any(address.offset for address in found):
+            self._numbers = operator.itemgetter(*(address.tensor for address in found))
+        else:
+            self._numbers = lambda begins: [begins[x.tensor] + x.offset for x in found]
+        self._tensor_maps = [*tensor_maps]
+
+    def fill(self, addresses: Mapping[str, int], encode: EncodeTensorMap | None = None) -> bytes:
+        """The bytes for memory that begins at these addresses, by name of the tensor.
+
+        encode: needed where there are tensor maps.
+        """
+        parts = self._parts.copy()
+        parts[1::2] = self._numbers(addresses)
+        data = self._pack(*parts)
+        for member, tensor_map in self._tensor_maps:
+            assert encode is not None, f"{tensor_map.tensor} takes a tensor map"
+            encoded = encode(tensor_map, addresses[tensor_map.tensor])
+            data = data[:member] + encoded + data[member + TENSOR_MAP_BYTES :]
+        return data
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
@@ -170,12 +209,4 @@ class Launch:
 
         encode: needed where there are tensor maps.
         """
-        data = bytearray(self.arguments)
-        for found in self.addresses:
-            struct.pack_into("<Q", data, found.member, addresses[found.tensor] + found.offset)
-        for member, tensor_map in self.tensor_maps:
-            assert encode is not None, f"{self.config.short_form()} takes tensor maps"
-            data[member : member + TENSOR_MAP_BYTES] = encode(
-                tensor_map, addresses[tensor_map.tensor]
-            )
-        return bytes(data)
+        return Template(self.arguments, self.addresses, self.tensor_maps).fill(addresses, encode)

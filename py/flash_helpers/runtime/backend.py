@@ -88,7 +88,7 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
 def _launch(
     config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
 ) -> tuple[str, ...]:
-    prepare(config, {"q": q, "k": k, "v": v}, o).run()
+    prepare(config, q, k, v, o).run()
     return ()
 
 
@@ -96,7 +96,7 @@ def _simulator(keep_going: bool) -> Forward:
     def run(
         config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
     ) -> tuple[str, ...]:
-        finished = prepare(config, {"q": q, "k": k, "v": v}, o).simulate(keep_going)
+        finished = prepare(config, q, k, v, o).simulate(keep_going)
         return tuple(str(fault) for fault in finished.faults)
 
     return run

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -16,18 +15,53 @@ from flash_helpers.runtime import library, simulator, tensors
 
 _PLANS_KEPT = 1024
 
+Asked = TypeVar("Asked", bound=Hashable)
 
-@dataclass(frozen=True)
-class Call:
-    """What is launched, in order, on which tensors, by name. Running it checks nothing."""
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is launched, in order, for tensors of some layouts, whose checks it has passed, wherever
+    they begin in memory.
+
+    device: the CUDA device's number; None on the CPU, where there are no launchers either.
+    chunk_bytes: what the tensors begin at multiples of. span_bytes: of q, k, v and, if it is given,
+    o, from the first byte to the last.
+    """
 
     launches: tuple[Launch, ...]
+    launchers: tuple[library.Launcher, ...]
+    device: int | None
+    chunk_bytes: int
+    span_bytes: tuple[int, ...]
+
+    def run(self, addresses: dict[str, int]) -> None:
+        """Launch on the device's current stream, without waiting. addresses: of q, k, v and o."""
+        # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
+        addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
+        for launcher in self.launchers:
+            # Zeroed by the stream before the kernel, at each replay of a graph too; the allocator
+            # gives it to nobody else before the stream has done both.
+            if launcher.workspace_bytes:
+                workspace = torch.zeros(
+                    launcher.workspace_bytes,
+                    dtype=torch.uint8,
+                    device=torch.device("cuda", self.device),
+                )
+                addresses[WORKSPACE] = workspace.data_ptr()
+            launcher.run(addresses)
+
+
+class Call(NamedTuple):
+    """A plan and tensors for it, by name, and where they begin. Running it checks nothing."""
+
+    plan: Plan
     tensors: Mapping[str, torch.Tensor]
+    addresses: dict[str, int]
 
     @property
     def config(self) -> Config:
         """The config whose kernel runs."""
-        return self.launches[0].config
+        return self.plan.launches[0].config
 
     @property
     def output(self) -> torch.Tensor:
@@ -37,55 +71,100 @@ class Call:
     @property
     def is_simulated(self) -> bool:
         """Whether the tensors are on the CPU."""
-        return self.output.device.type == "cpu"
+        return self.plan.device is None
 
     def run(self) -> None:
         """Compute: on a CUDA device's current stream, without waiting, or in the simulator."""
         if self.is_simulated:
             self.simulate()
-            return
-        device = self.output.device
-        # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        addresses = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        for launch in self.launches:
-            # Zeroed by the stream before the kernel, at each replay of a graph too; the allocator
-            # gives it to nobody else before the stream has done both.
-            if launch.workspace_bytes:
-                workspace = torch.zeros(launch.workspace_bytes, dtype=torch.uint8, device=device)
-                addresses[WORKSPACE] = workspace.data_ptr()
-            arguments = launch.bind(addresses, library.encode_tensor_map)
-            library.launch(launch, arguments, device.index, stream)
+        else:
+            self.plan.run(self.addresses)
 
     def simulate(self, keep_going: bool = False) -> Run:
         """Run the kernel's PTX. Raises PtxError for a fault of the kernel."""
         return simulator.run_shipped(self.config, self.tensors, keep_going=keep_going)
 
 
-class _Plan(NamedTuple):
-    """What is launched for tensors of some layouts, whose checks it has passed, wherever they begin
-    in memory, at a multiple of chunk_bytes."""
-
-    launches: tuple[Launch, ...]
-    chunk_bytes: int
+_plans: dict[Hashable, Plan] = {}
 
 
-@functools.lru_cache(maxsize=_PLANS_KEPT)
-def _plan(cfg: str, names: tuple[str, ...], *layouts: tuple) -> _Plan:
-    """Raises what `prepare` does, where the addresses of the tensors do not matter.
-
-    names: of q, k, v and, if it is given, o. layouts: their `Layout`s, as plain tuples.
-    """
-    config = library.resolve(cfg)
-    given = {n: tensors.Layout(*found) for n, found in zip(names, layouts, strict=True)}
+def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
+    """Raises what `prepare` does, where the addresses of the tensors do not matter."""
     problem = tensors.check_shapes(config, given)
-    tensors.check_device(config.family, given["q"].device)
+    device = given["q"].device
+    tensors.check_device(config.family, device)
     strides = {**problem.strides(), **tensors.check_strides(config, given)}
-    return _Plan(config.launch(problem, strides), config.supports.chunk_bytes)
+    if "o" in given:
+        tensors.check_output_layout(given["o"])
+    launches = config.launch(problem, strides)
+    return Plan(
+        launches,
+        tuple(library.Launcher(x, device.index) for x in launches if device.type == "cuda"),
+        device.index if device.type == "cuda" else None,
+        config.supports.chunk_bytes,
+        tuple(map(tensors.span_bytes, given.values())),
+    )
 
 
-def prepare(cfg: Config | str, inputs: Mapping[str, torch.Tensor], o: torch.Tensor | None) -> Call:
-    """Check a call of a built kernel. inputs: q, k and v.
+def _resolve(cfg: Config | str, _: torch.Tensor) -> Config:
+    return library.resolve(cfg)
+
+
+def _checked(
+    asked: Asked,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None,
+    choose: Callable[[Asked, torch.Tensor], Config],
+) -> tuple[Plan, torch.Tensor, dict[str, int]]:
+    """The plan for these tensors, the output, and where they begin, by name."""
+    # fmt: off
+    layouts = (
+        asked,
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+    )
+    # fmt: on
+    if o is not None:
+        layouts += (o.shape, o.stride(), o.dtype, o.device)
+    plan = _plans.get(layouts)
+    if plan is None:
+        inputs = {"q": q, "k": k, "v": v}
+        plan = _make_plan(choose(asked, q), inputs if o is None else {**inputs, "o": o})
+        if len(_plans) >= _PLANS_KEPT:
+            _plans.clear()
+        _plans[layouts] = plan
+    q_begin, k_begin, v_begin = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if o is None:
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        o_begin = o.data_ptr()
+    else:
+        o_begin = o.data_ptr()
+        q_bytes, k_bytes, v_bytes, o_bytes = plan.span_bytes
+        o_end = o_begin + o_bytes
+        # where the ranges are apart, so are the elements, and the rest of the check takes long
+        if (
+            (q_begin < o_end and o_begin < q_begin + q_bytes)
+            or (k_begin < o_end and o_begin < k_begin + k_bytes)
+            or (v_begin < o_end and o_begin < v_begin + v_bytes)
+            or o.requires_grad
+        ):
+            tensors.check_output({"q": q, "k": k, "v": v}, o)
+    if (q_begin | k_begin | v_begin | o_begin) % plan.chunk_bytes:  # a power of two
+        tensors.check_alignment(plan.chunk_bytes, {"q": q, "k": k, "v": v, "o": o})
+    return plan, o, {"q": q_begin, "k": k_begin, "v": v_begin, "o": o_begin}
+
+
+def prepare(
+    cfg: Config | str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+) -> Call:
+    """Check a call of a built kernel on dense tensors.
 
     o: where the result goes; None allocates a contiguous tensor.
 
@@ -94,16 +173,28 @@ def prepare(cfg: Config | str, inputs: Mapping[str, torch.Tensor], o: torch.Tens
     Raises TypeError for a wrong dtype, ValueError for a config that was not built and any other
     wrong argument, RuntimeError for a device that cannot run the kernel.
     """
-    name = cfg.short_form() if isinstance(cfg, Config) else cfg
-    given = dict(inputs) if o is None else {**inputs, "o": o}
-    layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in given.values()]
-    plan = _plan(name, tuple(given), *layouts)
-    tensors.check_alignment(plan.chunk_bytes, given)
-    if o is None:
-        given["o"] = torch.empty_like(inputs["q"], memory_format=torch.contiguous_format)
+    plan, o, addresses = _checked(cfg, q, k, v, o, _resolve)
+    return Call(plan, {"q": q, "k": k, "v": v, "o": o}, addresses)
+
+
+def compute(
+    asked: Asked,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None = None,
+    choose: Callable[[Asked, torch.Tensor], Config] = _resolve,
+) -> torch.Tensor:
+    """`prepare` and run, in as little time as possible; returns o.
+
+    asked: a config or its short form, or what `choose`, given q too, finds a built config for.
+    """
+    plan, o, addresses = _checked(asked, q, k, v, o, choose)
+    if plan.device is None:
+        Call(plan, {"q": q, "k": k, "v": v, "o": o}, addresses).run()
     else:
-        tensors.check_output(inputs, o)
-    return Call(plan.launches, given)
+        plan.run(addresses)
+    return o
 
 
 def resources(

@@ -10,14 +10,16 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from flash_helpers.compile.build import LIBRARY, PTX_FOLDER
 from flash_helpers.kernel_configs import Config, DType, config_from_short_form, nearest_config
 from flash_helpers.registry.config import difference_text
-from flash_helpers.registry.launch import TENSOR_MAP_BYTES, Launch, TensorMap
+from flash_helpers.registry.launch import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
+
+STREAM = "stream"  # its handle, among the addresses of a launch
 
 _UINT = ctypes.c_uint
 _HOW_TO_BUILD = "build it with `pip install . ./py` in the repository"
@@ -27,11 +29,13 @@ class _Launch(ctypes.Structure):
     """FlashLaunch."""
 
     _fields_ = (
+        ("stream", ctypes.c_void_p),
+        ("kernel", ctypes.c_int),
+        ("device", ctypes.c_int),
         ("grid", _UINT * 3),
         ("cluster", _UINT * 3),
         ("n_threads", _UINT),
         ("shared_bytes", _UINT),
-        ("arguments", ctypes.c_char_p),
     )
 
 
@@ -103,7 +107,7 @@ def load() -> ctypes.CDLL:
     signatures = {
         "flash_kernel_count": (integer, []),
         "flash_kernel_name": (text, [integer]),
-        "flash_launch": (integer, [text, ctypes.POINTER(_Launch), integer, pointer]),
+        "flash_launch": (integer, [text]),  # bytes that begin with a _Launch
         "flash_encode_tensor_map": (integer, [ctypes.POINTER(_TensorMap), pointer, pointer]),
         "flash_kernel_resources": (
             integer,
@@ -134,11 +138,11 @@ def check(status: int, what: str) -> None:
 
 
 @functools.cache
-def _built() -> Mapping[Config, bytes]:
-    """The name of each kernel as the library takes it, by config, in order."""
+def _built() -> Mapping[Config, int]:
+    """The library's number of each kernel, by config, in the order of configs."""
     library = load()
-    names = [library.flash_kernel_name(index) for index in range(library.flash_kernel_count())]
-    built = {config_from_short_form(name.decode()): name for name in names}
+    names = [library.flash_kernel_name(number) for number in range(library.flash_kernel_count())]
+    built = {config_from_short_form(name.decode()): number for number, name in enumerate(names)}
     return MappingProxyType(dict(sorted(built.items())))
 
 
@@ -172,14 +176,39 @@ def resolve(cfg: Config | str) -> Config:
     return config
 
 
-def launch(found: Launch, arguments: bytes, device: int, stream: int) -> None:
-    """Launch a built kernel on a stream handle of a device. Raises RuntimeError with CUDA's text.
+class Launcher:
+    """A launch of a built kernel on a device, ready but for the stream and where tensors begin."""
 
-    arguments: of `Launch.bind`. Nothing is checked here: the addresses must be valid.
-    """
-    call = _Launch(found.grid, found.cluster, found.block, found.shared_bytes, arguments)
-    name = found.config.short_form()
-    check(load().flash_launch(name.encode(), call, device, stream), name)
+    def __init__(self, found: Launch, device: int) -> None:
+        call = _Launch(
+            0,
+            _built()[found.config],
+            device,
+            found.grid,
+            found.cluster,
+            found.block,
+            found.shared_bytes,
+        )
+        size = ctypes.sizeof(call)
+        self._template = Template(
+            bytes(call) + found.arguments,
+            [
+                Address(_Launch.stream.offset, STREAM),
+                *(replace(address, member=size + address.member) for address in found.addresses),
+            ],
+            [(size + member, tensor_map) for member, tensor_map in found.tensor_maps],
+        )
+        self._launch = load().flash_launch
+        self._name = found.config.short_form()
+        self.workspace_bytes = found.workspace_bytes
+
+    def run(self, addresses: Mapping[str, int]) -> None:
+        """Launch, without waiting. addresses: of the tensors, and the stream's handle as STREAM.
+
+        Nothing is checked here. Raises RuntimeError with CUDA's text.
+        """
+        if status := self._launch(self._template.fill(addresses, encode_tensor_map)):
+            check(status, self._name)
 
 
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
@@ -212,7 +241,7 @@ def resources(cfg: Config | str, device: int) -> KernelResources:
     config = resolve(cfg)
     found = _Resources()
     status = load().flash_kernel_resources(
-        _built()[config], config.n_threads, config.smem_bytes, device, found
+        config.short_form().encode(), config.n_threads, config.smem_bytes, device, found
     )
     check(status, config.short_form())
     return KernelResources(**{name: getattr(found, name) for name, _ in _Resources._fields_})

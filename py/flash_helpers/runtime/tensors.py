@@ -6,7 +6,6 @@ needs a GPU.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from flash_helpers.registry.problem import ELEMENT_BYTES, Strides
 
 _DIMENSIONS = ("batch", "seq", "heads", "d_head")
 _OVERLAP_WORK = 100_000  # steps after which two interleaved tensors count as overlapping
-_LAYOUTS_KEPT = 1024  # whose ranges of memory are remembered
 
 
 class Layout(NamedTuple):
@@ -177,52 +175,37 @@ def kernel_strides(tensor: Laid) -> Strides:
     )
 
 
+def check_output_layout(o: Laid) -> None:
+    """No two elements of o share memory. Raises ValueError."""
+    covered = 0
+    for stride, size in sorted(zip(o.stride(), o.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride <= covered:
+            raise ValueError(
+                f"o has strides {o.stride()} for shape {tuple(o.shape)}, so that elements share "
+                "memory or are interleaved: pass a tensor made by torch.empty_like(q)"
+            )
+        covered += stride * (size - 1)
+
+
 def check_output(inputs: Mapping[str, torch.Tensor], o: torch.Tensor) -> None:
     """o can be written while the inputs are read. Raises ValueError."""
     if o.requires_grad:
         raise ValueError("o requires grad and is overwritten: pass o.detach(), or leave o out")
-    if _may_overlap_itself(o.shape, o.stride()):
-        raise ValueError(
-            f"o has strides {o.stride()} for shape {tuple(o.shape)}, so that elements share "
-            "memory or are interleaved: pass a tensor made by torch.empty_like(q)"
-        )
-    begin, end = _range(o)
+    check_output_layout(o)
     for name, tensor in inputs.items():
-        first, last = _range(tensor)
-        # where the ranges are apart, so are the elements, and numpy takes long
-        if (
-            first < end
-            and begin < last
-            and np.may_share_memory(_addresses(o), _addresses(tensor), max_work=_OVERLAP_WORK)
-        ):
+        if np.may_share_memory(_addresses(o), _addresses(tensor), max_work=_OVERLAP_WORK):
             raise ValueError(
                 f"o overlaps {name} in memory, which is read while o is written: pass another "
                 "tensor, or leave o out"
             )
 
 
-@functools.lru_cache(maxsize=_LAYOUTS_KEPT)
-def _may_overlap_itself(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    covered = 0
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size == 1:
-            continue
-        if stride <= covered:
-            return True
-        covered += stride * (size - 1)
-    return False
-
-
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of a tensor's first byte, and of the first one behind its last."""
-    begin = tensor.data_ptr()
-    return begin, begin + _span(tensor.shape, tensor.stride()) * tensor.element_size()
-
-
-@functools.lru_cache(maxsize=_LAYOUTS_KEPT)
-def _span(shape: torch.Size, strides: tuple[int, ...]) -> int:
-    """Elements from a tensor's first one to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+def span_bytes(tensor: Laid) -> int:
+    """From a tensor's first byte to the one behind its last, whatever lies between."""
+    elements = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in elements)) * tensor.dtype.itemsize
 
 
 class _Span:
