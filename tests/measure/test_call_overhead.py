@@ -13,6 +13,7 @@ from fake_backend import fake_backend, load_tool
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.call_overhead import (
     CALL_NAMES,
+    FLASH_TRANSPOSED,
     MARKERS,
     CallOverhead,
     CallRecord,
@@ -82,14 +83,36 @@ def results(*calls: CallRecord) -> CallOverhead:
     return CallOverhead(found, (1, 128, 16, 128), "bf16", 200, calls)
 
 
+class TestStatistics:
+    """On a host that is busy for more than half of the rounds."""
+
+    QUICK, SLOW = 20.0, 50.0
+    BUSY = (False, True, True, False, True, True, True, False)
+
+    def record(self, name: str, scale: float) -> CallRecord:
+        return CallRecord(name, tuple(scale * (self.SLOW if b else self.QUICK) for b in self.BUSY))
+
+    def test_the_time_is_that_of_a_quiet_host(self):
+        assert self.record("forward", 1.0).quiet_us == self.QUICK
+
+    def test_the_time_is_not_that_of_one_sample(self):
+        assert CallRecord("forward", (1.0, *[20.0] * 7)).quiet_us == 20.0
+
+    def test_the_ratio_is_within_rounds(self):
+        flash = self.record(FLASH, 1.0)
+        assert self.record("forward", 0.5).ratio_to(flash) == 0.5
+        mixed = CallRecord("forward", (*self.record("", 0.5).samples_us[:-1], 1000.0))
+        assert mixed.ratio_to(flash) == 0.5
+
+
 class TestTable:
     RESULTS = results(CallRecord("attention", (19.0, 21.0, 20.0)), CallRecord(FLASH, (40.0,) * 3))
 
-    def test_has_medians_and_shares_of_flash(self):
+    def test_has_lower_quartiles_and_shares_of_flash(self):
         text = self.RESULTS.markdown()
-        assert "| `attention(q, k, v)` | 20.0 | 0.50 |" in text
-        assert "| PyTorch's flash backend | 40.0 | 1.00 |" in text
-        assert "median of 3 rounds of 200 calls" in text
+        assert "| `attention(q, k, v)` | 19.0 | 0.50 |" in text
+        assert "| PyTorch's flash backend, transposing q, k, v and o | 40.0 | 1.00 |" in text
+        assert "3 rounds of 200 calls: µs is the lower quartile over the rounds" in text
         assert "commit 68cfc22" in text
 
     def test_is_read_back_from_its_file(self, tmp_path):
@@ -117,6 +140,9 @@ class TestTool:
         q = found["forward"].call()
         for name in ("forward_out", "attention"):
             assert torch.equal(found[name].call(), q)
+        o = found[FLASH].call()
+        assert o.shape == q.shape
+        assert torch.equal(found[FLASH_TRANSPOSED].call().transpose(1, 2), o)
         with found[CUDNN].around(), pytest.raises(RuntimeError, match=r"backend|kernel"):
             found[CUDNN].call()
 
