@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from elftools.elf.elffile import ELFFile
+from other_family import TILE, OtherConfig
 
 import flash_attention
 from flash_attention.__main__ import main
@@ -21,10 +22,12 @@ from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
+    DType,
     config_from_symbol,
     get_kernel_progression_configs,
 )
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.launch import WORKSPACE
 from flash_helpers.runtime import library
 
 NO_SUCH_DEVICE = 9999
@@ -198,6 +201,23 @@ class TestCInterface:
             assert (*call.cluster,) == launch.cluster
             assert (call.n_threads, call.shared_bytes) == (launch.block, launch.shared_bytes)
             assert data[size:] == launch.bind(addresses)
+
+    def test_a_launch_may_have_tensor_maps_and_a_workspace(self, c_library, monkeypatch):
+        config = OtherConfig(3, DType.BF16, TILE, lazy=True)
+        problem = AttentionForward(1, 1, 2 * TILE)
+        (launch,) = config.launch(problem, problem.strides())
+        sent = []
+        monkeypatch.setattr(library, "_built", lambda: {config: 3})
+        monkeypatch.setattr(library, "encode_tensor_map", lambda *_: b"\x77" * 128)
+        monkeypatch.setattr(c_library, "flash_launch", lambda data: sent.append(data))
+        addresses = {"q": 5, "o": 6, WORKSPACE: 7}
+        launcher = library.Launcher(launch, 0)
+        launcher.run({**addresses, library.STREAM: 8})
+        (data,) = sent
+        assert launcher.workspace_bytes == launch.workspace_bytes > 0
+        size = ctypes.sizeof(library._Launch)
+        assert (*library._Launch.from_buffer_copy(data[:size]).cluster,) == (2, 1, 1)
+        assert data[size:] == launch.bind(addresses, library.encode_tensor_map)
 
     def test_resources_without_their_device_are_an_error_and_no_crash(self):
         with pytest.raises(RuntimeError, match=r"CUDA|device"):
