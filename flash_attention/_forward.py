@@ -24,8 +24,8 @@ _FP32_EPSILON = 2.0**-24  # scales that differ by less are the same to a kernel
 
 _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
 _KEYS = torch._C.DispatchKey
-# Of a call on plain tensors that nobody traces, transforms or watches.
-_PLAIN_KEYS = functools.reduce(
+# All but those of a call on plain tensors that nobody traces, transforms or watches.
+_OTHER_KEYS = ~functools.reduce(
     int.__or__,
     (
         torch._C.DispatchKeySet(key).raw_repr()
@@ -61,7 +61,7 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     def at_autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return _NoBackward.apply(redispatch, keys, *args)
-        if keys.raw_repr() & ~_PLAIN_KEYS:
+        if keys.raw_repr() & _OTHER_KEYS:
             return redispatch(keys, *args)
         return function(*args)  # where it would lead to, but dispatching takes time
 

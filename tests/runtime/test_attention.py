@@ -344,6 +344,20 @@ class TestPlan:
         with pytest.raises(TypeError, match=r"v is torch\.float16"):
             flash_attention.forward(CONFIG, q, q, q.half())
 
+    @pytest.mark.parametrize(
+        "q",
+        [
+            empty(2, 128, 3, 128),
+            empty(2, 3, 128, 128).transpose(1, 2),
+            empty(2, 128, 3, 3, 128)[:, :, 1],
+            empty(128 * 128).as_strided(SMALL.shape, (8, 128, 24, 1)),
+        ],
+        ids=["contiguous", "head-major", "packed", "single items"],
+    )
+    def test_has_an_output_of_the_usual_strides(self, q):
+        for _ in range(2):
+            assert flash_attention.forward(CONFIG, q, q, q).stride() == empty(*q.shape).stride()
+
     def test_does_not_hide_where_tensors_begin(self):
         memory = empty(5 * 128 * 128)
         q, k, v, o = (memory[n * 128 * 128 :][: 128 * 128].view(SMALL.shape) for n in range(4))

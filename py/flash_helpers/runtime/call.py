@@ -25,7 +25,8 @@ class Plan:
 
     device: the CUDA device's number; None on the CPU, where there are no launchers either.
     chunk_bytes: what the tensors begin at multiples of. span_bytes: of q, k, v and, if it is given,
-    o, from the first byte to the last.
+    o, from the first byte to the last. is_contiguous: whether q has the very strides that o is to
+    have, of single items too.
     """
 
     launches: tuple[Launch, ...]
@@ -33,6 +34,7 @@ class Plan:
     device: int | None
     chunk_bytes: int
     span_bytes: tuple[int, ...]
+    is_contiguous: bool
 
     def run(self, addresses: dict[str, int]) -> None:
         """Launch on the device's current stream, without waiting. addresses: of q, k, v and o."""
@@ -103,6 +105,7 @@ def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
         device.index if device.type == "cuda" else None,
         config.supports.chunk_bytes,
         tuple(map(tensors.span_bytes, given.values())),
+        given["q"].stride() == torch.empty(given["q"].shape, device="meta").stride(),
     )
 
 
@@ -138,7 +141,10 @@ def _checked(
         _plans[layouts] = plan
     q_begin, k_begin, v_begin = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if o is None:
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if plan.is_contiguous:
+            o = torch.empty_like(q)  # told nothing, it is quicker
+        else:
+            o = torch.empty_like(q, memory_format=torch.contiguous_format)
         o_begin = o.data_ptr()
     else:
         o_begin = o.data_ptr()
