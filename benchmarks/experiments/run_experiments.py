@@ -36,10 +36,8 @@ from flash_helpers.measure.machine import GpuSensor, git_commit, provenance
 from flash_helpers.measure.rates import mma_sync_work
 from flash_helpers.measure.results import (
     FLASH,
-    LOADS,
     MMA_SYNC,
     RATE_NAMES,
-    SUSTAINED,
     BenchmarkResults,
     Protocol,
     load_results,
@@ -157,7 +155,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
 
     torch.zeros(1, device=backend.device)  # makes PyTorch's context current
     contenders = [library_contender(FLASH), *map(contender, compiled)]
-    protocol = Protocol(rounds=arguments.rounds, loads=(LOADS[SUSTAINED],))
+    protocol = Protocol(rounds=arguments.rounds)
     total = len(seq_lens) * n_steps(len(contenders), protocol)
     with tqdm(total=total, desc="experiments", unit="step") as bar:
         run = run_benchmark(

@@ -13,6 +13,7 @@ from sass_text import needs
 
 from flash_helpers.course.pages import COURSE, PAGES, file_stem, neighbours
 from flash_helpers.kernel_configs import STEPS
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import library
 
 pytestmark = pytest.mark.slow
@@ -205,7 +206,7 @@ def test_an_interrupt_leaves_quietly(book: Book, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_step_has_one_page_and_the_course_is_one_row() -> None:
-    assert [page.step for page in COURSE if page.step] == list(STEPS)
+    assert [page.step for page in COURSE if page.step] == list(AMPERE.steps)
     assert len({page.name for page in PAGES}) == len(PAGES)
     for before, after in itertools.pairwise(COURSE):
         assert neighbours(before)[1] == after

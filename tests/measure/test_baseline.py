@@ -15,8 +15,7 @@ from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
 from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import (
-    LARGE_TILE,
-    FlashForwardKernelConfig,
+    Config,
     config_from_short_form,
     config_from_symbol,
     get_kernel_progression_configs,
@@ -32,8 +31,9 @@ from flash_helpers.measure.baseline import (
     read_library,
 )
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.registry.ampere import LARGE_TILE_STEPS
+from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
+from flash_helpers.registry.mma_sync import MMA_ROW_SUM
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, SassError
 
@@ -51,7 +51,7 @@ STEPS = with_siblings(
     for step in get_kernel_progression_configs()
     for config in (
         step,
-        step.replace(**LARGE_TILE) if step.step.id in LARGE_TILE_STEPS else step,
+        large_tile(step) or step,
     )
 )
 FIGURES = KernelFigures(
@@ -78,13 +78,14 @@ def committed(root: Path) -> Baseline:
     return load_baseline(root / "benchmarks" / "resources.json")
 
 
-def hmma_of_tile(config: FlashForwardKernelConfig) -> int:
+def hmma_of_tile(config: Config) -> int:
     """mma.m16n8k16 of a warp for a block of K and V: Q @ K^T has B_r/n_warps rows, B_c columns and
-    depth d_head; P @ V has d_head columns and depth B_c."""
+    depth d_head; P @ V has d_head columns and depth B_c, and 8 columns more where it sums rows."""
     rows = config.B_r // config.n_warps
-    return (rows // 16) * (config.B_c // 8) * (config.d_head // 16) + (rows // 16) * (
-        config.d_head // 8
-    ) * (config.B_c // 16)
+    columns = config.d_head + (8 if MMA_ROW_SUM in config.step.traits else 0)
+    return (rows // 16) * (
+        (config.B_c // 8) * (config.d_head // 16) + (columns // 8) * (config.B_c // 16)
+    )
 
 
 class TestCommitted:

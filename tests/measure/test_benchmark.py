@@ -724,7 +724,7 @@ def test_the_noise_of_a_mean_is_that_of_the_mean() -> None:
     results = synthetic_results(*rows, *controls)
     rounds = [2 / (1 / one + 1 / other) for one, other in ((0.97, 1.03), (1.0, 1.02), (1.03, 1.0))]
     assert results.noise("bf16") == pytest.approx(rounds[2] - 1)  # 1.5%
-    assert results.noise("bf16", 64) == pytest.approx(0.024)
+    assert results.noise("bf16", 64) == pytest.approx(0.03)  # 80% of the rounds of both lengths
     # each question has its own: 1.4% is less than both, 2% less than that of one length alone
     assert results.is_equal(name, FLASH, "bf16")
     larger = with_speed(results, name, 300 * 1.02)

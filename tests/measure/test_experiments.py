@@ -35,6 +35,7 @@ from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.measure.benchmark import Contender, InputSet, default_shape
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.results import (
+    BURST,
     FLASH,
     MMA_SYNC,
     SUSTAINED,
@@ -456,8 +457,10 @@ def test_a_run_measures_every_experiment_beside_flash(gpu, tmp_path, capsys) -> 
     assert results.names("bf16") == [FLASH, *NAMES]
     assert [record.name for record in results.resources] == NAMES
     assert {len(m.samples_ms) for m in results.measurements if m.name != FLASH} == {2}
-    assert [record.name for record in results.rates] == [MMA_SYNC]
-    assert results.loads == [SUSTAINED]
+    assert results.loads == [BURST, SUSTAINED]
+    assert [(rate.name, rate.load) for rate in results.rates] == [
+        (MMA_SYNC, load) for load in results.loads
+    ]
     assert "`optimistic_maximum`" in capsys.readouterr().out
 
 
@@ -466,7 +469,7 @@ def test_an_experiment_that_is_wrong_fails_the_run(gpu, tmp_path, capsys) -> Non
     path = tmp_path / "experiments.json"
     assert run(gpu, "--seq", "128", "--rounds", "1", "--json", str(path)) == 1
     assert "optimistic_maximum at 128: wrong output" in capsys.readouterr().out
-    assert [m.name for m in load_results(path).failures] == ["optimistic_maximum"]
+    assert {m.name for m in load_results(path).failures} == {"optimistic_maximum"}
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class TestText:
 
     def test_says_when_a_general_sibling_ran(self) -> None:
         configs = choose_kernels(BUILT, [LAST], DType.BF16)
-        found = profile_kernels(configs, AttentionForward(1, 2, 64), flash_attention.simulate)
+        found = profile_kernels(configs, AttentionForward(1, 2, 128), flash_attention.simulate)
         text = profile_text(found)
         assert "was run by" in text and "the row stride is 256 (--heads 16 is its)" in text
 
@@ -142,7 +142,7 @@ class TestSource:
     @pytest.mark.parametrize("step", ["v1", "v9", LAST])
     def test_lines_account_for_every_instruction(self, root: Path, step: str) -> None:
         configs = choose_kernels(BUILT, [step], DType.BF16)
-        (profile,) = profile_kernels(configs, AttentionForward(1, 1, 64), flash_attention.simulate)
+        (profile,) = profile_kernels(configs, AttentionForward(1, 1, 128), flash_attention.simulate)
         lines = source_lines(profile, root)
         total = profile.run.counters.total
         counted = sum(line.counts.instructions for line in lines if line.counts)

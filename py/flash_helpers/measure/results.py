@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -471,15 +472,16 @@ class BenchmarkResults(RecordFile):
         """How far from 1 the `ratio` of two equal kernels lies, told from the control's ratios to
         flash; None without a control.
 
-        At one length, the farther end of the `interval` of its rounds. Of the mean over lengths,
-        the farthest of the rounds, each with the harmonic mean of its ratios at all lengths: what
-        differs from length to length cancels there as it does in the mean that is compared.
+        At one length, the farther end of the `interval` of the rounds of all lengths: its own are
+        too few to tell. Of the mean over lengths, the farthest of the rounds, each with the
+        harmonic mean of its ratios at all lengths: what differs from length to length cancels there
+        as it does in the mean that is compared.
         """
+        lengths = [self.pairs(CONTROL, FLASH, dtype, n, load) for n in self.seq_lens]
         if seq_len is not None:
-            rounds = self.pairs(CONTROL, FLASH, dtype, seq_len, load)
-            found: Sequence[float] = interval(rounds) if rounds else ()
+            ratios = list(itertools.chain.from_iterable(lengths))
+            found: Sequence[float] = interval(ratios) if ratios else ()
         else:
-            lengths = (self.pairs(CONTROL, FLASH, dtype, n, load) for n in self.seq_lens)
             # a round that some lengths had no time for has no mean
             found = [statistics.harmonic_mean(ratios) for ratios in zip(*lengths, strict=False)]
         return max((abs(ratio - 1) for ratio in found), default=None)
