@@ -6,8 +6,8 @@ No kernel of the library needs them yet: a probe of the tests' own does.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from other_family import ARGUMENTS, OtherConfig
 
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import AttentionForward, DType
-from flash_helpers.registry.launch import WORKSPACE, Address, TensorMap
+from flash_helpers.registry.launch import WORKSPACE, Address, Launch, TensorMap
 from flash_helpers.runtime import library
-from flash_helpers.runtime.call import Call
+from flash_helpers.runtime.call import Call, Plan
 from flash_helpers.runtime.driver import LoadedKernel
 
 pytestmark = pytest.mark.gpu
@@ -46,15 +46,26 @@ def probe(cuda_device: torch.device, tmp_path_factory) -> LoadedKernel:
     return LoadedKernel(cubin.read_bytes(), "probe", 0)
 
 
+@dataclass(frozen=True)
+class ProbeLauncher:
+    """The library's launcher, for a kernel that it does not hold."""
+
+    probe: LoadedKernel
+    launch: Launch
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.launch.workspace_bytes
+
+    def run(self, addresses: Mapping[str, int]) -> None:
+        arguments = self.launch.bind(addresses, library.encode_tensor_map)
+        self.probe.launch(self.launch, arguments, addresses[library.STREAM])
+
+
 @pytest.fixture
-def call(probe: LoadedKernel, monkeypatch) -> Callable[[], Call]:
+def call(probe: LoadedKernel) -> Callable[[], Call]:
     """A call of the probe on tensors of its own. The counter's workspace goes into its output
     "seen", so that the test can look at it."""
-    monkeypatch.setattr(
-        library,
-        "launch",
-        lambda launch, arguments, device, stream: probe.launch(launch, arguments, stream),
-    )
 
     def make() -> Call:
         problem = AttentionForward(1, 1, BLOCKS * ROWS)
@@ -63,7 +74,9 @@ def call(probe: LoadedKernel, monkeypatch) -> Callable[[], Call]:
         o = torch.full((BLOCKS * ROWS, COLUMNS), torch.nan, device="cuda").bfloat16()
         seen = torch.full((1 + 2 * BLOCKS,), -1, dtype=torch.int32, device="cuda")
         launch = replace(own, grid=(BLOCKS, 1, 1), shared_bytes=0, workspace_bytes=4 * len(seen))
-        return Call((launch,), {"q": q, "o": o, "seen": seen})
+        tensors = {"q": q, "o": o, "seen": seen}
+        plan = Plan((launch,), (ProbeLauncher(probe, launch),), 0, 16, (), True)
+        return Call(plan, tensors, {name: x.data_ptr() for name, x in tensors.items()})
 
     return make
 
