@@ -71,9 +71,16 @@ def provenance_line(results: BenchmarkResults) -> str:
     rate = results.rate(MMA_SYNC, dtype)
     shapes = sorted({(m.seq_len, m.batch, m.n_heads) for m in results.measurements})
     before = [
-        f"SM clock {statistics.median(clocks):.0f} MHz at {seq_len}"
+        f"SM clock {statistics.median(clocks):.0f} MHz at {seq_len}, {results.main_load}"
         for seq_len in results.seq_lens
-        if (clocks := [f for m in results.measurements if m.seq_len == seq_len for f in m.sm_mhz])
+        if (
+            clocks := [
+                clock
+                for m in results.measurements
+                if (m.seq_len, m.load) == (seq_len, results.main_load)
+                for clock in m.sm_mhz
+            ]
+        )
     ]
     if rate:
         before.append(f"{RATE_NAMES[MMA_SYNC]} {number(rate)} TFLOP/s")
