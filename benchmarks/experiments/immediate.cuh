@@ -35,10 +35,8 @@ __device__ __forceinline__ void copy_passes(std::integer_sequence<int, kPass...>
 } // namespace immediate
 
 template <>
-__device__ __forceinline__ void
-o5::copy_tile_async<immediate::kRows, immediate::kThreads>(uint32_t tile_smem,
-                                                           const Element *X_gmem, int first_row,
-                                                           int row_stride, int src_bytes) {
+__device__ __forceinline__ void o5::copy_tile_async<immediate::kRows, immediate::kThreads>(
+    uint32_t tile_smem, const Element *X_gmem, int first_row, int row_stride, int src_bytes) {
     using namespace immediate;
     const int row = threadIdx.x / kThreadsPerRow, col = threadIdx.x % kThreadsPerRow * kChunk;
     copy_passes(std::make_integer_sequence<int, kRows * kThreadsPerRow / kThreads>{},

@@ -89,7 +89,6 @@ __device__ __forceinline__ bool compute_tile(const ForwardKernelArgs &args) {
                                                 step % kDTiles));
     };
 
-
     // 1. Q: global → shared; the last K and V come behind it, then the K before
     copy_tile_async<B_r, kThreads>(Q_smem, Q_gmem, first_row, Q_stride);
     cp_async_commit();
