@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,6 +24,18 @@ def cuda_device() -> torch.device:
     if capability < LOWEST_CAPABILITY:
         pytest.skip(f"compute capability {capability} is below {LOWEST_CAPABILITY}")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def alone_on_the_device(
+    cuda_device: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The workers of pytest-xdist take turns: tests time kernels, wait for a hang, and fill the
+    memory."""
+    with (tmp_path_factory.getbasetemp().parent / "gpu.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
