@@ -39,7 +39,7 @@ def speed_table(results: BenchmarkResults) -> Table:
     parent = EXPERIMENTS[0].name
 
     def speeds(name: str) -> list[str]:
-        own, other = (results.mean_tflops(n, dtype) for n in (name, parent))
+        own, other = (results.tflops(n, dtype) for n in (name, parent))
         shares = [results.of_flash(name, dtype, n) for n in (*results.seq_lens, None)]
         shares.append(own / other if own and other else None)
         if has_rate:

@@ -765,7 +765,7 @@ def test_means_are_harmonic_and_compared_with_flash() -> None:
         measurement(name, 1024, 100.0),
         replace(measurement(name, 4096, 300.0), flash_ms=()),
     )
-    assert results.mean_tflops(name, "bf16") == pytest.approx(150.0)
+    assert results.tflops(name, "bf16") == pytest.approx(150.0)
     assert results.of_flash(name, "bf16", 4096) == pytest.approx(0.5)
     assert results.of_flash(name, "bf16") == pytest.approx(150 / 400)
 
@@ -778,7 +778,7 @@ def test_a_failed_length_leaves_no_mean_and_no_number() -> None:
         measurement(name, 1024, 100.0),
         measurement(name, 4096, 100.0, failure="wrong output"),
     )
-    assert results.mean_tflops(name, "bf16") is None
+    assert results.tflops(name, "bf16") is None
     assert results.of_flash(name, "bf16", 4096) is None
     assert results.of_flash(name, "bf16", 1024) == pytest.approx(1 / 3)
     assert [m.name for m in results.failures] == [name]

@@ -127,7 +127,7 @@ def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
     for own in stairs(dtype).values():
         tiles = [(own.fixed, own.step.id), (own.large, f"{own.step.id}, large tile")]
         speeds = [
-            (results.mean_tflops(config.short_form(), dtype) or 0.0, config, label)
+            (results.tflops(config.short_form(), dtype) or 0.0, config, label)
             for config, label in tiles
             if config is not None
         ]

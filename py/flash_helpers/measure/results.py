@@ -421,10 +421,6 @@ class BenchmarkResults(RecordFile):
         found = [m.tflops for n in lengths if (m := self.find(name, dtype, n, load))]
         return statistics.harmonic_mean(found) if found and len(found) == len(lengths) else None
 
-    def mean_tflops(self, name: str, dtype: str) -> float | None:
-        """Harmonic mean of the TFLOP/s over all lengths; None if one of them is missing."""
-        return self.tflops(name, dtype)
-
     def pairs(
         self, name: str, other: str, dtype: str, seq_len: int, load: str | None = None
     ) -> list[float]:

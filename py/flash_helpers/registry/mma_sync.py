@@ -4,7 +4,6 @@ tile of Q and walks all keys; its warps share the rows. Standard library only.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import astuple
 from types import MappingProxyType
@@ -173,7 +172,6 @@ class MmaSyncConfig(Config):
             for first in range(0, problem.batch, most)
         )
 
-    @abstractmethod
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
         self._check_tile_shape()
