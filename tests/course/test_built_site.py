@@ -177,7 +177,13 @@ class Reader:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def screen(self, metrics: dict[str, Any]) -> None:
+        """Give the window another size; what is drawn anew for it has been when this returns."""
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        # size observers are told between one frame's callbacks and the next one's
+        self.driver.execute_async_script(
+            "const done = arguments[0];"
+            "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def system_theme(self, theme: str) -> None:
         self.driver.execute_cdp_cmd(
