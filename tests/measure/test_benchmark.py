@@ -296,7 +296,7 @@ def test_a_sample_is_as_long_as_its_load_says_and_its_graph_is_not() -> None:
     # a launch takes 2 ms; a graph of five of them 10 ms
     found = record(lambda: None, 1, FakeTimer((2.0, 10.0)), Protocol())
     sample = found.sample(LOADS[SUSTAINED])
-    assert (sample.times, sample.n_launches, sample.lead) == (17, 85, 8)
+    assert (sample.times, sample.n_launches, sample.lead) == (25, 125, 50)
     sample = found.sample(LOADS[BURST])
     assert (sample.times, sample.n_launches, sample.lead) == (1, 5, 0)
     short = record(lambda: None, 1, FakeTimer((2.0, 4.0)), Protocol(loads=(Load("turns", 3.0),)))
@@ -476,7 +476,7 @@ def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustain
 
 
 def test_what_is_left_of_the_time_is_shared_out_by_what_a_round_takes(monkeypatch) -> None:
-    """30 ms for a burst with its rest, 250 ms for a slice of sustained load."""
+    """30 ms for a burst with its rest, 750 ms for a slice of sustained load."""
     done: list[str] = []
     clock = [0.0]
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: clock[0])
@@ -492,7 +492,7 @@ def test_what_is_left_of_the_time_is_shared_out_by_what_a_round_takes(monkeypatc
         return [[Taken(1.0, None, None)] for _ in samples]
 
     monkeypatch.setattr(benchmark, "interleaved_rounds", rounds)
-    measure(protocol=Protocol(rounds=99, min_rounds=1), deadline=280.0)
+    measure(protocol=Protocol(rounds=99, min_rounds=1), deadline=780.0)
     assert done == [BURST] * 10 + [SUSTAINED] * 10
 
 
@@ -1059,7 +1059,7 @@ def test_the_step_table_says_what_it_was_measured_on() -> None:
         "16 heads",
         "16 at 4096",
         "burst: 3 rounds of 10 ms each, with pauses 2 times as long: SM clock 1965 MHz, 310 W",
-        "sustained: 3 rounds of 170 ms each after 80 ms of the same load, without a pause: "
+        "sustained: 3 rounds of 250 ms each after 500 ms of the same load, without a pause: "
         "SM clock 1470 MHz, 698 W",
         "2026-01-02",
         "abc123",
