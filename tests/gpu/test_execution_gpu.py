@@ -76,6 +76,7 @@ def test_torch_compile_takes_the_whole_function(
     config: FlashForwardKernelConfig, as_text: bool, problem: ProblemMaker
 ) -> None:
     pytest.importorskip("triton", reason="torch.compile needs triton on a GPU")
+    torch._dynamo.reset()  # it gives up on a function after so many values of what it closes over
     cfg = config.short_form() if as_text else config
     case = problem("normal", SHAPE, torch_dtype(config))
 
