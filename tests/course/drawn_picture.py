@@ -41,13 +41,16 @@ class Box:
 
 @dataclass(frozen=True)
 class Shape:
-    """A text or a rectangle. data: its data attributes. size: of a text, else 0."""
+    """A text or a rectangle. data: its data attributes. size: of a text, else 0. strong: of a
+    rectangle with a thick edge."""
 
     box: Box
     text: str
     size: float
     classes: tuple[str, ...]
     data: dict[str, str]
+    strong: bool = False
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class DrawnPicture:
         classes = tuple(element.get("class", "").split())
         size, x, y = (float(element.attrib[k]) for k in ("font-size", "x", "y"))
         text = element.text or ""
-        width = text_width(text, size, bold="bold" in classes)
+        width = text_width(text, size, bold=element.get("font-weight") == "bold")
         left = (
             x - {"start": 0, "middle": 0.5, "end": 1}[element.get("text-anchor", "start")] * width
         )
@@ -124,4 +127,7 @@ class DrawnPicture:
     def _rect(self, element: ElementTree.Element) -> Shape:
         x, y, width, height = (float(element.attrib[k]) for k in ("x", "y", "width", "height"))
         classes = tuple(element.get("class", "").split())
-        return Shape(Box(x, y, x + width, y + height), "", 0, classes, self._data(element))
+        strong = float(element.get("stroke-width", 1)) > 2
+        dashed = "stroke-dasharray" in element.attrib
+        box = Box(x, y, x + width, y + height)
+        return Shape(box, "", 0, classes, self._data(element), strong, dashed)

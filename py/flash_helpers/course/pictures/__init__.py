@@ -16,6 +16,7 @@ from flash_helpers.course.pictures import (
     attention,
     fragment_pictures,
     hardware,
+    overlap,
     shared_memory,
     timelines,
 )
@@ -29,10 +30,10 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
         function.__name__: function
         for function in (
             attention.attention_tiles,
-            attention.online_softmax,
             hardware.sm,
             fragment_pictures.mma_fragments,
             fragment_pictures.ldmatrix,
+            hardware.roofline,
             shared_memory.bank_conflicts,
             shared_memory.swizzle,
             timelines.timeline_copies,
@@ -49,8 +50,11 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             addressing.cache_policy,
             addressing.pieces,
             addressing.row_stride,
-            timelines.two_stages,
-            hardware.roofline,
+            overlap.shared_memory_reads,
+            overlap.lazy_rescale,
+            timelines.two_buffers,
+            overlap.fragment_ring,
+            overlap.mma_row_sum,
         )
     }
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from flash_helpers.course.pictures.banks import CHUNKS_AROUND, MATRIX_ROWS, address, swizzled
 from flash_helpers.course.pictures.fragments import a_order
@@ -19,18 +19,18 @@ from flash_helpers.registry.mma_sync import (
 )
 from flash_helpers.registry.problem import ELEMENT_BYTES
 
-_BIT = 34  # width of a bit
-_LINE_BYTES, _SECTOR_BYTES = 128, 32  # of L2; CUDA C++ Best Practices Guide, "Device Memory"
-_L2_MB = 50  # NVIDIA H100 Tensor Core GPU Architecture, "H100 GPU": the SXM5 card
+_BIT = 22  # width of a bit
+_L2_MB, _SMS = 50, 132  # NVIDIA H100 Tensor Core GPU Architecture, "H100 GPU": the SXM5 card
+_WARPS_PER_SM = 12  # that step 14's launch bounds ask room for
 _ROW_BYTES = step_config(1).d_head * ELEMENT_BYTES  # of a tile, and of a head's row
 
 
-def _bits(d: Drawing, y: float, value: int, width: int, marked: Collection[int]) -> None:
-    """A binary number at the right margin, its highest bit first; some bits are marked."""
+def _bits(d: Drawing, y: float, value: int, width: int, marked: Mapping[int, str]) -> None:
+    """A binary number at the right margin, its highest bit first. marked: colours of some bits."""
     bits = Grid(d, d.right - width * _BIT, y, _BIT, 24)
     for n, label in enumerate(f"{value:0{width}b}"):
-        chosen = width - 1 - n in marked
-        bits.cell(0, n, label, ORANGE if chosen else "plain", bold=chosen)
+        colour = marked.get(width - 1 - n, "plain")
+        bits.cell(0, n, label, colour, bold=colour != "plain")
 
 
 def ffma_fold() -> Drawing:
@@ -47,7 +47,7 @@ def ffma_fold() -> Drawing:
         "follows. In step 6 one FFMA with the constant c = scale times log2 e does all three.",
         f"One element: S = {S:g}, and {m:g} is its row's maximum m. The scale is 1 / "
         f"√{config.d_head} = {scale:.4f}, log2 e is {log2e:.4f}, and their product c "
-        f"{scale * log2e:.4f}. Below each instruction, its result.",
+        f"{scale * log2e:.4f}.",
     )
     exponent = (S - m) * scale * log2e
     start, end = (0, "S", "", f"{S:g}", GREY), (4, "MUFU.EX2", "P = 2^x", f"{2**exponent:.3f}", RED)
@@ -62,24 +62,24 @@ def ffma_fold() -> Drawing:
         ),
         6: (start, (1, "FFMA", "S · c - m · c", f"{exponent:.3f}", GREEN), end),
     }
-    left, step_width = 84.0, 126.0
-    for n, (step, chain) in enumerate(chains.items()):
-        top = d.y + 26 + n * 104
-        d.bold(d.left, top + 24, f"Step {step}")
+    top, each = d.y + 34, 56
+    for left, (step, chain) in zip((d.left, d.left + d.width / 2), chains.items(), strict=True):
+        d.bold(left, top - 12, f"Step {step}")
         for k, (place, name, what, value, colour) in enumerate(chain):
-            x, width = left + place * step_width, 94.0 + (step_width if name == "FFMA" else 0)
+            height = 36 + (2 * each if name == "FFMA" else 0)
+            y = top + place * each
             data = {"step": step, "instruction": name, "value": value}
-            d.cell(x, top, width, 36, name, colour, bold=True, **data)
-            d.small(x + width / 2, top - 8, what, "middle")
-            d.text(x + width / 2, top + 54, value, "middle")
-            if name != "MUFU.EX2":
-                following = left + chain[k + 1][0] * step_width
-                d.arrow((x + width + 3, top + 18), (following - 3, top + 18))
+            d.cell(left, y, 92, height, name, colour, bold=True, **data)
+            if what:
+                d.small(left + 102, y + height / 2 - 4, what)
+            d.text(left + 102, y + height / 2 + (14 if what else 5), f"= {value}")
+            if k + 1 < len(chain):
+                d.arrow((left + 46, y + height + 2), (left + 46, top + chain[k + 1][0] * each - 2))
     return d.result(
-        d.y + 26 + 2 * 104 - 18,
-        f"A thread has {rows} · {config.B_c} / {WARP} = {elements} elements of S in a block of "
+        top + 5 * each - 10,
+        f"A thread has {rows} · {config.B_c} / {WARP} = {elements} elements of S per block of "
         f"keys: {elements} · 3 = {3 * elements} instructions become {elements}. m · c is one FMUL "
-        "a row.",
+        "per row.",
     )
 
 
@@ -110,34 +110,30 @@ def swizzle_constants() -> Drawing:
         f"lies at (2k + {named.chunk}) ^ {named.row % MATRIX_ROWS}. Its byte offset in binary:",
     )
     y = d.y + 26
-    labels = ((11, 8, "row"), (7, 7, "k / 4"), (6, 5, "k % 4"), (4, 4, "half"), (3, 0, "byte"))
-    for high, low, label in labels:
+    marked = dict.fromkeys((5, 6), ORANGE) | {7: GREEN}
+    for high, low, label in ((11, 8, "row"), (7, 5, "k"), (4, 4, "half"), (3, 0, "byte")):
         x0, x1 = d.right - (high + 1) * _BIT, d.right - low * _BIT
         d.note((x0 + x1) / 2, y - 5, label, "middle")
         d.brace(x0 + 3, x1 - 3, y)
     y += 10
     for k in range(4):
         offset = lane_offset(lane, k)
-        d.bold(d.left, y + 17, f"k = {k}")
-        d.text(82, y + 17, f"{base} ^ {k * 2 * CHUNK_BYTES} = {offset}" if k else str(base))
-        _bits(d, y, offset, width, (5, 6))
+        d.small(d.left, y + 17, f"k = {k}", bold=True)
+        d.small(62, y + 17, f"{base} ^ {k * 2 * CHUNK_BYTES} = {offset}" if k else str(base))
+        _bits(d, y, offset, width, marked)
         y += 28
-    d.bold(d.left, y + 17, f"k = 4 to {n_k - 1}")
     more = CHUNKS_AROUND * CHUNK_BYTES
-    d.small(d.right - width * _BIT, y + 17, f"the same four, + {more} in the instruction:")
-    y += 28
-    cells = Grid(d, d.left + 2, y + 20, d.width / n_k, 28, gap=4)
+    y = d.paragraph(d.left, y + 4, f"k = 4 to {n_k - 1}: the same four, and {more} more.")
+    cells = Grid(d, d.left, y + 24, d.width / 4, 50, gap=6, below=22)
     for k in range(n_k):
-        middle, offset = cells.middle(k), constant_offset(lane, k)
-        d.note(middle, y + 14, f"k = {k}", "middle")
-        text, below, colour = str(offset), f"offset {k}", ORANGE
-        if k >= 4:
-            text, below, colour = f"{offset - more} + {more}", f"= {offset}", GREEN
-        cells.cell(0, k, text, colour, lane=lane, k=k, offset=offset)
-        d.small(middle, y + 62, below, "middle")
+        row, column = divmod(k, 4)
+        offset = constant_offset(lane, k)
+        text, colour = (f"{offset - more} + {more}", GREEN) if row else (str(offset), ORANGE)
+        d.note(cells.middle(column), cells.top(row) - 6, f"k = {k}", "middle")
+        cells.cell(row, column, text, colour, lane=lane, k=k, offset=offset)
     return d.result(
-        y + 78,
-        f"A warp has {work_of(step_config(8)).ldmatrix} ldmatrix in a block of keys. Lane and k % "
+        cells.top(2) - 8,
+        f"A warp has {work_of(step_config(8)).ldmatrix} ldmatrix per block of keys. Lane and k % "
         "4 are in four registers; tile, 16-row piece and k / 4 are constants in the instruction.",
     )
 
@@ -151,13 +147,13 @@ def output_swizzle() -> Drawing:
         "Above, the chunks in which the lanes of rows g = 0 to 7 store column tile 2 of O: chunk 2 "
         "XOR g. Below, the address of lane 13 in binary for three column tiles: only bits 4 to 6 "
         "change.",
-        "Lane 4g + t stores two elements of O, 4 bytes, in row g of 8. Column tile n, 8 columns "
-        f"or one chunk, lies at chunk n ^ g. Below, tile n = {n_shown}, with the lanes that store "
-        "it:",
+        "Lane 4g + t stores two elements of O in row g of 8. Column tile n, 8 columns or one "
+        f"chunk, lies at chunk n ^ g. Tile n = {n_shown}, and the lanes that store it:",
     )
-    tile = Grid(d, 76, d.y + 30, 76, 21)
+    tile = Grid(d, 62, d.y + 30, 51, 21)
+    d.note(d.left, tile.y - 8, "chunk")
     for place in range(CHUNKS_AROUND):
-        d.note(tile.middle(place), tile.y - 8, f"chunk {place}", "middle")
+        d.note(tile.middle(place), tile.y - 8, str(place), "middle")
     for row in range(MATRIX_ROWS):
         d.note(d.left, tile.top(row) + 15, f"g = {row}")
         for place in range(CHUNKS_AROUND):
@@ -171,16 +167,16 @@ def output_swizzle() -> Drawing:
     first = address(g, 0, _ROW_BYTES, swizzled) + 4 * t
     for n in (0, 1, 6):
         at = address(g, n, _ROW_BYTES, swizzled) + 4 * t
-        how = f"{first} ^ {16 * n}" if n else f"{g} · {_ROW_BYTES} + {g} · 16 + {t} · 4"
         d.bold(d.left, y + 17, f"n = {n}")
-        d.text(82, y + 17, f"{how} = {at}", n=n, address=at)
-        _bits(d, y, at, 10, range(4, 7))
+        d.text(72, y + 17, f"{first} ^ {16 * n} = {at}" if n else str(at), n=n, address=at)
+        _bits(d, y, at, 10, dict.fromkeys(range(4, 7), ORANGE))
         y += 28
     return d.result(
-        y + 8,
-        f"{CHUNKS_AROUND} of {step_config(11).d_head // 8} column tiles take at most one XOR with "
-        f"a constant; the others are {CHUNKS_AROUND * CHUNK_BYTES} bytes on, and rows g + 8 are 8 "
-        f"· {_ROW_BYTES} = {8 * _ROW_BYTES} on: constants. A warp's store hits all 32 banks once.",
+        y + 4,
+        f"n = 0: {g} · {_ROW_BYTES} + {g} · 16 + {t} · 4 = {first}. {CHUNKS_AROUND} of "
+        f"{step_config(11).d_head // 8} column tiles take at most one XOR with a constant; the "
+        f"others are {CHUNKS_AROUND * CHUNK_BYTES} bytes on, rows g + 8 are 8 · {_ROW_BYTES} = "
+        f"{8 * _ROW_BYTES} on.",
     )
 
 
@@ -215,29 +211,25 @@ def block_index() -> Drawing:
         f"A thread copies {n} times 16 bytes of a tile of K, every {rows[1]} rows (thread 0: rows "
         f"{rows[0]}, {rows[1]}, … {rows[-1]}).",
     )
-    left = 110.0
-    y, place = d.y + 14, (d.right - left) / n
-    cells = Grid(d, left, y + 4, place, 34, gap=20)
-    d.bold(d.left, y + 16, "Step 11")
-    d.note(d.left, y + 34, "64-bit adds")
+    y, place = d.y + 10, (d.width + 20) / n
+    d.bold(d.left, y + 16, f"Step 11: the one before + {rows[1]} · stride")
+    cells = Grid(d, d.left, y + 28, place, 34, gap=20)
     for k, row in enumerate(rows):
         cells.cell(0, k, str(row), BLUE, step=11, row=row)
         if k + 1 < n:
-            d.arrow((cells.left(k + 1) - 18, y + 21), (cells.left(k + 1) - 2, y + 21))
-    chain = f"each address = the one before + {rows[1]} · stride: 2 IADD3, one after the other"
-    d.small(left, y + 58, chain)
-    y += 88
-    middle, cells = left + 3.5 * place, Grid(d, left, y + 70, place, 34, gap=20)
-    d.bold(d.left, y + 16, "Step 12")
-    d.cell(middle - 54, y, 132, 30, "base of K, stride", ORANGE)
+            level = cells.y + 17
+            d.arrow((cells.left(k + 1) - 18, level), (cells.left(k + 1) - 2, level))
+    d.small(d.left, y + 80, "2 IADD3 each, one after the other")
+    y += 98
+    d.bold(d.left, y + 16, "Step 12: base + row · stride")
+    middle, cells = d.left + d.width / 2, Grid(d, d.left, y + 94, place, 34, gap=20)
+    d.cell(middle - 66, y + 28, 132, 30, "base of K, stride", ORANGE)
     for k, row in enumerate(rows):
-        d.arrow((middle + 12 + (k - 3.5) * 15, y + 32), (cells.middle(k), y + 66))
+        d.arrow((middle + (k - 3.5) * 15, y + 60), (cells.middle(k), y + 91))
         cells.cell(0, k, str(row), GREEN, step=12, row=row)
-    d.note(d.left, y + 92, "IMAD.WIDE")
-    one_each = "each address = base + (first row + row) · stride: one IMAD.WIDE, in any order"
-    d.small(left, y + 124, one_each)
+    d.small(d.left, y + 146, "one IMAD.WIDE each, in any order")
     return d.result(
-        y + 138,
+        y + 158,
         f"A block of keys, K and V: 2 tiles · {n} addresses · 2 IADD3 = {2 * n * 2} against "
         f"2 · {n} = {2 * n} IMAD.WIDE. Both factors must have 32 bits for that.",
     )
@@ -254,75 +246,69 @@ def backwards() -> Drawing:
         "ends when it is negative.",
         f"seq_len {seq_len}, B_c {B_c}: {n} blocks of keys.",
     )
-    left = 112.0
-    y, place = d.y + 14, (d.right - left) / (n + 1)
-    first = left + place
-    end = first + n * place - 6
+    gap = 6
+    y, place = d.y + 10, (d.width + gap) / (n + 1)
+    first, end = d.left + place, d.right
 
     def blocks(step: int, name: str, each: int, colour: str) -> None:
         """What counts the blocks: its value in each."""
-        cells = Grid(d, first, y + 14, place, 30, gap=6)
-        d.bold(d.left, y + 16, f"Step {step}")
-        d.note(d.left, y + 34, name)
+        cells = Grid(d, first, y + 36, place, 30, gap=gap)
+        d.bold(d.left, y + 16, f"Step {step}: {name}")
         for k in range(n):
             cells.cell(0, k, str(k * each), colour, step=step, value=k * each)
 
     blocks(12, "j", 1, BLUE)
-    d.arrow((first, y + 6), (end, y + 6))
-    d.small(first, y + 64, f"go on if j < {n}: a register for the bound, j · {B_c} for the address")
-    y += 88
+    d.arrow((first, y + 28), (end, y + 28))
+    d.small(first, y + 84, f"go on if j < {n}; address: j · {B_c} rows; a register for {n}")
+    y += 102
     blocks(13, "next_key", B_c, GREEN)
-    d.cell(left, y + 14, place - 6, 30, str(-B_c), RED, dashed=True)
-    d.arrow((end, y + 6), (left, y + 6))
-    d.small(left, y + 64, "stop", bold=True)
-    d.small(first, y + 64, "go on if next_key >= 0: the row is the counter, its sign the condition")
+    d.cell(d.left, y + 36, place - gap, 30, str(-B_c), RED, dashed=True)
+    d.arrow((end, y + 28), (d.left, y + 28))
+    d.small(d.left, y + 84, "stop", bold=True)
+    d.small(first, y + 84, "go on if next_key >= 0; address: next_key rows")
     return d.result(
-        y + 80,
+        y + 98,
         f"The first block of keys is row {seq_len} - {B_c} = {seq_len - B_c}; after {n} steps "
-        f"next_key is {seq_len} - {n + 1} · {B_c} = {seq_len - (n + 1) * B_c}. The sum runs over "
-        "the same keys in another order: the last bit may differ.",
+        f"next_key is {seq_len} - {n + 1} · {B_c} = {seq_len - (n + 1) * B_c}.",
     )
 
 
 def cache_policy() -> Drawing:
-    """Step 14: lines, sectors, and what should stay in L2."""
-    B_r = step_config(14).B_r
-    lines, sectors, chunks = (_ROW_BYTES // n for n in (_LINE_BYTES, _SECTOR_BYTES, CHUNK_BYTES))
+    """Step 14: what L2 holds, and how much room is left."""
+    config = step_config(14)
+    blocks = _SMS * _WARPS_PER_SM // config.n_warps
     d = Drawing(
-        "Step 14: whole lines for K and V, out of the way for O",
-        f"A row of K of {_ROW_BYTES} bytes as {lines} lines of L2, {sectors} sectors and {chunks} "
-        "chunks of threads. Below, K and V of a head, which many thread blocks read and which "
-        "should stay in L2, and O, which is written once and may leave.",
-        f"One row of K, {_ROW_BYTES} bytes, as global memory and L2 see it:",
+        "Step 14: L2 has room for everything in flight",
+        f"The L2 cache of an H100, {_L2_MB} MB, as a bar for two lengths of the sequence. K and V "
+        "of the heads that are computed at one time fill about a third of it and their O half as "
+        "much; the rest is free: there is nothing that a cache policy could save.",
+        f"L2 of an H100, {_L2_MB} MB, to scale. K and V of a head are read by all of its thread "
+        "blocks and should stay; O is written once and may leave first.",
     )
-    left = 150.0
-    y, whole = d.y + 8, d.right - left
-    strips = (
-        ("L2 lines", [f"line {n}: {_LINE_BYTES} bytes" for n in range(lines)], BLUE),
-        ("sectors", [f"{_SECTOR_BYTES} bytes"] * sectors, GREEN),
-        ("cp.async", list(map(str, range(chunks))), ORANGE),
-    )
-    for name, labels, colour in strips:
-        strip = Grid(d, left, y, whole / len(labels), 26)
-        d.bold(d.left, y + 17, name)
-        for n, label in enumerate(labels):
-            strip.cell(0, n, label, colour, level=name, index=n)
-        y += 32
-    asked = f"lanes of half a warp, {CHUNK_BYTES} bytes each; .L2::128B asks L2 for the whole line"
-    d.note(left, y + 10, asked)
-    y += 34
-    read = f"read by seq_len / {B_r} thread blocks, {4096 // B_r} at 4096: should stay"
-    d.bold(d.left, y + 20, "K, V")
-    d.cell(left, y, whole, 30, read, BLUE)
-    written = "written once (st.global.cs), read by none: the first to leave"
-    d.bold(d.left, y + 58, "O")
-    d.cell(left, y + 38, whole, 30, written, PURPLE, dashed=True)
-    mib = {length: 2 * length * _ROW_BYTES // 2**20 for length in (4096, 16384)}
+    mib = d.width / (_L2_MB * 1e6 / 2**20)
+    y, shown = d.y + 8, {}
+    for seq_len in (4096, 16384):
+        per_head = seq_len // config.B_r
+        tensor = seq_len * _ROW_BYTES // 2**20
+        heads = shown[seq_len] = -(-blocks // per_head)
+        d.bold(d.left, y + 16, f"Length {seq_len}: {heads} heads of {per_head} thread blocks")
+        x, y = d.left, y + 24
+        for name, size, colour in (("K, V", 2 * tensor, BLUE), ("O", tensor, PURPLE)):
+            start = x
+            for head in range(heads):
+                data = {"seq_len": seq_len, "tensor": name, "head": head, "mib": size}
+                d.rect(x, y, size * mib, 34, colour, dashed=name == "O", **data)
+                x += size * mib
+            d.small((start + x) / 2, y + 50, f"{name}: {heads * size} MiB", "middle")
+        d.cell(x, y, d.right - x, 34, "free")
+        y += 58
+    per_head, heads = 4096 // config.B_r, shown[4096]
+    size = 2 * 4096 * _ROW_BYTES // 2**20
     return d.result(
-        y + 80,
-        f"K and V of one head: 2 · 4096 · {_ROW_BYTES} bytes = {mib[4096]} MiB at length 4096, "
-        f"{mib[16384]} MiB at 16384. While those of the heads in flight fit L2, {_L2_MB} MB on an "
-        "H100, the policy has nothing to save.",
+        y + 6,
+        f"{_SMS} SMs · {_WARPS_PER_SM // config.n_warps} = {blocks} thread blocks run at a time, "
+        f"at length 4096 those of {heads} heads; K and V take {heads} · {size} MiB = "
+        f"{heads * size} MiB. They stay in L2 whether O is the first to leave or not.",
     )
 
 
@@ -330,21 +316,23 @@ def pieces() -> Drawing:
     """Step 15: a thread's copies of a tile, whole and cut into pieces."""
     config = step_config(15)
     d = Drawing(
-        "Step 15: half as many row addresses for the same copies",
+        "Step 15: half as many row addresses",
         "A tile of 64 rows by 128 columns, whole in step 14 and as two pieces of 64 columns in "
         "step 15, with the eight places that thread 0 copies. In step 14 they lie in eight rows, "
         "in step 15 in four rows, the same place in both pieces.",
-        "A tile of K in shared memory. Filled are the 16-byte chunks that thread 0 copies, drawn "
-        "taller than they are.",
+        "A tile of K in shared memory, and the 16-byte chunks that thread 0 copies (drawn taller "
+        "than they are).",
     )
     chunk_height, row_height, top = 16, 3, d.y + 28
     bottom = top + config.B_c * row_height
     n_rows = {step: len(_row_addresses(step)) for step in (14, 15)}
-    for step, left, columns in ((14, d.left + 46, config.d_head), (15, 384, PIECE)):
+    for step, left, columns in ((14, 36.0, config.d_head), (15, 274.0, PIECE)):
         copies = copy_rows(step, 0)
-        d.bold(left, d.y + 16, f"Step {step}: rows of {columns * ELEMENT_BYTES} bytes")
+        d.small(
+            left - 26, d.y + 16, f"Step {step}: rows of {columns * ELEMENT_BYTES} bytes", bold=True
+        )
         n_pieces = config.d_head // columns
-        width, gap = 250 / n_pieces, 16 * (n_pieces - 1)
+        width, gap = 180 / n_pieces, 16 * (n_pieces - 1)
         tile = Grid(d, left, top, width + gap, row_height)
         for piece in range(n_pieces):
             x = tile.left(piece)
@@ -355,15 +343,14 @@ def pieces() -> Drawing:
             piece, inside = divmod(column, columns)
             x, y = tile.left(piece) + inside / columns * width, tile.top(row)
             data = {"step": step, "row": row, "column": column}
-            d.rect(x, y, 250 / 16, chunk_height, ORANGE, **data)
+            d.rect(x, y, 180 / 16, chunk_height, ORANGE, **data)
         for row in _row_addresses(step):
             d.note(left - 8, tile.top(row) + 12, str(row), "end")
-        d.text(left, bottom + 40, f"{n_rows[step]} row addresses, {len(copies)} copies")
+        d.small(left, bottom + 36, f"{n_rows[step]} row addresses, {len(copies)} copies")
     return d.result(
-        bottom + 54,
+        bottom + 48,
         f"The second piece of a row is {PIECE} · {ELEMENT_BYTES} = {PIECE * ELEMENT_BYTES} bytes "
-        f"on in global memory: a constant. {n_rows[14]} addresses a tile become {n_rows[15]}; for "
-        f"K and V {2 * n_rows[14]} become {2 * n_rows[15]} in each block of keys.",
+        f"on in global memory: a constant. {n_rows[14]} addresses per tile become {n_rows[15]}.",
     )
 
 
@@ -379,9 +366,9 @@ def row_stride() -> Drawing:
         "row's address is the one before plus a stride in a register, in step 16 it is the first "
         "one plus a constant.",
         f"(batch, seq, heads, d_head) with {heads} heads: a row of the sequence holds {heads} · "
-        f"{config.d_head} elements, of which a thread block wants those of its head.",
+        f"{config.d_head} elements; a thread block wants those of its head.",
     )
-    left = 84.0
+    left = 54.0
     cells = Grid(d, left, d.y + 10, (d.right - left) / heads, 58, below=32)
     for row in range(2):
         d.note(d.left, cells.top(row) + 18, f"row {row}")
@@ -395,26 +382,26 @@ def row_stride() -> Drawing:
             d.small(x + 10, y + 47, f"{elements} = {stride * ELEMENT_BYTES} bytes")
     y = cells.top(1) + 44
     shown = ", ".join(map(str, rows))
-    d.bold(d.left, y + 16, f"Addresses of the rows {shown} that a thread copies:")
-    y += 26
-    for step in (15, 16):
-        addresses = Grid(d, left + 2, y, (d.right - left) / len(rows), 30, gap=4)
-        d.small(d.left, y + 20, f"Step {step}", bold=True)
+    d.text(d.left, y + 16, f"The rows {shown} that a thread copies:")
+    y += 24
+    for step, how in ((15, "each from the one before"), (16, "each from the first")):
+        d.bold(d.left, y + 18, f"Step {step}: {how}")
+        addresses = Grid(d, d.left, y + 28, (d.width + 12) / len(rows), 30, gap=12)
         for n, row in enumerate(rows):
             offset = row * stride * ELEMENT_BYTES
-            text, colour = "before + 16 · stride", BLUE
+            text, colour = "+ 16 · stride", BLUE
             if step == 16:
                 text, colour = f"first + {offset:#x}", GREEN
-            elif not n:
-                colour = GREY
+            elif n:
+                x, level = addresses.left(n), addresses.y + 15
+                d.line([(x - 12, level), (x, level)], "ink")
             label = text if n else "first"
-            addresses.cell(0, n, label, colour, step=step, row=row, offset=offset)
-        y += 36
+            addresses.cell(0, n, label, colour if n else GREY, step=step, row=row, offset=offset)
+        y += 66
     gap = rows[1] - rows[0]
     apart = gap * stride * ELEMENT_BYTES
     return d.result(
         y + 4,
-        f"{gap} rows on: {gap} · {stride} · {ELEMENT_BYTES} = {apart} bytes = {apart:#x}, which "
-        "the addition holds: no register for the stride, and no address waits for another. Any "
-        "other stride falls back to step 15's way.",
+        f"{gap} rows on: {gap} · {stride} · {ELEMENT_BYTES} = {apart} bytes = {apart:#x}, a "
+        "constant of the addition: no register for the stride, and no address waits for another.",
     )

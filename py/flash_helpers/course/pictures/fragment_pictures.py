@@ -64,31 +64,30 @@ def mma_fragments() -> Drawing:
         "label beside it name the register. Lane numbers run along the rows of A and C and down "
         "the columns of B, four lanes to a row of eight.",
     )
-    height = 21
+    height, x = 20, 290  # of a cell, and where B and C begin, whose columns are the same
     y_b = d.y + 24
-    y_a = y_b + 8 * height + 30
+    y_a = y_b + 8 * height + 46
     y_end = y_a + 16 * height + 16
     grids = {
-        "A": Grid(d, 58, y_a, 40, height),
-        "B": Grid(d, 400, y_b, 30, height),
-        "C": Grid(d, 400, y_a, 60, height),
+        "A": Grid(d, 54, y_a, 25, height),
+        "B": Grid(d, x, y_b, 18.5, height),
+        "C": Grid(d, x, y_a, 37, height),
     }
 
     y = d.paragraph(
         d.left,
         d.y,
-        "A cell is two neighbouring elements: in A and B one register of 16-bit pairs, in C two "
-        "registers. It names the lane that holds them: with g = lane / 4 and t = lane % 4, row g "
-        "and columns 2t, 2t + 1 of each 8 x 8 quarter.",
-        width=330,
+        "A cell is two neighbouring elements, and names the lane that holds them: with g = lane / "
+        "4 and t = lane % 4, row g and columns 2t, 2t + 1 of each 8 x 8 quarter.",
+        width=260,
         colour="muted",
     )
-    y = d.paragraph(d.left, y + 6, f"Lane {_LANE}: g = {g}, t = {t}.", width=330, bold=True)
+    y = d.paragraph(d.left, y + 6, f"Lane {_LANE}: g = {g}, t = {t}.", width=260, bold=True)
     for n, (name, elements) in enumerate(own.items()):
         rows, columns = {h.row for h in elements}, {h.column for h in elements}
         plural = "s" if len(columns) > 1 else ""
         text = f"{name}: rows {_spans(rows)}, column{plural} {_spans(columns)}"
-        d.text(d.left, y + 14 + 19 * n, text)
+        d.small(d.left, y + 14 + 19 * n, text)
 
     for name, of in fragments.items():
         _held_cells(grids[name], name, [h for lane in LANES for h in of(lane)])
@@ -97,11 +96,11 @@ def mma_fragments() -> Drawing:
         x = a.left(half * 4 + 2)
         d.bold(x, y_a - 7, f"a{2 * half}", "middle")
         d.bold(x, y_end, f"a{2 * half + 1}", "middle")
-        d.small(c.left(4) + 8, c.top(half * 8 + 4) + 5, f"c{2 * half}, c{2 * half + 1}", bold=True)
+        d.small(c.left(4) + 4, c.top(half * 8 + 4) + 5, f"c{2 * half} c{2 * half + 1}", bold=True)
         d.bold(b.left(8) + 6, b.top(half * 4 + 2) + 5, f"b{half}")
     for row in range(16):
-        d.note(a.x - 8, a.top(row) + 15, str(row) if row else "row 0", "end")
-    d.note(b.left(4), y_b - 8, "B (16 x 8): depth down, columns across", "middle")
+        d.note(a.x - 6, a.top(row) + 15, str(row) if row else "row 0", "end")
+    d.note(b.left(4), y_b - 8, "B (16 x 8)", "middle")
     d.note(a.left(4), y_end, "A (16 x 16)", "middle")
     d.note(c.left(2), y_end, "C (16 x 8)", "middle")
     return d.result(
@@ -122,12 +121,12 @@ def ldmatrix() -> Drawing:
         "with the lane whose address names it. Right, the four registers that the instruction "
         "writes, one for each 8 x 8 matrix: of every matrix, the four words of row g go to lanes "
         "4g to 4g + 3.",
-        f"32 addresses, one a lane, each of a row of {CHUNK_BYTES} bytes in one of four 8 x 8 "
+        f"32 addresses, one per lane, each of a row of {CHUNK_BYTES} bytes in one of four 8 x 8 "
         "matrices. Matrix i becomes register i of all lanes: the layout that mma wants.",
     )
-    y, height = d.y + 38, 22
-    tile = Grid(d, 58, y, 100, height)
-    d.bold(tile.left(1), y - 22, "shared memory, 16 x 16", "middle")
+    y, height = d.y + 42, 22
+    tile = Grid(d, 54, y, 88, height)
+    d.bold(d.left, y - 26, "shared memory, 16 x 16")
     for chunk, text in enumerate(("columns 0-7", "columns 8-15")):
         d.note(tile.middle(chunk), y - 6, text, "middle")
     for named in order:
@@ -138,12 +137,12 @@ def ldmatrix() -> Drawing:
     for row in range(16):
         d.note(tile.x - 6, tile.top(row) + 16, str(row) if row else "row 0", "end")
 
-    x_right, word = 330, 42
+    x_right, word = 270, 24
     right = d.right - 4 * word  # where the second column of matrices begins
     registers = [
         Grid(d, x, top, word, height) for x in (x_right, right) for top in (y, y + 8 * height)
     ]
-    d.bold((x_right + d.right) / 2, y - 22, "registers: who receives which word", "middle")
+    d.bold(x_right, y - 26, "registers of the lanes")
     for register, grid in enumerate(registers):
         label_y = y + 16 * height + 16 if register % 2 else y - 6
         d.note(grid.left(2), label_y, f"register {register}", "middle")
@@ -164,7 +163,7 @@ def ldmatrix() -> Drawing:
         f"Lane {followed.lane} names row {followed.row}, columns {8 * followed.chunk}-"
         f"{8 * followed.chunk + 7}: its four words become register {followed.matrix} of lanes "
         f"{followed.receivers[0]}-{followed.receivers[-1]}. In all {len(order)} · {CHUNK_BYTES} = "
-        f"{LDMATRIX_BYTES} bytes, one wavefront of 128 bytes a matrix: {LDMATRIX_CYCLES:.0f} "
+        f"{LDMATRIX_BYTES} bytes, one wavefront of 128 bytes per matrix: {LDMATRIX_CYCLES:.0f} "
         "cycles of shared memory if no banks conflict.",
     )
 
@@ -196,12 +195,11 @@ def fragments_whole_vs_interleaved() -> Drawing:
         "Stacked bars of the registers of a thread that the source holds at once, in step 3 and in "
         "step 4, during S = Q K^T and O += P V. In step 3 the fragments of a whole tile of K or V "
         "are the largest part; in step 4 those of one k-tile are small, and Q is loaded with K.",
-        "Above each bar the order of the source for S: L loads the fragments of a k-tile, M "
-        "multiplies them. Bars: registers of a thread that the source holds at once (ptxas may "
-        "hold fewer, or reorder).",
+        "L loads the fragments of a k-tile, M multiplies them: the order of the source for S. "
+        "Bars: registers of a thread that the source holds at once.",
     )
     colours = {"O": PURPLE, "S": GREY, "P": RED, "K": ORANGE, "V": GREEN, "Q": BLUE}
-    left, config = 104.0, step_config(3)
+    left, config = 100.0, step_config(3)
     k_tiles = config.d_head // MMA_K
     held = {
         (step, product): fragment_registers(step_config(step), product)
@@ -209,12 +207,12 @@ def fragments_whole_vs_interleaved() -> Drawing:
         for product in "SO"
     }
     totals = {key: sum(registers.values()) for key, registers in held.items()}
-    scale = (d.right - 40 - left) / max(totals.values())
+    scale = (d.right - 34 - left) / max(totals.values())
     y = d.y
     for step, order in ((3, "L" * k_tiles + "M" * k_tiles), (4, "LM" * k_tiles)):
         y += 10
         d.bold(d.left, y + 17, f"Step {step}")
-        letters = Grid(d, left, y, 22, 22)
+        letters = Grid(d, d.left + 62, y, 22, 22)
         for n, letter in enumerate(order):
             letters.cell(0, n, letter, ORANGE if letter == "L" else BLUE)
         y += 30
@@ -225,21 +223,21 @@ def fragments_whole_vs_interleaved() -> Drawing:
                 width, text = registers * scale, f"{name} {registers}"
                 if text_width(text, SMALL) >= width - 3:
                     narrow.append(text)
-                    text = ""
+                    text = name if text_width(name, SMALL) < width - 3 else ""
                 data = {"step": step, "product": product, "matrix": name, "registers": registers}
                 d.cell(x, y, width, 24, text, colours[name], **data)
                 x += width
             d.bold(x + 7, y + 17, f"{totals[step, product]}")
-            if narrow:
-                d.note(x + 46, y + 17, f"with {', '.join(narrow)}")
+            if narrow and x < 300:
+                d.note(x + 44, y + 17, f"with {', '.join(narrow)}")
             y += 30
     whole, piece = held[3, "S"]["K"], held[4, "S"]["K"]
     return d.result(
         y + 6,
-        f"K whole: {config.B_c} · {config.d_head} elements / 2 a register / 32 lanes = {whole} "
-        f"registers; one k-tile: {config.B_c} · {MMA_K} / 2 / 32 = {piece}. A thread has "
+        f"K whole: {config.B_c} · {config.d_head} elements / 2 per register / 32 lanes = "
+        f"{whole} registers; one k-tile: {config.B_c} · {MMA_K} / 2 / 32 = {piece}. A thread has "
         f"{MAX_REGISTERS}: step 3's {totals[3, 'S']} fit because ptxas reorders. The "
-        f"price is Q again for every block of keys, "
+        f"price is Q again in every block of keys, "
         f"{work_of(step_config(4)).ldmatrix_Q} ldmatrix.",
     )
 
@@ -251,14 +249,14 @@ def fragment_order() -> Drawing:
         "A 16 x 16 piece of K as four 8 x 8 matrices, with the register of ldmatrix.x4 that each "
         "becomes. Up to step 8 the two matrices of keys 0 to 7 become registers 0 and 2. From step "
         "9 on they become registers 0 and 1, an aligned pair as mma wants it.",
-        "One ldmatrix.x4 of K serves two mma, one for each 8 keys; each reads both halves of the "
-        "depth as an aligned pair of registers.",
+        "One ldmatrix.x4 of K serves two mma of 8 keys; each reads both halves of the depth as an "
+        "aligned pair of registers.",
     )
     y, panel, colours = d.y + 8, d.width / 2, (BLUE, ORANGE)  # a colour for each half of the keys
     titles = {"Steps 1 to 8: A's order": a_order, "Step 9: K's own order": k_order}
     for n, (title, order) in enumerate(titles.items()):
         left, top = d.left + n * panel, y + 50
-        tile, strip = Grid(d, left + 78, top, 96, 46), Grid(d, left + 78, top + 128, 48, 30)
+        tile, strip = Grid(d, left + 72, top, 74, 40), Grid(d, left + 72, top + 100, 37, 30)
         d.bold(left, y + 16, title)
         quarter = {(named.row // MATRIX, named.chunk): named.matrix for named in map(order, LANES)}
         for chunk in range(2):
@@ -268,7 +266,7 @@ def fragment_order() -> Drawing:
             data = {"order": n, "half": half, "chunk": chunk, "register": register}
             tile.cell(half, chunk, f"register {register}", colours[half], **data)
         for half in range(2):
-            d.note(tile.x - 8, tile.top(half) + 27, f"keys {8 * half}-{8 * half + 7}", "end")
+            d.note(tile.x - 8, tile.top(half) + 24, f"keys {8 * half}-{8 * half + 7}", "end")
         owner = {register: half for (half, _), register in quarter.items()}
         d.note(left, strip.y + 20, "registers")
         for register in range(4):
@@ -279,11 +277,11 @@ def fragment_order() -> Drawing:
             start, level = strip.y + 33, strip.y + 38 + (12 * half if apart else 0)
             d.line([(a, start), (a, level), (b, level), (b, start)], colour)
         text = "0 and 2, 1 and 3: copied first" if apart else "0 and 1, 2 and 3: read as they are"
-        d.small(strip.x, strip.y + 70, text)
+        d.small(left, strip.y + 70, text)
     work = work_of(step_config(9))
     loads = work.ldmatrix_tile
     return d.result(
-        y + 264,
-        f"A warp has {loads} ldmatrix of K for each block of keys, with up to 4 MOV behind each: "
+        y + 236,
+        f"A warp has {loads} ldmatrix of K per block of keys, with up to 4 MOV behind each: "
         f"{loads} · 4 = {4 * loads} for {work.mma} mma. K's own order needs none.",
     )

@@ -25,8 +25,8 @@ from flash_helpers.registry.problem import ELEMENT_BYTES
 _CHUNK = 2  # the one that is followed: columns 16 to 23, the left half of k-tile 1
 _ROW = 3  # the row of the worked number
 _ROW_BYTES = step_config(1).d_head * ELEMENT_BYTES
-_LEFT = 100
-_CELL = 36.5  # width of a chunk
+_LEFT = 66
+_CELL = 25  # width of a chunk
 _UNIT = 17  # height of an access in the panel of wavefronts
 
 
@@ -40,11 +40,13 @@ def _tile_rows(d: Drawing, y: float, place: Placement) -> float:
     n_chunks = _ROW_BYTES // CHUNK_BYTES
     half = CHUNKS_AROUND * _CELL
     tile = Grid(d, _LEFT, y + 52, _CELL, 22)
-    for turn, label in enumerate(("32 banks · 4 bytes = 128 bytes", "the same 32 banks again")):
+    for turn, label in enumerate(
+        (f"{BANKS} banks: {BANKS * BANK_BYTES} bytes", "the same banks again")
+    ):
         x = _LEFT + turn * half
         d.brace(x + 3, x + half - 3, y + 22)
         d.note(x + half / 2, y + 16, label, "middle")
-    d.note(d.left, tile.y - 8, "first bank")
+    d.note(d.left, tile.y - 8, "bank")
     for p in range(n_chunks):
         d.small(tile.middle(p), tile.y - 8, str(banks(p * CHUNK_BYTES).start), "middle")
     for row in range(MATRIX_ROWS):
@@ -66,16 +68,18 @@ def _accesses(d: Drawing, y: float, place: Placement) -> float:
     for row in range(MATRIX_ROWS):
         hits[banks(address(row, _CHUNK, _ROW_BYTES, place)).start].append(row)
     height = max(map(len, hits.values())) * _UNIT
-    panel = Grid(d, _LEFT + 6, y + height, 2 * _CELL, _UNIT, gap=12)  # counted upwards from -1
+    d.note(d.left, y + 10, "wavefront")
+    y += 18
+    panel = Grid(d, _LEFT + 2, y + height, 2 * _CELL, _UNIT, gap=4)  # counted upwards from -1
     for group in range(CHUNKS_AROUND):
         bank = group * BANKS_PER_CHUNK
         for n, row in enumerate(hits[bank], start=1):
             panel.cell(-n, group, f"row {row}", ORANGE, access_row=row, bank=bank, wavefront=n)
         d.small(panel.middle(group), panel.y + 17, _bank_span(group), "middle")
-    d.line([(_LEFT, panel.y), (panel.left(CHUNKS_AROUND) - 6, panel.y)])
+    d.line([(_LEFT, panel.y), (panel.left(CHUNKS_AROUND) - 2, panel.y)])
     d.note(d.left, panel.y + 17, "banks")
     for n in range(height // _UNIT):
-        d.note(d.left, panel.top(-n) - 5, f"wavefront {n + 1}")
+        d.note(d.left, panel.top(-n) - 5, str(n + 1))
     return panel.y + 26
 
 
@@ -109,11 +113,11 @@ def bank_conflicts() -> Drawing:
         f"{CHUNK_BYTES} bytes, twice around the {BANKS} banks. Chunk {_CHUNK} of every row lies in "
         f"banks {_bank_span(_CHUNK)}, so that ldmatrix needs {each} wavefronts to read it from "
         "eight rows.",
-        f"Rows 0 to 7 of a tile, {_ROW_BYTES} bytes each, in chunks of {CHUNK_BYTES} bytes. The "
-        "number in a cell is the chunk's.",
+        f"Rows 0 to 7 of a tile, {_ROW_BYTES} bytes each, in numbered chunks of {CHUNK_BYTES} "
+        "bytes.",
         straight,
         f"All {MATRIX_ROWS} rows hit the same {BANKS_PER_CHUNK} banks: {each} wavefronts for one "
-        f"8 x 8 matrix instead of 1. A warp has {loads} ldmatrix.x4 for each block of keys: "
+        f"8 x 8 matrix instead of 1. A warp has {loads} ldmatrix.x4 per block of keys: "
         f"{loads} · 4 · {each} = {loads * 4 * each} wavefronts.",
     )
 

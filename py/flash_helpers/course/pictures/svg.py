@@ -1,9 +1,13 @@
 """A drawing of shapes and text that becomes an SVG file.
 
 A picture is PAGE_WIDTH units wide, a unit being a pixel where it is shown at that width, and as
-high as what stands in it. It has no background, takes all colours from variables that follow the
-reader's light or dark scheme, and the same calls give the same text. All coordinates are absolute,
-so that a test can tell from the file alone what overlaps what.
+high as what stands in it. On a phone it is shown at three quarters of that: 12.5 units are 9 pixels
+there. The same calls give the same text. All coordinates are absolute, so that a test can tell from
+the file alone what overlaps what.
+
+Each element has its colours of the light scheme as plain attributes, and a style sheet replaces
+them where the reader's scheme is dark. A viewer that knows no style sheets shows the light picture,
+on its own background.
 
 Each fact that a shape shows may ride along as a data attribute: `lane=5` is data-lane="5".
 """
@@ -11,17 +15,18 @@ Each fact that a shape shows may ride along as a data attribute: `lane=5` is dat
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
 from flash_helpers.course.pictures.text_width import ASCENT, DESCENT, text_width
 
-PAGE_WIDTH = 700
-MARGIN = 16
+PAGE_WIDTH = 480
+MARGIN = 10
 SMALL, BODY, HEAD = 12.5, 14.0, 17.0  # sizes of text
 LINE_HEIGHT = 1.4  # of a paragraph, in sizes of its text
 
@@ -38,10 +43,14 @@ _DASH = re.compile(r"(?<=\d)-(?=\d)")
 
 Point = tuple[float, float]
 
-# Of each colour the one in a light and the one in a dark scheme. Hues of Okabe and Ito's palette,
-# which colour-blind readers can tell apart ("Color Universal Design", 2008), as a dark or light
-# line and as a tint on which text of the colour "ink" reads.
+_LINE_WIDTHS = MappingProxyType({"rule": 1, "ink": 1.5})  # of the others: 2
+
+# Of each colour the one in a light and the one in a dark scheme. A light picture brings its page
+# along, for viewers with a dark background; a dark one is shown by browsers, on a dark page. Hues
+# of Okabe and Ito's palette, which colour-blind readers can tell apart ("Color Universal Design",
+# 2008), as a dark or light line and as a tint on which text of the colour "ink" reads.
 _SCHEMES = {
+    "page": ("#ffffff", "none"),
     "ink": ("#1f2328", "#e6edf3"),
     "muted": ("#57606a", "#a5afba"),
     "rule": ("#8c959f", "#6e7681"),
@@ -62,43 +71,35 @@ LIGHT, DARK = (
     MappingProxyType({name: pair[n] for name, pair in _SCHEMES.items()}) for n in range(2)
 )
 
-
-def _variables(scheme: Mapping[str, str]) -> str:
-    return "".join(f"--{name}:{colour};" for name, colour in scheme.items())
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif"
 
 
-def _style() -> str:
-    rules = [
-        f".course-picture{{{_variables(LIGHT)}}}",
-        f"@media(prefers-color-scheme:dark){{.course-picture{{{_variables(DARK)}}}}}",
-        ".course-picture text{fill:var(--ink);font-family:system-ui,-apple-system,'Segoe UI',"
-        "Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif}",
-        ".course-picture text.bold{font-weight:700}",
-        ".course-picture text.muted{fill:var(--muted)}",
-        ".course-picture .rule{fill:none;stroke:var(--rule);stroke-width:1}",
-        ".course-picture .plain{fill:none;stroke:var(--rule);stroke-width:1}",
-        ".course-picture .ink{fill:none;stroke:var(--ink);stroke-width:1.5}",
-        ".course-picture .dashed{stroke-dasharray:5 4}",
-        ".course-picture .strong{stroke-width:3}",
-        ".course-picture polygon.ink{fill:var(--ink)}",
-    ]
-    for colour in COLOURS:
-        rules += [
-            f".course-picture .{colour}{{fill:var(--{colour}-tint);stroke:var(--{colour})}}",
-            f".course-picture text.{colour}{{fill:var(--{colour});stroke:none}}",
-            f".course-picture .{colour}-line{{fill:none;stroke:var(--{colour});stroke-width:2}}",
-            f".course-picture polygon.{colour}-line{{fill:var(--{colour})}}",
-        ]
-    return "".join(rules)
+def _paint(fill: str = "", stroke: str = "", width: float = 1) -> dict[str, str | float]:
+    """Attributes for colours of LIGHT, and the classes by which DARK replaces them."""
+    attributes: dict[str, str | float] = {"fill": LIGHT[fill] if fill else "none"}
+    if stroke:
+        attributes |= {"stroke": LIGHT[stroke], "stroke-width": width}
+    paints = {"fill": fill, "stroke": stroke}
+    if names := " ".join(f"{key}-{name}" for key, name in paints.items() if name):
+        attributes["class"] = names
+    return attributes
+
+
+def _dark_style(names: Iterable[str]) -> str:
+    """A style sheet for the classes of `_paint`."""
+    rules = []
+    for name in sorted(names):
+        key, _, colour = name.partition("-")
+        rules.append(f".course-picture .{name}{{{key}:{DARK[colour]}}}")
+    return f"@media(prefers-color-scheme:dark){{{''.join(rules)}}}"
 
 
 def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _names(colour: str, **flags: bool) -> str:
-    """The classes of an element: its colour, and what holds of it."""
-    return " ".join(filter(None, [colour, *(name for name, holds in flags.items() if holds)]))
+def _dashes(dashed: bool) -> dict[str, str | float]:
+    return {"stroke-dasharray": "5 4"} if dashed else {}
 
 
 def typeset(text: str) -> str:
@@ -135,13 +136,19 @@ class Drawing:
         self.title = title
         self._root = ElementTree.Element(
             "svg",
-            {"xmlns": "http://www.w3.org/2000/svg", "class": "course-picture", "role": "img"},
+            {
+                "xmlns": "http://www.w3.org/2000/svg",
+                "class": "course-picture",
+                "role": "img",
+                "font-family": FONT,
+            },
         )
         self._named = {}
         for tag, text in (("title", title), ("desc", description)):
             self._named[tag] = ElementTree.SubElement(self._root, tag)
             self._named[tag].text = text
-        ElementTree.SubElement(self._root, "style").text = _style()
+        self._style = ElementTree.SubElement(self._root, "style")
+        self._page = self._element("rect", _paint("page") | {"x": 0, "y": 0, "width": PAGE_WIDTH})
         self._bottom = 0.0
         self.y = self.paragraph(MARGIN, 8, title, size=HEAD, bold=True) + 6
         if introduction:
@@ -165,11 +172,12 @@ class Drawing:
         """
         text = typeset(text)
         text_width(text, size, bold=bold)  # a character of unknown width is told now
-        attributes: dict[str, str | float] = {"x": x, "y": y, "font-size": size}
+        attributes = _paint(colour or "ink") | {"x": x, "y": y, "font-size": size}
         if anchor != "start":
             attributes["text-anchor"] = anchor
-        element = self._add("text", attributes, _names(colour, bold=bold), y + DESCENT * size, data)
-        element.text = text
+        if bold:
+            attributes["font-weight"] = "bold"
+        self._add("text", attributes, y + DESCENT * size, data).text = text
 
     bold = partialmethod(text, bold=True)
     small = partialmethod(text, size=SMALL)
@@ -207,9 +215,11 @@ class Drawing:
         dashed: bool = False,
         **data: object,
     ) -> None:
-        """A rectangle. colour: of COLOURS, tinted, or "plain", an outline alone."""
+        """A rectangle. colour: of COLOURS, tinted, or "plain" or "ink", an outline alone."""
+        tint = f"{colour}-tint" if colour in COLOURS else ""
+        paint = _paint(tint, "rule" if colour == "plain" else colour, 3 if strong else 1)
         sides = {"x": x, "y": y, "width": width, "height": height}
-        self._add("rect", sides, _names(colour, strong=strong, dashed=dashed), y + height, data)
+        self._add("rect", paint | sides | _dashes(dashed), y + height, data)
 
     def cell(
         self,
@@ -237,7 +247,8 @@ class Drawing:
 
     def line(self, points: Sequence[Point], colour: str = "rule", *, dashed: bool = False) -> None:
         """A line through points. colour: "rule", "ink" or a name of COLOURS."""
-        self._shape("polyline", points, colour, dashed=dashed)
+        paint = _paint(stroke=colour, width=_LINE_WIDTHS.get(colour, 2))
+        self._add_points("polyline", points, paint | _dashes(dashed))
 
     def arrow(self, *points: Point, colour: str = "ink") -> None:
         """A line with a head at its last point."""
@@ -247,7 +258,7 @@ class Drawing:
         x, y = x1 - 8 * ux, y1 - 8 * uy
         self.line([*points[:-1], (x, y)], colour)
         corners = [(x1, y1), (x - 4 * uy, y + 4 * ux), (x + 4 * uy, y - 4 * ux)]
-        self._shape("polygon", corners, colour)
+        self._add_points("polygon", corners, _paint(colour))
 
     def brace(self, x0: float, x1: float, y: float, *, down: bool = False) -> None:
         """A square bracket over what lies from x0 to x1 below y; with `down`, under what lies
@@ -267,31 +278,35 @@ class Drawing:
         for tag, element in self._named.items():
             element.set("id", ids[tag])
         height = _number(round(self._bottom + 8))
+        self._page.set("height", height)
         self._root.set("aria-labelledby", " ".join(ids.values()))
         self._root.set("viewBox", f"0 0 {PAGE_WIDTH} {height}")
         self._root.set("width", str(PAGE_WIDTH))
         self._root.set("height", height)
+        painted = (e.get("class", "").split() for e in self._root)
+        self._style.text = _dark_style(set(chain.from_iterable(painted)))
         ElementTree.indent(self._root, " ")
         return ElementTree.tostring(self._root, encoding="unicode") + "\n"
 
-    def _shape(self, tag: str, points: Sequence[Point], colour: str, **flags: bool) -> None:
-        names = _names(f"{colour}-line" if colour in COLOURS else colour, **flags)
+    def _add_points(
+        self, tag: str, points: Sequence[Point], paint: Mapping[str, str | float]
+    ) -> None:
         at = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
-        self._add(tag, {"points": at}, names, max(y for _, y in points), {})
+        self._add(tag, {**paint, "points": at}, max(y for _, y in points), {})
 
     def _add(
         self,
         tag: str,
         attributes: Mapping[str, str | float],
-        names: str,
         bottom: float,
         data: Mapping[str, object],
     ) -> ElementTree.Element:
         self._bottom = max(self._bottom, bottom)
+        facts = {f"data-{key.replace('_', '-')}": str(value) for key, value in data.items()}
+        return self._element(tag, {**attributes, **facts})
+
+    def _element(self, tag: str, attributes: Mapping[str, str | float]) -> ElementTree.Element:
         texts = {key: v if isinstance(v, str) else _number(v) for key, v in attributes.items()}
-        texts |= {f"data-{key.replace('_', '-')}": str(value) for key, value in data.items()}
-        if names:
-            texts["class"] = names
         return ElementTree.SubElement(self._root, tag, texts)
 
 

@@ -51,9 +51,9 @@ def large_tile(number: int) -> FlashForwardKernelConfig:
     return step_config(number).replace(**LARGE_TILE)
 
 
-def two_stages() -> OverlapKernelConfig:
-    """The last step of the overlap family, with two buffers each for K and V."""
-    return OVERLAP.fixed_config(list(OVERLAP.steps.values())[-1], DType.BF16)
+def overlap_step(number: int) -> OverlapKernelConfig:
+    """The fixed config of a step of the overlap family, in bf16."""
+    return OVERLAP.fixed_config(OVERLAP.steps[OVERLAP.step_id(number)], DType.BF16)
 
 
 @dataclass(frozen=True)
