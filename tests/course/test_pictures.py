@@ -809,7 +809,8 @@ def test_warps_with_more_rows_read_k_and_v_less_often() -> None:
         for name, key, Q in (("ldmatrix", "loads", 8 * config.row_tiles), ("mma", "mma", 0)):
             counted = for_a_block_of_keys(config, name) - Q
             assert {int(w.data[key]) for w in reads[rows]} == {counted}
-    assert "4 · (80 · 4 + 64) = 1536 cycles" in drawn("shared_memory_reads").words
+    words = drawn("shared_memory_reads").words
+    assert "4 · (80 · 4 + 64) = 1536 cycles" in words and "4 · 256 · 1.5 = 1536: even" in words
 
 
 def test_a_lagging_maximum_changes_no_output() -> None:
@@ -980,6 +981,8 @@ def test_rows_are_counted_down() -> None:
 
 def test_what_is_in_flight_fits_l2() -> None:
     """396 thread blocks at a time: 7 heads of 64, or 2 of 256; 1 MiB per tensor at 4096."""
+    kernel = (ROOT / "previous_kernels/v14/forward_kernel.cuh").read_text()
+    assert "cfg.B_r / cfg.n_warps == kMmaM && cfg.B_c <= 64 ? 12 : 8" in kernel, "warps per SM"
     picture = drawn("cache_policy")
     cells = picture.with_data("seq-len", "tensor", "head", "mib")
     held = {

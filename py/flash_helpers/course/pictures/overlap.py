@@ -293,5 +293,5 @@ def mma_row_sum() -> Drawing:
         below + len(WEIGHTS) * height + 8,
         f"{' + '.join(f'{w:g}' for w in first)} = {sum(first):g}. In o4 a thread adds {fadd} "
         f"elements of P per block of keys with FADD; in o5 {rows} row tiles · {k_tiles} k-tiles = "
-        f"{more} mma do it, beside {mma}.",
+        f"{more} mma do it, on top of the {mma} of the products.",
     )
