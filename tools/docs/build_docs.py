@@ -154,7 +154,9 @@ def check(built: Sequence[BuiltPage], absent: Sequence[PurePosixPath]) -> int:
             print(f"{page.path}: {path} is not there")
         for outcome in page.failures:
             print(outcome.failure_text(str(page.path)))
-        is_wrong = is_wrong or bool(page.missing or page.failures)
+        for error in page.form:
+            print(error)
+        is_wrong = is_wrong or bool(page.missing or page.failures or page.form)
     for path in absent:
         print(f"{path} is not there, and py/flash_helpers/course/pages.py lists it")
     unchecked = [line for page in built for line in page.unchecked]
@@ -174,6 +176,8 @@ def write(root: Path, built: Sequence[BuiltPage]) -> int:
     for page in built:
         for path in page.missing:
             print(f"{page.path}: {path} is not there yet", file=sys.stderr)
+        for error in page.form:
+            print(error, file=sys.stderr)
         if write_if_different(root / page.path, page.new):
             print(f"{page.path} written")
     return 0

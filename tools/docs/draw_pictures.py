@@ -13,6 +13,8 @@ from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.course.pictures import FOLDER, PICTURES, draw, stale_pictures, unknown_pictures
+from flash_helpers.course.pictures.stairs import FOLDER as STAIRS
+from flash_helpers.course.pictures.stairs import RESULTS, stale_stairs
 from flash_helpers.files import write_if_different
 from flash_helpers.tables import Table
 
@@ -20,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = f"""\
 Draw the pictures of the course as SVG into {FOLDER}. Each is computed from what it shows: the
-swizzle's formula, the fragments of mma, the tile shapes, counted cycles. Nothing is measured, and
-neither a GPU nor a CUDA toolkit is needed.
+swizzle's formula, the fragments of mma, the tile shapes, counted cycles. Without names, also the
+staircases with a step lit into {STAIRS}, from {RESULTS}. Neither a GPU nor a CUDA toolkit is
+needed.
 """
 
 EXAMPLES = """\
@@ -62,6 +65,8 @@ def update(arguments: argparse.Namespace) -> int:
         print_text(f"{Table(('name', 'title'), rows, 'll').text()}\n")
         return 0
     stale = stale_pictures(arguments.root, names)
+    if not arguments.names:
+        stale |= stale_stairs(arguments.root)
     strange = [] if arguments.names else unknown_pictures(arguments.root)
     for path, text in stale.items():
         name = path.relative_to(arguments.root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from flash_helpers.gpu import LIMITS
@@ -33,11 +33,19 @@ KERNEL_NAMES = (
 @dataclass(frozen=True)
 class Arguments:
     """words: in order. options: what was written as NAME=VALUE. page: that they stand on, relative
-    to the root of the repository."""
+    to the root of the repository. said: footnotes of the blocks before it on that page."""
 
     words: tuple[str, ...]
     options: Mapping[str, str]
     page: PurePosixPath
+    said: set[str] = field(default_factory=set)
+
+    def once(self, footnote: str) -> list[str]:
+        """A paragraph with the footnote, unless the page has it already."""
+        if footnote in self.said:
+            return []
+        self.said.add(footnote)
+        return [footnote]
 
     def number(self, name: str, default: int) -> int:
         """The option as a number from 1. Raises UsageError for anything else."""
@@ -71,10 +79,12 @@ class Arguments:
         return list(dict.fromkeys(map(parse_kernel, self.words)))
 
 
-def parse_arguments(text: str, options: Collection[str], page: PurePosixPath) -> Arguments:
+def parse_arguments(
+    text: str, options: Collection[str], page: PurePosixPath, said: set[str] | None = None
+) -> Arguments:
     """Words apart by blanks; "..." and '...' keep blanks together, and there are no escapes.
 
-    options: names that may stand before "="; a word with any other is a word.
+    options: names that may stand before "="; a word with any other is a word. said: of `Arguments`.
 
     Raises UsageError for a quotation mark without its partner, and an option given twice.
     """
@@ -94,7 +104,7 @@ def parse_arguments(text: str, options: Collection[str], page: PurePosixPath) ->
             raise UsageError(f"{name} is given twice")
         else:
             found[name] = value
-    return Arguments(tuple(words), found, page)
+    return Arguments(tuple(words), found, page, set() if said is None else said)
 
 
 def parse_step(word: str) -> Step:
@@ -111,9 +121,12 @@ def fixed_config(step: Step) -> Config:
 
 
 def with_parent(step: Step) -> list[Config]:
-    """The configs of the parent, if there is one, and of the step."""
-    parent = [STEPS[step.parent]] if step.parent else []
-    return [fixed_config(found) for found in (*parent, step)]
+    """The configs of the parent at the step's tile, if there is one, and of the step."""
+    own = fixed_config(step)
+    if step.parent is None:
+        return [own]
+    parent = fixed_config(STEPS[step.parent])
+    return [parent.replace(B_r=own.B_r, B_c=own.B_c, n_warps=own.n_warps), own]
 
 
 def parse_kernel(word: str) -> Config:

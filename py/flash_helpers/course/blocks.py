@@ -8,9 +8,16 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 
 from flash_helpers.course.arguments import Arguments, parse_arguments
-from flash_helpers.course.clock_blocks import clock_block, progression_block, staircase_block
+from flash_helpers.course.clock_blocks import (
+    clock_block,
+    map_block,
+    progression_block,
+    staircase_block,
+    stairs_block,
+)
 from flash_helpers.course.counter_blocks import counters_block
 from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
 from flash_helpers.course.links import nav_block, next_block, picture_block
 from flash_helpers.course.markers import INLINE_KIND
 from flash_helpers.course.sass_blocks import bound_block, listing_block, sass_block
@@ -66,7 +73,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             ("at", "lines", "phase", "arch"),
         ),
         "clock": _about_a_step("what was measured, and what was published", clock_block),
+        "excerpt": Kind(
+            "N|HEADER [FUNCTION ...] [phase=4] [at=REGEX] [lines=12]",
+            "code of a step's file or of a header in src/include: functions by name, a numbered "
+            f"phase, lines from the first that matches; {MOST_LINES} at most",
+            excerpt_block,
+            1,
+            None,
+            ("phase", "at", "lines"),
+        ),
+        "stairs": _about_a_step("the staircases with a step lit, and its number", stairs_block),
         "staircase": Kind("", "the plot of the progression", staircase_block),
+        "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
         "progression": Kind("", "the table of the progression", progression_block),
         PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
         "nav": Kind("", "links to the pages before and after", nav_block),
@@ -89,10 +107,13 @@ def kinds_text() -> str:
     return "\n".join(f"  {f'{name} {usage}'.strip()}\n      {what}" for name, usage, what in rows)
 
 
-def render(evidence: Evidence, kind: str, arguments: str, page: PurePosixPath) -> str:
+def render(
+    evidence: Evidence, kind: str, arguments: str, page: PurePosixPath, said: set[str] | None = None
+) -> str:
     """The text of a block.
 
-    page: relative to the root of the repository. Raises UsageError for an unknown kind or wrong
+    page: relative to the root of the repository. said: footnotes that the page has already, which
+    grow. Raises UsageError for an unknown kind or wrong
     arguments, and what `Evidence` raises.
     """
     found = KINDS.get(kind)
@@ -101,7 +122,7 @@ def render(evidence: Evidence, kind: str, arguments: str, page: PurePosixPath) -
             f"there is no kind {kind!r}: the kinds are {', '.join((*KINDS, OUTPUT_KIND))}"
         )
     try:
-        parsed = parse_arguments(arguments, found.options, page)
+        parsed = parse_arguments(arguments, found.options, page, said)
         n_words = len(parsed.words)
         if n_words < found.fewest or (found.most is not None and n_words > found.most):
             raise UsageError(f"{arguments!r} has {n_words} words besides options")

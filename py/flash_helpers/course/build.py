@@ -25,8 +25,10 @@ from flash_helpers.course.commands import (
     with_output,
 )
 from flash_helpers.course.evidence import Evidence, NotBuiltError
+from flash_helpers.course.form import form_errors
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
+from flash_helpers.course.pages import PAGES
 from flash_helpers.registry.selection import UsageError
 
 _COMPILER = re.compile(r"\bptxas \d+(?:\.\d+)+")
@@ -132,6 +134,7 @@ def build_pages(
                 raise PageError("\n".join(errors))
             for page in built:
                 page.show_outcomes(running[page].result())
+                page.check_form()
             return built
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -143,7 +146,8 @@ class BuiltPage:
     """A page as it is and as it should be.
 
     failures: the commands that did not end as they must. missing: pictures that are shown and are
-    not there. unchecked: what the installed library cannot tell, a line each.
+    not there. unchecked: what the installed library cannot tell, a line each. form: what is wrong
+    with the form of a step's page.
     """
 
     def __init__(self, source: SourcePage, evidence: Evidence, check: bool) -> None:
@@ -151,8 +155,10 @@ class BuiltPage:
         self.failures: list[Outcome] = []
         self.missing: list[PurePosixPath] = []
         self.unchecked: list[str] = []
+        self.form: list[str] = []
         self._source, self._evidence, self._check = source, evidence, check
         self._texts: list[str] = []
+        self._said: set[str] = set()
 
     @property
     def new(self) -> str:
@@ -189,6 +195,11 @@ class BuiltPage:
             self._texts.append(part.written(text))
             on_block()
 
+    def check_form(self) -> None:
+        """Of what was written."""
+        if any(page.step and page.path == self.path for page in PAGES):
+            self.form = [f"{self.path}: {error}" for error in form_errors(parse(self.new))]
+
     def _leave(self, line: int, reason: NotBuiltError) -> None:
         self.unchecked.append(f"{self.path}:{line}: not checked: {reason}")
 
@@ -201,7 +212,7 @@ class BuiltPage:
             path = PICTURES / f"{''.join(words[:1])}.svg"
             if not (self._evidence.root / path).is_file():
                 self.missing.append(path)
-        return blocks.render(self._evidence, part.kind, part.arguments, self.path)
+        return blocks.render(self._evidence, part.kind, part.arguments, self.path, self._said)
 
     def show_outcomes(self, outcomes: Mapping[Command, Outcome]) -> None:
         """Write what commands printed. An output block of which one was not run stays as it is."""

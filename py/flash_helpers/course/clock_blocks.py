@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
 from flash_helpers.course.evidence import Evidence, Published
-from flash_helpers.course.links import image
-from flash_helpers.kernel_configs import Config, config_from_short_form
+from flash_helpers.course.links import image, relative
+from flash_helpers.course.pages import page_of_step
+from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
@@ -20,11 +21,14 @@ from flash_helpers.measure.results import (
     BenchmarkResults,
     interval,
 )
+from flash_helpers.measure.staircases import stair, stairs
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 from flash_helpers.tables import DASH, Table, number, percent
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
+STAIRS = PurePosixPath("docs/images/stairs")
+TILES = ("fixed", "large")  # fields of Stair
 
 
 @dataclass(frozen=True)
@@ -69,16 +73,12 @@ def mean_change(results: BenchmarkResults, before: Config, after: Config) -> flo
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
     """The H100's clock by length, then what was published."""
     step = arguments.step()
-    published = evidence.published
     return "\n\n".join(
         [
             _measured_table(evidence.results, step),
             _measured_note(evidence.results, step),
             *_other_configs(evidence.results, step),
-            _published_table(published, step),
-            "Published: percent of the official FlashAttention-2 at "
-            f"{published.seq_len}, in brackets of the harmonic mean over {published.shortest} … "
-            f"{published.longest}. Source: {published.source}.",
+            *_published(evidence.published, step),
         ]
     )
 
@@ -148,14 +148,45 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
     yield Table(headers, rows).markdown()
 
 
-def _published_table(published: Published, step: Step) -> str:
+def _published(published: Published, step: Step) -> Iterator[str]:
+    """What was published of the step, if anything was."""
     names = [config.step.id for config in with_parent(step)]
+    if not any(published.find(step.id, gpu.key) for gpu in published.gpus):
+        return
     rows = []
     for gpu in published.gpus:
         found = [published.find(name, gpu.key) for name in names]
         cells = (f"{f.percent}% ({f.percent_mean}%)" if f else DASH for f in found)
         rows.append([gpu.name, *cells])
-    return Table(["published", *names], rows).markdown()
+    yield Table(["published", *names], rows).markdown()
+    yield (
+        f"Published: percent of the official FlashAttention-2 at {published.seq_len}, in brackets "
+        f"of the harmonic mean over {published.shortest} … {published.longest}. Source: "
+        f"{published.source}."
+    )
+
+
+def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The staircases with the step lit, and what it gained, in one sentence."""
+    results, own = evidence.results, stair(fixed_config(arguments.step()))
+    step = own.step
+    before = stair(fixed_config(STEPS[step.parent])) if step.parent else None
+    parts = []
+    for tile in TILES:
+        config, parent = getattr(own, tile), before and getattr(before, tile)
+        share = config and results.of_flash(config.short_form(), DTYPE.short)
+        if not config or share is None:
+            continue
+        gained = parent and mean_change(results, parent, config)
+        told = f"**{percent(share)}** of flash at the {tile} tile"
+        if gained is not None:
+            equal = results.is_equal(config.short_form(), parent.short_form(), DTYPE.short)
+            change = "no change" if equal else percent(gained, signed=True)
+            told += f" ({change} against {step.parent})"
+        parts.append(told)
+    sentence = f"{step.id}: {', '.join(parts)}." if parts else f"{step.id} was not measured yet."
+    alt = f"The staircases at both tiles with step {step.id} lit"
+    return f"{image(STAIRS / f'stairs_{step.id}.svg', alt, arguments.page)}\n\n{sentence}"
 
 
 def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
@@ -173,6 +204,21 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
         f"{'; '.join(ends)}"
     )
     return image(STAIRCASE, alt, arguments.page)
+
+
+def map_block(evidence: Evidence, arguments: Arguments) -> str:
+    """A row a step: its page, its idea, and percent of flash at both tiles."""
+    rows = []
+    for own in stairs(DTYPE.short).values():
+        page = page_of_step(own.step.id)
+        name = f"[{own.step.id}]({relative(page.path, arguments.page)})" if page else own.step.id
+        shares = (
+            evidence.results.of_flash(c.short_form(), DTYPE.short) if c else None
+            for c in (own.fixed, own.large)
+        )
+        rows.append([name, own.step.idea, *("" if s is None else percent(s, 0) for s in shares)])
+    headers = ["step", "idea", "fixed tile", "large tile"]
+    return Table(headers, rows, "ll").markdown()
 
 
 def progression_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from flash_helpers.course.arguments import Arguments
-from flash_helpers.course.columns import changes, columns_table, row
+from flash_helpers.course.columns import INDENT, changes, columns_table, row
 from flash_helpers.course.evidence import SEQ_LEN, Evidence, KernelCounts
 from flash_helpers.ptx import Counts
 
@@ -51,9 +51,11 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
     rows += _main_loop_rows(found)
     parts = [
         columns_table(configs, rows),
-        f"Counted in the simulator: {SEQ_LEN} rows of one head, {configs[0].dtype.short}, row "
-        f"stride {found[0].row_stride} elements. An instruction of PTX counts once for each warp "
-        "that executes it.",
+        *arguments.once(
+            f"Counted in the simulator: {SEQ_LEN} rows of one head, {configs[0].dtype.short}, row "
+            f"stride {found[0].row_stride} elements. An instruction of PTX counts once for each "
+            "warp that executes it."
+        ),
     ]
     if len(found) == 2:
         parts.insert(1, f"PTX opcodes whose number changed most: {_changes_text(*found)}.")
@@ -82,15 +84,15 @@ def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
     for group, opcode in OPCODE_GROUPS.items() if quantity in _BY_GROUP else ():
         values = [value(of_group(counts, group)) for counts in found]
         if any(values):
-            yield row(f"&nbsp;&nbsp;of {opcode.removesuffix('.c')}", values)
+            yield row(f"{INDENT}of {opcode.removesuffix('.c')}", values)
 
 
 def _main_loop_rows(found: Sequence[KernelCounts]) -> Iterator[list[str]]:
     loops = [counts.main_loop for counts in found]
     yield row("warp instructions in the main loop", [loop.instructions for loop in loops])
-    yield row("&nbsp;&nbsp;of them for each mma", [per_mma(loop) for loop in loops], digits=2)
+    yield row(f"{INDENT}of them per mma", [per_mma(loop) for loop in loops], digits=2)
     wavefronts = [per_mma(loop, "shared_wavefronts") for loop in loops]
-    yield row("wavefronts there for each mma", wavefronts, digits=2)
+    yield row("wavefronts there per mma", wavefronts, digits=2)
 
 
 def _changes_text(before: KernelCounts, after: KernelCounts) -> str:

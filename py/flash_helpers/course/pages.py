@@ -6,27 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from flash_helpers.kernel_configs import FAMILIES
-from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.family import Step
 
 FOLDER = PurePosixPath("docs")
 README = PurePosixPath("README.md")
 CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
+START, END = "Start", "And then"  # parts beside those of the families
 
 
 @dataclass(frozen=True)
 class Page:
     """One Markdown file below FOLDER.
 
-    title: as links and the site's menu show it. step: id of the step that the page is about, if it
-    is about one. in_course: it has a neighbour before and after; otherwise it is for looking things
-    up.
+    title: as links and the site's menu show it. part: of the course, below which the menu has it.
+    step: id of the step that the page is about, if it is about one.
     """
 
     name: str
     title: str
+    part: str = ""
     step: str | None = None
-    in_course: bool = True
+
+    @property
+    def in_course(self) -> bool:
+        """Whether it stands in a part."""
+        return bool(self.part)
 
     @property
     def path(self) -> PurePosixPath:
@@ -45,18 +49,20 @@ def _of_step(step: Step) -> Page:
     return Page(
         name=f"{stem}_{step.slug}.md",
         title=f"Step {stem.lstrip('0')}: {step.slug.replace('_', ' ')}",
+        part=step.family.capitalize(),
         step=step.id,
     )
 
 
 PAGES: tuple[Page, ...] = (
-    Page("00_start.md", "Before step 1"),
-    *map(_of_step, AMPERE.steps.values()),  # those of overlap are told together, in 17
-    Page("17_what_next.md", "What comes next"),
-    Page("own_kernel.md", "Your own kernel"),
-    Page("tuning.md", "Tuning", in_course=False),
-    Page("simulator.md", "The simulator", in_course=False),
-    Page("sass.md", "The machine code", in_course=False),
+    Page("00_start.md", "Before step 1", START),
+    Page("map.md", "The map", START),
+    *(_of_step(step) for family in FAMILIES.values() for step in family.steps.values()),
+    Page("what_next.md", "What comes next", END),
+    Page("own_kernel.md", "Your own kernel", END),
+    Page("tuning.md", "Tuning"),
+    Page("simulator.md", "The simulator"),
+    Page("sass.md", "The machine code"),
 )
 COURSE: tuple[Page, ...] = tuple(page for page in PAGES if page.in_course)
 

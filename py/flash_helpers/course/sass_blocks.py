@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from flash_helpers.course.arguments import Arguments, parse_kernel
-from flash_helpers.course.columns import changes, columns_table, row
+from flash_helpers.course.columns import INDENT, changes, columns_table, folded_table, row
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.step_blocks import compiled_by, spills_text
+from flash_helpers.course.step_blocks import compiled_for, spills_text
 from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket, Counts
@@ -25,7 +25,7 @@ from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.flow import may_execute
 from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
 from flash_helpers.sass.show.report_text import SourceText
-from flash_helpers.tables import DASH, Table, number, percent
+from flash_helpers.tables import DASH, number, percent
 
 # Names of the parts of a kernel, and of their counts in `PhaseCounts`.
 PHASES: Mapping[str, str] = MappingProxyType(
@@ -33,6 +33,11 @@ PHASES: Mapping[str, str] = MappingProxyType(
 )
 _OUTSIDE = ("prologue", "epilogue")
 _LISTED = 12
+LISTING_NOTE = (
+    "Live: registers in use. Control: stall cycles; y, another warp may go first; w and r, "
+    "scoreboards raised when the result is written and the operands are read; b, those waited for; "
+    "u, operands reused."
+)
 
 
 def sass_block(evidence: Evidence, arguments: Arguments) -> str:
@@ -43,27 +48,28 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
         [
             columns_table(configs, _count_rows(found)),
             *(_change_sentences(*found) if len(found) == 2 else ()),
-            f"{architecture}, {compiled_by(found[-1])} Classes: {MEANING}.",
+            *arguments.once(compiled_for(found[-1], architecture)),
+            *arguments.once(f"Classes: {MEANING}."),
         ]
     )
 
 
 def _count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
-    yield row("registers a thread", [facts.kernel.resources.registers for facts in found])
+    yield row("registers per thread", [facts.kernel.resources.registers for facts in found])
     spills = [spills_text(facts) for facts in found]
     if set(spills) != {"0"}:
-        yield ["spilled bytes a thread", *spills]
-    yield row("blocks an SM", [facts.occupancy.blocks for facts in found])
+        yield ["spilled bytes per thread", *spills]
+    yield row("blocks per SM", [facts.occupancy.blocks for facts in found])
     for phase in _OUTSIDE:
         yield row(f"instructions of the {phase}", [phase_counts(f, phase).work for f in found])
     loops = [phase_counts(facts, "main") for facts in found]
     yield row("instructions of the main loop", [counts.work for counts in loops])
-    yield row("&nbsp;&nbsp;for each HMMA", [c.per_tensor(c.work) for c in loops], digits=2)
+    yield row(f"{INDENT}per HMMA", [c.per_tensor(c.work) for c in loops], digits=2)
     for name in GROUP_NAMES:
         numbers = [facts.groups[name] for facts in found]
         if any(numbers):
-            yield row("&nbsp;&nbsp;HMMA" if name == "tensor" else f"&nbsp;&nbsp;{name}", numbers)
-    yield row("&nbsp;&nbsp;filler, not counted above", [c.by_bucket[Bucket.FILLER] for c in loops])
+            yield row(f"{INDENT}HMMA" if name == "tensor" else f"{INDENT}{name}", numbers)
+    yield row(f"{INDENT}filler, not counted above", [c.by_bucket[Bucket.FILLER] for c in loops])
 
 
 def phase_counts(facts: KernelFacts, phase: str) -> Counts:
@@ -95,10 +101,13 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
         ["warps of an SM", *(str(facts.occupancy.warps) for facts in found)],
         ["instructions of unknown cost", *(str(f.loop.unknown if f.loop else "") for f in found)],
     ]
-    text = (
-        f"{architecture}, {compiled_by(found[-1])} The bounds leave out bank conflicts, the "
-        "latency of memory, and instructions whose cost no source tells."
-    )
+    notes = [
+        *arguments.once(compiled_for(found[-1], architecture)),
+        *arguments.once(
+            "The bounds leave out bank conflicts, the latency of memory, and instructions whose "
+            "cost no source tells."
+        ),
+    ]
     predictions = [facts.prediction for facts in found if facts.prediction]
     measured = [facts.measurement for facts in found if facts.measurement]
     if len(predictions) == len(measured) == len(found):
@@ -109,12 +118,12 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
             ["least of measured", *(percent(facts.of_bound) for facts in found)],
         ]
         problem, chip = predictions[-1].launch.problem, predictions[-1].chip
-        text += (
-            f" The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
+        notes += arguments.once(
+            f"The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
             f"{problem['seq_len']}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
         )
     headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
-    return f"{Table(headers, rows).markdown()}\n\n{text}"
+    return "\n\n".join([folded_table(headers, rows, len(configs)), *notes])
 
 
 def _limit(name: str) -> str:
@@ -154,10 +163,9 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
             *_listing(shown, file, source),
             "```",
             "",
-            f"{len(shown)} of {len(found)} such instructions of the {title}, {config.step.id}, "
-            f"{architecture}, {compiled_by(facts)} Live: registers in use. Control: stall cycles; "
-            "y, another warp may go first; w and r, scoreboards raised when the result is written "
-            "and the operands are read; b, those waited for; u, operands reused.",
+            f"{len(shown)} of {len(found)} such instructions of the {title}, {config.step.id}.",
+            *(f"\n{note}" for note in arguments.once(compiled_for(facts, architecture))),
+            *(f"\n{note}" for note in arguments.once(LISTING_NOTE)),
         ]
     )
 

@@ -28,6 +28,7 @@ ASSETS = PurePosixPath("docs/assets")
 
 MEASUREMENTS = "measurements"
 VIEWS_PAGE = "views"
+REFERENCE = "Reference"  # the part of pages that are looked up
 
 _PACKAGES = ("sphinx", "myst_parser", "furo")
 _SITE_FILE = ".buildinfo"  # Sphinx leaves it in what it built
@@ -292,15 +293,12 @@ class _Build:
 
 
 def _menus(names: set[str]) -> dict[str, list[tuple[str, str]]]:
-    """The menu: the course in its order, and what is looked up."""
-    course, others = (
-        [
-            (page.title, page.path.stem)
-            for page in PAGES
-            if page.in_course is in_course and page.path.stem in names
-        ]
-        for in_course in (True, False)
-    )
+    """The menu: the parts of the course in their order, and what is looked up."""
+    menus: dict[str, list[tuple[str, str]]] = {}
+    for page in PAGES:
+        if page.path.stem in names:
+            menus.setdefault(page.part or REFERENCE, []).append((page.title, page.path.stem))
     made = [("Measurements", MEASUREMENTS), ("CUDA, PTX and SASS", VIEWS_PAGE)]
     contributing = [("Contributing", "contributing")] if "contributing" in names else []
-    return {"The course": course, "Reference": [*made, *others, *contributing]}
+    looked_up = [*made, *menus.pop(REFERENCE, []), *contributing]
+    return {**menus, REFERENCE: looked_up}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, Arguments, with_parent
+from flash_helpers.course.columns import folded_table
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sources import code_lines
 from flash_helpers.gpu import capability_of
 from flash_helpers.sass.analyse.matrix import KernelFacts
-from flash_helpers.tables import Table, number
+from flash_helpers.tables import number
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
-_LONGEST_OPEN_DIFF = 60  # lines; longer ones are folded
 
 
 def facts_block(evidence: Evidence, arguments: Arguments) -> str:
@@ -28,9 +28,9 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
         changed = f"{diff.changed} ({diff.added} added, {diff.removed} removed)"
         rows.append(["of them changed", "", changed])
     facts_text: dict[str, Callable[[KernelFacts], str]] = {
-        "registers a thread": lambda f: str(f.kernel.resources.registers),
-        "spilled bytes a thread": spills_text,
-        "blocks an SM": lambda f: f"{f.occupancy.blocks} ({', '.join(f.occupancy.limiters)})",
+        "registers per thread": lambda f: str(f.kernel.resources.registers),
+        "spilled bytes per thread": spills_text,
+        "blocks per SM": lambda f: f"{f.occupancy.blocks} ({', '.join(f.occupancy.limiters)})",
     }
     for architecture in FACT_ARCHITECTURES:
         if not configs[-1].family.targets_for([capability_of(architecture)]):
@@ -39,11 +39,12 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
         rows += [
             [f"{label}, {architecture}", *map(text, found)] for label, text in facts_text.items()
         ]
-    rows.append(["shared memory a block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)])
+    rows.append(["shared memory per block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)])
     headers = ["", *(config.step.id for config in configs)]
     if len(configs) > 1:
         headers[1] += " (parent)"
-    return f"{Table(headers, rows).markdown()}\n\n{compiled_by(found[-1])}"
+    table = folded_table(headers, rows, len(configs))
+    return "\n\n".join([table, *arguments.once(compiled_by(found[-1]))])
 
 
 def spills_text(facts: KernelFacts) -> str:
@@ -59,15 +60,13 @@ def compiled_by(facts: KernelFacts) -> str:
     return f"{facts.config.dtype.short}, compiled by {facts.kernel.compiler}."
 
 
+def compiled_for(facts: KernelFacts, architecture: str) -> str:
+    """The same, and the architecture."""
+    return f"{architecture}, {compiled_by(facts)}"
+
+
 def diff_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The diff of the code against the parent; folded if it is long."""
+    """The diff of the code against the parent."""
     step = arguments.step()
     diff = evidence.step_diff(step)
-    fenced = f"```diff\n{diff.text}\n```"
-    if len(diff.text.splitlines()) <= _LONGEST_OPEN_DIFF:
-        return fenced
-    return (
-        '<details markdown="1">\n'
-        f"<summary>The diff of {step.parent} to {step.id}: {diff.added} lines added, "
-        f"{diff.removed} removed</summary>\n\n{fenced}\n\n</details>"
-    )
+    return f"```diff\n{diff.text}\n```"

@@ -10,15 +10,15 @@ from flash_helpers.course.arguments import (
     DEFAULT_ARCHITECTURE,
     DTYPE,
     KERNEL_NAMES,
-    fixed_config,
     parse_kernel,
     parse_step,
+    with_parent,
 )
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.counter_blocks import OPCODE_GROUPS, QUANTITIES, of_group, per_mma
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sass_blocks import PHASES, phase_counts
-from flash_helpers.kernel_configs import STEPS, Config
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
 from flash_helpers.measure.results import LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
 from flash_helpers.registry.selection import UsageError
@@ -29,25 +29,25 @@ from flash_helpers.tables import number, percent
 
 _SASS: Mapping[str, tuple[str, Callable[[KernelFacts], str]]] = MappingProxyType(
     {
-        "registers": ("registers a thread", lambda f: number(f.kernel.resources.registers)),
+        "registers": ("registers per thread", lambda f: number(f.kernel.resources.registers)),
         "spill_stores": (
-            "spilled bytes stored, a thread",
+            "spilled bytes stored, per thread",
             lambda f: number(f.kernel.resources.spill_store_bytes),
         ),
         "spill_loads": (
-            "spilled bytes loaded, a thread",
+            "spilled bytes loaded, per thread",
             lambda f: number(f.kernel.resources.spill_load_bytes),
         ),
-        "smem_kib": ("shared memory a block, KiB", lambda f: f"{f.smem_bytes / 1024:g}"),
-        "blocks": ("blocks an SM", lambda f: number(f.occupancy.blocks)),
-        "warps": ("warps an SM", lambda f: number(f.occupancy.warps)),
+        "smem_kib": ("shared memory per block, KiB", lambda f: f"{f.smem_bytes / 1024:g}"),
+        "blocks": ("blocks per SM", lambda f: number(f.occupancy.blocks)),
+        "warps": ("warps per SM", lambda f: number(f.occupancy.warps)),
         "limited_by": ("what limits them", lambda f: " and ".join(f.occupancy.limiters)),
         "compiler": ("compiler and version", lambda f: str(f.kernel.compiler)),
         "loop": ("instructions of the main loop", lambda f: number(phase_counts(f, "main").work)),
         "prologue": ("of the prologue", lambda f: number(phase_counts(f, "prologue").work)),
         "epilogue": ("of the epilogue", lambda f: number(phase_counts(f, "epilogue").work)),
         "per_hmma": (
-            "instructions of the main loop for each HMMA",
+            "instructions of the main loop per HMMA",
             lambda f: number(f.per_hmma(phase_counts(f, "main").work), 2),
         ),
         "filler": (
@@ -144,7 +144,7 @@ def _change_text(results: BenchmarkResults, config: Config, quantity: str) -> st
     parent = config.step.parent
     if parent is None:
         raise UsageError(f"step {config.step.id} has no parent")
-    before = fixed_config(STEPS[parent])
+    before, _ = with_parent(config.step)
     names = f"{before.short_form()} or {config.short_form()}"
     if quantity == "change_mean":
         return _measured(mean_change(results, before, config), names, _signed)

@@ -1,0 +1,104 @@
+"""Code of a kernel or of a primitive, as it stands in its file."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from flash_helpers.course.arguments import Arguments, parse_step
+from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.links import relative
+from flash_helpers.registry.selection import UsageError, find_steps
+
+INCLUDES = PurePosixPath("src/include")
+MOST_LINES = 40  # what is longer is no excerpt
+_PHASE = r"^( *)// {}\. "
+
+
+def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
+    """Functions by name, a numbered phase of the kernel, or lines from the first that matches."""
+    word, *functions = arguments.words
+    path = _file(word, evidence.root)
+    lines = (evidence.root / path).read_text(encoding="utf-8").splitlines()
+    found = [*_ranges(lines, functions, arguments)]
+    if not found:
+        raise UsageError("nothing is chosen: name a function, or give phase= or at=")
+    if (total := sum(map(len, found))) > MOST_LINES:
+        raise UsageError(f"{total} lines are no excerpt, {MOST_LINES} are: cut them by lines=")
+    code = "\n\n".join(textwrap.dedent("\n".join(lines[n] for n in part)) for part in found)
+    places = ", ".join(f"{part[0] + 1}\N{EN DASH}{part[-1] + 1}" for part in found)
+    link = f"[{path}]({relative(path, arguments.page)})"
+    return f"```cpp\n{code}\n```\n\n{link}, lines {places}."
+
+
+def _file(word: str, root: Path) -> PurePosixPath:
+    """What a step, or the name of a header in INCLUDES, stands for. Raises UsageError."""
+    path = PurePosixPath(parse_step(word).source) if find_steps(word) else INCLUDES / word
+    if not (root / path).is_file():
+        raise UsageError(f"{word!r} is neither a step, such as 9 or o2, nor a header in {INCLUDES}")
+    return path
+
+
+def _ranges(
+    lines: Sequence[str], functions: Sequence[str], arguments: Arguments
+) -> Iterator[range]:
+    """Indices of what was asked for; lines= cuts each part. Raises UsageError."""
+    most = arguments.number("lines", MOST_LINES)
+    for name in functions:
+        yield function_lines(lines, name)[:most]
+    if phase := arguments.options.get("phase"):
+        yield phase_lines(lines, phase)[:most]
+    if at := arguments.options.get("at"):
+        begin = _match(lines, at)
+        yield range(begin, len(lines))[: arguments.number("lines", 1)]
+
+
+def _match(lines: Sequence[str], pattern: str) -> int:
+    try:
+        searched = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is no regular expression: {error}") from error
+    for n, line in enumerate(lines):
+        if searched.search(line):
+            return n
+    raise UsageError(f"no line there matches {pattern!r}")
+
+
+def function_lines(lines: Sequence[str], name: str) -> range:
+    """The definition of a function at the margin, with the comment above it. Raises UsageError."""
+    named = re.compile(rf"\b{re.escape(name)}\(")
+    for at, line in enumerate(lines):
+        if not line[:1].strip() or line.startswith("//") or not named.search(line):
+            continue
+        begin = at
+        while begin and lines[begin - 1] and not lines[begin - 1].startswith("}"):
+            begin -= 1
+        end = next((n for n in range(at, len(lines)) if lines[n].startswith("}")), None)
+        if end is not None:
+            return range(begin, end + 1)
+    raise UsageError(f"no function {name!r} is defined at the margin there")
+
+
+def phase_lines(lines: Sequence[str], number: str) -> range:
+    """The numbered phase of a kernel, up to the next one or the end of what it stands in.
+
+    Raises UsageError.
+    """
+    title = re.compile(_PHASE.format(re.escape(number)))
+    begin = next((n for n, line in enumerate(lines) if title.match(line)), None)
+    if begin is None:
+        raise UsageError(f"no comment there begins with {number}. ")
+    found = title.match(lines[begin])
+    assert found is not None
+    indent = found[1]
+    after = re.compile(_PHASE.format(r"\d+"))
+    end = begin + 1
+    while end < len(lines) and not after.match(lines[end]):
+        if lines[end].strip() and not lines[end].startswith(indent):
+            break
+        end += 1
+    while not lines[end - 1].strip():
+        end -= 1
+    return range(begin, end)
