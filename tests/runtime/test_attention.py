@@ -175,6 +175,10 @@ class TestCompile:
         )
         assert torch.equal(compiled(q, k, v), flash_attention.attention(q, k, v) * 2)
 
+    def test_has_no_defaults_that_compiled_code_would_pass_by_name(self):
+        arguments = torch.ops.flash_attention.attention.default._schema.arguments
+        assert [argument.name for argument in arguments if argument.has_default_value()] == []
+
     def test_chooses_anew_for_another_length(self, ran):
         compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
         for seq_len in (128, 64, 256):
@@ -271,7 +275,7 @@ def test_operators_are_what_torch_expects_of_one():
     operators = torch.ops.flash_attention
     torch.library.opcheck(operators.forward.default, (name, q, k, v))
     torch.library.opcheck(operators.forward_out.default, (name, q, k, v, torch.empty_like(q)))
-    torch.library.opcheck(operators.attention.default, (q, k, v))
+    torch.library.opcheck(operators.attention.default, (q, k, v, False, None, False))
 
 
 @either
