@@ -27,6 +27,7 @@ from flash_helpers.command_line import (
 )
 from flash_helpers.kernel_configs import STEPS, AttentionForward, DType
 from flash_helpers.measure.call_overhead import (
+    ADD_COMPILED,
     CALL_NAMES,
     CUDNN_TRANSPOSED,
     FLASH_COMPILED,
@@ -47,7 +48,7 @@ CALLS = 200  # fewer than the driver queues before it makes the host wait
 DESCRIPTION = f"""\
 Time {CALLS} calls in a row without waiting for the GPU, at a shape that it is done with sooner than
 the host: forward() of the newest step with and without an output, attention(), both compiled by
-torch.compile, and PyTorch's scaled_dot_product_attention by its flash and cuDNN backends. All take
+torch.compile, which also compiles q + k, the least that it can do; and PyTorch's scaled_dot_product_attention by its flash and cuDNN backends. All take
 and return (batch, seq, heads, d_head) tensors, which PyTorch's has to transpose; it is also called
 on tensors that were transposed before. Contenders are interleaved; times are lower quartiles over
 rounds, and ratios medians over rounds of the ratio within each.
@@ -82,6 +83,7 @@ def contenders(device: torch.device) -> dict[str, Contender]:
     compiled_forward = torch.compile(
         lambda q, k, v: flash_attention.forward(config, q, k, v), fullgraph=True
     )
+    compiled_add = torch.compile(lambda q, k: q + k, fullgraph=True)
     compiled_attention = torch.compile(flash_attention.attention, fullgraph=True)
     calls = {
         "forward": lambda: flash_attention.forward(config, q, k, v),
@@ -89,6 +91,7 @@ def contenders(device: torch.device) -> dict[str, Contender]:
         "attention": lambda: flash_attention.attention(q, k, v),
         "forward_compiled": lambda: compiled_forward(q, k, v),
         "attention_compiled": lambda: compiled_attention(q, k, v),
+        ADD_COMPILED: lambda: compiled_add(q, k),
     }
     found = {name: Contender(call, contextlib.nullcontext) for name, call in calls.items()}
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]

@@ -16,6 +16,7 @@ from flash_helpers.tables import Table, number
 MARKERS = ("<!-- calls:begin -->", "<!-- calls:end -->")
 FLASH_TRANSPOSED = f"{FLASH}_transposed"
 FLASH_COMPILED = f"{FLASH}_compiled"
+ADD_COMPILED = "add_compiled"  # the least that a compiled call can take
 CUDNN_TRANSPOSED = f"{CUDNN}_transposed"
 _TRANSPOSING = "transposing q, k, v and o"  # as a user must whose tensors are as ours are
 _TRANSPOSED = "given transposed q, k, v"
@@ -29,6 +30,7 @@ CALL_NAMES = {
     CUDNN_TRANSPOSED: f"{LIBRARY_NAMES[CUDNN]}, {_TRANSPOSED}",
     "forward_compiled": "`forward` under `torch.compile`",
     "attention_compiled": "`attention` under `torch.compile`",
+    ADD_COMPILED: "`q + k` under `torch.compile`",
     FLASH_COMPILED: f"{LIBRARY_NAMES[FLASH]}, {_TRANSPOSING}, under `torch.compile`",
 }
 
