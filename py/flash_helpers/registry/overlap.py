@@ -125,7 +125,7 @@ OVERLAP = Family(
             "row sums by mma",
             _file(5),
             traits=frozenset({MMA_ROW_SUM}),
-            opens={"B_r": (64, 128), "B_c": (32, 64, 128), "n_warps": (4, 8)},
+            opens={"B_r": (64, 128, 256), "B_c": (32, 64, 128), "n_warps": (4, 8)},
         ),
     ),
     targets=TARGETS,
