@@ -41,17 +41,18 @@ from flash_helpers.measure.results import CUDNN, FLASH
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = "benchmarks/results/call_overhead_h100.json"
+RESULTS = "benchmarks/results/call_overhead_h200.json"
 PROBLEM = AttentionForward(1, 16, 128, dtype=DType.BF16)
 CALLS = 200  # fewer than the driver queues before it makes the host wait
 
 DESCRIPTION = f"""\
 Time {CALLS} calls in a row without waiting for the GPU, at a shape that it is done with sooner than
 the host: forward() of the newest step with and without an output, attention(), both compiled by
-torch.compile, which also compiles q + k, the least that it can do; and PyTorch's scaled_dot_product_attention by its flash and cuDNN backends. All take
-and return (batch, seq, heads, d_head) tensors, which PyTorch's has to transpose; it is also called
-on tensors that were transposed before. Contenders are interleaved; times are lower quartiles over
-rounds, and ratios medians over rounds of the ratio within each.
+torch.compile, beside q + k, the least that it can compile, and PyTorch's
+scaled_dot_product_attention by its flash and cuDNN backends. All take and return (batch, seq,
+heads, d_head) tensors, which PyTorch's has to transpose; it is also called on tensors that were
+transposed before. Contenders are interleaved; times are lower quartiles over rounds, and ratios
+medians over rounds of the ratio within each.
 """
 
 EXAMPLES = f"""\

@@ -50,7 +50,7 @@ from flash_helpers.sass.read.records import SassError
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build/experiments")
-RESULTS = Path("benchmarks/results/experiments_o5_h100.json")
+RESULTS = Path("benchmarks/results/experiments_o5_h200.json")
 MACHINE_CODE = Path("benchmarks/results/experiments_o5_sass.json")
 DOCS = Path("docs/tuning.md")
 SPEED_MARKERS = ("<!-- speed:begin -->", "<!-- speed:end -->")

@@ -38,7 +38,7 @@ from flash_helpers.measure.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
-CALLS = Path("benchmarks/results/call_overhead_h100.json")
+CALLS = Path("benchmarks/results/call_overhead_h200.json")
 PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}
 
 EXAMPLES = f"""\
