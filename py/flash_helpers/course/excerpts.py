@@ -45,14 +45,12 @@ def _ranges(
     lines: Sequence[str], functions: Sequence[str], arguments: Arguments
 ) -> Iterator[range]:
     """Indices of what was asked for; lines= cuts each part. Raises UsageError."""
-    most = arguments.number("lines", MOST_LINES)
     for name in functions:
-        yield function_lines(lines, name)[:most]
+        yield function_lines(lines, name)[: arguments.number("lines", len(lines))]
     if phase := arguments.options.get("phase"):
-        yield phase_lines(lines, phase)[:most]
+        yield phase_lines(lines, phase)[: arguments.number("lines", len(lines))]
     if at := arguments.options.get("at"):
-        begin = _match(lines, at)
-        yield range(begin, len(lines))[: arguments.number("lines", 1)]
+        yield range(_match(lines, at), len(lines))[: arguments.number("lines", 1)]
 
 
 def _match(lines: Sequence[str], pattern: str) -> int:

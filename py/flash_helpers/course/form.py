@@ -25,8 +25,8 @@ FOLDED_SECTION = "The evidence"
 MOST_PICTURES = 1  # in "The idea"
 
 _HEADING = re.compile(r"^## +(.+?) *$", re.MULTILINE)
-_FOLDED = re.compile(r"<details\b.*?</details>", re.DOTALL)
-_NO_PROSE = re.compile(r"<!--.*?-->|^\|.*$|^#.*$|^!\[.*$", re.MULTILINE | re.DOTALL)
+_FOLDED = re.compile(r"<details\b(?:(?!<details\b).)*?</details>", re.DOTALL)  # the innermost
+_NO_PROSE = re.compile(r"<!--(?s:.*?)-->|^\|.*$|^#.*$|^!\[.*$", re.MULTILINE)
 
 
 def unfolded_prose(parts: Sequence[Prose | Block]) -> str:
