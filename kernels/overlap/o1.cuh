@@ -14,10 +14,10 @@
 // Expected: nothing. The PTX is that of v16 at the large tile, but for names.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: burst 414,
-// 1.13; sustained 378, 1.11. Cost: 255 registers per thread, 40 bytes of it spilled, 64 KiB of
-// shared memory per block, 2 blocks per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: 414,
+// 1.13. Cost: 255 registers per thread, 40 bytes of it spilled, 64 KiB of shared memory per block,
+// 2 blocks per SM.
 // benchmark:end
 // Verdict: no gain, as expected: the beginning of this family.
 //

@@ -15,10 +15,9 @@
 // costs no occupancy: registers allow two blocks an SM, 96 KiB each fit.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: burst 440,
-// 1.19; sustained 396, 1.18. Cost: 255 registers per thread, 96 KiB of shared memory per block, 2
-// blocks per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: 440,
+// 1.19. Cost: 255 registers per thread, 96 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: little by itself, a loss even with the static stride: first fragments are waited for.
 //

@@ -14,10 +14,10 @@
 // Expected: a gain.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: burst 443,
-// 1.20; sustained 395, 1.18. Cost: 255 registers per thread, 8 bytes of it spilled, 96 KiB of
-// shared memory per block, 2 blocks per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: 443,
+// 1.20. Cost: 255 registers per thread, 8 bytes of it spilled, 96 KiB of shared memory per block,
+// 2 blocks per SM.
 // benchmark:end
 // Verdict: a gain where the stride is read; with the static stride hardly one yet: see o5.
 //

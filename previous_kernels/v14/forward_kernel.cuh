@@ -12,12 +12,11 @@
 // 16384).
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: burst 344,
-// 0.95; sustained 323, 0.94. Cost: 160 registers per thread, 48 KiB of shared memory per block, 3
-// blocks per SM. B_r 128, B_c 64, 4 warps: burst 411, 1.12; sustained 375, 1.13. Cost: 255
-// registers per thread, 40 bytes of it spilled, 64 KiB of shared memory per block, 2 blocks per
-// SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 344,
+// 0.95. Cost: 160 registers per thread, 48 KiB of shared memory per block, 3 blocks per SM. B_r
+// 128, B_c 64, 4 warps: 411, 1.12. Cost: 255 registers per thread, 40 bytes of it spilled, 64 KiB
+// of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: nothing on an H100.
 //

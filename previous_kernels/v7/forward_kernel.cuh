@@ -14,12 +14,11 @@
 // column.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: burst 332,
-// 0.91; sustained 300, 0.90. Cost: 231 registers per thread, 48 KiB of shared memory per block, 2
-// blocks per SM. B_r 128, B_c 64, 4 warps: burst 287, 0.79; sustained 280, 0.84. Cost: 255
-// registers per thread, 128 bytes of it spilled, 64 KiB of shared memory per block, 2 blocks per
-// SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 332,
+// 0.91. Cost: 231 registers per thread, 48 KiB of shared memory per block, 2 blocks per SM. B_r
+// 128, B_c 64, 4 warps: 287, 0.79. Cost: 255 registers per thread, 128 bytes of it spilled, 64 KiB
+// of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: none by itself, rather slower for the same mix of instructions: unexplained. B_r 128
 // pays once v8 and v9 have freed registers; here it spills.

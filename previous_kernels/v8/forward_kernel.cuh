@@ -15,12 +15,11 @@
 // SM.
 //
 // benchmark:begin
-// Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: burst 349,
-// 0.96; sustained 308, 0.92. Cost: 160 registers per thread, 48 KiB of shared memory per block, 3
-// blocks per SM. B_r 128, B_c 64, 4 warps: burst 372, 1.01; sustained 342, 1.02. Cost: 255
-// registers per thread, 40 bytes of it spilled, 64 KiB of shared memory per block, 2 blocks per
-// SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 64, B_c 64, 4 warps: 349,
+// 0.96. Cost: 160 registers per thread, 48 KiB of shared memory per block, 3 blocks per SM. B_r
+// 128, B_c 64, 4 warps: 372, 1.01. Cost: 255 registers per thread, 40 bytes of it spilled, 64 KiB
+// of shared memory per block, 2 blocks per SM.
 // benchmark:end
 // Verdict: the registers are the gain, not the instructions: the third block pays for v4.
 //

@@ -59,8 +59,10 @@ from flash_helpers.measure.benchmark_tables import (
     END_MARKER,
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
+    LOADS_MARKERS,
     SUPPORTS_MARKERS,
     header_lines,
+    loads_table,
     progression_table,
     replace_between_markers,
     report_text,
@@ -95,6 +97,7 @@ from flash_helpers.measure.results import (
     load_results,
     refuse_another_gpu,
 )
+from flash_helpers.measure.staircases import stairs
 from flash_helpers.measure.timing import (
     COOL_DOWN_S,
     HEAT,
@@ -950,33 +953,38 @@ def step_rows(results: BenchmarkResults) -> dict[str, list[str]]:
     return {row[0] or row[1]: row[2:] for row in rows}
 
 
+def load_rows(results: BenchmarkResults) -> dict[tuple[str, str], list[str]]:
+    """Cells behind the idea, by step and idea."""
+    _, *rows = rows_of(loads_table(results))
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
 def test_the_step_table_has_a_row_a_step_in_order_and_then_the_libraries() -> None:
     text = progression_table(with_rates(full_results()))
     header, *rows = rows_of(text)
     assert header == [
         *("step", "idea", "fixed tile: % of flash", "large tile: % of flash"),
         *("stride read: % of flash", "TFLOP/s at 4096"),
-        *("sustained: % of flash", "sustained: TFLOP/s at 4096"),
     ]
     steps = rows[: len(STEPS)]
     assert [row[:2] for row in steps] == [[step.id, step.idea] for step in STEPS.values()]
     assert [row[1:] for row in rows[len(STEPS) :]] == [
-        ["PyTorch's flash backend", "100.0", "100.0", "", "360", "100.0", "300"],
-        ["PyTorch's cuDNN backend", "200.0", "200.0", "", "720", "200.0", "600"],
-        ["mma.sync alone, on registers", "200.0", "200.0", "", "720", "200.0", "600"],
+        ["PyTorch's flash backend", "100.0", "100.0", "", "360"],
+        ["PyTorch's cuDNN backend", "200.0", "200.0", "", "720"],
+        ["mma.sync alone, on registers", "200.0", "200.0", "", "720"],
     ]
 
 
 def test_the_step_table_shows_both_staircases() -> None:
     rows = step_rows(full_results())
     # before the large tile: 110 of flash's 300
-    assert rows["v1"] == ["36.7", "", "", "132", "36.7", "110"]
+    assert rows["v1"] == ["36.7", "", "", "132"]
     # the speeds are those of the large tile where there is one
-    assert rows["v7"] == ["56.7", "90.0", "", "324", "90.0", "270"]
+    assert rows["v7"] == ["56.7", "90.0", "", "324"]
     # with a static stride, the kernel that reads it stands beside
-    assert rows["v16"] == ["86.7", "120.0", "= 116.7", "432", "120.0", "360"]
+    assert rows["v16"] == ["86.7", "120.0", "= 116.7", "432"]
     # another family's steps are at the large tile from the start
-    assert rows["o1"] == ["", "123.3", "120.0", "444", "123.3", "370"]
+    assert rows["o1"] == ["", "123.3", "120.0", "444"]
 
 
 def under(load: str, results: BenchmarkResults) -> BenchmarkResults:
@@ -1026,28 +1034,32 @@ def test_other_configs_are_folded_below() -> None:
     table, _, folded = progression_table(full_results(*more)).partition("<details>")
     assert wide.short_form() not in table
     _, row = rows_of(folded)
-    assert row == ["v7", f"`{wide.short_form()}`", "103.3", "372", "-", "-"]
+    assert row == ["v7", f"`{wide.short_form()}`", "103.3", "372"]
     assert "</details>" in folded
 
 
 @pytest.mark.parametrize(("load", "other"), [(BURST, SUSTAINED), (SUSTAINED, BURST)])
-def test_of_one_load_the_step_table_has_no_columns_of_the_other(load: str, other: str) -> None:
+def test_of_one_load_the_step_table_tells_that_one(load: str, other: str) -> None:
     text = progression_table(under(load, full_results()))
-    header, first, *_ = rows_of(text)
-    assert header[-1] == "TFLOP/s at 4096" and len(first) == len(header)
     assert load in text and other not in text
 
 
-def test_the_step_table_tells_the_noise_of_each_load() -> None:
-    ratios = {BURST: (0.998, 1.0, 1.0), SUSTAINED: (1.0, 1.0, 1.09)}
+def with_control(ratios: dict[str, tuple[float, float, float]]) -> BenchmarkResults:
+    """The control so many times as fast as flash in each round, by load."""
     results = full_results()
     rows = (
         control(m.seq_len, m.load, ratios[m.load]) if m.name == CONTROL else m
         for m in results.measurements
     )
-    text = progression_table(replace(results, measurements=tuple(rows)))
-    assert "in the mean of a round by up to 0.2% in bursts, 9.0% sustained; a step" in text
-    assert 'from its parent at the same tile in bursts has an "="' in text
+    return replace(results, measurements=tuple(rows))
+
+
+NOISY_SUSTAINED = {BURST: (0.998, 1.0, 1.0), SUSTAINED: (1.0, 1.0, 1.09)}
+
+
+def test_the_step_table_tells_the_noise_of_its_load() -> None:
+    text = progression_table(with_control(NOISY_SUSTAINED))
+    assert "in the mean of a round by up to 0.2%; a step" in text
 
 
 def test_the_step_table_says_what_it_was_measured_on() -> None:
@@ -1059,15 +1071,14 @@ def test_the_step_table_says_what_it_was_measured_on() -> None:
         "16 heads",
         "16 at 4096",
         "burst: 3 rounds of 10 ms each, with pauses 2 times as long: SM clock 1965 MHz, 310 W",
-        "sustained: 3 rounds of 250 ms each after 500 ms of the same load, without a pause: "
-        "SM clock 1470 MHz, 698 W",
         "2026-01-02",
         "abc123",
         "1024 … 4096",
         "The fixed tile is B_r 64, B_c 64, 4 warps, the large tile B_r 128, B_c 64, 4 warps",
-        "Speeds are in bursts, in the last two columns sustained.",
+        "Speeds are in bursts.",
     ):
         assert fact in text, fact
+    assert SUSTAINED not in text
 
 
 def test_the_step_table_tells_how_launches_were_timed() -> None:
@@ -1083,6 +1094,84 @@ def test_a_step_that_was_not_measured_has_dashes() -> None:
     rows = step_rows(synthetic_results(measurement(FLASH, 4096, 300.0)))
     assert rows["v1"] == ["-", "", "", "-"]
     assert rows["v16"] == ["-", "-", "-", "-"]
+
+
+def test_the_table_of_loads_has_the_kernels_at_the_large_tile_and_then_the_libraries() -> None:
+    text = loads_table(with_rates(full_results()))
+    header, *rows = rows_of(text)
+    assert header == [
+        *("step", "idea", "bf16, burst: % of flash", "bf16, sustained: % of flash"),
+        "bf16, sustained: TFLOP/s at 4096",
+        *("bf16, sustained: SM clock in MHz", "bf16, sustained: W"),
+    ]
+    read = "the same, with the row stride read at run time"
+    expected = [
+        [own.step.id, title]
+        for own in STAIRS.values()
+        for config, title in ((own.large, own.step.idea), (own.read, read))
+        if config is not None
+    ]
+    assert [row[:2] for row in rows[: len(expected)]] == expected
+    assert rows[len(expected) :] == [
+        ["", "PyTorch's flash backend", "100.0", "100.0", "300", "1,470", "698"],
+        ["", "PyTorch's cuDNN backend", "200.0", "200.0", "600", "1,470", "698"],
+        ["", "mma.sync alone, on registers", "200.0", "200.0", "600", "", ""],
+    ]
+    for fact in (
+        "NVIDIA H100 80GB HBM3",
+        "bf16, 16 heads",
+        "burst: 3 rounds of 10 ms each, with pauses 2 times as long: SM clock 1965 MHz, 310 W",
+        "sustained: 3 rounds of 250 ms each after 500 ms of the same load, without a pause: "
+        "SM clock 1470 MHz, 698 W",
+        "abc123",
+    ):
+        assert fact in text, fact
+
+
+def test_the_table_of_loads_tells_speeds_sustained_beside_those_in_bursts() -> None:
+    o1, parent = STAIRS["o1"], STAIRS["v16"]
+    slow = replace(
+        full_results(),
+        measurements=tuple(
+            measurement(m.name, m.seq_len, 330.0)
+            if (m.name, m.load) == (o1.large.short_form(), SUSTAINED)
+            else m
+            for m in full_results().measurements
+        ),
+    )
+    assert load_rows(slow)["o1", o1.step.idea] == ["123.3", "110.0", "330", "1,470", "698"]
+    assert load_rows(slow)["v16", parent.step.idea][:2] == ["120.0", "120.0"]
+
+
+def test_a_step_is_equal_to_its_parent_under_a_load_if_within_the_noise_of_that() -> None:
+    # o1 has 123.3% of flash, v16 120.0%
+    results = with_control(NOISY_SUSTAINED)
+    cells = load_rows(results)["o1", STAIRS["o1"].step.idea]
+    assert cells[:2] == ["123.3", "= 123.3"]
+    assert "0.20% (bf16, burst), 9.00% (bf16, sustained)" in loads_table(results)
+
+
+def test_the_table_of_loads_has_columns_of_the_second_dtype_and_rows_of_what_was_measured() -> None:
+    measured = [STAIRS["o1"], STAIRS["o2"]]
+    fp16 = stairs("fp16")
+    rows = [
+        measurement(name, 4096, speed, dtype, load=load)
+        for dtype, gain in (("fp16", 1.1), ("bf16", 1.0))
+        for load in (BURST, SUSTAINED)
+        for name, speed in [
+            (FLASH, 300.0),
+            *(
+                ((fp16[own.step.id] if dtype == "fp16" else own).large.short_form(), gain * speed)
+                for own, speed in zip(measured, (300.0, 360.0), strict=True)
+            ),
+        ]
+    ]
+    header, *found = rows_of(loads_table(synthetic_results(*rows)))
+    assert header[2:6] == [
+        f"{dtype}, {load}: % of flash" for dtype in ("bf16", "fp16") for load in (BURST, SUSTAINED)
+    ]
+    assert [row[0] for row in found] == ["o1", "o2", ""]
+    assert found[1][2:7] == ["120.0", "120.0", "132.0", "132.0", "360"]
 
 
 def test_the_terminal_gets_speeds_percents_and_failures() -> None:
@@ -1137,9 +1226,9 @@ def test_a_text_without_the_two_markers_is_refused(text: str) -> None:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A README and kernel files with nothing between their markers, and results."""
-    (tmp_path / "README.md").write_text(
-        f"# Title\n{BEGIN_MARKER}\n{END_MARKER}\n{chr(10).join(SUPPORTS_MARKERS)}\ntext\n"
-    )
+    pairs = ((BEGIN_MARKER, END_MARKER), LOADS_MARKERS, SUPPORTS_MARKERS)
+    markers = "\n".join(marker for pair in pairs for marker in pair)
+    (tmp_path / "README.md").write_text(f"# Title\n{markers}\ntext\n")
     for step in STEPS.values():
         path = tmp_path / step.source
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1167,6 +1256,19 @@ def test_readme_and_headers_are_written_and_are_then_up_to_date(repository: Path
     assert update_tables(repository, "--check") == 0
 
 
+def test_the_readme_has_the_loads_where_they_were_measured(repository: Path, capsys) -> None:
+    assert update_tables(repository) == 0
+    loads = load_tool("tools/benchmark/update_tables.py").LOADS
+    assert loads_table(full_results()) not in (repository / "README.md").read_text()
+    (repository / loads).parent.mkdir(parents=True)
+    full_results().save(repository / loads)
+    capsys.readouterr()
+    assert update_tables(repository, "--check") == 1
+    assert "+| step | idea | bf16, burst" in capsys.readouterr().out
+    assert update_tables(repository) == 0
+    assert loads_table(full_results()) in (repository / "README.md").read_text()
+
+
 def test_a_check_writes_nothing(repository: Path) -> None:
     before = {path: path.read_text() for path in repository.rglob("*") if path.is_file()}
     update_tables(repository, "--check")
@@ -1190,10 +1292,9 @@ def test_header_lines_tell_speed_and_cost_at_each_tile() -> None:
     assert all(line.startswith("// ") and len(line) <= 100 for line in lines.splitlines())
     text = lines.removeprefix("// ").replace("\n// ", " ")
     assert text == (
-        "Measured (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of "
-        "PyTorch's flash backend in the harmonic mean over lengths. "
-        "B_r 64, B_c 64, 4 warps: burst 204, 0.57; sustained 170, 0.57. "
-        "B_r 128, B_c 64, 4 warps: burst 324, 0.90; sustained 270, 0.90. "
+        "Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and "
+        "share of PyTorch's flash backend in the harmonic mean over lengths. "
+        "B_r 64, B_c 64, 4 warps: 204, 0.57. B_r 128, B_c 64, 4 warps: 324, 0.90. "
         "Cost: 168 registers per thread, 12 bytes of it spilled, 48 KiB of shared memory per "
         "block, 3 blocks per SM."
     )
@@ -1202,7 +1303,7 @@ def test_header_lines_tell_speed_and_cost_at_each_tile() -> None:
 def test_header_lines_of_a_step_at_the_large_tile_alone_are_of_its_static_stride() -> None:
     text = header_lines(full_results(), STEPS["o1"])
     assert text.count("B_r") == 1
-    assert "sustained 370, 1.23" in text.replace("\n// ", " ")  # 360 if the stride is read
+    assert "444, 1.23" in text.replace("\n// ", " ")  # 432 if the stride is read
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="no results are committed")

@@ -18,8 +18,10 @@ from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import (
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
+    LOADS_MARKERS,
     SUPPORTS_MARKERS,
     header_lines,
+    loads_table,
     progression_table,
     replace_between_markers,
     supports_table,
@@ -38,6 +40,7 @@ from flash_helpers.measure.results import BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/h100.json")
+LOADS = Path("benchmarks/results/large_tile_h200.json")
 CALLS = Path("benchmarks/results/call_overhead_h200.json")
 PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}
 
@@ -87,6 +90,8 @@ def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str
     old = readme.read_text(encoding="utf-8")
     new = replace_between_markers(old, progression_table(results))
     new = replace_between_markers(new, supports_table(), *SUPPORTS_MARKERS)
+    if (root / LOADS).is_file():
+        new = replace_between_markers(new, loads_table(load_results(root / LOADS)), *LOADS_MARKERS)
     if (root / CALLS).is_file():
         calls = CallOverhead.load(root / CALLS)
         new = replace_between_markers(new, calls.markdown(), *CALL_MARKERS)

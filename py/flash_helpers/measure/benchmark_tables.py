@@ -21,21 +21,27 @@ from flash_helpers.measure.results import (
     Measurement,
     interval,
 )
-from flash_helpers.measure.staircases import stair, stairs, tile_text
+from flash_helpers.measure.staircases import Stair, stair, stairs, tile_text
 from flash_helpers.registry.family import Step
 from flash_helpers.tables import Table, number
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
+LOADS_MARKERS = ("<!-- loads:begin -->", "<!-- loads:end -->")
 SUPPORTS_MARKERS = ("<!-- supports:begin -->", "<!-- supports:end -->")
 TABLE_SEQ_LEN = 4096
 MAIN_DTYPE = "bf16"
+RATE_TITLE = f"{RATE_NAMES[MMA_SYNC]} alone, on registers"
 HEADER_BEGIN_MARKER = "// benchmark:begin"
 HEADER_END_MARKER = "// benchmark:end"
 COMMENT_WIDTH = 96
 
 # (contender, dtype, length or None for the mean over all, load) to a number, if there is one
 Share = Callable[[str, str, "int | None", str], "float | None"]
+
+# a config, and the parent's that stands beside it
+Pair = tuple["Config | None", "Config | None"]
+Column = tuple[str, str]  # dtype and load
 
 
 def main_dtype(results: BenchmarkResults) -> str:
@@ -174,9 +180,8 @@ _PROTOCOL_TEXTS = {
 }
 
 
-def _load_text(results: BenchmarkResults, dtype: str, load: Load) -> str:
+def _load_text(load: Load, found: Sequence[Measurement]) -> str:
     """How the samples of a load were taken, with the clock and the power."""
-    found = [m for m in results.measurements if (m.dtype, m.load) == (dtype, load.name) and m.valid]
     counts = sorted({len(m.samples_ms) for m in found})
     rounds = " to ".join(str(n) for n in dict.fromkeys((*counts[:1], *counts[-1:])))
     how = f"{rounds} rounds of {load.sample_ms:g} ms each"
@@ -190,22 +195,23 @@ def _load_text(results: BenchmarkResults, dtype: str, load: Load) -> str:
     return f"{load.name}: {how}"
 
 
-def _provenance_text(results: BenchmarkResults, dtype: str) -> str:
+def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Sequence[str]) -> str:
+    """What stands below a table of these dtypes and loads."""
     found, protocol = results.provenance, results.protocol
-    own = [m for m in results.measurements if m.dtype == dtype]
+    own = [m for m in results.measurements if m.dtype in dtypes and m.load in loads]
     heads = "/".join(map(str, sorted({m.n_heads for m in own})))
-    batches = dict(sorted((m.seq_len, m.batch) for m in own))
+    batches = ", ".join(f"{b} at {n}" for n, b in sorted({(m.seq_len, m.batch) for m in own}))
     return found.sentence(
         found.built_with,
         f"PyTorch {found.torch}, CUDA {found.cuda}, cuDNN {found.cudnn}",
         *(f"{library.name} {library.version}" for library in results.libraries),
-        f"{dtype}, {heads} heads, batch {', '.join(f'{b} at {n}' for n, b in batches.items())}",
+        f"{' and '.join(dtypes)}, {heads} heads, batch {batches}",
         _PROTOCOL_TEXTS[protocol.timing],
         _PROTOCOL_TEXTS[protocol.cache],
         *(
-            _load_text(results, dtype, load)
+            _load_text(load, [m for m in own if m.load == load.name and m.valid])
             for load in protocol.loads
-            if load.name in results.loads
+            if load.name in loads
         ),
     )
 
@@ -215,19 +221,17 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
     fixed = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE))
     found = results.provenance
     lines = [
-        f"Measured ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), TFLOP/s at length "
-        f"{TABLE_SEQ_LEN}, and share of PyTorch's flash backend in the harmonic mean over lengths."
+        f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
+        f"TFLOP/s at length {TABLE_SEQ_LEN}, and share of PyTorch's flash backend in the harmonic "
+        "mean over lengths."
     ]
     resources = {record.name: record for record in results.resources}
     own = stair(fixed)
     for config in filter(None, (own.fixed, own.large)):
         name = config.short_form()
-        speeds = (
-            f"{load} {number(results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN, load))}, "
-            f"{number(results.of_flash(name, MAIN_DTYPE, load=load), 2)}"
-            for load in results.loads
-        )
-        lines.append(f"{tile_text(config)}: {'; '.join(speeds)}.")
+        speed = number(results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN))
+        share = number(results.of_flash(name, MAIN_DTYPE), 2)
+        lines.append(f"{tile_text(config)}: {speed}, {share}.")
         if record := resources.get(name):
             spilled = f", {record.local_bytes} bytes of it spilled" if record.local_bytes else ""
             lines.append(
@@ -244,19 +248,17 @@ def progression_table(results: BenchmarkResults) -> str:
     mma.sync; below, folded, the other configs that were measured.
 
     Percent of PyTorch's flash backend in the harmonic mean over all lengths at both tiles, and
-    TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), under the main load;
-    the last two columns are the same under sustained load, where both were measured.
+    TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), under the main load.
     """
     dtype = main_dtype(results)
     rows = [*_step_rows(results, dtype), *_ceiling_rows(results, dtype)]
-    seq_len = _table_length(results)
     header = ["step", "idea", "fixed tile: % of flash", "large tile: % of flash"]
-    header += ["stride read: % of flash", f"TFLOP/s at {seq_len}", *_sustained_titles(results)]
+    header += ["stride read: % of flash", f"TFLOP/s at {_table_length(results)}"]
     parts = [
         Table(header, rows, "ll").markdown(),
         _legend(results, dtype),
         *_other_configs(results, dtype),
-        _provenance_text(results, dtype),
+        _provenance_text(results, [dtype], [results.main_load]),
     ]
     return "\n\n".join(parts)
 
@@ -266,68 +268,60 @@ def _table_length(results: BenchmarkResults) -> int:
     return TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
 
 
-def _has_sustained(results: BenchmarkResults) -> bool:
-    """Beside the main load."""
-    return SUSTAINED in results.loads and results.main_load != SUSTAINED
+def _speed_cell(results: BenchmarkResults, name: str, dtype: str, load: str | None = None) -> str:
+    return number(results.tflops(name, dtype, _table_length(results), load))
 
 
-def _sustained_titles(results: BenchmarkResults) -> list[str]:
-    if not _has_sustained(results):
-        return []
-    return ["sustained: % of flash", f"sustained: TFLOP/s at {_table_length(results)}"]
-
-
-def _speed_cells(results: BenchmarkResults, name: str, dtype: str) -> list[str]:
-    """TFLOP/s, and the cells of sustained load."""
-    seq_len = _table_length(results)
-    cells = [number(results.tflops(name, dtype, seq_len))]
-    if _has_sustained(results):
-        cells.append(share_text(results.of_flash(name, dtype, load=SUSTAINED)))
-        cells.append(number(results.tflops(name, dtype, seq_len, SUSTAINED)))
-    return cells
-
-
-def _share_cell(
-    results: BenchmarkResults, config: Config | None, parent: Config | None, dtype: str
-) -> str:
+def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | None = None) -> str:
     """Percent of flash in the mean; with "=" if it differs from the parent's by no more than the
     noise."""
+    config, parent = pair
     if config is None:
         return ""
     name = config.short_form()
-    text = share_text(results.of_flash(name, dtype))
-    is_equal = parent is not None and results.is_equal(name, parent.short_form(), dtype)
+    text = share_text(results.of_flash(name, dtype, load=load))
+    is_equal = parent is not None and results.is_equal(name, parent.short_form(), dtype, load=load)
     return f"= {text}" if is_equal else text
 
 
-def _step_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
+def _beside_parents(dtype: str) -> Iterator[tuple[Stair, list[Pair]]]:
+    """Each step's stair; and at the fixed tile, at the large one and there with the stride read,
+    its config and its parent's."""
     found = stairs(dtype)
     for own in found.values():
         before = found[own.step.parent] if own.step.parent else None
-        pairs = (
-            (own.fixed, before and before.fixed),
-            (own.large, before and before.large),
-            # a parent without a static stride reads it at the large tile, too
-            (own.read, before and (before.read or before.large)),
+        yield (
+            own,
+            [
+                (own.fixed, before and before.fixed),
+                (own.large, before and before.large),
+                # a parent without a static stride reads it at the large tile, too
+                (own.read, before and (before.read or before.large)),
+            ],
         )
-        cells = [_share_cell(results, *pair, dtype) for pair in pairs]
-        speeds = _speed_cells(results, own.widest.short_form(), dtype)
-        yield [own.step.id, own.step.idea, *cells, *speeds]
+
+
+def _step_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
+    for own, pairs in _beside_parents(dtype):
+        cells = [_share_cell(results, pair, dtype) for pair in pairs]
+        speed = _speed_cell(results, own.widest.short_form(), dtype)
+        yield [own.step.id, own.step.idea, *cells, speed]
 
 
 def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
     """The libraries, and mma.sync back to back."""
-    for name, title in LIBRARY_NAMES.items():
-        if name in results.names(dtype) and name != CONTROL:
-            share = share_text(results.of_flash(name, dtype))
-            yield ["", title, share, share, "", *_speed_cells(results, name, dtype)]
+    for name, title in _libraries(results, dtype):
+        share = share_text(results.of_flash(name, dtype))
+        yield ["", title, share, share, "", _speed_cell(results, name, dtype)]
     if (rate := results.rate(MMA_SYNC, dtype)) is not None:
         share = share_text(_rate_of_flash(results, dtype, results.main_load))
-        cells = [share, share, "", number(rate)]
-        if _has_sustained(results):
-            cells.append(share_text(_rate_of_flash(results, dtype, SUSTAINED)))
-            cells.append(number(results.rate(MMA_SYNC, dtype, SUSTAINED)))
-        yield ["", f"{RATE_NAMES[MMA_SYNC]} alone, on registers", *cells]
+        yield ["", RATE_TITLE, share, share, "", number(rate)]
+
+
+def _libraries(results: BenchmarkResults, dtype: str) -> Iterator[tuple[str, str]]:
+    """Those that were measured, with their titles; the control is none."""
+    names = results.names(dtype)
+    return ((n, title) for n, title in LIBRARY_NAMES.items() if n in names and n != CONTROL)
 
 
 def _rate_of_flash(results: BenchmarkResults, dtype: str, load: str) -> float | None:
@@ -341,25 +335,19 @@ def _legend(results: BenchmarkResults, dtype: str) -> str:
     own = list(stairs(dtype).values())
     fixed = next(tile_text(s.fixed) for s in own if s.fixed)
     large = next(tile_text(s.large) for s in own if s.large)
-    both = _has_sustained(results)
     sentences = [
         f"Flash is {LIBRARY_NAMES[FLASH]}: each sample is set against flash's sample next to it in "
         f"the same round, and % is of the harmonic means over sequence lengths {span}.",
-        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s"
-        f"{' and sustained speeds' * both} are at the large tile where a step has it, and count "
-        "4·B·H·S²·D operations.",
+        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s are at the large tile where a "
+        "step has it, and count 4·B·H·S²·D operations.",
         "Stride read: at the large tile, the row stride read at run time, of the steps that know "
         "it at compile time.",
-        f"Speeds are {LOAD_TEXTS[results.main_load]}"
-        f"{', in the last two columns sustained' * both}.",
+        f"Speeds are {LOAD_TEXTS[results.main_load]}.",
     ]
-    noises = {load: results.noise(dtype, load=load) for load in results.loads}
-    if noises[results.main_load] is not None:
-        said = (f"{100 * n:.1f}% {LOAD_TEXTS[load]}" for load, n in noises.items() if n is not None)
+    if (noise := results.noise(dtype)) is not None:
         sentences.append(
             "Set against itself, flash differs in the mean of a round by up to "
-            f"{', '.join(said)}; a step no further from its parent at the same tile "
-            f'{LOAD_TEXTS[results.main_load]} has an "=".'
+            f'{100 * noise:.1f}%; a step no further from its parent at the same tile has an "=".'
         )
     return " ".join(sentences)
 
@@ -372,13 +360,12 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
     if not others:
         return
     header = ["step", "config", "% of flash", f"TFLOP/s at {_table_length(results)}"]
-    header += _sustained_titles(results)
     rows = [
         [
             config.step.id,
             f"`{config.short_form()}`",
             share_text(results.of_flash(config.short_form(), dtype)),
-            *_speed_cells(results, config.short_form(), dtype),
+            _speed_cell(results, config.short_form(), dtype),
         ]
         for config in sorted(others)
     ]
@@ -386,3 +373,62 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
     yield f"<details>\n<summary>{summary}</summary>"
     yield Table(header, rows, "ll").markdown()
     yield "</details>"
+
+
+def loads_table(results: BenchmarkResults) -> str:
+    """Markdown: a row a kernel at the large tile, then the libraries and the rate of mma.sync.
+
+    Percent of PyTorch's flash backend in the harmonic mean over all lengths, of each dtype under
+    each load; of the main dtype, sustained, TFLOP/s at TABLE_SEQ_LEN, SM clock and power.
+    """
+    main = main_dtype(results)
+    dtypes = [main, *(dtype for dtype in results.dtypes if dtype != main)]
+    columns = [(dtype, load) for dtype in dtypes for load in results.loads]
+    header = ["step", "idea", *(f"{dtype}, {load}: % of flash" for dtype, load in columns)]
+    what = (f"TFLOP/s at {_table_length(results)}", "SM clock in MHz", "W")
+    header += [f"{main}, {SUSTAINED}: {text}" for text in what]
+    rows = [*_kernel_load_rows(results, columns), *_ceiling_load_rows(results, columns)]
+    noises = ((column, results.noise(column[0], load=column[1])) for column in columns)
+    said = [f"{100 * n:.2f}% ({dtype}, {load})" for (dtype, load), n in noises if n is not None]
+    parts = [
+        Table(header, rows, "ll").markdown(),
+        "All at the large tile; clock and power are medians over the samples of all lengths. A "
+        "step no further from its parent than flash from itself, up to "
+        f'{", ".join(said)}, has an "=".',
+        _provenance_text(results, dtypes, results.loads),
+    ]
+    return "\n\n".join(parts)
+
+
+def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
+    """Those that were measured, with the static stride and then reading it."""
+    main, _ = columns[0]
+    pairs = {dtype: [found for _, found in _beside_parents(dtype)] for dtype, _ in columns}
+    for n, own in enumerate(stairs(main).values()):
+        for tile, title in (
+            (1, own.step.idea),
+            (2, "the same, with the row stride read at run time"),
+        ):
+            config, _ = pairs[main][n][tile]
+            if config is not None and config.short_form() in results.names(main):
+                shares = [_share_cell(results, pairs[d][n][tile], d, load) for d, load in columns]
+                speed = _sustained_cells(results, config.short_form(), main)
+                yield [own.step.id, title, *shares, *speed]
+
+
+def _ceiling_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
+    """The libraries, and mma.sync back to back, whose clock was not read."""
+    main, _ = columns[0]
+    for name, title in _libraries(results, main):
+        shares = [share_text(results.of_flash(name, d, load=load)) for d, load in columns]
+        yield ["", title, *shares, *_sustained_cells(results, name, main)]
+    if (rate := results.rate(MMA_SYNC, main, SUSTAINED)) is not None:
+        shares = [share_text(_rate_of_flash(results, *column)) for column in columns]
+        yield ["", RATE_TITLE, *shares, number(rate), "", ""]
+
+
+def _sustained_cells(results: BenchmarkResults, name: str, dtype: str) -> list[str]:
+    """TFLOP/s, SM clock and power."""
+    found = [m for n in results.seq_lens if (m := results.find(name, dtype, n, SUSTAINED))]
+    speed = _speed_cell(results, name, dtype, SUSTAINED)
+    return [speed, *(number(_median(readings)) for readings in _readings(found))]
