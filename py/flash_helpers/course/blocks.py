@@ -21,6 +21,7 @@ from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
 from flash_helpers.course.links import nav_block, next_block, picture_block
 from flash_helpers.course.markers import INLINE_KIND
 from flash_helpers.course.sass_blocks import bound_block, listing_block, sass_block
+from flash_helpers.course.short_forms import short_forms_block
 from flash_helpers.course.step_blocks import diff_block, facts_block
 from flash_helpers.course.values import value
 from flash_helpers.registry.selection import UsageError
@@ -86,6 +87,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "staircase": Kind("", "the plot of the progression", staircase_block),
         "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
         "progression": Kind("", "the table of the progression", progression_block),
+        "short_forms": Kind("", "what the parts of a short form mean", short_forms_block),
         PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
         "nav": Kind("", "links to the pages before and after", nav_block),
         "next": _about_a_step("a link to the page after that of a step", next_block),

@@ -26,6 +26,7 @@ from flash_helpers.course.commands import (
 )
 from flash_helpers.course.evidence import Evidence, NotBuiltError
 from flash_helpers.course.form import form_errors
+from flash_helpers.course.glossary import Term, link_first_uses, read_terms
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
 from flash_helpers.course.pages import PAGES
@@ -105,10 +106,11 @@ def build_pages(
     those that an output block needs; and what the installed library cannot tell, because it was
     built for other architectures, stays as it is.
 
-    Raises PageError with all that is wrong, if something is, and OSError where there is no room for
-    a copy.
+    Raises PageError with all that is wrong, if something is, GlossaryError, and OSError where there
+    is no room for a copy.
     """
-    built = [BuiltPage(page, evidence, check) for page in pages]
+    terms = read_terms(evidence.root)
+    built = [BuiltPage(page, evidence, terms, check) for page in pages]
     wanted = {page: page.commands(until_output=not check) if run else [] for page in built}
     total = sum(map(len, wanted.values())) + sum(len(page.blocks) for page in pages)
     runner = Runner(command_environment())
@@ -150,20 +152,23 @@ class BuiltPage:
     with the form of a step's page.
     """
 
-    def __init__(self, source: SourcePage, evidence: Evidence, check: bool) -> None:
+    def __init__(
+        self, source: SourcePage, evidence: Evidence, terms: Sequence[Term], check: bool
+    ) -> None:
         self.path, self.old = source.path, source.text
         self.failures: list[Outcome] = []
         self.missing: list[PurePosixPath] = []
         self.unchecked: list[str] = []
         self.form: list[str] = []
         self._source, self._evidence, self._check = source, evidence, check
+        self._terms = terms
         self._texts: list[str] = []
         self._said: set[str] = set()
 
     @property
     def new(self) -> str:
-        """What was written."""
-        return "".join(self._texts)
+        """What was written, with links to the glossary."""
+        return link_first_uses("".join(self._texts), self.path, self._terms)
 
     def commands(self, until_output: bool) -> list[Command]:
         """Those to be run."""

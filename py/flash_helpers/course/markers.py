@@ -22,8 +22,8 @@ FENCED = re.compile(
     re.MULTILINE,
 )
 
-_CODE_SPAN = r"(?<!`)(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
-_CODE = re.compile(f"{FENCED.pattern}|{_CODE_SPAN}", re.MULTILINE)
+CODE_SPAN = r"(?<!`)(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
+_CODE = re.compile(f"{FENCED.pattern}|{CODE_SPAN}", re.MULTILINE)
 _BEGIN = re.compile(r"<!-- build:(?P<kind>\w+)(?: +(?P<arguments>(?:(?!-->).)*?))? *-->")
 _ALONE = re.compile(rf"^(?:{_BEGIN.pattern}|{END})[ \t]*$", re.MULTILINE)
 _INLINE = re.compile(rf"{_BEGIN.pattern}(?P<body>(?:(?!<!--).)*){END}")

@@ -12,6 +12,7 @@ FOLDER = PurePosixPath("docs")
 README = PurePosixPath("README.md")
 CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
 START, END = "Start", "And then"  # parts beside those of the families
+GLOSSARY = FOLDER / "glossary.md"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ PAGES: tuple[Page, ...] = (
     *(_of_step(step) for family in FAMILIES.values() for step in family.steps.values()),
     Page("what_next.md", "What comes next", END),
     Page("own_kernel.md", "Your own kernel", END),
+    Page(GLOSSARY.name, "Glossary"),
     Page("tuning.md", "Tuning"),
     Page("simulator.md", "The simulator"),
     Page("sass.md", "The machine code"),

@@ -1,0 +1,225 @@
+"""The glossary: its terms, and the links to them from the first use on each page. Standard library
+only.
+
+A term is a heading of the third level of GLOSSARY; the line below it may tell how else it is
+written. A spelling stands for its plural too, and one in backticks for a code span.
+
+    ### Bank conflict
+    *also:* conflict
+
+    ### Ring
+    *as in:* fragment ring · `ring`
+
+"as in": the heading's own word means other things elsewhere, and only these are linked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from flash_helpers.course.links import relative
+from flash_helpers.course.markers import CODE_SPAN, FENCED, Prose, parse
+from flash_helpers.course.pages import FOLDER, GLOSSARY
+
+_HEADING = re.compile(
+    r"^### (?P<title>.+)\n(?:\*(?P<how>also|as in):\* (?P<spellings>.+)\n)?", re.M
+)
+_ENTRY = re.compile(r"^(?=### )", re.M)
+_NEXT_GROUP = re.compile(r"^## ", re.M)
+_SENTENCE = re.compile(r".+?\.(?=\s|$)|.+", re.S)
+_SEPARATOR = " · "
+
+_LINK = re.compile(r"!?\[(?P<label>(?:`[^`\n]*`|[^\[\]`])*)\]\((?P<target>[^()\s]*)\)")
+# What takes no link: it is blank when terms are looked for, in this order.
+_COMMENT = re.compile(r"<!-- (?P<name>\w+):begin -->.*?<!-- (?P=name):end -->|<!--.*?-->", re.S)
+_FOLD = re.compile(r"<(?P<end>/?)details\b")
+_INDENTED = re.compile(r"(?:\A|(?<=\n\n))(?:(?: {4}|\t).*(?:\n+|\Z))+")
+_LINE = re.compile(r"^(?:#{1,6} | *<|\*(?:also|as in):\* ).*", re.M)
+_TAG = re.compile(r"<[^<>\n]+>|\bhttps?://\S+")
+
+
+class GlossaryError(ValueError):
+    """The glossary is not written as it must be."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """title: the heading as it is read. spellings: of what is linked, in Markdown. definition: in
+    Markdown."""
+
+    title: str
+    spellings: tuple[str, ...]
+    definition: str
+
+    @property
+    def anchor(self) -> str:
+        """Of the heading, as GitHub and the site have it."""
+        return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+
+    @cached_property
+    def sentence(self) -> str:
+        """The first one of the definition, without Markdown."""
+        found = _SENTENCE.match(_LINK.sub(r"\g<label>", self.definition))
+        return re.sub(r"\s+", " ", re.sub(r"[`*]", "", found[0])) if found else ""
+
+    @property
+    def names(self) -> list[str]:
+        """What a reader may look for."""
+        return list(dict.fromkeys([self.title, *(s.strip("`") for s in self.spellings)]))
+
+
+def read_terms(root: Path) -> list[Term]:
+    """The terms of the repository's glossary; none where it has no glossary.
+
+    Raises GlossaryError, and OSError.
+    """
+    path = root / GLOSSARY
+    return parse_terms(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def parse_terms(text: str) -> list[Term]:
+    """The terms of a glossary. Raises GlossaryError for one without a definition, and for a name
+    that two terms have."""
+    terms = [_term(entry) for entry in _ENTRY.split(text)[1:]]
+    owners: dict[str, Term] = {}
+    for term in terms:
+        for name in {term.anchor, *(name.lower() for name in term.names)}:
+            other = owners.setdefault(name, term)
+            if other is not term:
+                raise GlossaryError(f"{GLOSSARY}: {name!r} is {other.title!r} and {term.title!r}")
+    return terms
+
+
+def _term(entry: str) -> Term:
+    heading = _HEADING.match(entry)
+    assert heading is not None  # entries begin with one
+    definition = _NEXT_GROUP.split(entry[heading.end() :])[0].strip()
+    title = heading["title"].strip()
+    if not definition:
+        raise GlossaryError(f"{GLOSSARY}: {title!r} has no definition")
+    told = tuple(heading["spellings"].strip().split(_SEPARATOR)) if heading["spellings"] else ()
+    return Term(title, told if heading["how"] == "as in" else (_lowered(title), *told), definition)
+
+
+def _lowered(title: str) -> str:
+    """As within a sentence: "Bank conflict" but "SM"."""
+    return title[0].lower() + title[1:] if title[1:2].islower() else title
+
+
+def link_first_uses(text: str, page: PurePosixPath, terms: Sequence[Term]) -> str:
+    """A page below FOLDER with a link from the first use of each term, and none from a later one;
+    other pages as they are. A use that is not folded away counts before one that is. In the
+    glossary each definition is a page of its own.
+
+    page: relative to the root of the repository.
+    """
+    if not terms or not page.is_relative_to(FOLDER):
+        return text
+    if page != GLOSSARY:
+        return _linked(text, relative(GLOSSARY, page), terms)
+    first, *entries = _ENTRY.split(text)
+    linked = (
+        _linked(entry, "", [term for term in terms if term is not own])
+        for entry, own in zip(entries, terms, strict=True)
+    )
+    return "".join([first, *linked])
+
+
+def _linked(text: str, target: str, terms: Sequence[Term]) -> str:
+    anchors = {f"{target}#{term.anchor}" for term in terms}
+    parts = [
+        (_unlinked(part.text, anchors), True)
+        if isinstance(part, Prose)
+        else (part.written(part.body), False)
+        for part in parse(text)
+    ]
+    whole = "".join(part for part, _ in parts)
+    spelled = [(spelling, term) for term in terms for spelling in term.spellings]
+    spelled.sort(key=lambda pair: -len(pair[0]))
+    visible, folds = _visible(parts, {spelling for spelling, _ in spelled})
+    uses: dict[str, re.Match[str]] = {}
+    for use in _pattern([spelling for spelling, _ in spelled]).finditer(visible):
+        anchor = spelled[use.lastindex - 1][1].anchor
+        before = uses.get(anchor)
+        if before is None or (_inside(before, folds) and not _inside(use, folds)):
+            uses[anchor] = use
+    for anchor, use in sorted(uses.items(), key=lambda item: -item[1].start()):
+        link = f"[{whole[use.start() : use.end()]}]({target}#{anchor})"
+        whole = whole[: use.start()] + link + whole[use.end() :]
+    return whole
+
+
+def _unlinked(text: str, targets: set[str]) -> str:
+    """Prose without the links to terms."""
+
+    def label(found: re.Match[str]) -> str:
+        return found["label"] if found["target"] in targets else found[0]
+
+    last, kept = 0, []
+    for code in FENCED.finditer(text):
+        kept += [_LINK.sub(label, text[last : code.start()]), code[0]]
+        last = code.end()
+    return "".join([*kept, _LINK.sub(label, text[last:])])
+
+
+def _visible(
+    parts: Sequence[tuple[str, bool]], spellings: set[str]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text with all that takes no link blank, and where it is folded.
+
+    parts: of the page, and whether they are prose. spellings: a code span that is one stays.
+    """
+    text = "".join(part if is_prose else _blank(part) for part, is_prose in parts)
+    for code in (FENCED, _COMMENT):
+        text = code.sub(lambda found: _blank(found[0]), text)
+    folds = list(_folds(text))
+    text = re.sub(CODE_SPAN, lambda f: f[0] if f[0] in spellings else _blank(f[0]), text)
+    for other in (_LINK, _INDENTED, _LINE, _TAG):
+        text = other.sub(lambda found: _blank(found[0]), text)
+    return text, folds
+
+
+def _blank(text: str) -> str:
+    return re.sub(r".", "\0", text)
+
+
+def _folds(text: str) -> Iterator[tuple[int, int]]:
+    depth, begin = 0, 0
+    for tag in _FOLD.finditer(text):
+        begin = begin if depth else tag.start()
+        depth += -1 if tag["end"] else 1
+        if not depth:
+            yield begin, tag.end()
+
+
+def _inside(use: re.Match[str], folds: Sequence[tuple[int, int]]) -> bool:
+    return any(begin <= use.start() < end for begin, end in folds)
+
+
+def _pattern(spellings: Sequence[str]) -> re.Pattern[str]:
+    """Finds the spellings, of which the first that fits counts; the number of the group is its
+    place, from 1."""
+    return re.compile("|".join(f"({_spelling(spelling)})" for spelling in spellings))
+
+
+def _spelling(spelling: str) -> str:
+    if spelling.startswith("`"):
+        return re.escape(spelling)
+    words = r"(?: |\n *)".join(map(re.escape, spelling.split()))
+    if spelling[0].islower():
+        words = f"[{spelling[0]}{spelling[0].upper()}]{words[1:]}"
+    plural = "(?:e?s)?" if spelling[-1].isalpha() else ""
+    return rf"(?<![\w./@$%`-]){words}{plural}(?![\w-]|[./]\w)"
+
+
+def search_index(terms: Sequence[Term]) -> Mapping[str, tuple[str, str, str]]:
+    """Title, anchor and first sentence of each term, by all its names in small letters."""
+    return {
+        name.lower(): (term.title, term.anchor, term.sentence)
+        for term in terms
+        for name in term.names
+    }

@@ -1,0 +1,54 @@
+"""The block that tells what the parts of a short form mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+
+from flash_helpers.course.arguments import DTYPE, Arguments
+from flash_helpers.course.evidence import Evidence
+from flash_helpers.kernel_configs import FAMILIES
+from flash_helpers.registry.family import Family
+from flash_helpers.registry.selection import UsageError
+from flash_helpers.tables import Table
+
+# By the name of the field, in Markdown for the page of the glossary.
+_MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "version": "number of the [step](#step) of family ampere",
+        "overlap": "number of the [step](#step) of family overlap",
+        "dtype": "format of the elements, [bf16 or fp16](#bf16)",
+        "d_head": "columns of Q, K, V and O, [d_head](#d_head)",
+        "B_r": "rows of Q per thread block, [B_r](#b_r)",
+        "B_c": "keys per block of keys, [B_c](#b_c)",
+        "n_warps": "[warps](#warp) per thread block",
+        "async_copy": "copies to shared memory are [cp.async](#cpasync)",
+        "eager_load_blocks": "[eager copies](#eager-copies) of K and V",
+        "swizzled": "tiles in shared memory are [swizzled](#swizzle)",
+        "Q_mma_load_K_tiles": "[k-tiles](#k-tile) of Q that are loaded into registers at once; "
+        "0: the whole tile, loaded once and kept",
+        "K_mma_load_K_tiles": "the same of K; 0: the whole tile",
+        "V_mma_load_K_tiles": "the same of V; 0: the whole tile",
+        "mma_double_buffer_loads": "fragments of K and V are [double-buffered](#double-buffer)",
+        "optimized_softmax": "the [scale is folded](#folded-scale) into one FFMA",
+        "static_row_stride": "[static stride](#static-stride), in elements",
+    }
+)
+
+
+def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The parts of the longest fixed config of each family, in order."""
+    rows: dict[str, list[str]] = {}
+    for field, part, meaning in (row for family in FAMILIES.values() for row in _rows(family)):
+        rows.setdefault(field, [f"`{part}`", f"`{field}`", meaning])
+    return Table(["part", "field", "says"], list(rows.values()), "lll").markdown()
+
+
+def _rows(family: Family) -> Iterator[tuple[str, str, str]]:
+    """Name, part and meaning of each field; the last step sets all of them."""
+    config = family.fixed_config(list(family.steps.values())[-1], DTYPE)
+    for field, part in zip(fields(config), config.short_form().split("_"), strict=True):
+        if field.name not in _MEANINGS:
+            raise UsageError(f"{family.name}: nobody has told what {field.name} ({part}) means")
+        yield field.name, part, _MEANINGS[field.name]
