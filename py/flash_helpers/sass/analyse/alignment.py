@@ -1,9 +1,13 @@
-"""Longest common subsequences, by bits of Python's whole numbers: exact and quick."""
+"""Which elements of one sequence are those of another: longest common subsequences, by bits of
+Python's whole numbers, exact and quick; and matching in rounds, with what moved told apart."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+Keys = Sequence[Sequence[Hashable | None]]  # of the elements of both sequences
 
 
 def common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -48,3 +52,60 @@ def gaps(pairs: Sequence[tuple[int, int]], n_a: int, n_b: int) -> list[tuple[ran
         for (i, j), (next_i, next_j) in itertools.pairwise(bounds)
     ]
     return [(in_a, in_b) for in_a, in_b in found if in_a or in_b]
+
+
+class Matching:
+    """Pairs of elements of two sequences, found round by round; an index stands for an element.
+
+    partner: of one of the second sequence, the one of the first. moved: of the second sequence,
+    those whose partner stands elsewhere. free: of each sequence, those without a partner. In every
+    round a key of None matches nothing.
+    """
+
+    def __init__(
+        self, phases: Sequence[Sequence[Hashable]], orders: Sequence[Sequence[int]]
+    ) -> None:
+        """phases: what the elements of each sequence are part of. orders: the indices of each
+        sequence in the order in which what moved is looked for."""
+        self._phases, self._orders = phases, orders
+        self.free = [set(order) for order in orders]
+        self.partner: dict[int, int] = {}
+        self.moved: set[int] = set()
+
+    def _waiting(self, keys: Keys, stretches: Sequence[Iterable[int]]) -> Iterator[list[int]]:
+        """Of each sequence, what is free and has a key, in the order of a stretch of indices."""
+        for free, of, stretch in zip(self.free, keys, stretches, strict=True):
+            yield [n for n in stretch if n in free and of[n] is not None]
+
+    def _take(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for i, j in pairs:
+            self.partner[j] = i
+            self.free[0].remove(i)
+            self.free[1].remove(j)
+
+    def align(self, keys: Keys) -> None:
+        """Match what is free and has equal keys, phase by phase, in order: nothing crosses what is
+        in place already."""
+        before, after = self._phases
+        placed = sorted((i, j) for j, i in self.partner.items() if j not in self.moved)
+        for stretches in gaps(placed, len(before), len(after)):
+            a, b = self._waiting(keys, stretches)
+            found = common_subsequence(
+                [(before[i], keys[0][i]) for i in a], [(after[j], keys[1][j]) for j in b]
+            )
+            self._take((a[i], b[j]) for i, j in found)
+
+    def relocate(self, keys: Keys) -> None:
+        """Match what is free and has equal keys wherever it stands, those of one phase first."""
+        before, after = self._phases
+        for same_phase in (True, False):
+            a, b = self._waiting(keys, self._orders)
+            candidates: dict[Hashable, list[int]] = defaultdict(list)
+            for i in a:
+                candidates[keys[0][i], same_phase and before[i]].append(i)
+            found = []
+            for j in b:
+                if there := candidates[keys[1][j], same_phase and after[j]]:
+                    found.append((there.pop(0), j))
+            self._take(found)
+            self.moved.update(j for _, j in found)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from flash_helpers.ptx.read.flow import Phase
-from flash_helpers.sass.analyse.alignment import common_subsequence, gaps
+from flash_helpers.sass.analyse.alignment import Keys, Matching, common_subsequence, gaps
 from flash_helpers.sass.analyse.counts import Bucket, count_changes, with_buckets
 from flash_helpers.sass.analyse.phases import phases
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
@@ -31,7 +31,7 @@ _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _HEXADECIMAL = re.compile(r"0x[0-9a-f]+")
 _PTX_REGISTER = re.compile(r"%([a-z]+)\d+\b")
 _PTX_LABEL = re.compile(r"\$\w+")
-_NAMESPACE = re.compile(r"_ZN(\d+)(v\d+)")
+_NAMESPACE = re.compile(r"_ZN(?P<length>\d+)(?P<rest>\w+)")
 
 
 class Likeness(str, Enum):
@@ -196,10 +196,13 @@ def normalised(instruction: Instruction, capability: int) -> str:
 
 
 def normalised_ptx(text: str, symbol: str) -> str:
-    """A PTX instruction without the numbers of registers and labels, and without the names that
-    hold the kernel's version and config."""
+    """A PTX instruction without the numbers of registers and labels, without the kernel's symbol,
+    and without the namespace that it stands in."""
     text = _PTX_REGISTER.sub(r"%\1", " ".join(text.replace(symbol, "kernel").split()))
-    return _PTX_LABEL.sub("$", _NAMESPACE.sub(lambda m: "_ZN" + m[2][int(m[1]) :], text))
+    if found := _NAMESPACE.match(symbol):
+        namespace = f"_ZN{found['length']}{found['rest'][: int(found['length'])]}"
+        text = text.replace(namespace, "_ZN")
+    return _PTX_LABEL.sub("$", text)
 
 
 def _likeness(before: Instruction, after: Instruction) -> Likeness:
@@ -279,66 +282,6 @@ def _align_ptx(a: Sequence[_PtxRow], b: Sequence[_PtxRow]) -> list[_Identities]:
     return found
 
 
-_Keys = Sequence[Sequence[Hashable | None]]  # of both lists of sides
-
-
-class _Matching:
-    """Pairs of instructions, found step by step; indices into the two lists of sides.
-
-    partner: of one of the second list, the one of the first. moved: of the second list, those whose
-    partner stands elsewhere. free: of each list, those without a partner. A key of None matches
-    nothing.
-    """
-
-    def __init__(self, *sides: Sequence[Side]) -> None:
-        self.sides = sides
-        self.by_address = [
-            sorted(range(len(of)), key=lambda n, of=of: of[n].instruction.address) for of in sides
-        ]
-        self.free = [set(indices) for indices in self.by_address]
-        self.partner: dict[int, int] = {}
-        self.moved: set[int] = set()
-
-    def _waiting(self, keys: _Keys, stretches: Sequence[Iterable[int]]) -> Iterator[list[int]]:
-        """Of each list, what is free and has a key, in the order of a stretch of indices."""
-        for free, of, stretch in zip(self.free, keys, stretches, strict=True):
-            yield [n for n in stretch if n in free and of[n] is not None]
-
-    def _take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        for i, j in pairs:
-            self.partner[j] = i
-            self.free[0].remove(i)
-            self.free[1].remove(j)
-
-    def align(self, keys: _Keys) -> None:
-        """Match what is free and has equal keys, phase by phase, in order: nothing crosses what is
-        in place already."""
-        before, after = self.sides
-        placed = sorted((i, j) for j, i in self.partner.items() if j not in self.moved)
-        for stretches in gaps(placed, len(before), len(after)):
-            a, b = self._waiting(keys, stretches)
-            found = common_subsequence(
-                [(before[i].phase, keys[0][i]) for i in a],
-                [(after[j].phase, keys[1][j]) for j in b],
-            )
-            self._take((a[i], b[j]) for i, j in found)
-
-    def relocate(self, keys: _Keys) -> None:
-        """Match what is free and has equal keys wherever it stands, those of one phase first."""
-        before, after = self.sides
-        for same_phase in (True, False):
-            a, b = self._waiting(keys, self.by_address)
-            candidates: dict[Hashable, list[int]] = defaultdict(list)
-            for i in a:
-                candidates[keys[0][i], same_phase and before[i].phase].append(i)
-            found = []
-            for j in b:
-                if there := candidates[keys[1][j], same_phase and after[j].phase]:
-                    found.append((there.pop(0), j))
-            self._take(found)
-            self.moved.update(j for _, j in found)
-
-
 def _keys(
     sides: Sequence[Side], capability: int, identities: _Identities | None
 ) -> Iterator[tuple[str, Hashable | None, Hashable | None, Hashable | None]]:
@@ -379,18 +322,23 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
         for side, kernel, of in zip(sides, (before, after), identities, strict=True)
     )
     text, text_and_ptx, opcode_and_ptx, text_and_ptx_text = zip(*keys, strict=True)
-    matching = _Matching(*sides)
+    matching = Matching(
+        [[side.phase for side in of] for of in sides],
+        [sorted(range(len(of)), key=lambda n, of=of: of[n].instruction.address) for of in sides],
+    )
     matching.align(text_and_ptx)
     matching.relocate(text_and_ptx)
     matching.align(text)
     matching.align(opcode_and_ptx)
     matching.relocate(opcode_and_ptx)
     matching.relocate(text_and_ptx_text)
-    return KernelDiff(before, after, tuple(_changes(matching, text)), by_ptx)
+    return KernelDiff(before, after, tuple(_changes(sides, matching, text)), by_ptx)
 
 
-def _changes(matching: _Matching, texts: _Keys) -> Iterator[Change]:
-    before, after = matching.sides
+def _changes(
+    sides: tuple[Sequence[Side], Sequence[Side]], matching: Matching, texts: Keys
+) -> Iterator[Change]:
+    before, after = sides
     removed = deque(sorted(matching.free[0]))
     phases = [_PHASES.index(side.phase) for side in before]
     starts = {phase: bisect_left(phases, number) for number, phase in enumerate(_PHASES)}
