@@ -16,6 +16,7 @@ from flash_helpers.kernel_configs import (
     DType,
     config_from_short_form,
 )
+from flash_helpers.measure.staircases import stair
 from flash_helpers.registry.ampere import AMPERE, LARGE_TILE_FROM
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
@@ -121,12 +122,13 @@ def fixed_config(step: Step) -> Config:
 
 
 def with_parent(step: Step) -> list[Config]:
-    """The configs of the parent at the step's tile, if there is one, and of the step."""
+    """The configs of the parent, if there is one, and of the step, at the step's tile."""
     own = fixed_config(step)
     if step.parent is None:
         return [own]
     parent = fixed_config(STEPS[step.parent])
-    return [parent.replace(B_r=own.B_r, B_c=own.B_c, n_warps=own.n_warps), own]
+    at_large_tile = stair(own).fixed is None
+    return [stair(parent).widest if at_large_tile else parent, own]
 
 
 def parse_kernel(word: str) -> Config:
