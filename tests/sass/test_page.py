@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -14,8 +15,10 @@ from edited_kernels import library_kernel
 from sass_text import of_version
 
 from flash_helpers.measure.machine_code import config_matrix, config_page
+from flash_helpers.sass.analyse.counts import Bucket, buckets
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, Matrix
 from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.read.symbols import demangled, with_demangled_symbols
 from flash_helpers.sass.show.page import PageKernel, packed_control, page_html
 from flash_helpers.sass.show.picture import picture_svg
 
@@ -132,7 +135,8 @@ class TestData:
         lines = kernel.ptx.split("\n")
         assert not any(kernel.symbol in text for text in shown.values())
         for number, text in shown.items():
-            assert text == " ".join(lines[number - 1].replace(kernel.symbol, "kernel").split())
+            line = " ".join(lines[number - 1].replace(kernel.symbol, "kernel").split())
+            assert text == line.replace("_ZN2v94smemE", "v9::smem")
         marked = sum(data["ptx"]["isInstruction"])
         with_source = sum(number >= 0 for number in data["ptx"]["chain"])
         assert marked == with_source
@@ -179,6 +183,96 @@ class TestData:
         data = Elements(page_html([bare(both)], {}, "t")).data["kernel-0"]
         assert not any("other" in text for text in data["ptx"]["text"])
         assert len(data["ptx"]["line"]) > 1000
+
+
+def rows_of(runs: list[list[Any]]) -> list[tuple[str, int, int]]:
+    return [
+        (mark, before if before < 0 else before + n, after if after < 0 else after + n)
+        for mark, before, after, length in runs
+        for n in range(length)
+    ]
+
+
+class TestDiff:
+    """What the page holds of how a kernel differs from the one before it."""
+
+    @pytest.fixture
+    def diff(self, elements) -> dict[str, Any]:
+        return elements.data["diff-1"]
+
+    def test_is_of_each_kernel_but_the_first(self, elements) -> None:
+        assert [name for name in elements.data if name.startswith("diff")] == ["diff-1"]
+
+    def test_holds_every_line_of_both(self, elements, diff) -> None:
+        before, after = (elements.data[f"kernel-{n}"] for n in range(2))
+        texts = elements.data["index"]["sources"]
+        kinds = buckets(library_kernel(FEW[0]).instructions)
+        for pane, n_before, n_after in (
+            ("cuda", *(len(texts[d["files"][d["main"]]].split("\n")) for d in (before, after))),
+            ("ptx", *(len(data["ptx"]["line"]) for data in (before, after))),
+            # the padding at the end of the first is left out
+            ("sass", len(kinds) - kinds.count(Bucket.PADDING), len(after["sass"]["text"])),
+        ):
+            rows = rows_of(diff[pane])
+            assert [j for _, _, j in rows if j >= 0] == list(range(n_after)), pane
+            stood = [i for mark, i, _ in rows if i >= 0 and mark not in ">}"]
+            assert stood == list(range(n_before)), pane
+
+    def test_of_cuda_marks_lines_that_are_not_the_same(self, elements, diff) -> None:
+        texts = [
+            elements.data["index"]["sources"][data["files"][data["main"]]].split("\n")
+            for data in (elements.data["kernel-0"], elements.data["kernel-1"])
+        ]
+        for mark, before, after in rows_of(diff["cuda"]):
+            if before >= 0 and after >= 0:
+                same = texts[0][before] == texts[1][after]
+                assert mark in (" ", ">") if same else mark in "≈>", (before, after)
+        renamed = [texts[1][j] for mark, _, j in rows_of(diff["cuda"]) if mark == "≈"]
+        assert "namespace v9 {" in renamed
+
+    def test_of_ptx_and_sass_does_not_count_other_registers(self, elements, diff) -> None:
+        marks = {
+            pane: Counter(mark for mark, _, _ in rows_of(diff[pane])) for pane in ("ptx", "sass")
+        }
+        for pane, count in marks.items():
+            assert count["≈"] > 300, pane
+        assert marks["sass"]["-"] == 141 and marks["sass"]["+"] == 37  # as test_diff has them
+
+    def test_without_texts_there_is_none(self) -> None:
+        poor = bare(replace(library_kernel(9), ptx=None))
+        data = Elements(page_html([poor, poor], {}, "t")).data["diff-1"]
+        assert data["cuda"] is None and data["ptx"] is None
+        n_instructions = len(poor.kernel.instructions)
+        assert rows_of(data["sass"])[:9] == [(" ", n, n) for n in range(9)]
+        assert len(rows_of(data["sass"])) == n_instructions
+
+
+class TestSymbols:
+    @pytest.mark.parametrize(
+        ("symbol", "name"),
+        [
+            ("_Z4gemmPKfS0_Pfi", "gemm(float const*, float const*, float*, int)"),
+            (
+                "_ZN2v114forward_kernelI2abEEv17ForwardKernelArgs",
+                "void v1::forward_kernel<ab>(ForwardKernelArgs)",
+            ),
+            ("saxpy", "saxpy"),
+            ("_Z", "_Z"),
+            ("_Znonsense", "_Znonsense"),
+        ],
+    )
+    def test_are_shown_as_their_authors_wrote_them(self, symbol: str, name: str) -> None:
+        assert demangled(symbol) == name
+
+    def test_in_a_text(self) -> None:
+        text = "mov.u32 %r1, _ZN2v14smemE; call _Z1fi_Z, x_Z1fi"
+        assert with_demangled_symbols(text) == "mov.u32 %r1, v1::smem; call _Z1fi_Z, x_Z1fi"
+
+    def test_on_the_page(self, elements) -> None:
+        symbols = [kernel["symbol"] for kernel in elements.data["index"]["kernels"]]
+        assert [symbol[:24] for symbol in symbols] == [
+            f"void v{number}::forward_kernel<"[:24] for number in FEW
+        ]
 
 
 class TestPicture:

@@ -12,6 +12,8 @@ from edited_kernels import library_kernel
 from sass_text import of_version
 
 from flash_helpers.measure.machine_code import config_matrix, config_page
+from flash_helpers.sass.analyse.diff import KernelDiff, Likeness, Side, diff_kernels
+from flash_helpers.sass.read.opcodes import TENSOR
 from flash_helpers.sass.read.records import Instruction, Kernel
 
 pytestmark = pytest.mark.slow
@@ -267,8 +269,217 @@ class TestColumns:
 
     def test_the_loop_is_marked(self, shown: Page, kernel: Kernel) -> None:
         inside = {str(n) for n, i in enumerate(kernel.instructions) if i.loop is not None}
-        assert shown.keys_with("sass", "in-loop") == inside
+        own = {key for key in shown.keys_with("sass", "in-loop") if not key.startswith("-")}
+        assert own == inside
         assert len(shown.keys_with("sass", "loop-last")) == 1
+
+
+class TestDiff:
+    """Version 9 beside version 8."""
+
+    @pytest.fixture
+    def diff(self, kernel: Kernel) -> KernelDiff:
+        return diff_kernels(library_kernel(8), kernel)
+
+    def marked(self, page: Page, pane: str, mark: str) -> list[str]:
+        """The keys of the rows with a mark, from top to bottom."""
+        return page.js(
+            "return [...document.querySelectorAll(`[data-pane=${arguments[0]}] .row[data-key]`)]"
+            ".filter((r) => r.querySelector('.mark').textContent === arguments[1])"
+            ".map((r) => r.dataset.key)",
+            pane,
+            mark,
+        )
+
+    def cursor(self, page: Page) -> str:
+        (key,) = page.keys_with("sass", "cursor")
+        return key
+
+    def test_marks_what_changed(self, shown: Page, diff: KernelDiff) -> None:
+        def number(side: Side | None) -> str:
+            assert side is not None
+            return str(side.instruction.address // 16)
+
+        def keys(likeness: Likeness) -> set[str]:
+            return {number(c.after) for c in diff.changes if c.likeness is likeness and not c.moved}
+
+        assert set(self.marked(shown, "sass", "+")) == keys(Likeness.ADDED)
+        assert set(self.marked(shown, "sass", "≈")) == keys(Likeness.RENAMED)
+        removed = {f"-{number(c.before)}" for c in diff.changes if c.after is None}
+        assert set(self.marked(shown, "sass", "-")) == removed
+        moved = {number(c.after) for c in diff.changes if c.moved}
+        arrived = [*self.marked(shown, "sass", ">"), *self.marked(shown, "sass", "}")]
+        assert moved == {key for key in arrived if not key.startswith("-")}
+
+    def test_shows_what_a_line_was_above_it(self, shown: Page) -> None:
+        was, now = self.marked(shown, "ptx", "~")[:2]
+        assert was.startswith("-") and not now.startswith("-")
+        rows = [shown.row("ptx", key) for key in (was, now)]
+        assert int(rows[0].get_attribute("data-n")) + 1 == int(rows[1].get_attribute("data-n"))
+        shown.hover("ptx", now)
+        text = shown.js("return document.querySelector('#detail').textContent")
+        assert "~ changed" in text and "was" in text
+
+    def test_links_what_was_removed_to_what_it_was_made_of(self, shown: Page) -> None:
+        before = library_kernel(8)
+        key = next(
+            key
+            for key in self.marked(shown, "sass", "-")
+            if before.instructions[-int(key)].source and before.instructions[-int(key)].ptx_line
+        )
+        shown.hover("sass", key)
+        instruction = before.instructions[-int(key)]
+        line = f"-{instruction.ptx_line}"
+        assert shown.js("return [...links.ptx.lit]") == [line]
+        assert shown.js("return pane.ptx.rows.get(arguments[0]).classList.contains('lit')", line)
+        name, _, number = shown.js("return [...links.cuda.lit][0]").partition(":")
+        assert shown.js("return pathOf(arguments[0])", name) == instruction.source[0].file
+        assert int(number) == instruction.source[0].line
+
+    def test_opens_at_the_first_change(self, shown: Page) -> None:
+        for pane in PANES:
+            first = shown.js(
+                "return [...document.querySelectorAll(`[data-pane=${arguments[0]}] "
+                ".row[data-key]`)].find((r) => !' ≈'.includes(r.querySelector('.mark').textContent)"
+                "&& !(arguments[0] === 'cuda' && /^(\\/\\/.*)?$/"
+                ".test(r.lastChild.textContent.trim()))).dataset.key",
+                pane,
+            )
+            assert shown.is_in_view(pane, first), pane
+        assert not shown.is_in_view("cuda", f"{shown.js('return file')}:1")
+
+    def test_keys_lead_from_change_to_change(self, shown: Page) -> None:
+        news = {key for mark in "+-~>}" for key in self.marked(shown, "sass", mark)}
+        visited = [self.cursor(shown)]
+        for _ in range(3):
+            shown.press("j")
+            visited.append(self.cursor(shown))
+            assert visited[-1] in shown.lit("sass")
+        assert set(visited) <= news and len(set(visited)) == 4
+        assert shown.text("#change").startswith("change 4 of ")
+        shown.press("k")
+        assert self.cursor(shown) == visited[-2]
+        shown.driver.find_element("css selector", "[data-do=next]").click()
+        assert self.cursor(shown) == visited[-1]
+
+    def test_a_key_leads_to_the_main_loop(self, shown: Page, kernel: Kernel) -> None:
+        shown.press("m")
+        start = kernel.blocks[kernel.loops[0].header].start // 16
+        assert self.cursor(shown) == str(start) and shown.is_in_view("sass", start)
+        assert shown.is_in_view("ptx", first(kernel, "LDSM")[1].ptx_line)
+
+    def test_the_first_kernel_stands_alone(self, shown: Page) -> None:
+        shown.driver.find_element("css selector", '#versions [data-kernel="0"]').click()
+        assert {mark for mark in "+-~>}≈" if self.marked(shown, "sass", mark)} == set()
+        assert not shown.driver.find_element("id", "changes").is_displayed()
+        assert "beside" not in shown.text("#title")
+
+    def test_side_by_side(self, shown: Page, kernel: Kernel) -> None:
+        """Each instruction of both once, and those that did not move in one row."""
+        shown.press("s")
+        cells = shown.js(
+            "return [...document.querySelectorAll('[data-pane=sass] .row[data-key]')]"
+            ".map((r) => [...r.children].map((cell) => cell.dataset.key ?? null))"
+        )
+        assert [left for left, _ in cells if left] == [
+            f"-{n}" for n in range(sum(left is not None for left, _ in cells))
+        ]
+        assert [right for _, right in cells if right] == [
+            str(n) for n in range(len(kernel.instructions))
+        ]
+        assert sum(None not in pair for pair in cells) > len(kernel.instructions) / 3
+        shown.driver.find_element("css selector", "[data-tab=cuda]").click()
+        assert len(shown.driver.find_elements("css selector", "[data-pane=cuda] .cell")) > 400
+        shown.press("s")
+        assert all(
+            shown.driver.find_element("css selector", f"[data-pane={pane}]").is_displayed()
+            for pane in PANES
+        )
+
+    def test_facts_of_both_stand_beside_one_another(self, shown: Page) -> None:
+        shown.press("i")
+        header = shown.text("#about thead").split()
+        assert header == ["v8", "v9"]
+        assert "forward_kernel<v8_bf16" in shown.text("#about .before")
+        registers = str(library_kernel(9).resources.registers)
+        assert registers in shown.text("#about .facts").split()
+        shown.press("\ue00c")
+
+
+class TestFinding:
+    ENTER = "\ue007"
+
+    def opcodes(self, page: Page) -> list[str]:
+        return page.js(
+            "return [...document.querySelectorAll('[data-pane=sass] .row[data-key] .opcode')]"
+            ".map((e) => e.textContent)"
+        )
+
+    def choose(self, page: Page, value: str) -> None:
+        from selenium.webdriver.support.ui import Select
+
+        Select(page.driver.find_element("id", "filter")).select_by_value(value)
+
+    def test_search_goes_from_line_to_line(self, shown: Page, kernel: Kernel) -> None:
+        shown.press("/")
+        shown.press("hmma.16816", self.ENTER)
+        keys = [str(n) for n, i in enumerate(kernel.instructions) if i.base == "HMMA"]
+        assert set(keys) <= shown.keys_with("sass", "hit")
+        assert shown.keys_with("sass", "cursor") == {keys[0]}
+        assert shown.is_in_view("sass", keys[0])
+        assert shown.text("#hits").startswith("1 of ")
+        shown.press(self.ENTER)
+        assert shown.keys_with("sass", "cursor") == {keys[1]}
+        shown.js(
+            "byId('search').dispatchEvent(new KeyboardEvent('keydown',"
+            "{key: 'Enter', shiftKey: true, bubbles: true}))"
+        )
+        assert shown.keys_with("sass", "cursor") == {keys[0]}
+
+    def test_search_looks_into_every_pane(self, shown: Page) -> None:
+        shown.press("/")
+        shown.press("ldmatrix_x4", self.ENTER)
+        assert shown.keys_with("sass", "hit") == set() != shown.keys_with("cuda", "hit")
+        (cursor,) = shown.keys_with("cuda", "cursor")
+        assert shown.is_in_view("cuda", cursor)
+
+    def test_search_says_when_there_is_nothing(self, shown: Page) -> None:
+        shown.press("/")
+        shown.press("xyzzy", self.ENTER)
+        assert shown.text("#hits") == "none"
+        shown.press("\ue00c", "j")  # Escape gives the keys back
+        assert shown.js("return byId('search').value") == "xyzzy"
+
+    def test_filter_by_opcode(self, shown: Page, kernel: Kernel) -> None:
+        self.choose(shown, "opcode:LDSM")
+        found = self.opcodes(shown)
+        assert len(found) >= sum(i.base == "LDSM" for i in kernel.instructions)
+        assert {opcode.split(".")[0] for opcode in found} == {"LDSM"}
+        ptx = shown.js(
+            "return [...document.querySelectorAll('[data-pane=ptx] .row[data-key]')]"
+            ".map((r) => r.textContent)"
+        )
+        assert ptx and all("ldmatrix" in text for text in ptx)
+        pale = shown.keys_with("cuda", "pale")
+        assert pale and shown.js("return pane.cuda.rows.size") > len(pale)
+        self.choose(shown, "")
+        assert "HMMA.16816.F32.BF16" in self.opcodes(shown)
+
+    def test_filter_by_class(self, shown: Page) -> None:
+        self.choose(shown, f"group:{TENSOR}")
+        assert {opcode.split(".")[0] for opcode in self.opcodes(shown)} == {"HMMA"}
+
+    def test_filter_by_change(self, shown: Page) -> None:
+        everything = len(self.opcodes(shown))
+        self.choose(shown, "changes")
+        marks = shown.js(
+            "return [...document.querySelectorAll('[data-pane=sass] .row:not(.block, .columns)')]"
+            ".map((r) => r.querySelector('.mark')?.textContent ?? 'fold')"
+        )
+        assert len(self.opcodes(shown)) < everything
+        for n, mark in enumerate(marks):
+            if mark in " ≈":
+                assert any(m in "+-~>}" for m in marks[max(0, n - 3) : n + 4])
 
 
 class TestPicker:
@@ -276,15 +487,16 @@ class TestPicker:
         for index, version in enumerate(SHOWN):
             shown.driver.find_element("css selector", f'#versions [data-kernel="{index}"]').click()
             rows = shown.js(
-                "return document.querySelectorAll('[data-pane=sass] [data-key]').length"
+                "return document.querySelectorAll("
+                "'[data-pane=sass] [data-key]:not([data-key^=\"-\"])').length"
             )
             assert rows == len(library_kernel(version).instructions)
-            assert of_version(version).step.idea in shown.text("#about h2")
+            assert of_version(version).step.idea in shown.text("#title")
             assert shown.text("#file option:checked") == str(of_version(version).step.source)
 
     def test_the_picture_picks_too(self, shown: Page) -> None:
         shown.driver.find_element("css selector", '#overview [data-kernel="0"] .name').click()
-        assert of_version(SHOWN[0]).step.idea in shown.text("#about h2")
+        assert of_version(SHOWN[0]).step.idea in shown.text("#title")
         current = shown.js(
             "return document.querySelector('#versions [aria-current=true]').textContent"
         )
@@ -294,8 +506,8 @@ class TestPicker:
 class TestKeys:
     def test_move_through_lines_panes_and_kernels(self, shown: Page) -> None:
         shown.js("document.querySelector('[data-pane=sass] .code').focus()")
-        down, left, enter = "\ue015", "\ue012", "\ue007"
-        shown.press(down, down, down)
+        home, down, left, enter = "\ue011", "\ue015", "\ue012", "\ue007"
+        shown.press(home, down, down)
         assert shown.lit("sass") == {"2"}
         assert shown.keys_with("sass", "cursor") == {"2"}
         shown.press(enter)
@@ -305,9 +517,9 @@ class TestKeys:
         shown.press("n")
         assert shown.keys_with("ptx", "cursor") == shown.lit("ptx")
         shown.press("]")
-        assert of_version(16).step.idea in shown.text("#about h2")
+        assert of_version(16).step.idea in shown.text("#title")
         shown.press("[", "[")
-        assert of_version(8).step.idea in shown.text("#about h2")
+        assert of_version(8).step.idea in shown.text("#title")
 
     def test_explain_themselves(self, shown: Page) -> None:
         shown.press("?")
@@ -353,7 +565,10 @@ class TestThemes:
               return (high + 0.05) / (low + 0.05);
             };
             return Math.min(...["--ink", "--soft", "--accent"].flatMap((text) =>
-              ["--panel", "--paper", "--lit", "--near"].map((back) => against(text, back))));
+              ["--panel", "--paper", "--lit", "--near"].map((back) => against(text, back))),
+              ...["added", "removed", "changed", "moved"].flatMap((mark) => [
+                against(`--${mark}`, `--${mark}-row`), against(`--${mark}`, "--panel"),
+                against("--ink", `--${mark}-row`)]));
             """
         )
         assert ratio >= 4.5

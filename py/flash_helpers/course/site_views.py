@@ -21,8 +21,6 @@ from flash_helpers.sass.show.page import PageKernel, page_html, read_sources
 from flash_helpers.tables import Table
 
 VIEWS = PurePosixPath("views")  # folder of the site
-_BAR = "padding:8px 14px 0;display:flex;flex-wrap:wrap;gap:4px 18px;font-size:13.5px"
-_LINK = "color:var(--accent)"
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
             for config, name, facts in zip(configs, names_of(configs), found, strict=True)
         ]
         sources = read_sources([facts.kernel for facts in found], evidence.root)
-        text = page_html(shown, sources, view_title(step), _links(step, pages), len(shown) - 1)
+        nav = _links(step, pages)
+        text = page_html(shown, sources, view_title(step), nav=nav, shown=len(shown) - 1)
         own = (str(config.step.source) for config in configs)
         yield View(view_name(step), text, tuple(path for path in own if path not in sources))
 
@@ -82,22 +81,23 @@ def _links(step: Step, pages: Mapping[str, str]) -> str:
     order = list(STEPS.values())
     at = order.index(step)
     links = [
-        (f"../{pages.get(step.id, 'index')}.html", f"← step {step.id} of the course"),
-        *((view_name(other).name, f"previous: step {other.id}") for other in order[:at][-1:]),
-        *((view_name(other).name, f"next: step {other.id}") for other in order[at + 1 : at + 2]),
+        (f"../{pages.get(step.id, 'index')}.html", f"step {step.id} of the course", "course"),
+        *((view_name(o).name, f"previous: step {o.id}", f"← {o.id}") for o in order[:at][-1:]),
+        *((view_name(o).name, f"next: step {o.id}", f"{o.id} →") for o in order[at + 1 : at + 2]),
     ]
     text = "".join(
-        f'<a style="{_LINK}" href="{address}">{html.escape(text)}</a>' for address, text in links
+        f'<a href="{address}" title="{html.escape(title)}">{html.escape(text)}</a>'
+        for address, title, text in links
     )
-    return f'<nav id="course" aria-label="The course" style="{_BAR}">{text}</nav>'
+    return f'<nav id="course" aria-label="The course">{text}</nav>'
 
 
 def card_html(step: Step) -> str:
     """The way from a step's page to its view."""
     return (
         f'<p class="view-card"><a href="{view_name(step)}"><strong>{view_title(step)}</strong> '
-        "<span>Three panes, linked line by line, with control words and live registers.</span>"
-        "</a></p>"
+        "<span>What changed is marked; every line is linked to what was made of it, with control "
+        "words and live registers.</span></a></p>"
     )
 
 
@@ -109,6 +109,6 @@ def views_markdown() -> str:
     return (
         "# CUDA, PTX and SASS, side by side\n\n"
         f"Each step with its parent, as compiled for {DEFAULT_ARCHITECTURE} in {DTYPE.short}: "
-        "three panes, and every line linked to what was made of it.\n\n"
+        "three panes, what changed marked, and every line linked to what was made of it.\n\n"
         f"{Table(['step', 'idea', 'view'], rows, 'rll').markdown()}\n"
     )

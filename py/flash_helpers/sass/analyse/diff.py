@@ -29,7 +29,7 @@ _PARAMETERS_AT = {80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210}
 _NUMBERED = re.compile(r"(?<![\w.])(UR|UP|R|P|B|SB)\d+\b")
 _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _HEXADECIMAL = re.compile(r"0x[0-9a-f]+")
-_PTX_REGISTER = re.compile(r"%([a-z]+)\d+\b")
+_PTX_REGISTER = re.compile(r"%([a-z]+)(?:\d+\b|<\d+>)")
 _PTX_LABEL = re.compile(r"\$\w+")
 _NAMESPACE = re.compile(r"_ZN(?P<length>\d+)(?P<rest>\w+)")
 

@@ -16,18 +16,18 @@ def page_facts(facts: KernelFacts, timed: str) -> list[tuple[str, str]]:
     found = [
         ("architecture", facts.kernel.architecture),
         *((name, value) for name, value in facts.identity.items() if name == "dtype"),
-        ("registers a thread", str(resources.registers)),
+        ("registers per thread", str(resources.registers)),
         ("spilled bytes", f"{resources.spill_store_bytes} out, {resources.spill_load_bytes} in"),
-        ("shared memory a block", f"{facts.smem_bytes:,} bytes"),
+        ("shared memory per block", f"{facts.smem_bytes:,} bytes"),
     ]
     if occupancy is not None:
         limiters = " and ".join(occupancy.limiters)
-        found.append(("blocks an SM", f"{occupancy.blocks}, by {limiters}"))
+        found.append(("blocks per SM", f"{occupancy.blocks}, by {limiters}"))
     if loop is not None:
         found.append(("main loop", f"{loop.work} instructions, {loop.tensor} HMMA"))
         per_hmma = facts.per_hmma(loop.work)
         if per_hmma is not None:
-            found.append(("instructions for each HMMA", f"{per_hmma:.2f}"))
+            found.append(("instructions per HMMA", f"{per_hmma:.2f}"))
     if facts.bound_cycles:
         name, cycles = next(iter(facts.bound_cycles.items()))
         found.append(("bound of an iteration", f"{cycles:,.0f} cycles of the SM, by {name}"))
@@ -60,6 +60,6 @@ def comparison_page(
         kernels,
         sources,
         f"{title}, {architectures}",
-        overview_html(matrix) if len(kernels) > 1 else "",
-        len(kernels) - 1,
+        overview=overview_html(matrix) if len(kernels) > 1 else "",
+        shown=len(kernels) - 1,
     )

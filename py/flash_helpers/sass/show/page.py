@@ -1,9 +1,10 @@
-"""One self-contained page: CUDA, PTX and SASS of kernels side by side, each line linked to what was
-made of it. It loads nothing from anywhere."""
+"""One self-contained page: CUDA, PTX and SASS of kernels, each line linked to what was made of it,
+and each kernel as a diff against the one before it. It loads nothing from anywhere."""
 
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -13,16 +14,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.counts import WORK, buckets
-from flash_helpers.sass.analyse.diff import block_phases
+from flash_helpers.sass.analyse.diff import block_phases, diff_kernels, normalised_ptx
+from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
+from flash_helpers.sass.analyse.rows import MARK_MEANING, Line, Row, line_rows, sass_rows
+from flash_helpers.sass.read.choice import identifiers
 from flash_helpers.sass.read.control import NO_SCOREBOARD
+from flash_helpers.sass.read.opcodes import classify
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Control,
     Instruction,
     Kernel,
+    SassError,
     SourceLine,
 )
+from flash_helpers.sass.read.symbols import demangled, with_demangled_symbols
 
 _ASSETS = resources.files("flash_helpers.sass.show") / "page_assets"
 
@@ -44,7 +52,7 @@ _PIPES: Mapping[str, tuple[str, str]] = {
 }
 _PIPE_NUMBER = {name: number for number, name in enumerate(_PIPES)}
 
-_INSTRUCTION = re.compile(r"(?:@!?%\w+\s+)?[a-z]")
+_INSTRUCTION = re.compile(r"(?:@!?%\w+\s+)?([a-z]\w*)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 T = TypeVar("T", bound=Hashable)
@@ -77,14 +85,17 @@ def page_html(
     kernels: Sequence[PageKernel],
     sources: Mapping[str, str],
     title: str,
+    *,
+    nav: str = "",
     overview: str = "",
     shown: int = 0,
 ) -> str:
-    """The page.
+    """The page. Each kernel but the first is shown as a diff against the one before it.
 
     sources: texts of the CUDA files, by the paths that the kernels' line tables have, such as
     `read_sources` finds them; those that are not in it are named, but not shown.
-    overview: HTML to stand above, such as `picture.overview_html` makes.
+    nav: HTML with links to other pages. overview: HTML to stand above the panes, such as
+    `picture.overview_html` makes.
     shown: index of the kernel that is shown first.
     """
     named = {line.file for page in kernels for i in page.kernel.instructions for line in i.source}
@@ -94,26 +105,30 @@ def page_html(
             {"name": name, "colour": colour, "what": what}
             for name, (colour, what) in _PIPES.items()
         ],
+        "marks": {mark.value: meaning for mark, meaning in MARK_MEANING.items()},
         "kernels": [
             {
                 "name": page.name,
                 "title": page.title,
-                "symbol": page.kernel.symbol,
+                "symbol": demangled(page.kernel.symbol),
                 "facts": [list(fact) for fact in page.facts],
             }
             for page in kernels
         ],
         "sources": {path: text for path, text in sources.items() if path in named},
     }
+    data = {f"kernel-{number}": _kernel_data(page) for number, page in enumerate(kernels)}
+    for number, (before, after) in enumerate(itertools.pairwise(kernels), start=1):
+        data[f"diff-{number}"] = _diff_data(before.kernel, after.kernel, sources)
     parts = {
         "title": html.escape(title),
         "style": _asset("page.css"),
+        "nav": nav,
         "overview": overview,
         "index": _json(index),
-        "kernels": "\n".join(
-            f'<script type="application/json" id="kernel-{number}">'
-            f"{_json(_kernel_data(page))}</script>"
-            for number, page in enumerate(kernels)
+        "data": "\n".join(
+            f'<script type="application/json" id="{name}">{_json(value)}</script>'
+            for name, value in data.items()
         ),
         "script": _asset("page.js"),
     }
@@ -171,14 +186,18 @@ def _kernel_data(page: PageKernel) -> dict[str, Any]:
     files: _Numbering[str] = _Numbering()
     chains: _Numbering[tuple[SourceLine, ...]] = _Numbering({(): 0})
     costs: _Numbering[float | None] = _Numbering()
+    groups: _Numbering[str] = _Numbering()
     instructions = kernel.instructions
     sass = {
-        "text": [f"{i.predicate}\t{i.opcode}\t{i.operands}" for i in instructions],
+        "text": [
+            f"{i.predicate}\t{i.opcode}\t{with_demangled_symbols(i.operands)}" for i in instructions
+        ],
         "control": [packed_control(i.control) for i in instructions],
         "live": [-1 if i.live is None else i.live.general for i in instructions],
         "ptx": [i.ptx_line or 0 for i in instructions],
         "chain": [chains[i.source] for i in instructions],
         "loop": [-1 if i.loop is None else i.loop for i in instructions],
+        "group": [groups[classify(i.opcode, i.operands)] for i in instructions],
         "pipe": [_PIPE_NUMBER.get(i.pipe, _PIPE_NUMBER["unknown"]) for i in instructions],
         "cost": [costs[i.cost] for i in instructions],
         "target": [_target(i, len(instructions)) for i in instructions],
@@ -189,6 +208,7 @@ def _kernel_data(page: PageKernel) -> dict[str, Any]:
         "sass": sass,
         "ptx": ptx,
         "costs": list(costs),
+        "groups": list(groups),
         "blocks": _block_data(kernel),
         "loops": _loop_data(kernel),
         "chains": [
@@ -196,7 +216,7 @@ def _kernel_data(page: PageKernel) -> dict[str, Any]:
             for chain in chains
         ],
         "files": list(files),
-        "main": _main_file(kernel, files),
+        "main": files[_main_file(kernel)] if files else 0,
     }
 
 
@@ -208,10 +228,10 @@ def _target(instruction: Instruction, n_instructions: int) -> int:
     return index if index < n_instructions else -1
 
 
-def _main_file(kernel: Kernel, files: _Numbering[str]) -> int:
-    """The file of the kernel itself: what most instructions are of in the end."""
+def _main_file(kernel: Kernel) -> str:
+    """The file of the kernel itself: what most instructions are of in the end; "" if unknown."""
     outermost = [i.source[-1].file for i in kernel.instructions if i.source]
-    return files[max(set(outermost), key=outermost.count)] if outermost else 0
+    return max(sorted(set(outermost)), key=outermost.count, default="")
 
 
 def _block_data(kernel: Kernel) -> list[dict[str, Any]]:
@@ -243,28 +263,81 @@ def _loop_data(kernel: Kernel) -> list[dict[str, int]]:
 
 def _ptx_data(page: PageKernel, chains: _Numbering[tuple[SourceLine, ...]]) -> dict[str, Any]:
     kernel = page.kernel
-    rows = [
-        (number, " ".join(text.replace(kernel.symbol, "kernel").split()))
-        for number, text in _entry_lines(kernel)
-    ]
-    rows = [(number, text) for number, text in rows if text]
+    rows = _ptx_lines(kernel)
+    phases = [line.phase for _, line in rows]
     made = {i.ptx_line for i in kernel.instructions}
-    instructions = {number for number, text in rows if _INSTRUCTION.match(text)}
+    instructions = {number for number, line in rows if line.opcode is not None}
     vanished = len(instructions - made)
     return {
         "line": [number for number, _ in rows],
-        "text": [text for _, text in rows],
+        "text": [line.text for _, line in rows],
         "chain": [
             chains[page.ptx_sources[number]] if number in page.ptx_sources else -1
             for number, _ in rows
         ],
         "isInstruction": [int(number in instructions) for number, _ in rows],
+        "loop": phases.index(Phase.MAIN_LOOP) if Phase.MAIN_LOOP in phases else -1,
         "note": (
             f"{len(instructions)} instructions, {vanished} without SASS of their own"
             if rows
             else "The cubin holds no PTX: compile with -lineinfo."
         ),
     }
+
+
+def _ptx_lines(kernel: Kernel) -> list[tuple[int, Line]]:
+    """The lines of the kernel's PTX with their numbers; empty ones are left out."""
+    try:
+        ptx = read_kernel_ptx(kernel)
+        phases = {i.line: ptx.phase(n) for n, i in enumerate(ptx.program.instructions)}
+    except SassError:
+        phases = {}
+    found: list[tuple[int, Line]] = []
+    phase = None
+    for number, text in reversed(_entry_lines(kernel)):  # a label is of the phase that it begins
+        phase = phases.get(number, phase)
+        shown = with_demangled_symbols(" ".join(text.replace(kernel.symbol, "kernel").split()))
+        if shown:
+            opcode = _INSTRUCTION.match(shown)
+            alike = normalised_ptx(text, kernel.symbol)
+            found.append((number, Line(shown, alike, opcode and opcode[1], phase)))
+    return found[::-1]
+
+
+def _cuda_lines(kernel: Kernel, text: str) -> list[Line]:
+    """The lines of a kernel's file; the kernel's namespace, or else its own name, and blanks may
+    differ in lines that are alike."""
+    name = re.compile(rf"\b{re.escape(identifiers(kernel.symbol)[0])}\b")
+    return [Line(line, name.sub("", " ".join(line.split()))) for line in text.split("\n") if text]
+
+
+def _diff_data(before: Kernel, after: Kernel, sources: Mapping[str, str]) -> dict[str, Any]:
+    """The rows of each pane, as runs; see `_runs`. CUDA: of the kernels' own files. None where one
+    of the two has no text."""
+    pair = (before, after)
+    cuda = [_cuda_lines(kernel, sources.get(_main_file(kernel), "")) for kernel in pair]
+    ptx = [[line for _, line in _ptx_lines(kernel)] for kernel in pair]
+    return {
+        "cuda": _runs(line_rows(*cuda)) if all(cuda) else None,
+        "ptx": _runs(line_rows(*ptx)) if all(ptx) else None,
+        "sass": _runs(sass_rows(diff_kernels(before, after))),
+    }
+
+
+def _runs(rows: Iterable[Row]) -> list[list[str | int]]:
+    """Mark, index before, index after, and how many rows follow one another like that; an index
+    is -1 on a side that has none."""
+    runs: list[list[Any]] = []
+    for mark, *sides in rows:
+        before, after = (-1 if side is None else side for side in sides)
+        if runs:
+            last, first_before, first_after, length = runs[-1]
+            following = [n if n < 0 else n + length for n in (first_before, first_after)]
+            if last == mark.value and following == [before, after]:
+                runs[-1][3] += 1
+                continue
+        runs.append([mark.value, before, after, 1])
+    return runs
 
 
 def _entry_lines(kernel: Kernel) -> list[tuple[int, str]]:
