@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+LOW = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 RIGHT, ENTER, TAB = "\ue014", "\ue007", "\ue004"
 STEP = STEPS["v7"]  # whose page and view are looked at
@@ -88,6 +89,14 @@ class TestRepository:
         shown = [name for name in (STEPS[step].parent, step) if name is not None]
         assert [kernel["name"] for kernel in index["kernels"]] == shown
         assert index["shown"] == len(shown) - 1
+        assert ('id="diff-1"' in view) == (len(shown) == 2)
+
+    @pytest.mark.parametrize("step", [step.id for step in STEPS.values() if step.parent])
+    def test_a_view_shows_step_and_parent_at_one_tile(self, built: BuiltSite, step: str) -> None:
+        view = built.text(str(view_name(STEPS[step])))
+        index = json.loads(re.search(r'id="index">(.*?)</script>', view)[1])
+        tiles = {re.search(r"_Br\d+_Bc\d+_w\d+", k["symbol"])[0] for k in index["kernels"]}
+        assert len(tiles) == 1
 
     def test_plots_hold_what_was_measured(self, built: BuiltSite, root: Path) -> None:
         results = load_results(root / RESULTS)
@@ -337,10 +346,103 @@ class TestView:
         assert len(lit["ptx"]) == 1 and "ldmatrix" in lit["ptx"][0]
         assert reader.all("[data-pane=cuda] .row.lit, [data-pane=cuda] .row.near")
 
-    def test_fits_a_narrow_screen(self, reader: Reader) -> None:
+    def share_of_code(self, reader: Reader) -> float:
+        """Of the screen's height, in the pane used last."""
+        return reader.js(
+            "return document.querySelector('.pane.active .code').clientHeight / innerHeight"
+        )
+
+    def marks(self, reader: Reader, pane: str) -> set[str]:
+        """Those of all rows of a pane."""
+        return set(
+            reader.js(
+                "return [...document.querySelectorAll(`[data-pane=${arguments[0]}] .mark`)]"
+                ".map((mark) => mark.textContent)",
+                pane,
+            )
+        )
+
+    def cursor_is_in_view(self, reader: Reader, pane: str) -> bool:
+        return reader.js(
+            "const row = document.querySelector(`[data-pane=${arguments[0]}] .cursor`)"
+            ".getBoundingClientRect(), code = document.querySelector("
+            "`[data-pane=${arguments[0]}] .code`).getBoundingClientRect();"
+            "return code.top <= row.top && row.bottom <= code.bottom",
+            pane,
+        )
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_opens_at_what_changed(self, reader: Reader, step: str) -> None:
+        """CUDA at the first line that changed, and all that can be."""
+        reader.screen(LOW)
+        reader.open(str(view_name(STEPS[step])))
+        for pane in ("cuda", "ptx", "sass"):
+            news = self.marks(reader, pane) & set("+-~>}")
+            assert not (pane == "cuda" and STEPS[step].parent and not news)
+            cursors = reader.all(f"[data-pane={pane}] .cursor > .mark")
+            assert len(cursors) == bool(news), pane
+            for cursor in cursors:
+                assert cursor.text in "+-~>}" and self.cursor_is_in_view(reader, pane)
+        assert self.share_of_code(reader) >= 0.7
+        size = reader.js(
+            "return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+        )
+        assert size == [LOW["width"], LOW["height"]]
+
+    def test_keys_lead_through_it(self, reader: Reader) -> None:
+        reader.screen(LOW)
+        reader.open(str(view_name(STEP)))
+        reader.press("j", "j")
+        assert reader.find("#change").text.startswith("change 3 of ")
+        assert self.cursor_is_in_view(reader, "sass")
+        reader.press("m")
+        assert "in-loop" in reader.find("[data-pane=sass] .cursor").get_attribute("class")
+        reader.press("/")
+        reader.press("ldsm", ENTER)
+        assert "LDSM" in reader.find("[data-pane=sass] .cursor").text
+
+    def test_filter_hides_the_rest(self, reader: Reader) -> None:
+        from selenium.webdriver.support.ui import Select
+
+        reader.open(str(view_name(STEP)))
+        everything = len(reader.all("[data-pane=sass] .row[data-key]"))
+        Select(reader.find("#filter")).select_by_value("opcode:LDSM")
+        left = [row.text for row in reader.all("[data-pane=sass] .row[data-key]")]
+        assert 0 < len(left) < everything and all("LDSM" in row for row in left)
+
+    @pytest.mark.parametrize("theme", ["light", "dark"])
+    def test_marks_show_in_both_themes(self, reader: Reader, theme: str) -> None:
+        """As a sign, and as a colour that no other mark has."""
+        reader.system_theme(theme)
+        reader.open(str(view_name(STEP)))
+        looks = reader.js(
+            """
+            const look = (row) => [getComputedStyle(row).backgroundColor,
+              getComputedStyle(row.querySelector(".mark")).color];
+            const found = {};
+            for (const row of document.querySelectorAll(".row[data-key]:not(.cursor)")) {
+              found[row.querySelector(".mark").textContent] ??= look(row);
+            }
+            return found;
+            """
+        )
+        assert {" ", "≈", "+", "-", "~", ">"} <= set(looks)
+        assert len({tuple(looks[mark]) for mark in "+-~> "}) == 5
+
+    def test_on_a_phone_shows_one_pane_at_a_time(self, reader: Reader) -> None:
         reader.screen(NARROW)
         reader.open(str(view_name(STEP)))
-        assert reader.js("return document.documentElement.scrollWidth") <= NARROW["width"]
+        for pane in ("cuda", "ptx", "sass"):
+            reader.find(f"[data-tab={pane}]").click()
+            shown = [e.get_attribute("data-pane") for e in reader.all(".pane") if e.is_displayed()]
+            assert shown == [pane]
+            assert self.marks(reader, pane) & set("+-~>}")
+            before = reader.find("#change").text
+            reader.find("[data-do=next]").click()
+            assert reader.find("#change").text != before
+            assert self.cursor_is_in_view(reader, pane)
+            assert self.share_of_code(reader) >= 0.6
+            assert reader.js("return document.documentElement.scrollWidth") <= NARROW["width"]
 
 
 class TestPlots:
