@@ -48,7 +48,7 @@ from flash_helpers.course.pictures.work import large_tile, overlap_step, step_co
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.baseline import load_baseline
 from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
-from flash_helpers.ptx.run.counters import Tally
+from flash_helpers.ptx.run.tally import Tally
 from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
 
 ROOT = Path(__file__).resolve().parents[2]

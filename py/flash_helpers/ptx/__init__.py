@@ -7,6 +7,9 @@ memory.download(x, array.shape, array.dtype)
 run.counters.total.bank_conflicts
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flash_helpers.ptx.errors import (
     BarrierError,
     InstructionLimitError,
@@ -26,9 +29,11 @@ from flash_helpers.ptx.errors import (
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.ptx.run.counters import Counters, Counts, LineCounts
-from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
-from flash_helpers.ptx.run.memory import DeviceMemory
-from flash_helpers.ptx.run.observe import Observation, Observer
+
+if TYPE_CHECKING:
+    from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
+    from flash_helpers.ptx.run.memory import DeviceMemory
+    from flash_helpers.ptx.run.observe import Observation, Observer
 
 __all__ = [
     "BarrierError",
@@ -58,3 +63,17 @@ __all__ = [
     "load_ptx",
     "read_ptx",
 ]
+
+# what runs kernels needs NumPy, which those who only read PTX do not wait for
+_RUNNING = {
+    "kernel": ("Kernel", "PtxModule", "Run", "load_ptx"),
+    "memory": ("DeviceMemory",),
+    "observe": ("Observation", "Observer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _RUNNING.items():
+        if name in names:
+            return getattr(import_module(f"flash_helpers.ptx.run.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

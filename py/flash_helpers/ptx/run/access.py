@@ -8,7 +8,8 @@ import numpy as np
 
 from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, dtype_of, size_of
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
+from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import HALVES, MEMORY, OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory import (

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction, Pair
-from flash_helpers.ptx.read.types import SCALAR_TYPES, dtype_of
+from flash_helpers.ptx.read.types import SCALAR_TYPES
+from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import BITS, FLOATS, INTEGERS, OPERATIONS, SCALARS, Form
 from flash_helpers.ptx.run.machine import Alu, Compute, Machine
 from flash_helpers.ptx.run.rounding import F32, flush, to_floats, to_registers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction, Register, Vector
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, dtype_of, size_of
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
+from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import FLOATS, MEMORY, WORDS, Form
 from flash_helpers.ptx.run.machine import Alu, Machine
 from flash_helpers.ptx.run.memory import WINDOW_SIZE, WINDOWS

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 
 from flash_helpers.ptx.read.module import Immediate, Instruction
-from flash_helpers.ptx.read.types import SCALAR_TYPES, dtype_of
+from flash_helpers.ptx.read.types import SCALAR_TYPES
+from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import BITS, INTEGERS, OPERATIONS, SIGNED, Builder, Form
 from flash_helpers.ptx.run.machine import Action, Alu, Compute, Machine, pick
 from flash_helpers.ptx.run.memory import Selection

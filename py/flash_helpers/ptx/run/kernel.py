@@ -18,12 +18,13 @@ from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Symbol, Variable
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.ptx.run.access import STRONG, access_size, space_of
-from flash_helpers.ptx.run.counters import Counters, LineCounts, Tally
+from flash_helpers.ptx.run.counters import Counters, LineCounts
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.machine import Launch, Machine
 from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.observe import Observer
 from flash_helpers.ptx.run.scheduler import Scheduler
+from flash_helpers.ptx.run.tally import Tally
 
 Argument = int | float | bool | np.generic | bytes
 Progress = Callable[[int, int], None]

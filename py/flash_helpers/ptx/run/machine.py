@@ -28,12 +28,13 @@ from flash_helpers.ptx.read.module import (
     Symbol,
     Vector,
 )
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType, dtype_of
-from flash_helpers.ptx.run.counters import Tally
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
+from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import ALL, DeviceMemory, Region, Selection
 from flash_helpers.ptx.run.pending import AsyncCopies
 from flash_helpers.ptx.run.shared import SharedMemory
+from flash_helpers.ptx.run.tally import Tally
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
@@ -149,7 +150,7 @@ class Machine:
                 continue
             scalar = SCALAR_TYPES[type_name]
             # Registers hold bits: the type of each instruction chooses the view.
-            dtype = scalar.dtype if scalar.kind == "p" else np.dtype(f"u{scalar.size}")
+            dtype = dtype_of(scalar.name) if scalar.kind == "p" else np.dtype(f"u{scalar.size}")
             by_dtype.setdefault(dtype, []).append(name)
         for dtype, names in by_dtype.items():
             # Register files are separated by a cache line: rows a power of two apart would all
@@ -213,7 +214,7 @@ class Machine:
             if type_name == B128 and array.ndim == 2:
                 return array
             raise self.unsupported("128-bit registers can only be moved")
-        dtype = SCALAR_TYPES[type_name].dtype
+        dtype = dtype_of(type_name)
         if bool in (dtype, array.dtype):
             if dtype == array.dtype:
                 return array
@@ -230,11 +231,11 @@ class Machine:
         if operand.float_bits:
             bits = np.array([operand.value], f"u{operand.float_bits // 8}")
             value = bits.view(f"f{operand.float_bits // 8}")
-            return (value if scalar.kind == "f" else bits).astype(scalar.dtype)
+            return (value if scalar.kind == "f" else bits).astype(dtype_of(scalar.name))
         if scalar.kind == "f":
-            return np.array([operand.value], scalar.dtype)
+            return np.array([operand.value], dtype_of(scalar.name))
         mask = (1 << scalar.bits) - 1
-        return np.array([int(operand.value) & mask], f"u{scalar.size}").view(scalar.dtype)
+        return np.array([int(operand.value) & mask], f"u{scalar.size}").view(dtype_of(scalar.name))
 
     def predicate(self, operand: Operand) -> Callable[[Selection], np.ndarray]:
         """A predicate, or its complement where the operand says `!`, of the selected lanes; one

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flash_helpers.ptx.read.types import dtype_of
+from flash_helpers.ptx.run.dtypes import dtype_of
 
 Function = Callable[..., np.ndarray]
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.ptx.read.types import dtype_of
 from flash_helpers.ptx.run.access import Port, addresses_of
+from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
 from flash_helpers.ptx.run.memory import WINDOWS, Selection
