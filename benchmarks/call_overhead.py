@@ -13,11 +13,8 @@ import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-import flash_attention
 from flash_helpers.command_line import (
     add_commit_argument,
     make_parser,
@@ -39,6 +36,9 @@ from flash_helpers.measure.call_overhead import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.results import CUDNN, FLASH
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/call_overhead_h200.json"
@@ -68,16 +68,19 @@ exit status: 0 it was measured, 2 wrong usage or no GPU; 130 interrupted
 """
 
 
-_attention = torch.nn.functional.scaled_dot_product_attention
-
-
-def _transposing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's attention, called by a user whose tensors are (batch, seq, heads, d_head)."""
-    return _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-
-
 def contenders(device: torch.device) -> dict[str, Contender]:
     """What is timed, by the names of CALL_NAMES."""
+    import torch  # which --help does not wait for
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    import flash_attention
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def transposing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """PyTorch's attention, called by a user whose tensors are (batch, seq, heads, d_head)."""
+        return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
     q, k, v = torch.randn(3, *PROBLEM.shape, device=device).bfloat16().unbind()
     o = torch.empty_like(q)
     config = flash_attention.best_config([*STEPS][-1], PROBLEM.dtype, device)
@@ -96,13 +99,13 @@ def contenders(device: torch.device) -> dict[str, Contender]:
     }
     found = {name: Contender(call, contextlib.nullcontext) for name, call in calls.items()}
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    compiled_transposing = torch.compile(_transposing, fullgraph=True)
+    compiled_transposing = torch.compile(transposing, fullgraph=True)
     calls = {
-        (FLASH, SDPBackend.FLASH_ATTENTION): lambda: _transposing(q, k, v),
-        (FLASH_TRANSPOSED, SDPBackend.FLASH_ATTENTION): lambda: _attention(*heads_first),
+        (FLASH, SDPBackend.FLASH_ATTENTION): lambda: transposing(q, k, v),
+        (FLASH_TRANSPOSED, SDPBackend.FLASH_ATTENTION): lambda: sdpa(*heads_first),
         (FLASH_COMPILED, SDPBackend.FLASH_ATTENTION): lambda: compiled_transposing(q, k, v),
-        (CUDNN, SDPBackend.CUDNN_ATTENTION): lambda: _transposing(q, k, v),
-        (CUDNN_TRANSPOSED, SDPBackend.CUDNN_ATTENTION): lambda: _attention(*heads_first),
+        (CUDNN, SDPBackend.CUDNN_ATTENTION): lambda: transposing(q, k, v),
+        (CUDNN_TRANSPOSED, SDPBackend.CUDNN_ATTENTION): lambda: sdpa(*heads_first),
     }
     for (name, backend), call in calls.items():
         found[name] = Contender(call, functools.partial(sdpa_kernel, backend))

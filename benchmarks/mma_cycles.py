@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
-from flash_helpers.runtime.mma_loop import MmaLoop
 from flash_helpers.tables import Table, number
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,6 +93,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def launch(dtype: str) -> int:
     """Launch the loop and wait; the exit status."""
+    import torch  # which --help does not wait for
+
+    from flash_helpers.runtime.mma_loop import MmaLoop
+
     device = torch.device("cuda", torch.cuda.current_device())
     loop = MmaLoop(DType.from_name(dtype), device)
     for _ in range(LAUNCHES):

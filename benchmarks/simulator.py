@@ -17,13 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from tqdm import tqdm
 
-import flash_attention
-from flash_helpers.check.inputs import make_inputs
-from flash_helpers.check.sanity import SMALL_SHAPE
+from flash_helpers.check.problems import SMALL_SHAPE
 from flash_helpers.command_line import make_parser, run_tool, typed_command
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
@@ -68,6 +64,11 @@ def peak_mib() -> float:
 
 def measure(config: Config, shape: AttentionForward) -> dict[str, Any]:
     """One run, its reading of the PTX included if the kernel is run for the first time."""
+    import torch  # which --help does not wait for
+
+    import flash_attention
+    from flash_helpers.check.inputs import make_inputs
+
     inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
     began = time.perf_counter()
     _, run = flash_attention.simulate(config, *inputs)
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(command: str, path: Path) -> None:
     """Measure, print and write to `path`. Raises OSError."""
+    import numpy as np
+
     backend = find_backend("cpu")
     configs = get_kernel_progression_configs()
     work = [(config, SMALL_SHAPE) for config in configs]

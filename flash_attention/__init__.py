@@ -11,14 +11,15 @@ On CPU tensors a kernel's PTX is simulated: no GPU is needed, and `simulate()` g
 
 import sys
 
-if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:  # on the way to __main__
+if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
+    # on the way to __main__, which needs nothing of this, and torch later if at all
     import flash_helpers.quiet_start  # noqa: F401
-
-from flash_attention._forward import attention, forward, forward_timed, simulate
-from flash_helpers import __version__
-from flash_helpers.runtime.call import resources
-from flash_helpers.runtime.library import KernelResources, kernels
-from flash_helpers.tune.best import best_config
+else:
+    from flash_attention._forward import attention, forward, forward_timed, simulate
+    from flash_helpers import __version__
+    from flash_helpers.runtime.call import resources
+    from flash_helpers.runtime.library import KernelResources, kernels
+    from flash_helpers.tune.best import best_config
 
 __all__ = [
     "KernelResources",

@@ -7,8 +7,6 @@ import json
 import sys
 from typing import Any
 
-import torch
-
 from flash_helpers.command_line import print_text, run_tool
 from flash_helpers.compile.build import PTX_FOLDER
 from flash_helpers.runtime import library
@@ -16,6 +14,8 @@ from flash_helpers.runtime import library
 
 def device_text() -> str:
     """The current CUDA device, or why there is none."""
+    import torch  # which --help does not wait for
+
     if torch.cuda.is_available():
         index = torch.cuda.current_device()
         major, minor = torch.cuda.get_device_capability(index)
@@ -34,6 +34,8 @@ def simulator_text(n_kernels: int) -> str:
 
 def summary() -> dict[str, Any]:
     """What the command prints, ready for JSON."""
+    import torch
+
     major, minor = library.cuda_version()
     kernels = [config.short_form() for config in library.kernels()]
     return {

@@ -9,16 +9,18 @@ import hashlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.cubins import Cubin, Source, included_files
 from flash_helpers.kernel_configs import DType
-from flash_helpers.measure.benchmark import Contender
 from flash_helpers.measure.results import ResourceRecord
 from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.sass.analyse.occupancy import occupancy
 from flash_helpers.tune.process import KernelFile
-from flash_helpers.tune.worker import cubin_contender
+
+if TYPE_CHECKING:
+    from flash_helpers.measure.benchmark import Contender
 
 DTYPE = DType.BF16
 PARENT = OVERLAP.steps["o5"]
@@ -85,6 +87,8 @@ def resources(cubin: Cubin) -> ResourceRecord:
 
 def contender(cubin: Cubin) -> Contender:
     """The kernel for the benchmark; a CUDA context must be current. Raises DriverError."""
+    from flash_helpers.tune.worker import cubin_contender  # and torch
+
     file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
     # all experiments share a config
     return replace(cubin_contender(file), name=cubin.source.name, config=None)

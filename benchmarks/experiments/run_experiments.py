@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from experiment_tables import loop_table, provenance_line, speed_table
 from experiments import CONFIG, DTYPE, EXPERIMENTS, contender, resources, source_digest
 from machine_code import ARCHITECTURE, MachineCode, read_machine_code
@@ -30,10 +29,8 @@ from flash_helpers.command_line import (
 from flash_helpers.compile.build import requested_jobs
 from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.measure.benchmark import default_shape, library_contender, n_steps, run_benchmark
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance
-from flash_helpers.measure.rates import mma_sync_work
 from flash_helpers.measure.results import (
     FLASH,
     MMA_SYNC,
@@ -43,7 +40,7 @@ from flash_helpers.measure.results import (
     load_results,
     refuse_another_gpu,
 )
-from flash_helpers.measure.timing import make_timer
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.registry.selection import UsageError, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.sass.read.records import SassError
@@ -145,6 +142,12 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
 
     Raises KernelsNotRun without a GPU, BuildError, and ValueError or OSError for a bad file.
     """
+    import torch  # which --help does not wait for
+
+    from flash_helpers.measure.benchmark import library_contender, n_steps, run_benchmark
+    from flash_helpers.measure.rates import mma_sync_work
+    from flash_helpers.measure.timing import make_timer
+
     backend = find_backend("cuda")
     found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     refuse_another_gpu(arguments.json, found.gpu)

@@ -9,7 +9,8 @@ import torch
 from fake_backend import float32_kernel
 
 from flash_helpers.check.difference import output_difference
-from flash_helpers.check.inputs import DISTRIBUTIONS, MEAN, make_inputs
+from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.problems import DISTRIBUTIONS, MEAN
 from flash_helpers.check.reference import (
     AttentionError,
     attention_float64,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import flash_attention
-from flash_helpers.check.inputs import DISTRIBUTIONS, QKV, make_inputs, tensors_for
+from flash_helpers.check.inputs import QKV, make_inputs, tensors_for
+from flash_helpers.check.problems import DISTRIBUTIONS
 from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
 from flash_helpers.kernel_configs import (
     STEPS,

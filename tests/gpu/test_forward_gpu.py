@@ -9,7 +9,7 @@ import torch
 from gpu_problems import CONFIGS, Problem, each_config, torch_dtype
 
 from flash_attention import forward, kernels
-from flash_helpers.check.inputs import DISTRIBUTIONS
+from flash_helpers.check.problems import DISTRIBUTIONS
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu

@@ -38,13 +38,11 @@ from flash_helpers.kernel_configs import (
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure import benchmark, timing
+from flash_helpers.measure import benchmark, rates, timing
 from flash_helpers.measure.benchmark import (
-    DEFAULT_SEQ_LENS,
     Contender,
     InputSet,
     contenders_for,
-    default_shape,
     kernel_contender,
     library_contenders,
     library_records,
@@ -97,6 +95,7 @@ from flash_helpers.measure.results import (
     load_results,
     refuse_another_gpu,
 )
+from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.staircases import stairs
 from flash_helpers.measure.timing import (
     COOL_DOWN_S,
@@ -1317,9 +1316,9 @@ def pt_bench(monkeypatch):
     tool = load_tool("tools/benchmark/pt_bench.py")
     monkeypatch.setattr(tool, "find_backend", lambda device: fake_backend(_leave_nan))
     monkeypatch.setattr(
-        tool, "make_timer", lambda device, protocol: FakeTimer(flushes=protocol.cache == "flush")
+        timing, "make_timer", lambda device, protocol: FakeTimer(flushes=protocol.cache == "flush")
     )
-    monkeypatch.setattr(tool, "default_rate_works", lambda device: {})
+    monkeypatch.setattr(rates, "default_rate_works", lambda device: {})
     monkeypatch.setattr(tool, "GpuSensor", FakeSensor)
     monkeypatch.setattr(
         tool,
@@ -1327,7 +1326,7 @@ def pt_bench(monkeypatch):
         lambda config, device: ResourceRecord(config.short_form(), 168, 0, 49152, 3),
     )
     small = partial(run_benchmark, shape_for=lambda seq_len: AttentionForward(1, 1, seq_len))
-    monkeypatch.setattr(tool, "run_benchmark", small)
+    monkeypatch.setattr(benchmark, "run_benchmark", small)
     return tool
 
 

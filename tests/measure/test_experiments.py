@@ -25,14 +25,16 @@ from fake_backend import ROOT, fake_backend, float32_kernel, load_tool
 from fake_toolchain import fake_toolchain
 
 from flash_helpers import ptx
-from flash_helpers.check.inputs import DISTRIBUTIONS, make_inputs, tensors_for
+from flash_helpers.check.inputs import make_inputs, tensors_for
+from flash_helpers.check.problems import DISTRIBUTIONS
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.compile.build import COMPILE_FLAGS
 from flash_helpers.compile.cubins import Cubin, CubinCompiler
 from flash_helpers.compile.ptxas import PtxasReport
 from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchain
 from flash_helpers.kernel_configs import AttentionForward, Config, DType
-from flash_helpers.measure.benchmark import Contender, InputSet, default_shape
+from flash_helpers.measure import timing
+from flash_helpers.measure.benchmark import Contender, InputSet
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.results import (
     BURST,
@@ -46,6 +48,7 @@ from flash_helpers.measure.results import (
     ResourceRecord,
     load_results,
 )
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.runtime.simulator import run_kernel
 from flash_helpers.sass.read.records import Block, Kernel, Loop, Operation
 
@@ -441,7 +444,7 @@ def gpu(tool, monkeypatch) -> ModuleType:
     )
     monkeypatch.setattr(tool, "compile_experiments", compiled)
     monkeypatch.setattr(tool, "contender", contender)
-    monkeypatch.setattr(tool, "make_timer", lambda device, protocol: FakeTimer((50.0, 50.0)))
+    monkeypatch.setattr(timing, "make_timer", lambda device, protocol: FakeTimer((50.0, 50.0)))
     monkeypatch.setattr(tool, "GpuSensor", FakeSensor)
     monkeypatch.setattr(tool, "default_shape", lambda seq_len: AttentionForward(1, 1, seq_len))
     return tool

@@ -15,6 +15,7 @@ from fake_backend import ROOT, fake_backend
 
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.runtime import mma_loop
 from flash_helpers.sass.read.opcodes import cost
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -131,7 +132,7 @@ def test_the_loop_is_launched_in_the_dtype_that_was_asked_for(ncu, monkeypatch) 
         def launch(self) -> None:
             launched.append(self.dtype)
 
-    monkeypatch.setattr(tool, "MmaLoop", FakeLoop)
+    monkeypatch.setattr(mma_loop, "MmaLoop", FakeLoop)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert tool.main(["--launch", "bf16"]) == 0

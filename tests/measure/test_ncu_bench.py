@@ -15,7 +15,7 @@ import torch
 from fake_backend import fake_backend, load_tool
 
 from flash_helpers.kernel_configs import AttentionForward, DType, get_kernel_progression_configs
-from flash_helpers.measure.benchmark import default_shape
+from flash_helpers.measure import benchmark
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.ncu_bench import (
     COUNTERS,
@@ -28,6 +28,7 @@ from flash_helpers.measure.ncu_bench import (
 )
 from flash_helpers.measure.nsight import NsightCompute, ProfilerDenied, ProfilerError, parse_csv
 from flash_helpers.measure.results import FLASH
+from flash_helpers.measure.shapes import default_shape
 
 V1, V2, *_, V16 = (c for c in get_kernel_progression_configs() if c.dtype == DType.BF16)
 SHAPE = AttentionForward(batch=2, heads=16, seq_len=512)
@@ -304,7 +305,7 @@ def test_run_kernels_launches_a_library_as_often_as_asked(monkeypatch) -> None:
     launched: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
     monkeypatch.setattr(
-        module,
+        benchmark,
         "run_library",
         lambda name, q, k, v: launched.append((name, q.dtype, tuple(q.shape))),
     )

@@ -7,7 +7,7 @@ import json
 import pytest
 from fake_backend import load_tool
 
-from flash_helpers.check.sanity import SMALL_SHAPE
+from flash_helpers.check.problems import SMALL_SHAPE
 from flash_helpers.kernel_configs import STEPS
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
-from flash_helpers.measure.benchmark import default_shape
 from flash_helpers.measure.machine import Reading
 from flash_helpers.measure.results import (
     BURST,
@@ -23,6 +22,7 @@ from flash_helpers.measure.results import (
     Provenance,
     RateRecord,
 )
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.measure.staircases import stairs
 
 BF16 = [c for c in get_kernel_progression_configs() if c.dtype == DType.BF16]

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from flash_helpers.command_line import make_parser, run_tool, typed_command
 from flash_helpers.measure.counter_check import add_check_arguments, run_check, shape_for
 from flash_helpers.measure.execution_check import (
@@ -94,6 +92,8 @@ def measure(arguments: argparse.Namespace, command: str) -> ExecutionCheck:
 
     Raises KernelsNotRun without one, SassError, ValueError and ProfilerError.
     """
+    import torch  # which --help does not wait for
+
     backend = find_backend("cuda")
     major, minor = torch.cuda.get_device_capability(backend.device)
     records = predict(arguments, backend, f"sm_{major}{minor}")

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -22,9 +23,11 @@ from flash_helpers.measure.counter_check import (
 )
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.simulator_check import METRICS, SimulatorCheck, compare_kernel
 from flash_helpers.registry.selection import chosen_kernels
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+
+if TYPE_CHECKING:
+    from flash_helpers.measure.simulator_check import SimulatorCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/simulator_h100.json")
@@ -65,6 +68,8 @@ def measure(arguments: argparse.Namespace, command: str) -> SimulatorCheck:
 
     Raises KernelsNotRun without a GPU, UsageError if a kernel is not built.
     """
+    from flash_helpers.measure.simulator_check import METRICS, SimulatorCheck, compare_kernel
+
     backend = find_backend("cuda")
     configs = chosen_kernels(arguments, backend.kernels)
     records = [
@@ -94,10 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the check, or bring the page up to date; returns the exit status."""
     arguments = parse_arguments(argv)
     command = typed_command("check_simulator.py", argv)
-    return run_tool(
-        lambda: run_check(arguments, SimulatorCheck, lambda: measure(arguments, command)),
-        *(KernelsNotRun, OSError, ValueError),
-    )
+
+    def run() -> int:
+        from flash_helpers.measure.simulator_check import SimulatorCheck  # --help does without
+
+        return run_check(arguments, SimulatorCheck, lambda: measure(arguments, command))
+
+    return run_tool(run, KernelsNotRun, OSError, ValueError)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import flash_attention
 from flash_helpers.command_line import make_parser, positive, print_text, run_tool
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.kernel_profile import (
@@ -118,6 +117,8 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
 
 def profile(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises ValueError, and RuntimeError if a kernel is at fault."""
+    import flash_attention  # and torch, which --help does not wait for
+
     shape = AttentionForward(arguments.batch, arguments.heads, arguments.seq)
     configs = choose_kernels(
         flash_attention.kernels(),

@@ -30,8 +30,8 @@ from flash_helpers.compile.codegen import read_config_file
 from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
-from flash_helpers.measure.benchmark import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.machine import git_commit
+from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,

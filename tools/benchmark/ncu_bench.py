@@ -20,10 +20,10 @@ from flash_helpers.command_line import (
     typed_command,
 )
 from flash_helpers.files import write_if_different
-from flash_helpers.measure.benchmark import default_shape
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.registry.selection import add_kernel_arguments, chosen_kernels, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 

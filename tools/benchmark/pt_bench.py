@@ -24,18 +24,9 @@ from flash_helpers.command_line import (
     typed_command,
 )
 from flash_helpers.files import write_if_different
-from flash_helpers.measure.benchmark import (
-    DEFAULT_SEQ_LENS,
-    contenders_for,
-    default_shape,
-    library_records,
-    n_steps,
-    run_benchmark,
-)
 from flash_helpers.measure.benchmark_tables import report_text
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
-from flash_helpers.measure.rates import default_rate_works
 from flash_helpers.measure.results import (
     CACHE_CHOICES,
     LOADS,
@@ -44,7 +35,7 @@ from flash_helpers.measure.results import (
     Protocol,
     refuse_another_gpu,
 )
-from flash_helpers.measure.timing import make_timer
+from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.registry.selection import (
     UsageError,
     add_kernel_arguments,
@@ -149,6 +140,15 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     Raises KernelsNotRun without a GPU, PlotError where a plot could not be drawn, OSError, and
     ValueError for what cannot be measured.
     """
+    from flash_helpers.measure.benchmark import (  # and torch, which --help does not wait for
+        contenders_for,
+        library_records,
+        n_steps,
+        run_benchmark,
+    )
+    from flash_helpers.measure.rates import default_rate_works
+    from flash_helpers.measure.timing import make_timer
+
     protocol = Protocol(
         rounds=arguments.rounds,
         loads=tuple(load for load in LOADS.values() if arguments.load in (load.name, "both")),

@@ -10,12 +10,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-import torch
-
-from flash_helpers.check.inputs import make_inputs
 from flash_helpers.command_line import make_parser, positive, run_tool
 from flash_helpers.kernel_configs import AttentionForward, DType
-from flash_helpers.measure.benchmark import run_library
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
 from flash_helpers.registry.selection import (
     add_kernel_arguments,
@@ -67,6 +63,8 @@ def launches(
     """What to call with q, k, v and o of a dtype, for each kernel or dtype asked for."""
     dtypes = parse_dtypes(arguments.dtype)
     if arguments.library:
+        from flash_helpers.measure.benchmark import run_library
+
         name, _ = LIBRARY_KERNELS[arguments.library]
         return [(dtype, lambda q, k, v, o: run_library(name, q, k, v)) for dtype in dtypes]
     configs = chosen_kernels(arguments, backend.kernels)
@@ -79,6 +77,10 @@ def launches(
 
 def run(arguments: argparse.Namespace) -> None:
     """Launch the kernels. Raises KernelsNotRun and ValueError."""
+    import torch  # which --help does not wait for
+
+    from flash_helpers.check.inputs import make_inputs
+
     shape = AttentionForward(arguments.batch, arguments.heads, arguments.seq)
     backend = find_backend(arguments.device)
     for dtype, launch in launches(arguments, backend, shape):

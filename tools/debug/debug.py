@@ -10,14 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flash_helpers.check.debugging import (
-    Excerpt,
-    compare_with_reference,
-    config_of_ptx,
-    fault_summary,
-)
-from flash_helpers.check.inputs import DISTRIBUTIONS
+from flash_helpers.check.problems import DISTRIBUTIONS
 from flash_helpers.command_line import make_parser, run_tool
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
@@ -35,6 +30,9 @@ from flash_helpers.registry.selection import (
     require_supported,
 )
 from flash_helpers.runtime.backend import KernelsNotRun
+
+if TYPE_CHECKING:
+    from flash_helpers.check.debugging import Excerpt
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE_FILE, KERNEL_FILE = "debug_pt.txt", "debug_cuda.txt"
@@ -77,7 +75,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=256, help="sequence length (default: 256)")
     parser.add_argument("--heads", type=int, default=1, help="number of heads (default: 1)")
     parser.add_argument(
-        "--inputs", choices=list(DISTRIBUTIONS), default="normal", help="(default: normal)"
+        "--inputs", choices=DISTRIBUTIONS, default="normal", help="(default: normal)"
     )
     parser.add_argument(
         "--range",
@@ -111,6 +109,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen_config(arguments: argparse.Namespace) -> Config:
     """The config that the command line asks for. Raises ValueError if there is none."""
+    from flash_helpers.check.debugging import config_of_ptx  # and torch, no sooner than needed
+
     if arguments.step and arguments.kernel:
         raise UsageError("STEP and --kernel CONFIG both name a kernel: give one of the two")
     if arguments.kernel:
@@ -137,6 +137,8 @@ def check_excerpt(
     arguments: argparse.Namespace, config: Config, problem: AttentionForward
 ) -> Excerpt:
     """What is written down. Raises UsageError for a block or warp that does not exist."""
+    from flash_helpers.check.debugging import Excerpt
+
     for name, values, number in (
         ("--block", arguments.block or [], problem.seq_len // config.B_c),
         ("--row-block", [arguments.row_block], problem.seq_len // config.B_r),
@@ -153,6 +155,8 @@ def compare(arguments: argparse.Namespace) -> int:
 
     Raises KernelsNotRun, OSError, PtxError and ValueError.
     """
+    from flash_helpers.check.debugging import compare_with_reference, fault_summary
+
     config = chosen_config(arguments)
     problem = AttentionForward(1, arguments.heads, arguments.seq, dtype=config.dtype)
     require_supported([config], problem)

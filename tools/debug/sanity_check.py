@@ -9,26 +9,19 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from tqdm import tqdm
 
-from flash_helpers.check.inputs import DISTRIBUTIONS
-from flash_helpers.check.sanity import (
-    DEFAULT_SHAPE,
-    SMALL_SHAPE,
-    SanityReport,
-    SanityRequest,
-    check_kernels,
-    estimated_seconds,
-    make_request,
-)
+from flash_helpers.check.problems import DEFAULT_SHAPE, DISTRIBUTIONS, SMALL_SHAPE
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
 from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
-from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
 from flash_helpers.tables import json_text
+
+if TYPE_CHECKING:
+    from flash_helpers.check.sanity import SanityRequest
 
 DESCRIPTION = """\
 Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with
@@ -78,9 +71,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, help="sequence length instead of the shape's")
     parser.add_argument(
         "--inputs",
-        choices=list(DISTRIBUTIONS),
+        choices=DISTRIBUTIONS,
         default="normal",
-        help="; ".join(f"{d.name}: {d.description}" for d in DISTRIBUTIONS.values()),
+        help="; ".join(f"{name}: {text}" for name, text in DISTRIBUTIONS.items()),
     )
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     parser.add_argument(
@@ -104,6 +97,9 @@ def chosen_shape(arguments: argparse.Namespace) -> AttentionForward:
 
 def announce(request: SanityRequest) -> None:
     """Say how long the simulator will take, if that is long."""
+    from flash_helpers.check.sanity import estimated_seconds
+    from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
+
     seconds = estimated_seconds(request)
     if seconds >= ANNOUNCE_FROM_SECONDS:
         print(
@@ -116,6 +112,10 @@ def announce(request: SanityRequest) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Check the kernels and print; returns the exit status. Raises KernelsNotRun and ValueError."""
+    import torch  # which --help does not wait for
+
+    from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
+
     shape = chosen_shape(arguments)
     backend = find_backend(arguments.device, arguments.keep_going)
     if arguments.keep_going and not backend.is_simulator:

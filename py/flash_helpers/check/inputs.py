@@ -1,37 +1,24 @@
-"""Named input distributions: each one brings out errors that another would hide."""
+"""Draws the inputs that kernels are checked on, by the name of their distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
+from flash_helpers.check.problems import (
+    DISTRIBUTIONS,
+    LARGE_LOGIT_STD,
+    MEAN,
+    OUTLIER_K_FACTOR,
+    OUTLIER_PERIOD,
+    OUTLIER_V_FACTOR,
+)
 from flash_helpers.kernel_configs import AttentionForward, Config
 
-# Away from zero, so that an averaged V is a signal and not the noise that averaging leaves.
-MEAN = 0.5
-# Standard deviation of the scaled logits of `large_logits`: the largest of a few million is about
-# five times that, and float32 still resolves it to 1e-4.
-LARGE_LOGIT_STD = 60.0
-OUTLIER_PERIOD = 61
-OUTLIER_K_FACTOR = 6.0
-OUTLIER_V_FACTOR = 8.0
-
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """How Q, K and V are drawn.
-
-    draw: (shape, generator) to float32 Q, K and V on the generator's device.
-    """
-
-    name: str
-    description: str
-    draw: Callable[[AttentionForward, torch.Generator], QKV]
 
 
 def _normal(
@@ -80,33 +67,14 @@ def _draw_countable(shape: AttentionForward, generator: torch.Generator) -> QKV:
     return q.float(), k.float(), v.float()
 
 
-DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
+# (shape, generator): float32 Q, K and V on the generator's device
+_DRAW: Mapping[str, Callable[[AttentionForward, torch.Generator], QKV]] = MappingProxyType(
     {
-        distribution.name: distribution
-        for distribution in (
-            Distribution("normal", f"normal with mean {MEAN} and deviation 1", _draw_normal),
-            Distribution(
-                "large_logits",
-                f"scaled logits with deviation {LARGE_LOGIT_STD:g}: softmax picks single keys",
-                _draw_large_logits,
-            ),
-            Distribution(
-                "constant_rows",
-                "each row of Q is one value and all keys are equal: softmax is uniform",
-                _draw_constant_rows,
-            ),
-            Distribution(
-                "outliers",
-                f"one key in {OUTLIER_PERIOD}, at random, is {OUTLIER_K_FACTOR:g} times as long: "
-                "the running maximum jumps",
-                _draw_outliers,
-            ),
-            Distribution(
-                "countable",
-                "small integers known from their position, for debugging",
-                _draw_countable,
-            ),
-        )
+        "normal": _draw_normal,
+        "large_logits": _draw_large_logits,
+        "constant_rows": _draw_constant_rows,
+        "outliers": _draw_outliers,
+        "countable": _draw_countable,
     }
 )
 
@@ -129,7 +97,7 @@ def make_inputs(
             f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
         )
     generator = torch.Generator(device=device).manual_seed(seed)
-    q, k, v = DISTRIBUTIONS[distribution].draw(shape, generator)
+    q, k, v = _DRAW[distribution](shape, generator)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

@@ -28,9 +28,6 @@ from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.simulator import estimate_seconds
 from flash_helpers.tables import DASH, Table
 
-DEFAULT_SHAPE = AttentionForward(batch=16, heads=16, seq_len=2048)
-SMALL_SHAPE = AttentionForward(batch=1, heads=1, seq_len=512)
-
 
 @dataclass(frozen=True)
 class SanityRequest:

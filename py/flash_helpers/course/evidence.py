@@ -9,9 +9,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
-from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
@@ -27,7 +24,6 @@ from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import library
-from flash_helpers.runtime.simulator import run_shipped
 from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
 
@@ -97,6 +93,11 @@ def count_kernel(config: Config, seq_len: int = SEQ_LEN) -> KernelCounts:
 
     Raises RuntimeError if the library's PTX cannot be read.
     """
+    import torch
+
+    from flash_helpers.check.inputs import make_inputs, tensors_for
+    from flash_helpers.runtime.simulator import run_shipped
+
     problem = AttentionForward(1, 1, seq_len, config.d_head, config.dtype)
     row_stride = config.own_row_stride(AttentionForward(1, HEADS, seq_len, config.d_head))
     inputs = make_inputs("normal", problem, getattr(torch, config.dtype.torch_name))

@@ -46,6 +46,7 @@ from flash_helpers.measure.results import (
     RateRecord,
     SkippedRecord,
 )
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.measure.timing import (
     CudaTimer,
     Recording,
@@ -56,10 +57,6 @@ from flash_helpers.measure.timing import (
 )
 from flash_helpers.runtime.backend import Backend, Forward
 
-DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
-N_HEADS = 16
-MAX_BATCH = 16
-MAX_TOKENS = 65536  # batch * seq_len
 _SDPA_BACKENDS = {
     FLASH: SDPBackend.FLASH_ATTENTION,
     CONTROL: SDPBackend.FLASH_ATTENTION,
@@ -136,11 +133,6 @@ def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...
         for contender in contenders
         if contender.name == FLASH_ATTN
     )
-
-
-def default_shape(seq_len: int) -> AttentionForward:
-    """The problem of one length: 16 heads, a batch of 16 or what MAX_TOKENS leaves."""
-    return AttentionForward(max(1, min(MAX_BATCH, MAX_TOKENS // seq_len)), N_HEADS, seq_len)
 
 
 def n_input_sets(shape: AttentionForward, element_bytes: int, cache_bytes: int) -> int:

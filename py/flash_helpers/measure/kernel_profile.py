@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from flash_helpers.check.inputs import make_inputs
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.ptx import Counts, Phase, Run
+from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
 from flash_helpers.tables import Table, change, number, records_csv
 
+if TYPE_CHECKING:
+    import torch
+
+    from flash_helpers.ptx import Run
+
 # (config, q, k, v): the output and what the simulator counted
-Simulate = Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]]
+Simulate: TypeAlias = (
+    "Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]]"
+)
 
 # The counts do not depend on the values.
 _INPUTS = "normal"
@@ -90,6 +94,10 @@ def profile_kernels(
 
     Raises UsageError if the sequence is not whole blocks, and what `simulate` raises.
     """
+    import torch
+
+    from flash_helpers.check.inputs import make_inputs
+
     require_supported(configs, shape)
     profiles = []
     for config in configs:

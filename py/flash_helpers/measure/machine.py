@@ -1,7 +1,7 @@
 """What a GPU is and does while something is measured, as NVML, PyTorch and git tell it.
 
 NVML is the driver's management library, which nvidia-smi asks too (NVIDIA, "NVML API Reference
-Guide"). Without a driver all that it would tell is left out.
+Guide"). Without a driver all that it would tell is left out. torch is imported when it is asked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pynvml
-import torch
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import Provenance, ResourceRecord
 from flash_helpers.runtime.backend import Backend
-from flash_helpers.runtime.call import resources
+
+if TYPE_CHECKING:
+    import torch
 
 READING_INTERVAL_S = 0.01
 REST_POWER = 0.5  # of the power limit
@@ -43,6 +44,8 @@ def _ask(question: Callable[..., T], *arguments: Any) -> T | None:
 def _handle(device: torch.device) -> Any:
     """NVML's of a CUDA device; None, for which it answers nothing, if it does not know the
     device."""
+    import torch
+
     _ask(pynvml.nvmlInit)
     # CUDA_VISIBLE_DEVICES renumbers devices for PyTorch but not for NVML
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -111,6 +114,8 @@ class GpuSensor:
 
 def resource_record(config: Config, device: torch.device) -> ResourceRecord:
     """What a built kernel takes on a CUDA device."""
+    from flash_helpers.runtime.call import resources
+
     found = resources(config, device)
     return ResourceRecord(
         name=config.short_form(),
@@ -139,6 +144,8 @@ def _git(root: Path, *arguments: str) -> str:
 
 def provenance(backend: Backend, command: str, commit: str) -> Provenance:
     """The record of this machine and moment. commit: of the kernels' sources, "" if unknown."""
+    import torch
+
     device = backend.device
     gpu, capability, driver = platform.machine(), "", ""
     max_sm_mhz = milliwatts = None

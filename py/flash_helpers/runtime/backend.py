@@ -1,24 +1,24 @@
-"""What runs the kernels on this machine."""
+"""What runs the kernels on this machine. torch is imported when that is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.runtime import library
-from flash_helpers.runtime.call import prepare
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_CHOICES = ("auto", "cuda", "cpu")
 
 # (config, q, k, v, o): computes attention of q, k, v into o, all (batch, seq, heads, d_head), and
 # returns the faults, in words, that were found in the kernel but did not stop it
-Forward = Callable[
-    [Config, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    tuple[str, ...],
-]
+Forward: TypeAlias = (
+    "Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[str, ...]]"
+)
 
 
 class KernelsNotRun(RuntimeError):
@@ -43,6 +43,8 @@ class Backend:
     def synchronize(self) -> None:
         """Wait for the device, so that an error of a launch is raised here."""
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
 
 
@@ -53,6 +55,8 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
 
     Raises KernelsNotRun, with one line saying why, if the kernels cannot run there.
     """
+    import torch
+
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise KernelsNotRun("the kernels were not run: no CUDA device was found")
@@ -79,20 +83,27 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
     return Backend(
         device=current,
         description=f"{properties.name}, compute capability {properties.major}.{properties.minor}",
-        forward=_launch,
+        forward=_launcher(),
         kernels=kernels,
         library=built,
     )
 
 
-def _launch(
-    config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
-) -> tuple[str, ...]:
-    prepare(config, q, k, v, o).run()
-    return ()
+def _launcher() -> Forward:
+    from flash_helpers.runtime.call import prepare
+
+    def run(
+        config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+    ) -> tuple[str, ...]:
+        prepare(config, q, k, v, o).run()
+        return ()
+
+    return run
 
 
 def _simulator(keep_going: bool) -> Forward:
+    from flash_helpers.runtime.call import prepare
+
     def run(
         config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
     ) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from flash_helpers.kernel_configs import AttentionForward, DType, config_from_sh
 from flash_helpers.measure.benchmark import (
     Contender,
     InputSet,
-    default_shape,
     library_contender,
     make_input_sets,
     measure_problem,
@@ -37,6 +36,7 @@ from flash_helpers.measure.benchmark import (
 )
 from flash_helpers.measure.machine import GpuSensor, driver_version
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.driver import LoadedKernel
 from flash_helpers.runtime.library import encode_tensor_map
