@@ -308,6 +308,16 @@ def test_faults_are_collected_once_for_each_instruction():
     assert found.counters.total.instructions > 0
 
 
+def test_a_run_is_shown_as_a_summary():
+    run_of = load_ptx(entry(START + "bar.sync 0;", declarations=DECLARATIONS)).kernel("k").launch
+    alone = run_of(grid=(2, 3), block=64)
+    n = alone.counters.total.instructions
+    assert repr(alone) == (
+        f"<Run of k: blocks 6, warp instructions {n}, mma 0, bank conflicts 0, faults 0>"
+    )
+    assert "blocks 1,006, " in repr(run_of(grid=1000, block=64, before=alone))
+
+
 def test_a_launch_goes_on_with_the_counts_and_faults_of_the_one_before():
     body = """
     mov.u32 %r6, %ctaid.x;

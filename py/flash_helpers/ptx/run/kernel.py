@@ -40,12 +40,25 @@ DEFAULT_MAX_INSTRUCTIONS = 20_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """A finished launch. faults: those that `keep_going` collected, one for each instruction and
-    kind."""
+    """A finished launch. n_blocks: that have run. faults: those that `keep_going` collected, one
+    for each instruction and kind."""
 
     kernel: str
+    n_blocks: int
     counters: Counters
     faults: tuple[SimulatorError, ...]
+
+    def __repr__(self) -> str:
+        total = self.counters.total
+        counts = {
+            "blocks": self.n_blocks,
+            "warp instructions": total.instructions,
+            "mma": total.mma,
+            "bank conflicts": total.bank_conflicts,
+            "faults": len(self.faults),
+        }
+        told = ", ".join(f"{name} {n:,}" for name, n in counts.items())
+        return f"<Run of {self.kernel}: {told}>"
 
     @cached_property
     def by_line(self) -> list[LineCounts]:
@@ -135,9 +148,9 @@ class Kernel:
         self._check_launch(grid3, block3, shared_bytes, target)
         launch = self._launch(grid3, block3, shared_bytes, args, memory)
         log = FaultLog(self.program, keep_going)
-        tally = Tally(self.program)
+        tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:
-            tally = before.counters.tally
+            tally, n_blocks = before.counters.tally, n_blocks + before.n_blocks
             log.go_on_with(before.faults)
         x, y, z = map(range, grid3)
         blocks = [(i, j, k) for k, j, i in itertools.product(z, y, x)]
@@ -150,7 +163,7 @@ class Kernel:
                 Scheduler(machine, max_instructions, observer).run()
             if progress is not None:
                 progress(min(start + per_batch, len(blocks)), len(blocks))
-        return Run(self.name, Counters(tally), tuple(log.faults.values()))
+        return Run(self.name, n_blocks, Counters(tally), tuple(log.faults.values()))
 
     def _check_launch(
         self,
