@@ -17,13 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from flash_helpers.check.problems import SMALL_SHAPE
 from flash_helpers.command_line import make_parser, run_tool, typed_command
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.progress import bar
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.tables import Table
 
@@ -108,7 +107,7 @@ def run(command: str, path: Path) -> None:
     configs = get_kernel_progression_configs()
     work = [(config, SMALL_SHAPE) for config in configs]
     work += [(configs[-1], shape) for shape in SCALING_SHAPES]
-    records = [measure(*item) for item in tqdm(work, desc="simulator", unit="run")]
+    records = [measure(*item) for item in bar(work, desc="simulator", unit="run")]
     small, scaling = records[: len(configs)], records[len(configs) :]
     document = {
         "provenance": {

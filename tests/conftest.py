@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def root() -> Path:
 def package() -> Path:
     """The folder that the installed package lies in, with the library, PTX and logs."""
     return library.package_folder()
+
+
+@pytest.fixture
+def terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """stderr is a terminal, for those who ask; the test has another object of the class."""
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
 
 
 @pytest.fixture(scope="session", autouse=True)

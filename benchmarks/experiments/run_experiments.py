@@ -15,7 +15,6 @@ from pathlib import Path
 from experiment_tables import loop_table, provenance_line, speed_table
 from experiments import CONFIG, DTYPE, EXPERIMENTS, contender, resources, source_digest
 from machine_code import ARCHITECTURE, MachineCode, read_machine_code
-from tqdm import tqdm
 
 from flash_helpers.command_line import (
     add_commit_argument,
@@ -41,6 +40,7 @@ from flash_helpers.measure.results import (
     refuse_another_gpu,
 )
 from flash_helpers.measure.shapes import default_shape
+from flash_helpers.progress import bar
 from flash_helpers.registry.selection import UsageError, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.sass.read.records import SassError
@@ -128,12 +128,12 @@ def compile_experiments(architecture: int) -> list[Cubin]:
         COMPILE_TIMEOUT_S,
     )
     found: dict[str, Cubin] = {}
-    with tqdm(total=len(EXPERIMENTS), desc="compiling", unit="kernel") as bar:
+    with bar(total=len(EXPERIMENTS), desc="compiling", unit="kernel") as shown:
         for compiled in compiler.compile_all([e.source() for e in EXPERIMENTS]):
             if compiled.cubin is None:
                 raise BuildError(f"{compiled.source.name}: {compiled.failure}")
             found[compiled.source.name] = compiled.cubin
-            bar.update()
+            shown.update()
     return [found[experiment.name] for experiment in EXPERIMENTS]
 
 
@@ -160,7 +160,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     contenders = [library_contender(FLASH), *map(contender, compiled)]
     protocol = Protocol(rounds=arguments.rounds)
     total = len(seq_lens) * n_steps(len(contenders), protocol)
-    with tqdm(total=total, desc="experiments", unit="step") as bar:
+    with bar(total=total, desc="experiments", unit="step") as shown:
         run = run_benchmark(
             {DTYPE: contenders},
             seq_lens,
@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             protocol,
             GpuSensor(backend.device),
             rate_works={MMA_SYNC: lambda dtype: mma_sync_work(dtype, backend.device)},
-            advance=bar.update,
+            advance=shown.update,
             shape_for=default_shape,
         )
     if run.skipped:
@@ -212,7 +212,7 @@ def write_docs(arguments: argparse.Namespace) -> int:
 def write_machine_code() -> int:
     """Compile, read and write what ptxas made of the loops. Raises BuildError and SassError."""
     compiled = compile_experiments(ARCHITECTURE)
-    code = read_machine_code(tqdm(compiled, desc="disassembling", unit="kernel"), ROOT)
+    code = read_machine_code(bar(compiled, desc="disassembling", unit="kernel"), ROOT)
     code.save(ROOT / MACHINE_CODE)
     print(loop_table(code).text())
     return 0

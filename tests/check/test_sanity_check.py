@@ -148,7 +148,9 @@ def test_kernels_of_the_progression_that_are_not_built_are_named() -> None:
 # The command line
 
 
-def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(monkeypatch, capsys) -> None:
+def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(
+    monkeypatch, terminal, capsys
+) -> None:
     status, out, err = run_tool(monkeypatch, capsys, None, "--kernel", "1", "2", "--dtype", "fp16")
     assert status == 0
     lines = out.splitlines()

@@ -1330,7 +1330,9 @@ def pt_bench(monkeypatch):
     return tool
 
 
-def test_the_tool_writes_the_files_and_prints_the_tables(pt_bench, tmp_path: Path, capsys) -> None:
+def test_the_tool_writes_the_files_and_prints_the_tables(
+    pt_bench, tmp_path: Path, terminal, capsys
+) -> None:
     json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
     arguments = ["--kernel", "2", "--seq", "128", "64", "--rounds", "2", "--commit", "abc"]
     status = pt_bench.main([*arguments, "--json", str(json_path), "--csv", str(csv_path)])

@@ -242,7 +242,7 @@ class TestAnnouncement:
         assert capsys.readouterr().err == ""
 
     def test_of_a_long_run_gives_an_estimate_and_progress(
-        self, inputs, capsys, monkeypatch
+        self, inputs, terminal, capsys, monkeypatch
     ) -> None:
         monkeypatch.setattr(simulator, "ANNOUNCE_FROM_SECONDS", 0.0)
         flash_attention.forward(CONFIG, *inputs)
@@ -264,3 +264,8 @@ def test_every_kernel_ships_its_ptx_under_its_name() -> None:
     for config in flash_attention.kernels():
         (name,) = load_ptx(ptx_path(config)).kernels
         assert config.short_form() in name
+
+    def test_is_for_a_terminal(self, inputs, capsys, monkeypatch) -> None:
+        monkeypatch.setattr(simulator, "ANNOUNCE_FROM_SECONDS", 0.0)
+        flash_attention.forward(CONFIG, *inputs)
+        assert capsys.readouterr().err == ""

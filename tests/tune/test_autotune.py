@@ -472,7 +472,9 @@ def requests_in(lines: list[str]) -> list[str]:
     return [line for line in lines if " " in line]
 
 
-def test_the_fastest_config_wins_and_the_whole_table_is_kept(sweep, monkeypatch, capsys) -> None:
+def test_the_fastest_config_wins_and_the_whole_table_is_kept(
+    sweep, monkeypatch, terminal, capsys
+) -> None:
     speeds(monkeypatch, ("Br128", 1.25), ("Bc128", 0.75))
     assert sweep([V7, LARGE, WIDE]) == 0
     (winner,) = sweep.best().best

@@ -24,10 +24,10 @@ from flash_helpers.measure.execution_check import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.progress import progress_bar
 from flash_helpers.registry.selection import UsageError, chosen_kernels
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError
-from flash_helpers.sass.read.reader import progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/sass_h100.json")

@@ -20,7 +20,7 @@ from flash_helpers.measure.baseline import (
     read_library,
 )
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.sass.read.reader import progress_bar
+from flash_helpers.progress import progress_bar
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]

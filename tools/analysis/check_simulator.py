@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from flash_helpers.command_line import make_parser, run_tool, typed_command
 from flash_helpers.measure.counter_check import (
     add_check_arguments,
@@ -23,6 +21,7 @@ from flash_helpers.measure.counter_check import (
 )
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.progress import bar
 from flash_helpers.registry.selection import chosen_kernels
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -74,7 +73,7 @@ def measure(arguments: argparse.Namespace, command: str) -> SimulatorCheck:
     configs = chosen_kernels(arguments, backend.kernels)
     records = [
         compare_kernel(config, shape_for(config, arguments.seq), backend)
-        for config in tqdm(configs, desc="simulator and GPU", unit="kernel")
+        for config in bar(configs, desc="simulator and GPU", unit="kernel")
     ]
     profiler = failure = ""
     if not arguments.no_profiler:

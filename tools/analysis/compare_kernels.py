@@ -28,6 +28,7 @@ from flash_helpers.measure.machine_code import (
     source_diff,
 )
 from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.progress import progress_bar
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     KERNEL_NAMES,
@@ -37,7 +38,6 @@ from flash_helpers.registry.selection import (
 )
 from flash_helpers.sass.analyse.diff import diff_kernels
 from flash_helpers.sass.analyse.matrix import Matrix
-from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.diff_text import diff_as_json, diff_text
 from flash_helpers.sass.show.matrix_tables import (

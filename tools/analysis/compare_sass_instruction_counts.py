@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.sass.read.reader import progress_bar
+from flash_helpers.progress import progress_bar
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.count_comparison import (
     compare_counts,

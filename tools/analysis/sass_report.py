@@ -27,11 +27,12 @@ from flash_helpers.measure.machine_code import (
     with_own_paths,
 )
 from flash_helpers.measure.results import load_results
+from flash_helpers.progress import progress_bar
 from flash_helpers.registry.selection import UsageError, choose_kernels, require_supported
 from flash_helpers.sass.analyse.bound import Chip, Launch
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.report import report_on
-from flash_helpers.sass.read.reader import load_kernel, progress_bar
+from flash_helpers.sass.read.reader import load_kernel
 from flash_helpers.sass.show.report_text import (
     SourceText,
     report_json,

@@ -32,6 +32,7 @@ from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.progress import bar
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,
@@ -217,10 +218,10 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
         commit=arguments.commit or git_commit(arguments.root),
     )
     n_candidates = len({*configs, *champions})
-    with tqdm(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as bar:
-        sweep.screen(configs, Bar(bar), champions)
-    bar = tqdm(kernels, desc="last round", unit="kernel")
-    chosen = {kernel: sweep.choose(*kernel) for kernel in bar}
+    with bar(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as shown:
+        sweep.screen(configs, Bar(shown), champions)
+    last_round = bar(kernels, desc="last round", unit="kernel")
+    chosen = {kernel: sweep.choose(*kernel) for kernel in last_round}
     winners = [winner for winner in chosen.values() if winner is not None]
     table.updated(sweep.rows()).save(sweep_file(folder, info.gpu))
     if winners:

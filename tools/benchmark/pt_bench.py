@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from flash_helpers.command_line import (
     add_commit_argument,
     add_lengths_argument,
@@ -36,6 +34,7 @@ from flash_helpers.measure.results import (
     refuse_another_gpu,
 )
 from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.progress import bar
 from flash_helpers.registry.selection import (
     UsageError,
     add_kernel_arguments,
@@ -168,7 +167,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     dtypes = sorted({config.dtype for config in configs})
     contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
     steps = sum(n_steps(len(each), protocol) for each in contenders.values())
-    with tqdm(total=len(seq_lens) * steps, desc="benchmark", unit="step") as bar:
+    with bar(total=len(seq_lens) * steps, desc="benchmark", unit="step") as shown:
         run = run_benchmark(
             contenders,
             seq_lens,
@@ -178,7 +177,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             GpuSensor(backend.device),
             rate_works=default_rate_works(backend.device),
             time_budget_s=arguments.time_budget,
-            advance=bar.update,
+            advance=shown.update,
         )
     if not run.measurements:
         skipped = run.skipped[0]

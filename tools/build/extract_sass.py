@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
-from flash_helpers.sass.read.reader import list_kernels, load_kernels, progress_bar
+from flash_helpers.progress import progress_bar
+from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import (
     file_names,

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from flash_helpers.check.problems import DEFAULT_SHAPE, DISTRIBUTIONS, SMALL_SHAPE
 from flash_helpers.command_line import make_parser, print_text, run_tool
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.progress import bar
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
 from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
 from flash_helpers.tables import json_text
@@ -131,7 +130,7 @@ def check(arguments: argparse.Namespace) -> int:
     )
     if backend.is_simulator:
         announce(request)
-    progress = tqdm(
+    progress = bar(
         check_kernels(request, backend),
         total=len(request.configs),
         desc="sanity check",

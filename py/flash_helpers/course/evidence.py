@@ -20,11 +20,11 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
 from flash_helpers.measure.results import BenchmarkResults, RecordFile, load_results
+from flash_helpers.progress import progress_bar
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import library
-from flash_helpers.sass.read.reader import progress_bar
 from flash_helpers.sass.read.records import Kernel
 
 RESULTS = Path("benchmarks/results/h100.json")

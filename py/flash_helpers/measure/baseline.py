@@ -15,6 +15,7 @@ from flash_helpers.files import write_if_different
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.measure.results import read_record
+from flash_helpers.progress import Progress
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases
 from flash_helpers.sass.read import reader
@@ -204,7 +205,7 @@ def read_library(
     path: Path,
     architectures: Sequence[str] | None = None,
     *,
-    progress: reader.Progress | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Compiler, list[KernelFigures]]:
     """The compiler of a kernel library, and what it made.
 

@@ -19,6 +19,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.results import BenchmarkResults
+from flash_helpers.progress import Progress
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, names_of
 from flash_helpers.runtime import library
@@ -26,7 +27,7 @@ from flash_helpers.sass.analyse.bound import Chip, Launch, Measured, Prediction,
 from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_counts
 from flash_helpers.sass.read.lines import relative_to_repository
-from flash_helpers.sass.read.reader import Progress, list_kernels, load_kernels
+from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import Kernel, SassError
 from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources

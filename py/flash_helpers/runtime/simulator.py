@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from flash_helpers import gpu
 from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.progress import Progress, progress_bar
 from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
 from flash_helpers.registry.launch import WORKSPACE, Launch
 from flash_helpers.runtime.library import ptx_path
@@ -29,8 +29,6 @@ _RUNS_PER_TILE = 8
 unrolled, so once is enough; a kernel that runs more never ends."""
 
 _KERNELS_KEPT = 64
-
-Progress = Callable[[int, int], None]
 
 
 def load_kernel(config: Config, ptx: str | Path) -> Kernel:
@@ -183,11 +181,5 @@ def _announced(config: Config, shape: torch.Size) -> Iterator[Progress | None]:
         yield None
         return
     description = f"simulating {config.short_form()}, about {duration_text(seconds)}"
-    with tqdm(desc=description, unit="block", leave=False) as bar:
-
-        def advance(done: int, total: int) -> None:
-            if bar.total is None:
-                bar.reset(total)
-            bar.update(done - bar.n)
-
-        yield advance
+    with progress_bar(description, unit="block") as progress:
+        yield progress

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from flash_helpers.gpu import capability_of
+from flash_helpers.progress import Progress
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_digest, entry_key
 from flash_helpers.sass.read.choice import Found, choose, require_one
@@ -29,20 +27,6 @@ from flash_helpers.sass.read.records import (
     Operation,
     SassError,
 )
-
-Progress = Callable[[int, int], None]
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Progress]:
-    """A bar on stderr, if that is a terminal, to be given as `progress` to `load_kernels`."""
-    with tqdm(desc=description, unit="kernel", leave=False, disable=None) as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield advance
 
 
 def list_kernels(

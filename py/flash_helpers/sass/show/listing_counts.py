@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.progress import Progress, progress_bar
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.choice import Found, choose, require_one, require_one_architecture
@@ -89,7 +90,7 @@ def load_counts(
     function: str | None = None,
     architecture: str | None = None,
     *,
-    progress: reader.Progress | None = None,
+    progress: Progress | None = None,
 ) -> OpcodeCounts:
     """Count what a file holds: a listing, a file of counts, or machine code.
 
@@ -213,7 +214,7 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
 def count(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
     path = Path("/dev/stdin" if arguments.file == "-" else arguments.file)
-    with reader.progress_bar("reading") as progress:
+    with progress_bar("reading") as progress:
         counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
     if arguments.base:
         counts = counts.base()
