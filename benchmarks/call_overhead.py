@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from flash_helpers.command_line import (
     add_commit_argument,
     make_parser,
+    output_file,
     positive,
     run_tool,
     typed_command,
@@ -117,7 +118,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
         help=f"what was measured (default: {RESULTS})",

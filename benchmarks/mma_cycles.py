@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from flash_helpers.command_line import add_commit_argument, make_parser, run_tool, typed_command
+from flash_helpers.command_line import (
+    add_commit_argument,
+    make_parser,
+    output_file,
+    run_tool,
+    typed_command,
+)
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
@@ -81,7 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
         help=f"what was counted (default: {RESULTS})",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.check.problems import SMALL_SHAPE
-from flash_helpers.command_line import make_parser, run_tool, typed_command
+from flash_helpers.command_line import make_parser, output_file, run_tool, typed_command
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine import git_commit, provenance
@@ -92,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit status."""
     parser = make_parser(__doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--json", type=Path, default=ROOT / RESULTS, metavar="FILE", help=f"(default: {RESULTS})"
+        "--json",
+        type=output_file,
+        default=ROOT / RESULTS,
+        metavar="FILE",
+        help=f"(default: {RESULTS})",
     )
     arguments = parser.parse_args(argv)
     command = typed_command("benchmarks/simulator.py", argv)

@@ -16,6 +16,8 @@ from flash_helpers.command_line import (
     add_commit_argument,
     make_parser,
     not_negative,
+    output_file,
+    output_folder,
     positive,
     positive_seconds,
     print_text,
@@ -69,6 +71,63 @@ class TestTypesOfArguments:
     def test_refuse_what_is_no_number(self, kind) -> None:
         with pytest.raises(ValueError, match="'many'"):
             kind("many")
+
+
+OUTPUTS = {
+    "benchmarks/call_overhead.py": ["--json"],
+    "benchmarks/experiments/run_experiments.py": ["--json"],
+    "benchmarks/mma_cycles.py": ["--json"],
+    "benchmarks/simulator.py": ["--json"],
+    "tools/analysis/check_executed_counts.py": ["--json", "--raw"],
+    "tools/analysis/check_resources.py": ["--baseline"],
+    "tools/analysis/check_simulator.py": ["--json", "--raw"],
+    "tools/analysis/compare_kernels.py": ["--html"],
+    "tools/benchmark/ncu_bench.py": ["--csv", "--json", "--raw"],
+    "tools/benchmark/pt_bench.py": ["--csv", "--json", "--plot"],
+    "tools/build/extract_sass.py": ["-o"],
+    "tools/build/get_embedded_ptx_from_cubin.py": ["-o"],
+    "tools/build/parse_ptx_build.py": ["--output"],
+    "tools/debug/debug.py": ["--out"],
+    "tools/docs/build_site.py": ["--output"],
+}
+
+
+class TestOutputs:
+    @pytest.mark.parametrize(
+        ("tool", "option"), [(tool, option) for tool in OUTPUTS for option in OUTPUTS[tool]]
+    )
+    def test_that_cannot_be_written_are_refused_before_the_work(
+        self, tool, option, root, tmp_path
+    ) -> None:
+        command = [sys.executable, str(root / tool), option, "no/such folder/output"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr.endswith(
+            ": no/such folder/output cannot be written, there is no folder no/such folder: make it "
+            "with mkdir -p 'no/such folder'\n"
+        )
+        assert not list(tmp_path.iterdir())
+
+    def test_may_be_new_or_there(self, tmp_path) -> None:
+        (tmp_path / "there").mkdir()
+        (tmp_path / "file").touch()
+        assert output_file(str(tmp_path / "new")) == tmp_path / "new"
+        assert output_file(str(tmp_path / "file")) == tmp_path / "file"
+        assert output_folder(str(tmp_path / "new")) == tmp_path / "new"
+        assert output_folder(str(tmp_path / "there")) == tmp_path / "there"
+
+    def test_in_the_current_folder_need_no_other(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert output_file("out.json") == Path("out.json")
+
+    def test_of_the_wrong_kind_are_refused(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("there").mkdir()
+        Path("file").touch()
+        with pytest.raises(argparse.ArgumentTypeError, match="there is a folder: name a file"):
+            output_file("there")
+        with pytest.raises(argparse.ArgumentTypeError, match="file is a file: name a folder"):
+            output_folder("file")
 
 
 class TestRunTool:

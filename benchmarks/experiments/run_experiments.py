@@ -20,6 +20,7 @@ from flash_helpers.command_line import (
     add_commit_argument,
     add_lengths_argument,
     make_parser,
+    output_file,
     positive,
     run_tool,
     typed_command,
@@ -105,7 +106,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=ROOT / RESULTS,
         metavar="FILE",
         help=f"what was measured (default: {RESULTS})",

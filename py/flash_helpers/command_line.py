@@ -76,6 +76,33 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+def output_file(text: str) -> Path:
+    """A file to be written once the work is done: its folder is there."""
+    path = Path(text)
+    _require_parent(path)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file, such as {path / 'out'}")
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder to be written into, which is made if only it is missing."""
+    path = Path(text)
+    _require_parent(path)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file: name a folder")
+    return path
+
+
+def _require_parent(path: Path) -> None:
+    """Raise what argparse tells of, unless the folder that a path lies in is there."""
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{path} cannot be written, there is no folder {path.parent}: make it with "
+            f"mkdir -p {shlex.quote(str(path.parent))}"
+        )
+
+
 # -- what a tool does ------------------------------------------------------------------------------
 
 

@@ -228,7 +228,7 @@ class TestTool:
         assert json.loads(out)[0]["cmem_bytes"] == {"0": 364}
 
     def test_writes_where_it_is_told(self, capsys, tmp_path) -> None:
-        output = tmp_path / "out" / "table.csv"
+        output = tmp_path / "table.csv"
         status, out, _ = run_tool(capsys, FILES, "--csv", "--output", output)
         assert (status, out) == (0, "")
         assert output.read_text() == entries_as_csv(read_logs([str(FILES)], NOTHING))

@@ -265,7 +265,7 @@ def test_one_command_measures_and_saves(tmp_path, capsys, monkeypatch):
     ran = config.runs_as(shape.strides())
     record = predict_launch(progression_kernels("sm_90")[ran], ran, shape)
     monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
-    monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     data = tmp_path / "check.json"
     arguments = ["--kernel", config.short_form(), "--seq", "128", "--json", str(data)]
     for off, status in ((0, 0), (1, 1)):

@@ -31,8 +31,3 @@ def test_every_step_is_measured_in_every_dtype(tool, tmp_path):
     assert len(document["small"]) == document["seconds_for_all"] == 2 * len(STEPS)
     assert {record["seq_len"] for record in document["small"]} == {SMALL_SHAPE.seq_len}
     assert len(document["scaling"]) == len(tool.SCALING_SHAPES)
-
-
-def test_a_folder_where_a_file_is_wanted_is_one_line(tool, tmp_path, capsys):
-    assert tool.main(["--json", str(tmp_path)]) == 2
-    assert f"{tmp_path}: Is a directory\n" in capsys.readouterr().err

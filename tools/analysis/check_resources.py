@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.command_line import make_parser, output_file, run_tool
 from flash_helpers.measure.baseline import (
     Baseline,
     compare,
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--baseline",
-        type=Path,
+        type=output_file,
         default=BASELINE,
         metavar="FILE",
         help=f"(default: {BASELINE.relative_to(ROOT)})",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.command_line import make_parser, output_file, print_text, run_tool
 from flash_helpers.files import write_if_different
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config
@@ -131,7 +131,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--html",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="also write a page with CUDA, PTX and SASS side by side",
     )

@@ -15,6 +15,8 @@ from pathlib import Path
 from flash_helpers.command_line import (
     add_commit_argument,
     make_parser,
+    output_file,
+    output_folder,
     positive,
     run_tool,
     typed_command,
@@ -69,9 +71,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, help="(default: 16, or what 65536 tokens leave)")
     parser.add_argument("--heads", type=positive, help="(default: 16)")
     parser.add_argument("--runs", type=positive, default=3, help="launches of each (default: 3)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="one row a kernel")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with what it was counted on")
-    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a kernel")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="with what it was counted on"
+    )
+    parser.add_argument("--raw", type=output_folder, metavar="DIR", help="keep all that ncu wrote")
     add_commit_argument(parser)
     return parser.parse_args(argv)
 

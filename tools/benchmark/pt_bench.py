@@ -16,6 +16,7 @@ from flash_helpers.command_line import (
     add_commit_argument,
     add_lengths_argument,
     make_parser,
+    output_file,
     positive,
     positive_seconds,
     run_tool,
@@ -119,13 +120,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="go round sets of inputs that together exceed the L2 cache, or overwrite the cache "
         f"before each launch (default: {Protocol().cache})",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="one row a measurement")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a measurement")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="all samples, with what they were measured on"
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="all samples, with what they were measured on",
     )
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=output_file,
         metavar="FILE.svg",
         help="percent of flash by step, and TFLOP/s by length",
     )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.command_line import make_parser, output_folder, print_text, run_tool
 from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
 from flash_helpers.progress import progress_bar
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
@@ -82,7 +82,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "-o",
         "--output",
         metavar="DIR",
-        type=Path,
+        type=output_folder,
         help="write a file for each kernel and architecture there, and print their names",
     )
     return parser.parse_args(argv)

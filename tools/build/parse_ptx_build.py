@@ -9,9 +9,8 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.command_line import make_parser, output_file, print_text, run_tool
 from flash_helpers.compile.ptxas_tables import (
     LogError,
     entries_as_csv,
@@ -53,7 +52,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--csv", action="store_true", help="CSV, with the symbol and the log")
     machine.add_argument("--json", action="store_true", help="JSON, constant memory by bank")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write there, not to stdout")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE", help="write there, not to stdout"
+    )
     return parser.parse_args(argv)
 
 

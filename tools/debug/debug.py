@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flash_helpers.check.problems import DISTRIBUTIONS
-from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.command_line import make_parser, output_folder, run_tool
 from flash_helpers.files import write_if_different
 from flash_helpers.kernel_configs import (
     AttentionForward,
@@ -102,7 +102,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--all-faults", action="store_true", help="print every fault, not the first"
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "debug", metavar="DIR", help="(default: debug/)"
+        "--out", type=output_folder, default=ROOT / "debug", metavar="DIR", help="(default: debug/)"
     )
     return parser.parse_args(argv)
 

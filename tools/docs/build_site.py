@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, run_tool
+from flash_helpers.command_line import make_parser, output_folder, run_tool
 from flash_helpers.course.site import SiteWarningsError, build_site
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_folder,
         default=ROOT / "site",
         metavar="DIR",
         help="folder of the site, replaced as a whole (default: site/ in the repository)",

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from flash_helpers.command_line import add_commit_argument, positive, write_or_check
+from flash_helpers.command_line import (
+    add_commit_argument,
+    output_file,
+    output_folder,
+    positive,
+    write_or_check,
+)
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.nsight import (
@@ -241,12 +247,12 @@ def add_check_arguments(
     parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=root / results,
         metavar="FILE",
         help=f"where the numbers go or come from (default: {results})",
     )
-    parser.add_argument("--raw", type=Path, metavar="DIR", help="keep all that ncu wrote")
+    parser.add_argument("--raw", type=output_folder, metavar="DIR", help="keep all that ncu wrote")
     add_commit_argument(parser)
     parser.add_argument("--docs", type=Path, default=root / page, help=f"(default: {page})")
     action = parser.add_mutually_exclusive_group()
