@@ -60,6 +60,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "listing": "2 LDSM",
         "value": "diff.2.added",
         "excerpt": "2 smem_offset",
+        "loads": "rows_256_h200",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")

@@ -1150,6 +1150,13 @@ def test_a_step_is_equal_to_its_parent_under_a_load_if_within_the_noise_of_that(
     assert "0.20% (bf16, burst), 9.00% (bf16, sustained)" in loads_table(results)
 
 
+def test_the_table_of_loads_has_a_row_for_a_config_at_another_tile() -> None:
+    wide = LARGE_TILE_7.replace(B_c=32)
+    more = (measurement(wide.short_form(), n, 310.0, load=BURST) for n in (1024, 4096))
+    row = load_rows(full_results(*more))["v7", f"`{wide.short_form()}`"]
+    assert row[:3] == ["103.3", "-", "-"]
+
+
 def test_the_table_of_loads_has_columns_of_the_second_dtype_and_rows_of_what_was_measured() -> None:
     measured = [STAIRS["o1"], STAIRS["o2"]]
     fp16 = stairs("fp16")

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from flash_helpers.course.arguments import Arguments, parse_arguments
 from flash_helpers.course.clock_blocks import (
     clock_block,
+    loads_block,
     map_block,
     progression_block,
     staircase_block,
@@ -85,6 +86,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "stairs": _about_a_step("the staircases with a step lit, and its number", stairs_block),
         "staircase": Kind("", "the plot of the progression", staircase_block),
+        "loads": Kind(
+            "NAME", "benchmarks/results/NAME.json, in bursts and sustained", loads_block, 1, 1
+        ),
         "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
         "progression": Kind("", "the table of the progression", progression_block),
         "short_forms": Kind("", "what the parts of a short form mean", short_forms_block),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
-from flash_helpers.course.evidence import Evidence, Published
+from flash_helpers.course.evidence import RESULTS, Evidence, Published
 from flash_helpers.course.links import image, relative
 from flash_helpers.course.pages import page_of_step
 from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
-from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, progression_table
+from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, loads_table, progression_table
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
     FLASH,
@@ -20,6 +20,7 @@ from flash_helpers.measure.results import (
     LOAD_TEXTS,
     BenchmarkResults,
     interval,
+    load_results,
 )
 from flash_helpers.measure.staircases import stair, stairs
 from flash_helpers.registry.family import Step
@@ -204,6 +205,12 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
         f"{'; '.join(ends)}"
     )
     return image(STAIRCASE, alt, arguments.page)
+
+
+def loads_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The results of a file of `RESULTS`' folder, in bursts and sustained."""
+    path = evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")
+    return loads_table(load_results(path))
 
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -352,11 +352,16 @@ def _legend(results: BenchmarkResults, dtype: str) -> str:
     return " ".join(sentences)
 
 
-def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
-    """Measured configs that stand on neither staircase, folded."""
+def _off_the_stairs(results: BenchmarkResults, dtype: str) -> list[Config]:
+    """Measured configs that stand on neither staircase."""
     shown = {config for own in stairs(dtype).values() for config in own.configs}
     names = [name for name in results.names(dtype) if name not in LIBRARY_NAMES]
-    others = [c for c in map(config_from_short_form, names) if c not in shown]
+    return sorted(c for c in map(config_from_short_form, names) if c not in shown)
+
+
+def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
+    """Measured configs that stand on neither staircase, folded."""
+    others = _off_the_stairs(results, dtype)
     if not others:
         return
     header = ["step", "config", "% of flash", f"TFLOP/s at {_table_length(results)}"]
@@ -367,7 +372,7 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
             share_text(results.of_flash(config.short_form(), dtype)),
             _speed_cell(results, config.short_form(), dtype),
         ]
-        for config in sorted(others)
+        for config in others
     ]
     summary = "Other configs that were measured, the winners of a sweep among them"
     yield f"<details>\n<summary>{summary}</summary>"
@@ -376,7 +381,8 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
 
 
 def loads_table(results: BenchmarkResults) -> str:
-    """Markdown: a row a kernel at the large tile, then the libraries and the rate of mma.sync.
+    """Markdown: a row a kernel, those at the large tile first, then the libraries and the rate of
+    mma.sync.
 
     Percent of PyTorch's flash backend in the harmonic mean over all lengths, of each dtype under
     each load; of the main dtype, sustained, TFLOP/s at TABLE_SEQ_LEN, SM clock and power.
@@ -392,8 +398,8 @@ def loads_table(results: BenchmarkResults) -> str:
     said = [f"{100 * n:.2f}% ({dtype}, {load})" for (dtype, load), n in noises if n is not None]
     parts = [
         Table(header, rows, "ll").markdown(),
-        "All at the large tile; clock and power are medians over the samples of all lengths. A "
-        "step no further from its parent than flash from itself, up to "
+        "At the large tile unless a config is named; clock and power are medians over the samples "
+        "of all lengths. A step no further from its parent than flash from itself, up to "
         f'{", ".join(said)}, has an "=".',
         _provenance_text(results, dtypes, results.loads),
     ]
@@ -401,7 +407,7 @@ def loads_table(results: BenchmarkResults) -> str:
 
 
 def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
-    """Those that were measured, with the static stride and then reading it."""
+    """Those that were measured, with the static stride and then reading it; then other tiles."""
     main, _ = columns[0]
     pairs = {dtype: [found for _, found in _beside_parents(dtype)] for dtype, _ in columns}
     for n, own in enumerate(stairs(main).values()):
@@ -414,6 +420,13 @@ def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> I
                 shares = [_share_cell(results, pairs[d][n][tile], d, load) for d, load in columns]
                 speed = _sustained_cells(results, config.short_form(), main)
                 yield [own.step.id, title, *shares, *speed]
+    for config in _off_the_stairs(results, main):
+        shares = [
+            _share_cell(results, (config.replace(dtype=DType.from_name(d)), None), d, load)
+            for d, load in columns
+        ]
+        speed = _sustained_cells(results, config.short_form(), main)
+        yield [config.step.id, f"`{config.short_form()}`", *shares, *speed]
 
 
 def _ceiling_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
