@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -27,10 +26,17 @@ def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
         raise UsageError("nothing is chosen: name a function, or give phase= or at=")
     if (total := sum(map(len, found))) > MOST_LINES:
         raise UsageError(f"{total} lines are no excerpt, {MOST_LINES} are: cut them by lines=")
-    code = "\n\n".join(textwrap.dedent("\n".join(lines[n] for n in part)) for part in found)
+    code = "\n\n".join(dedented(lines[part.start : part.stop]) for part in found)
     places = ", ".join(f"{part[0] + 1}\N{EN DASH}{part[-1] + 1}" for part in found)
     link = f"[{path}]({relative(path, arguments.page)})"
     return f"```cpp\n{code}\n```\n\n{link}, lines {places}."
+
+
+def dedented(lines: Sequence[str]) -> str:
+    """At the margin, where pragmas stand already."""
+    indents = [len(line) - len(line.lstrip()) for line in lines if line.strip() and line[0] != "#"]
+    indent = min(indents, default=0)
+    return "\n".join(line if line.startswith("#") else line[indent:] for line in lines)
 
 
 def _file(word: str, root: Path) -> PurePosixPath:
