@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash_helpers.course.excerpts import dedented
+from flash_helpers.course.excerpts import dedented, phase_lines
 
 
 def test_pragmas_stay_at_the_margin_and_hold_nothing_else_in_place() -> None:
@@ -15,3 +15,8 @@ def test_pragmas_stay_at_the_margin_and_hold_nothing_else_in_place() -> None:
         "    m += 1;",
         "}",
     ]
+
+
+def test_a_phase_goes_on_behind_a_pragma_to_the_end_of_its_block() -> None:
+    lines = ["    // 1. Load", "#pragma unroll", "    for (;;) {}", "}", "void other() {}"]
+    assert phase_lines(lines, "1") == range(0, 3)

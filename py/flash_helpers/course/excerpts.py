@@ -100,7 +100,7 @@ def phase_lines(lines: Sequence[str], number: str) -> range:
     after = re.compile(_PHASE.format(r"\d+"))
     end = begin + 1
     while end < len(lines) and not after.match(lines[end]):
-        if lines[end].strip() and not lines[end].startswith(indent):
+        if lines[end].strip() and not lines[end].startswith((indent, "#")):
             break
         end += 1
     while not lines[end - 1].strip():
