@@ -495,6 +495,7 @@ class TestPicker:
             assert shown.text("#file option:checked") == str(of_version(version).step.source)
 
     def test_the_picture_picks_too(self, shown: Page) -> None:
+        shown.driver.find_element("css selector", "#overview summary").click()
         shown.driver.find_element("css selector", '#overview [data-kernel="0"] .name').click()
         assert of_version(SHOWN[0]).step.idea in shown.text("#title")
         current = shown.js(
@@ -527,6 +528,16 @@ class TestKeys:
         assert "tensor" in shown.text("#pipes")
         shown.press("\ue00c")
         assert not shown.js("return document.getElementById('help').open")
+
+
+class TestHeight:
+    def test_the_code_has_most_of_a_low_screen(self, shown: Page) -> None:
+        metrics = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
+        shown.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        heights = shown.js(
+            "return [...document.querySelectorAll('.code')].map((code) => code.clientHeight)"
+        )
+        assert min(heights) >= 0.7 * metrics["height"]
 
 
 class TestThemes:

@@ -133,7 +133,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--html",
         type=output_file,
         metavar="FILE",
-        help="also write a page with CUDA, PTX and SASS side by side",
+        help="also write a page with CUDA, PTX and SASS of each kernel as a diff against the one "
+        "before it",
     )
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--markdown", action="store_true", help="Markdown on stdout")

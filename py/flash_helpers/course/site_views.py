@@ -63,7 +63,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
             PageKernel(
                 kernel=facts.kernel,
                 name=name,
-                title=f"Step {config.step.id}: {config.step.idea}",
+                title=config.step.idea,
                 facts=page_facts(facts, f"length {SEQ_LEN}"),
                 ptx_sources=ptx_sources(facts.kernel, ptx_path(config).read_text(encoding="utf-8")),
             )

@@ -49,7 +49,7 @@ def comparison_page(
         PageKernel(
             kernel=facts.kernel,
             name=name,
-            title=f"{name}: {facts.note}" if facts.note else name,
+            title=facts.note,
             facts=page_facts(facts, matrix.timed),
             ptx_sources=ptx_sources(facts.kernel, text) if text else {},
         )

@@ -62,9 +62,10 @@ T = TypeVar("T", bound=Hashable)
 class PageKernel:
     """A kernel of the page.
 
-    name: short, for the picker. facts: pairs of a term and its value. ptx_sources: the CUDA lines
-    of PTX lines, innermost first, as `ptx_links.ptx_sources` finds them; what is not in it is taken
-    from the SASS that the line became.
+    name: short, for the picker. title: what else there is to say of it, or "". facts: pairs of a
+    term and its value. ptx_sources: the CUDA lines of PTX lines, innermost first, as
+    `ptx_links.ptx_sources` finds them; what is not in it is taken from the SASS that the line
+    became.
     """
 
     kernel: Kernel

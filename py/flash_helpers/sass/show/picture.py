@@ -177,7 +177,7 @@ def overview_html(matrix: Matrix) -> str:
     if matrix.measured_on:
         note += f" Measured on {matrix.measured_on}."
     return (
-        '<section id="overview"><details open><summary>The kernels compared</summary>'
+        '<section id="overview"><details><summary>The kernels compared</summary>'
         f'<div class="picture"><div class="scroll">{picture_svg(matrix)}</div>'
         f'<div><div class="legend">{legend}</div>'
         f'<p class="note-text">{html.escape(note)}</p></div></div></details></section>'

@@ -645,8 +645,12 @@ function setSplit(wanted) {
   split = wanted && Boolean(parent);
   document.body.classList.toggle("split", split);
   document.querySelector('[data-do="split"]').setAttribute("aria-pressed", String(split));
-  const kept = pane[active].cursor?.dataset.key;
   setSingle();
+}
+
+function turnSplit() {
+  const kept = pane[active].cursor?.dataset.key;
+  setSplit(!split);
   renderAll();
   showTab(active);
   const row = pane[active].rows.get(kept);
@@ -661,7 +665,7 @@ function setSingle() {
 
 const DO = {
   next: () => nextChange(1), previous: () => nextChange(-1), loop: toMainLoop,
-  split: () => setSplit(!split),
+  split: turnSplit,
 };
 
 // ---- the line below ----------------------------------------------------------------------------
@@ -759,13 +763,13 @@ function show(number, keep = true) {
   diff = parsed(`diff-${number}`);
   parent = diff && load(number - 1);
   document.body.classList.toggle("no-diff", !diff);
-  if (split && !parent) setSplitOff();
+  setSplit(split);
   const about = index.kernels[number];
   document.querySelectorAll("#versions button, #overview .version").forEach((element) => {
     element.setAttribute("aria-current", String(Number(element.dataset.kernel) === number));
   });
-  const beside = parent ? `, beside ${index.kernels[parent.number].name}` : "";
-  byId("title").textContent = byId("title").title = `${about.title}${beside}`;
+  const beside = parent ? ` beside ${index.kernels[parent.number].name}` : "";
+  byId("title").textContent = byId("title").title = titled(`${about.name}${beside}`, about);
   showFacts(about);
   const files = [...kernel.files.map((path, i) => [String(i), path]),
     ...(parent?.files || []).map((path, i) => [`-${i}`, path])
@@ -786,11 +790,7 @@ function show(number, keep = true) {
   byId("detail").textContent = "Point at a line of any pane; click to pin it.";
 }
 
-function setSplitOff() {
-  split = false;
-  document.body.classList.remove("split");
-  setSingle();
-}
+const titled = (name, about) => (about.title ? `${name}: ${about.title}` : name);
 
 function showFacts(about) {
   const factsOf = (of) => new Map(of ? [["symbol", of.symbol], ...of.facts] : []);
@@ -800,7 +800,7 @@ function showFacts(about) {
     `<td class="after">${escaped(after.get(term) ?? "")}</td>`;
   const head = parent ? `<thead><tr><th></th><th>${escaped(index.kernels[parent.number].name)}</th>` +
     `<th>${escaped(about.name)}</th></tr></thead>` : "";
-  document.querySelector("#about h2").textContent = about.title;
+  document.querySelector("#about h2").textContent = titled(about.name, about);
   document.querySelector("#about .facts").innerHTML = `${head}<tbody>${[...new Set([...after.keys(), ...before.keys()])]
     .map((term) => `<tr><th>${escaped(term)}</th>${cells(term)}</tr>`).join("")}</tbody>`;
 }
@@ -961,7 +961,7 @@ narrow.addEventListener("change", setSingle);
 
 if (index.kernels.length > 1) {
   byId("versions").innerHTML = index.kernels.map((k, i) =>
-    `<button type="button" data-kernel="${i}" title="${escaped(k.title)}">${escaped(k.name)}</button>`).join("");
+    `<button type="button" data-kernel="${i}" title="${escaped(titled(k.name, k))}">${escaped(k.name)}</button>`).join("");
 }
 byId("tabs").innerHTML = PANES.map((name) =>
   `<button type="button" role="tab" data-tab="${name}">${name.toUpperCase()}<span class="found"></span></button>`).join("");
