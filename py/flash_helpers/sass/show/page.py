@@ -33,6 +33,7 @@ from flash_helpers.sass.read.records import (
 from flash_helpers.sass.read.symbols import demangled, with_demangled_symbols
 
 _ASSETS = resources.files("flash_helpers.sass.show") / "page_assets"
+_SCRIPTS = ("links.js", "rows.js", "changes.js", "detail.js", "page.js")  # one program, in order
 
 # pipe: (class of the style sheet, what it executes)
 _PIPES: Mapping[str, tuple[str, str]] = {
@@ -131,7 +132,7 @@ def page_html(
             f'<script type="application/json" id="{name}">{_json(value)}</script>'
             for name, value in data.items()
         ),
-        "script": _asset("page.js"),
+        "script": "\n".join(map(_asset, _SCRIPTS)),
     }
     return re.sub(r"@(\w+)@", lambda match: parts[match[1]], _asset("page.html"))
 
