@@ -105,6 +105,14 @@ class Page:
             pane,
         )
 
+    def emulate(self, command: str, settings: dict[str, Any]) -> None:
+        """Another screen or theme; what is drawn anew for it has been when this returns."""
+        self.driver.execute_cdp_cmd(f"Emulation.{command}", settings)
+        self.driver.execute_async_script(
+            "const done = arguments[0];"
+            "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+
     def text(self, selector: str) -> str:
         return self.driver.find_element("css selector", selector).text
 
@@ -533,7 +541,7 @@ class TestKeys:
 class TestHeight:
     def test_the_code_has_most_of_a_low_screen(self, shown: Page) -> None:
         metrics = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
-        shown.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        shown.emulate("setDeviceMetricsOverride", metrics)
         heights = shown.js(
             "return [...document.querySelectorAll('.code')].map((code) => code.clientHeight)"
         )
@@ -547,8 +555,8 @@ class TestThemes:
 
     def test_follow_the_system_and_the_button(self, shown: Page, page: Path) -> None:
         light = self.background(shown)
-        shown.driver.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia",
+        shown.emulate(
+            "setEmulatedMedia",
             {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
         )
         dark = self.background(shown)
@@ -588,7 +596,7 @@ class TestThemes:
 class TestNarrow:
     @pytest.fixture
     def narrow(self, shown: Page) -> Page:
-        shown.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+        shown.emulate("setDeviceMetricsOverride", NARROW)
         return shown
 
     def visible(self, page: Page) -> list[str]:
