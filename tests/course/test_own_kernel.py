@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.compile.toolchain import BuildError, find_nvcc
+from flash_helpers.compile.toolchain import PYPI_TOOLCHAIN, BuildError, find_nvcc
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import Kernel
@@ -272,3 +272,8 @@ def test_compiling_again_gives_the_committed_files(tmp_path):
                 for folder in (EXAMPLE, tmp_path)
             )
             assert old == new
+
+
+def test_the_page_s_line_of_pip_brings_the_compiler_of_the_build():
+    page = (ROOT / "docs/own_kernel.md").read_text(encoding="utf-8")
+    assert f"\n    pip install {' '.join(map(repr, PYPI_TOOLCHAIN))}\n" in page
