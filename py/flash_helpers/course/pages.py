@@ -61,6 +61,7 @@ PAGES: tuple[Page, ...] = (
     *(_of_step(step) for family in FAMILIES.values() for step in family.steps.values()),
     Page("what_next.md", "What comes next", END),
     Page("own_kernel.md", "Your own kernel", END),
+    Page("quickstart.md", "Quick start"),
     Page(GLOSSARY.name, "Glossary"),
     Page("tuning.md", "Tuning"),
     Page("simulator.md", "The simulator"),
