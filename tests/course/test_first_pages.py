@@ -1,15 +1,40 @@
-"""What a newcomer reads first: short, and it runs as it stands."""
+"""What a newcomer reads first, README and quick start: short, and it runs as it stands."""
 
 from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from fake_backend import ROOT, load_tool
 
-QUICK_START = ROOT / "docs/quickstart.md"
+from flash_helpers.course.commands import command_environment
+
+README, QUICK_START = ROOT / "README.md", ROOT / "docs/quickstart.md"
 
 
-def test_the_quick_start_is_one_screen() -> None:
-    assert len(QUICK_START.read_text(encoding="utf-8").splitlines()) <= 60
+@pytest.mark.parametrize(("page", "limit"), [(README, 150), (QUICK_START, 60)])
+def test_it_is_short(page: Path, limit: int) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+def test_the_readme_points_to_the_quick_start_before_anything_is_installed() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.index("(docs/quickstart.md)") < text.index("pip install")
+
+
+@pytest.mark.slow
+def test_the_readme_s_use_runs_without_a_gpu() -> None:
+    (use,) = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
+    right = """
+expected = torch.nn.functional.scaled_dot_product_attention(
+    *(x.float().transpose(1, 2) for x in (q, k, v))
+).transpose(1, 2)
+torch.testing.assert_close(o.float(), expected, atol=0.02, rtol=0.02)
+"""
+    subprocess.run([sys.executable, "-c", use + right], env=command_environment(), check=True)
 
 
 @pytest.mark.slow
