@@ -1099,9 +1099,7 @@ def test_the_table_of_loads_has_the_kernels_at_the_large_tile_and_then_the_libra
     text = loads_table(with_rates(full_results()))
     header, *rows = rows_of(text)
     assert header == [
-        *("step", "idea", "bf16, burst: % of flash", "bf16, sustained: % of flash"),
-        "bf16, sustained: TFLOP/s at 4096",
-        *("bf16, sustained: SM clock in MHz", "bf16, sustained: W"),
+        *("step", "idea", "bf16, burst: %", "bf16, sustained: %", "TFLOP/s", "MHz", "W"),
     ]
     read = "the same, with the row stride read at run time"
     expected = [

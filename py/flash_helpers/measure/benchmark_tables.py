@@ -390,17 +390,17 @@ def loads_table(results: BenchmarkResults) -> str:
     main = main_dtype(results)
     dtypes = [main, *(dtype for dtype in results.dtypes if dtype != main)]
     columns = [(dtype, load) for dtype in dtypes for load in results.loads]
-    header = ["step", "idea", *(f"{dtype}, {load}: % of flash" for dtype, load in columns)]
-    what = (f"TFLOP/s at {_table_length(results)}", "SM clock in MHz", "W")
-    header += [f"{main}, {SUSTAINED}: {text}" for text in what]
+    header = ["step", "idea", *(f"{dtype}, {load}: %" for dtype, load in columns)]
+    header += ["TFLOP/s", "MHz", "W"]
     rows = [*_kernel_load_rows(results, columns), *_ceiling_load_rows(results, columns)]
     noises = ((column, results.noise(column[0], load=column[1])) for column in columns)
     said = [f"{100 * n:.2f}% ({dtype}, {load})" for (dtype, load), n in noises if n is not None]
     parts = [
         Table(header, rows, "ll").markdown(),
-        "At the large tile unless a config is named; clock and power are medians over the samples "
-        "of all lengths. A step no further from its parent than flash from itself, up to "
-        f'{", ".join(said)}, has an "=".',
+        "At the large tile unless a config is named, % of flash; the last three columns are of "
+        f"{main}, {SUSTAINED}: TFLOP/s at {_table_length(results)}, SM clock and power, medians "
+        "over the samples of all lengths. A step no further from its parent than flash from "
+        f'itself, up to {", ".join(said)}, has an "=".',
         _provenance_text(results, dtypes, results.loads),
     ]
     return "\n\n".join(parts)
