@@ -1,6 +1,7 @@
 "use strict";
 // Search without a network: Sphinx finds the pages; from the texts of their sections come the order of
-// what it finds, the place that a result opens, and some of the text, with the words looked for.
+// what it finds, the place that a result opens, and some of the text, with the words looked for. A term
+// of the glossary stands before all that Sphinx finds.
 // (Sphinx fetches the pages for that, which a page that was opened from a file may not do.)
 
 const AROUND = 110; // characters before and after the first word found
@@ -22,6 +23,13 @@ var Scorer = {
   },
 };
 
+// Title, anchor and first sentence of the term looked for, if it is one: as it is told, or one of many.
+const TERM = (() => {
+  const terms = new Map(Object.entries(GLOSSARY));
+  const asked = SEARCHED.trim().toLowerCase().replace(/\s+/g, " ");
+  return [asked, asked.replace(/s$/, ""), asked.replace(/es$/, "")].map((name) => terms.get(name)).find(Boolean);
+})();
+
 function excerpt(text) {
   const found = Math.max(0, text.search(PATTERN));
   const start = Math.max(0, found - AROUND);
@@ -36,25 +44,52 @@ function place(sections, anchor) {
   return anchor || !found.length || !countIn(found[0][1]) ? [anchor, sections[anchor] || ""] : found[0];
 }
 
+function appendText(item, text) {
+  const line = document.createElement("p");
+  line.className = "search-excerpt";
+  text.split(PATTERN).forEach((part, n) => {
+    line.append(n % 2 ? Object.assign(document.createElement("mark"), { textContent: part }) : part);
+  });
+  item.append(line);
+}
+
+function termItem([title, anchor, sentence]) {
+  const item = document.createElement("li");
+  item.dataset.complete = "yes";
+  item.append(Object.assign(document.createElement("a"), { href: `glossary.html#${anchor}`, textContent: `Glossary: ${title}` }));
+  appendText(item, sentence);
+  return item;
+}
+
 function complete(item) {
   const link = item.querySelector("a");
   if (!link || item.dataset.complete) return;
   item.dataset.complete = "yes";
   const [file, name] = link.getAttribute("href").split("#");
   const sections = SEARCH_TEXTS[decodeURIComponent(file.replace(/\.html$/, ""))] || {};
+  if (TERM && link.textContent === `Glossary > ${TERM[0]}`) {
+    item.remove(); // it stands first
+    return;
+  }
   const [anchor, text] = place(sections, name ? `#${name}` : "");
   link.setAttribute("href", file + anchor);
-  if (!text) return;
-  const line = document.createElement("p");
-  line.className = "search-excerpt";
-  excerpt(text).split(PATTERN).forEach((part, n) => {
-    line.append(n % 2 ? Object.assign(document.createElement("mark"), { textContent: part }) : part);
-  });
-  item.append(line);
+  if (text) appendText(item, excerpt(text));
+}
+
+function completeAll(results) {
+  const list = results.querySelector("ul.search");
+  if (!list) return;
+  if (TERM && !list.dataset.term) {
+    list.dataset.term = "yes";
+    list.prepend(termItem(TERM));
+  }
+  list.querySelectorAll(":scope > li").forEach(complete);
+  const summary = results.querySelector(".search-summary");
+  const said = "Search finished: the glossary alone has it.";
+  if (TERM && list.children.length === 1 && summary.textContent && summary.textContent !== said) summary.textContent = said;
 }
 
 {
   const results = document.getElementById("search-results");
-  new MutationObserver(() => results.querySelectorAll("ul.search > li").forEach(complete))
-    .observe(results, { childList: true, subtree: true });
+  new MutationObserver(() => completeAll(results)).observe(results, { childList: true, subtree: true });
 }

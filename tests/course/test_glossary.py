@@ -205,7 +205,7 @@ class TestRepository:
             term.title: len(re.findall(r"[.](?=\s|$)", term.definition.split("<!--")[0]))
             for term in terms
         }
-        assert {title: n for title, n in sentences.items() if not 1 <= n <= 4} == {}
+        assert {title: n for title, n in sentences.items() if not 1 <= n <= 3} == {}
 
     @pytest.mark.parametrize("name", FAMILIES)
     def test_every_part_of_a_short_form_is_told(self, show: Callable[..., str], name: str) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from flash_helpers.course import markers
 from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.glossary import read_terms
 from flash_helpers.course.pages import FOLDER, PAGES, README, all_pages
 from flash_helpers.course.site_links import LinkTargets, broken_links
 from flash_helpers.course.site_plots import PLOTTED, site_plots
@@ -240,6 +241,7 @@ class _Build:
             menus=_menus(set(names.values())),
             plots=site_plots(self.evidence.results, steps),
             cards={name: card_html(STEPS[step]) for step, name in steps.items()},
+            terms=read_terms(root),
             on_page=on_page,
         )
         try:

@@ -1,5 +1,6 @@
 """What Sphinx does not do by itself: links as GitHub has them, plots in the place of pictures, the
-way to a step's view, the menu, and the texts that search results show."""
+way to a step's view, the menu, what the glossary says of a link to it, and the texts that search
+results show."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import starmap
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +19,8 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
+from flash_helpers.course.glossary import Term, search_index
+from flash_helpers.course.pages import GLOSSARY
 from flash_helpers.course.site_links import LinkError, LinkTargets
 from flash_helpers.course.site_sources import SourcePages
 
@@ -33,7 +38,8 @@ class SitePages:
     source: the folder that Sphinx reads. targets: of the links. paths: the files of the pages by
     name, relative to the root of the repository. menus: title and name of each page, by caption.
     plots: HTML by the path of the picture that it replaces. cards: HTML to stand below the title of
-    a page, by its name. on_page: called once for each page that was read and each that is written.
+    a page, by its name. terms: of the glossary. on_page: called once for each page that was read
+    and each that is written.
     """
 
     source: Path
@@ -42,6 +48,7 @@ class SitePages:
     menus: Mapping[str, Sequence[tuple[str, str]]]
     plots: Mapping[str, str]
     cards: Mapping[str, str]
+    terms: Sequence[Term]
     on_page: Callable[[], object]
     _texts: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -78,10 +85,19 @@ class SitePages:
         if not parts.path or parts.scheme or parts.netloc:
             return
         try:
-            reference["refuri"] = self.targets.address(self.paths[name], link)
+            address = self.targets.address(self.paths[name], link)
         except LinkError as error:
             _log.warning(str(error), location=reference)
             reference.replace_self(reference.children)
+            return
+        reference["refuri"] = address
+        if address in self._hints:
+            reference["reftitle"] = self._hints[address]
+
+    @cached_property
+    def _hints(self) -> Mapping[str, str]:
+        """What the pointer shows over a link to a term, by the link's address."""
+        return {f"{GLOSSARY.stem}.html#{term.anchor}": term.sentence for term in self.terms}
 
     def _image(self, name: str, image: nodes.image) -> None:
         try:
@@ -111,9 +127,14 @@ class SitePages:
 
     def _finished(self, app: Sphinx, error: Exception | None) -> None:
         if error is None:
-            text = json.dumps(self._texts, separators=(",", ":"), ensure_ascii=False)
+            tables = {"SEARCH_TEXTS": self._texts, "GLOSSARY": search_index(self.terms)}
             path = Path(app.outdir) / "_static" / SEARCH_TEXTS
-            path.write_text(f"const SEARCH_TEXTS = {text};\n", encoding="utf-8")
+            path.write_text("".join(starmap(_script_constant, tables.items())), encoding="utf-8")
+
+
+def _script_constant(name: str, value: object) -> str:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return f"const {name} = {text};\n"
 
 
 def _is_comment(node: nodes.Node) -> bool:
