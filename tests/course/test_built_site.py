@@ -16,6 +16,7 @@ from browser import open_browser, requested_urls
 from built_site import BuiltSite
 
 from flash_helpers.course.evidence import RESULTS
+from flash_helpers.course.glossary import read_terms
 from flash_helpers.course.pages import COURSE, PAGES, page_of_step
 from flash_helpers.course.site_views import view_name
 from flash_helpers.kernel_configs import STEPS, DType
@@ -313,6 +314,39 @@ class TestSearch:
 
     def test_finds_what_stands_in_text_in_code_and_in_tables(self, reader: Reader) -> None:
         assert {"01_base.html", "02_swizzle.html"} <= set(self.look_for(reader, "ldmatrix"))
+
+    @pytest.mark.parametrize(
+        ("words", "title"),
+        [
+            ("bank conflicts", "Bank conflict"),
+            ("LSU", "lsu"),
+            ("b_r", "B_r"),
+            ("Bound by", "Bound by"),
+            ("s04", "Stall count"),
+            ("[?]", "Uncertain cost"),  # no words: Sphinx finds nothing
+        ],
+    )
+    def test_a_term_comes_first_with_the_beginning_of_its_definition(
+        self, reader: Reader, root: Path, words: str, title: str
+    ) -> None:
+        self.look_for(reader, words)
+        first, *others = reader.all("#search-results ul.search > li")
+        link = first.find_element("css selector", "a")
+        assert link.text == f"Glossary: {title}"
+        assert title not in [other.text.splitlines()[0].split(" > ")[-1] for other in others]
+        sentences = {term.title: term.sentence for term in read_terms(root)}
+        shown = first.find_element("css selector", ".search-excerpt").text
+        assert shown == sentences[title]
+        link.click()
+        assert reader.at == "glossary.html"
+        section = "return document.querySelector(location.hash).closest('section')"
+        heading = reader.js(f"{section}.querySelector('h3').textContent")
+        assert heading.removesuffix("#").removesuffix("¶") == title
+
+    def test_other_words_are_no_term(self, reader: Reader) -> None:
+        self.look_for(reader, "wavefronts of ldmatrix")
+        first = reader.find("#search-results ul.search > li > a").text
+        assert not first.startswith("Glossary:")
 
     def test_says_when_there_is_nothing(self, reader: Reader) -> None:
         reader.find("input.sidebar-search").send_keys("xyzzyplugh", ENTER)

@@ -15,7 +15,7 @@ from built_site import require_builder
 
 from flash_helpers.course import site
 from flash_helpers.course.evidence import RESULTS
-from flash_helpers.course.pages import PAGES
+from flash_helpers.course.pages import GLOSSARY, PAGES
 from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
@@ -112,6 +112,16 @@ class TestPages:
         assert 'href="00_start.html#the-idea"' in text
         assert 'href="index.html"' in text
         assert 'href="#more"' in text
+
+    def test_links_to_terms_say_what_they_are(
+        self, repository: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        glossary = next(page for page in PAGES if page.path == GLOSSARY)
+        monkeypatch.setattr(site, "PAGES", (*PAGES[:2], glossary))
+        (repository / GLOSSARY).write_text("# G\n\n### cp.async\nA `copy`. And more.\n")
+        text = self.page(repository, "[a](glossary.md#cpasync) [b](glossary.md)")
+        assert re.search(r'href="glossary.html#cpasync" title="A copy."', text)
+        assert text.count('title="A copy."') == 1
 
     def test_anchors_are_those_of_github(self, repository: Path) -> None:
         text = self.page(repository, "[a](#one_stage-of-2-x)\n\n## `one_stage`: of 2, x\n")
