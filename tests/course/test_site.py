@@ -15,7 +15,7 @@ from built_site import require_builder
 
 from flash_helpers.course import site
 from flash_helpers.course.evidence import RESULTS
-from flash_helpers.course.pages import GLOSSARY, PAGES
+from flash_helpers.course.pages import GLOSSARY, PAGES, Page
 from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
@@ -32,6 +32,10 @@ def words(text: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", article))
 
 
+def pages_of(*names: str) -> list[Page]:
+    return [page for page in PAGES if page.name in names]
+
+
 @pytest.fixture
 def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a README and two listed pages; its views of machine code are empty."""
@@ -46,7 +50,7 @@ def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (folder / "README.md").write_text("# The course\n\n[the start](docs/00_start.md#the-idea)\n")
     (folder / "docs/00_start.md").write_text("# Start\n\n## The idea\n\nText.\n")
     (folder / "docs/01_base.md").write_text("# Base\n\nText.\n")
-    monkeypatch.setattr(site, "PAGES", PAGES[:2])
+    monkeypatch.setattr(site, "PAGES", pages_of("00_start.md", "01_base.md"))
     empty = [View(view_name(step), "<html></html>", ()) for step in STEPS.values()]
     monkeypatch.setattr(site, "step_views", lambda *arguments: iter(empty))
     return folder
@@ -116,9 +120,9 @@ class TestPages:
     def test_links_to_terms_say_what_they_are(
         self, repository: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        glossary = next(page for page in PAGES if page.path == GLOSSARY)
-        monkeypatch.setattr(site, "PAGES", (*PAGES[:2], glossary))
-        (repository / GLOSSARY).write_text("# G\n\n### cp.async\nA `copy`. And more.\n")
+        listed = pages_of("00_start.md", "01_base.md", GLOSSARY.name)
+        monkeypatch.setattr(site, "PAGES", listed)
+        (repository / GLOSSARY).write_text("# G\n\n## H\n\n### cp.async\nA `copy`. And more.\n")
         text = self.page(repository, "[a](glossary.md#cpasync) [b](glossary.md)")
         assert re.search(r'href="glossary.html#cpasync" title="A copy."', text)
         assert text.count('title="A copy."') == 1
