@@ -277,6 +277,8 @@ def test_stairs_tell_what_a_step_gained_at_each_tile(show: Show, evidence: Evide
     for tile, name in (("fixed", "9"), ("large", "9:large")):
         share = value(evidence, f"clock.{name}.of_flash_mean")
         assert f"**{share}** of flash at the {tile} tile" in text
+        change = value(evidence, f"clock.{name}.change_mean")
+        assert f"{share}** of flash at the {tile} tile ({change} against v8)" in text
     assert "against v8" in text and "](images/stairs/stairs_v9.svg)" in text
     assert "against" not in show("stairs 1")
     assert "no change against v16" in show("stairs o1")  # at the large tile, the only one it has

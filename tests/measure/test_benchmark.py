@@ -1172,7 +1172,7 @@ def test_the_table_of_loads_has_columns_of_the_second_dtype_and_rows_of_what_was
     ]
     header, *found = rows_of(loads_table(synthetic_results(*rows)))
     assert header[2:6] == [
-        f"{dtype}, {load}: % of flash" for dtype in ("bf16", "fp16") for load in (BURST, SUSTAINED)
+        f"{dtype}, {load}: %" for dtype in ("bf16", "fp16") for load in (BURST, SUSTAINED)
     ]
     assert [row[0] for row in found] == ["o1", "o2", ""]
     assert found[1][2:7] == ["120.0", "120.0", "132.0", "132.0", "360"]

@@ -12,7 +12,6 @@ from flash_helpers.course.arguments import (
     KERNEL_NAMES,
     parse_kernel,
     parse_step,
-    with_parent,
 )
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.counter_blocks import OPCODE_GROUPS, QUANTITIES, of_group, per_mma
@@ -21,6 +20,7 @@ from flash_helpers.course.sass_blocks import PHASES, phase_counts
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
 from flash_helpers.measure.results import LIBRARY_NAMES, RATE_NAMES, BenchmarkResults
+from flash_helpers.measure.staircases import parent_at_tile
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, KernelFacts
@@ -144,7 +144,9 @@ def _change_text(results: BenchmarkResults, config: Config, quantity: str) -> st
     parent = config.step.parent
     if parent is None:
         raise UsageError(f"step {config.step.id} has no parent")
-    before, _ = with_parent(config.step)
+    before = parent_at_tile(config)
+    if before is None:
+        raise UsageError(f"step {parent} has no kernel at the tile of {config.short_form()}")
     names = f"{before.short_form()} or {config.short_form()}"
     if quantity == "change_mean":
         return _measured(mean_change(results, before, config), names, _signed)

@@ -21,7 +21,7 @@ from flash_helpers.measure.results import (
     Measurement,
     interval,
 )
-from flash_helpers.measure.staircases import Stair, stair, stairs, tile_text
+from flash_helpers.measure.staircases import Pair, beside_parents, stair, stairs, tile_text
 from flash_helpers.registry.family import Step
 from flash_helpers.tables import Table, number
 
@@ -39,8 +39,6 @@ COMMENT_WIDTH = 96
 # (contender, dtype, length or None for the mean over all, load) to a number, if there is one
 Share = Callable[[str, str, "int | None", str], "float | None"]
 
-# a config, and the parent's that stands beside it
-Pair = tuple["Config | None", "Config | None"]
 Column = tuple[str, str]  # dtype and load
 
 
@@ -284,25 +282,8 @@ def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | N
     return f"= {text}" if is_equal else text
 
 
-def _beside_parents(dtype: str) -> Iterator[tuple[Stair, list[Pair]]]:
-    """Each step's stair; and at the fixed tile, at the large one and there with the stride read,
-    its config and its parent's."""
-    found = stairs(dtype)
-    for own in found.values():
-        before = found[own.step.parent] if own.step.parent else None
-        yield (
-            own,
-            [
-                (own.fixed, before and before.fixed),
-                (own.large, before and before.large),
-                # a parent without a static stride reads it at the large tile, too
-                (own.read, before and (before.read or before.large)),
-            ],
-        )
-
-
 def _step_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
-    for own, pairs in _beside_parents(dtype):
+    for own, pairs in beside_parents(dtype):
         cells = [_share_cell(results, pair, dtype) for pair in pairs]
         speed = _speed_cell(results, own.widest.short_form(), dtype)
         yield [own.step.id, own.step.idea, *cells, speed]
@@ -409,7 +390,7 @@ def loads_table(results: BenchmarkResults) -> str:
 def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
     """Those that were measured, with the static stride and then reading it; then other tiles."""
     main, _ = columns[0]
-    pairs = {dtype: [found for _, found in _beside_parents(dtype)] for dtype, _ in columns}
+    pairs = {dtype: [found for _, found in beside_parents(dtype)] for dtype, _ in columns}
     for n, own in enumerate(stairs(main).values()):
         for tile, title in (
             (1, own.step.idea),

@@ -5,10 +5,13 @@ A step stands beside its parent at the same tile, so that no step is credited wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from flash_helpers.kernel_configs import LARGE_TILE, Config, get_kernel_progression_configs
 from flash_helpers.registry.family import Step
+
+Pair = tuple["Config | None", "Config | None"]  # a config and its parent's
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,29 @@ def stairs(dtype: str) -> dict[str, Stair]:
     """Every step's, by its id, in the order of the registry. dtype: "bf16" or "fp16"."""
     fixed = (config for config in get_kernel_progression_configs() if config.dtype.short == dtype)
     return {config.step.id: stair(config) for config in fixed}
+
+
+def beside_parents(dtype: str) -> Iterator[tuple[Stair, list[Pair]]]:
+    """Each step's stair; and at the fixed tile, at the large one and there with the stride read,
+    its config and its parent's."""
+    found = stairs(dtype)
+    for own in found.values():
+        before = found[own.step.parent] if own.step.parent else None
+        yield (
+            own,
+            [
+                (own.fixed, before and before.fixed),
+                (own.large, before and before.large),
+                # a parent without a static stride reads it at the large tile, too
+                (own.read, before and (before.read or before.large)),
+            ],
+        )
+
+
+def parent_at_tile(config: Config) -> Config | None:
+    """The kernel of the parent that a kernel on the staircases stands beside; None for others."""
+    pairs = (pair for _, found in beside_parents(config.dtype.short) for pair in found)
+    return next((parent for own, parent in pairs if own == config), None)
 
 
 def tile_text(config: Config) -> str:
