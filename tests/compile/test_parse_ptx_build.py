@@ -246,7 +246,8 @@ class TestTool:
         for file, message in (
             (tmp_path / "nix.log", "nix.log"),
             (cut, "the log is cut off or mixed up"),
-            (SEVERAL, "compile with -Xptxas -v"),
+            (SEVERAL, "is a fatbin, not what ptxas -v says: use "),
+            (Path(__file__), "compile with -Xptxas -v"),
         ):
             status, out, err = run_tool(capsys, file)
             assert (status, out) == (2, "")

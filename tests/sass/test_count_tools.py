@@ -248,7 +248,7 @@ class TestScript:
         ("arguments", "message"),
         [
             (["nix.sass"], "nix.sass"),
-            ([str(FILES / "several.cu")], "readable are"),
+            ([str(FILES / "several.cu")], "is CUDA C++, not a listing of SASS"),
             ([str(FILES)], "directory"),
             ([str(SEVERAL)], "choose one with --arch"),
             ([], "usage"),

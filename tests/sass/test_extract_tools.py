@@ -297,7 +297,7 @@ class TestEmbeddedPtx:
         [
             (["no_lines.sm_90.cubin"], "holds no PTX: compile with -lineinfo"),
             (["only_ptx.fatbin", "--arch", "sm_80"], "only for sm_90"),
-            (["several.cu"], "is not an ELF file"),
+            (["several.cu"], "is CUDA C++, not a cubin: compile it with nvcc"),
         ],
     )
     def test_says_in_a_line_why_not(self, arguments, reason, capsys, planted) -> None:

@@ -11,7 +11,7 @@ import pytest
 import flash_helpers
 
 PACKAGE = Path(flash_helpers.__file__).parent
-ROOMLESS = ("gpu", "files", "tables", "progress", "command_line", "quiet_start")
+ROOMLESS = ("gpu", "files", "file_kinds", "tables", "progress", "command_line", "quiet_start")
 ALLOWED = {
     "ptx": (*ROOMLESS, "ptx", "sass.read"),
     "sass": (*ROOMLESS, "sass", "ptx.read", "ptx.errors"),

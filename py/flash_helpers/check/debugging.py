@@ -234,7 +234,10 @@ def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
     """
     there = [config for name in load_ptx(path).kernels if (config := find_config(name))]
     if not there:
-        raise ValueError(f"{path} holds no kernel of this repository")
+        raise ValueError(
+            f"{path} holds no kernel of this repository: examples/own_kernel/simulate.py shows "
+            "how to run another"
+        )
     if asked in there:
         return asked
     if asked is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
+from flash_helpers.file_kinds import FileKind, mistaken
 from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.tables import Table, csv_text, json_text
 
@@ -95,16 +96,17 @@ def read_logs(names: Iterable[str], stdin: BinaryIO) -> list[LogEntry]:
     found = []
     for name in names:
         if name == STDIN:
-            entries = _entries("standard input", stdin.read())
+            logs = {"standard input": stdin.read()}
         else:
-            entries = [
-                entry for log in _logs(Path(name)) for entry in _entries(str(log), log.read_bytes())
-            ]
+            logs = {str(log): log.read_bytes() for log in _logs(Path(name))}
+        entries = [entry for log, data in logs.items() for entry in _entries(log, data)]
         if not entries:
-            raise LogError(
+            others = (mistaken(log, data, FileKind.LOG) for log, data in logs.items())
+            unknown = (
                 f"{name} has nothing that ptxas -v says of a kernel: compile with -Xptxas -v and "
                 "keep what nvcc writes to stderr"
             )
+            raise LogError(next(filter(None, others), unknown))
         found += entries
     return sorted(found, key=_order)
 

@@ -10,11 +10,17 @@ class PtxError(Exception):
 
 
 class PtxSyntaxError(PtxError, ValueError):
-    """The text is not PTX that this reader understands, or it is cut off."""
+    """The text is not PTX that this reader understands, or it is cut off. file: whose text it is,
+    if it is that of a file."""
 
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(f"PTX line {line}: {message}")
+    def __init__(self, message: str, line: int, file: str = "PTX") -> None:
+        super().__init__(f"{file} line {line}: {message}")
+        self.message = message
         self.line = line
+
+
+class NotPtxError(PtxError, ValueError):
+    """The file holds something else; the message says what, and what to do with that."""
 
 
 class UnsupportedInstruction(PtxError, NotImplementedError):

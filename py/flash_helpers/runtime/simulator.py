@@ -167,7 +167,7 @@ def _shipped_kernel(config: Config, path: Path) -> Kernel:
         return load_kernel(config, path)
     except (OSError, PtxError) as error:
         raise RuntimeError(
-            f"the PTX of {config.short_form()} cannot be read from {path} ({error}): build it with "
+            f"the PTX of {config.short_form()} cannot be read ({error}): build it with "
             "`pip install . ./py` in the repository"
         ) from error
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from flash_helpers import gpu
-from flash_helpers.ptx.errors import LaunchError, SimulatorError
+from flash_helpers.file_kinds import FileKind, mistaken
+from flash_helpers.ptx.errors import LaunchError, NotPtxError, PtxSyntaxError, SimulatorError
 from flash_helpers.ptx.read.calls import without_calls
 from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Symbol, Variable
@@ -291,10 +292,18 @@ class PtxModule:
 
 def load_ptx(source: str | Path) -> PtxModule:
     """Reads PTX, given as text or as the path of a file. Raises PtxSyntaxError for what is no whole
-    PTX module, OSError for a file that cannot be read."""
-    if isinstance(source, Path) or "\n" not in source:
-        source = Path(source).read_text()
-    return PtxModule(read_ptx(source))
+    PTX module, NotPtxError for a file of another kind, OSError for one that cannot be read."""
+    if isinstance(source, str) and "\n" in source:
+        return PtxModule(read_ptx(source))
+    data = Path(source).read_bytes()
+    if error := mistaken(source, data, FileKind.PTX):
+        raise NotPtxError(error)
+    if b"\0" in data.rstrip(b"\0"):
+        raise NotPtxError(f"{source} is not PTX: it holds bytes that no text does")
+    try:
+        return PtxModule(read_ptx(data.decode(errors="replace").rstrip("\0")))
+    except PtxSyntaxError as error:
+        raise PtxSyntaxError(error.message, error.line, str(source)) from None
 
 
 def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:

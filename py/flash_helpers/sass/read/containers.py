@@ -14,14 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_helpers.file_kinds import (
+    ARCHIVE_MAGIC,
+    ELF_MAGIC,
+    EM_CUDA,
+    FATBIN_MAGIC,
+    FileKind,
+    elf_machine,
+    mistaken,
+)
 from flash_helpers.sass.read.disassembler import Disassembler, find_disassembler, run_program
-from flash_helpers.sass.read.elf import ELF_MAGIC, EM_CUDA, elf_machine, read_elf
+from flash_helpers.sass.read.elf import read_elf
 from flash_helpers.sass.read.records import SassError
 
-_FATBIN_MAGIC = (0xBA55ED50).to_bytes(4, "little")
 _FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the rest
 _FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
-_ARCHIVE_MAGIC = b"!<arch>\n"
 _MEMBER = re.compile(r"^Extracting (?:ELF|PTX) file.*?\s\d+: (\S+)", re.MULTILINE)
 
 _NO_DEVICE_CODE = "does not contain device code"
@@ -81,9 +88,11 @@ def ptx_of(path: Path) -> dict[str, str]:
 
 def _content(path: Path) -> bytes:
     data = read_bytes(path)
-    if not data.startswith((ELF_MAGIC, _FATBIN_MAGIC, _ARCHIVE_MAGIC)):
+    if not data.startswith((ELF_MAGIC, FATBIN_MAGIC, ARCHIVE_MAGIC)):
         raise SassError(
-            f"{path} is not an ELF file (cubin, object file, library, program), fatbin or archive"
+            mistaken(path, data, FileKind.CUBIN)
+            or f"{path} is not an ELF file (cubin, object file, library, program), a fatbin or an "
+            "archive"
         )
     return data
 
@@ -136,7 +145,7 @@ def _members(path: Path, folder: Path, names: Sequence[str]) -> list[Member]:
 def _fatbins(path: Path) -> list[bytes]:
     """The fatbins in a file's fatbin sections, or the file itself."""
     data = read_bytes(path)
-    if data.startswith(_FATBIN_MAGIC):
+    if data.startswith(FATBIN_MAGIC):
         parts = [data]
     elif data.startswith(ELF_MAGIC):
         _, sections, _ = read_elf(data, str(path))
@@ -147,10 +156,10 @@ def _fatbins(path: Path) -> list[bytes]:
         )
     fatbins = []
     for part in parts:
-        at = part.find(_FATBIN_MAGIC)
+        at = part.find(FATBIN_MAGIC)
         while at >= 0 and at + _FATBIN_HEADER.size <= len(part):
             _, _, header_bytes, rest_bytes = _FATBIN_HEADER.unpack_from(part, at)
             end = at + header_bytes + rest_bytes
             fatbins.append(part[at:end])
-            at = part.find(_FATBIN_MAGIC, end)
+            at = part.find(FATBIN_MAGIC, end)
     return fatbins

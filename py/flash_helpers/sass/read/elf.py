@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
+from flash_helpers.file_kinds import ELF_HEADER_BYTES, ELF_MAGIC, EM_CUDA, elf_machine
 from flash_helpers.gpu import RESERVED_SMEM_BYTES
 from flash_helpers.sass.read.disassembler import parse_version
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Resources, SassError
 
-ELF_HEADER_BYTES = 64
-ELF_MAGIC = b"\x7fELF"
-EM_CUDA = 190
 FIRST_ARCHITECTURE = 70  # the first whose instructions are 16 bytes
 
 _ABI_OF_CUDA_13 = 8
@@ -128,13 +126,6 @@ class Cubin:
     def kind(self) -> bytes:
         """What cubins have in common whose kernels can stand in one: layout and architecture."""
         return self.header[:20] + self.header[48:52]  # up to e_machine; e_flags
-
-
-def elf_machine(data: bytes) -> int | None:
-    """e_machine of an ELF file's first bytes; None if they are not those of an ELF file."""
-    if len(data) < ELF_HEADER_BYTES or not data.startswith(ELF_MAGIC):
-        return None
-    return int.from_bytes(data[18:20], "little")
 
 
 def cubin_capability(data: bytes) -> int:

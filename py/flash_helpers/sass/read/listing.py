@@ -18,8 +18,8 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from flash_helpers.file_kinds import ELF_MAGIC, FileKind, mistaken
 from flash_helpers.sass.read.choice import Found
-from flash_helpers.sass.read.elf import ELF_MAGIC
 from flash_helpers.sass.read.flow import BRANCHES, CALLS
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Operation, SassError
 
@@ -180,10 +180,8 @@ def decode(data: bytes, name: str) -> str:
 
     name: of the file, for errors. Raises SassError for what is no text.
     """
-    if data.startswith(ELF_MAGIC):
-        raise SassError(
-            f"{name} is an object file and no listing: tools/build/extract_sass.py makes one of it"
-        )
+    if error := mistaken(name, data, FileKind.SASS):
+        raise SassError(error)
     if is_binary(data):
         raise SassError(f"{name} holds bytes that no listing does; {READABLE}")
     return data.decode(errors="replace").replace("\r\n", "\n")
