@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 # what they are the last of.
 CLOSINGS = {
     "py/flash_helpers/registry/ampere.py": "    ),\n    targets=",
-    "tests/faults/planting.py": "}  # fmt: skip",
+    "py/flash_helpers/check/faults.py": "}  # fmt: skip",
 }
 
 
@@ -126,6 +126,10 @@ def test_the_debugger_finds_the_copied_kernel_right(walk: Walk) -> None:
 def test_the_new_kernels_pass_the_sanity_check(walk: Walk) -> None:
     said = walk.of("sanity_check.py")
     assert "v17_bf16" in said and "v17_fp16" in said and "v16" not in said
+
+
+def test_the_planted_fault_is_caught(walk: Walk) -> None:
+    assert "caught by the check of the output" in walk.of("plant_fault.py")
 
 
 def test_the_registry_s_tests_and_the_planted_fault_take_the_step(walk: Walk) -> None:

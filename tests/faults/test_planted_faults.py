@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planting import (
-    FAULTS,
-    built_from_these_sources,
-    inputs_of,
-    kernel_of,
-    plant,
-    source_lines,
-)
 
 from flash_helpers.check.blockwise import blockwise_forward, finish
 from flash_helpers.check.debugging import first_disagreement
+from flash_helpers.check.faults import FAULTS
 from flash_helpers.check.inputs import tensors_for
+from flash_helpers.check.planting import inputs_of, is_built_from, kernel_of, plant, source_lines
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.check.trace import trace_forward
 from flash_helpers.kernel_configs import STEPS, Config
@@ -51,14 +45,14 @@ def test_the_check_passes_the_kernel_without_the_fault(config):
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_the_watcher_catches_the_fault_at_its_line(name):
+def test_the_watcher_catches_the_fault_at_its_line(name, root):
     fault = FAULTS[name]
-    assert built_from_these_sources(fault.config), "the kernels changed: build the library again"
+    assert is_built_from(root, fault.config), "the kernels changed: build the library again"
     with pytest.raises(fault.error) as error:
-        run(fault.config, plant(fault))
+        run(fault.config, plant(fault).kernel)
     assert error.type is fault.error
     message = str(error.value)
-    assert any(fault.source in line for line in source_lines(message)), message
+    assert any(fault.source in line for _, line in source_lines(message, root)), message
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -66,7 +60,7 @@ def test_the_check_catches_the_fault_and_debugging_finds_where_it_begins(name):
     fault = FAULTS[name]
     config, (q, k, v) = fault.config, inputs_of(fault.config)
 
-    trace = trace_forward(config, plant(fault), q, k, v)
+    trace = trace_forward(config, plant(fault).kernel, q, k, v)
 
     assert trace.run.faults == ()
     assert not passes_the_check(config, trace.output)

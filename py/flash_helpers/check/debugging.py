@@ -256,14 +256,16 @@ def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
     raise ValueError(f"{path} does not hold {named}, but\n  {listed}")
 
 
-def fault_summary(faults: Sequence[SimulatorError]) -> str:
-    """The first fault whole, and how many more there are of which kind."""
+def fault_summary(
+    faults: Sequence[SimulatorError], hint: str = " (--all-faults prints them)"
+) -> str:
+    """The first fault whole, and how many more there are of which kind. hint: how to see them."""
     first, *more = faults
     if not more:
         return str(first)
     kinds = Counter(type(fault).__name__ for fault in more)
     counted = ", ".join(f"{number} {name}" for name, number in kinds.most_common())
-    return f"{first}\nand {len(more)} more: {counted} (--all-faults prints them)"
+    return f"{first}\nand {len(more)} more: {counted}{hint}"
 
 
 @dataclass(frozen=True)
@@ -305,12 +307,13 @@ def compare_with_reference(
     distribution: str = "normal",
     seed: int = 0,
     device: str = "cpu",
-    ptx: Path | None = None,
+    ptx: str | Path | None = None,
 ) -> Comparison:
     """Run a config's own kernel on a problem in its dtype, beside blockwise FlashAttention-2.
 
-    device: "cpu" simulates ptx, the library's by default, and looks into it; "cuda" runs the
-    library's kernel. Raises KernelsNotRun without a GPU; OSError, PtxError and ValueError.
+    device: "cpu" simulates ptx, a text or a file, the library's by default, and looks into it;
+    "cuda" runs the library's kernel. Raises KernelsNotRun without a GPU; OSError, PtxError and
+    ValueError.
     """
     dtype = getattr(torch, config.dtype.torch_name)
     q, k, v = make_inputs(distribution, problem, dtype, seed=seed)

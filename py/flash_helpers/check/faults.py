@@ -1,26 +1,17 @@
-"""Mistakes planted in the kernels, by edits of the PTX that the package ships."""
+"""Mistakes that the steps invite, as edits of a kernel's PTX, and how each must come to light.
+
+`check.planting` plants them.
+"""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from flash_helpers.check.inputs import QKV, make_inputs
-from flash_helpers.kernel_configs import (
-    STEPS,
-    AttentionForward,
-    Config,
-    DType,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import STEPS, Config, DType, get_kernel_progression_configs
 from flash_helpers.ptx import (
     BarrierError,
-    Kernel,
     MisalignedError,
     MissingLanesError,
     OutOfBoundsError,
@@ -30,13 +21,13 @@ from flash_helpers.ptx import (
     SimulatorError,
     UninitialisedReadError,
 )
-from flash_helpers.registry.mma_sync import LAZY_RESCALE
-from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.simulator import load_kernel
-
-ROOT = Path(__file__).resolve().parents[2]
 
 Edit = Callable[[str], str]
+
+
+class NotPlantedError(ValueError):
+    """The PTX has nothing that the fault could be made of."""
+
 
 PROLOGUE, MAIN_LOOP, EPILOGUE = Phase.PROLOGUE, Phase.MAIN_LOOP, Phase.EPILOGUE
 
@@ -47,11 +38,12 @@ def drop(line: str) -> str:
 
 
 def swap(pattern: str, replacement: str) -> Edit:
-    """Replaces what must be there."""
+    """Replaces what must be there; raises NotPlantedError where it is not."""
 
     def edit(line: str) -> str:
         changed = re.sub(pattern, replacement, line)
-        assert changed != line, f"{pattern} does not occur in {line}"
+        if changed == line:
+            raise NotPlantedError(f"{pattern} does not occur in {line.strip()!r}")
         return changed
 
     return edit
@@ -284,56 +276,3 @@ FAULTS = {
         "o5", FP16, MAIN_LOOP, RESCALE, drop, slice(2), quantity="l", turn=1, warp=0, rows=range(8),
     ),
 }  # fmt: skip
-
-
-def shape_of(config: Config) -> AttentionForward:
-    """The shortest with three blocks of keys or more."""
-    whole = config.supports.whole
-    return AttentionForward(batch=1, heads=1, seq_len=-(-3 * config.B_c // whole) * whole)
-
-
-@functools.cache
-def kernel_of(config: Config) -> Kernel:
-    """The kernel as it is shipped."""
-    return load_kernel(config, ptx_path(config))
-
-
-def plant(fault: Fault) -> Kernel:
-    """The kernel with the fault in it; fails if there is nowhere to put it."""
-    lines = ptx_path(fault.config).read_text().split("\n")
-    program = kernel_of(fault.config).program
-    found = [
-        instruction.line - 1
-        for instruction, block in zip(program.instructions, program.block_of, strict=True)
-        if program.blocks[block].phase is fault.phase
-        and re.match(fault.instruction, lines[instruction.line - 1].strip())
-    ]
-    chosen = found[fault.which or slice(None)]
-    assert chosen, f"no {fault.instruction} in the {fault.phase.value} of {fault.step}"
-    for index in chosen:
-        lines[index] = fault.edit(lines[index])
-    return load_kernel(fault.config, "\n".join(lines))
-
-
-def inputs_of(config: Config) -> QKV:
-    """Inputs in which the maximum of most rows changes from block to block, by enough for a step
-    that is lazy."""
-    name = "large_logits" if LAZY_RESCALE in config.step.traits else "normal"
-    return make_inputs(name, shape_of(config), getattr(torch, config.dtype.torch_name))
-
-
-def source_lines(text: str) -> list[str]:
-    """The lines of CUDA source that a message names."""
-    found = re.findall(r"([\w/.]+\.cuh):(\d+)", text)
-    return [
-        (ROOT / file).read_text().splitlines()[int(line) - 1]
-        for file, line in found
-        if (ROOT / file).is_file()
-    ]
-
-
-def built_from_these_sources(config: Config) -> bool:
-    """Whether the shipped PTX still names the right lines: its barriers stand where it says."""
-    barriers = [i for i in kernel_of(config).program.instructions if i.opcode == "bar.sync"]
-    locations = [str(i.location) for i in barriers]
-    return all("__syncthreads()" in "".join(source_lines(text)) for text in locations)
