@@ -265,7 +265,7 @@ class TestTool:
             (["nix.sass"], "nix.sass cannot be read"),
             ([str(TOOL.parent)], "cannot be read"),
             (["a", "b"], "one listing at a time: a or b"),
-            (["a", "-o"], "-o needs the name of a file"),
+            (["a", "-o"], "argument -o: expected one argument"),
         ],
     )
     def test_refuses_wrong_usage(self, arguments, message) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.command_line import make_parser, output_file, print_text, run_tool
 from flash_helpers.files import write_if_different
 from flash_helpers.sass.read.listing import Kind, Line, decode, holds_nothing, scan
 from flash_helpers.sass.read.records import SassError
@@ -116,14 +116,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "-o",
         dest="output",
-        nargs="?",
-        const="",
+        type=output_file,
         metavar="FILE",
         help="write there, whole or not at all, and not to standard output",
     )
     arguments = parser.parse_args(argv)
-    if arguments.output == "":
-        parser.error("-o needs the name of a file")
     if len(arguments.listings) > 1:
         parser.error(f"one listing at a time: {' or '.join(arguments.listings)}")
     return arguments
@@ -141,10 +138,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         print_text(text)
         return
-    output = Path(arguments.output)
-    if not output.parent.is_dir():
-        raise SassError(f"{output} cannot be written: {output.parent} is no folder")
-    write_if_different(output, text)
+    write_if_different(arguments.output, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
