@@ -158,7 +158,7 @@ class NcuResults(RecordFile):
 def ncu_table(results: NcuResults) -> str:
     """A row a kernel, and what it was counted on."""
     titles = [counter.title for counter in COUNTERS]
-    header = ["kernel", "TFLOP/s", *titles, "stalled cycles an instruction"]
+    header = ["kernel", "TFLOP/s", *titles, "stalled warp cycles per instruction"]
     rows = [
         [
             kernel.name,

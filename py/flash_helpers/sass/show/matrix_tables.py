@@ -116,7 +116,8 @@ def _tables(matrix: Matrix) -> list[Table]:
             ("", *columns, "bound by", "of unknown cost"),
             [_bound_row(*row, columns) for row in matrix.named],
             "l" + "r" * len(columns) + "l",
-            "Bound: cycles of the SM for an iteration of all its warps, and instructions left out",
+            "Bound: SM cycles for an iteration of all its warps (latency: of one warp alone), and "
+            "instructions left out",
         ),
         Table(
             _TIME_HEADERS,

@@ -257,12 +257,12 @@ def _bound_table(bound: Bound, warps: int) -> Table:
                 f"{bound.stall:,} cycles of stalls; {bound.tensor_chain} tensor instructions in a "
                 f"chain: {low} to {high}"
             )
-            rows.append(["latency of a warp", "", f"{cycles:,.0f}", note])
+            rows.append(["latency of one warp", "", f"{cycles:,.0f}", note])
         else:
             label = ISSUE if name == ISSUE else f"{name} pipe"
             note = f"{bound.issued} instructions, filler included" * (name == ISSUE)
             rows.append([label, f"{each[name]:.1f}", f"{cycles:,.0f}", note])
-    return Table(["bound", "cycles of an SM, one warp", "all warps", ""], rows, "lrrl")
+    return Table(["bound", "SM cycles, one warp", "SM cycles, all warps", ""], rows, "lrrl")
 
 
 def _cost_table(bound: Bound) -> Table:
@@ -279,7 +279,8 @@ def _cost_table(bound: Bound) -> Table:
         ]
         for row in bound.rows
     ]
-    return Table(["class", "pipe", "source", "instructions", "cycles each", "cycles"], rows, "lll")
+    headers = ["class", "pipe", "source", "instructions", "SM cycles each", "SM cycles"]
+    return Table(headers, rows, "lll")
 
 
 def _prediction_table(prediction: Prediction, measurement: Measured | None) -> Table:
@@ -304,7 +305,7 @@ def _stall_table(report: KernelReport) -> Table:
         [f"{i.address:#06x} {i.text}", "1", str(stall_cycles(i)), ""]
         for i in longest[:_LONGEST_STALLS]
     ]
-    return Table(["class, and the longest stalls", "instructions", "cycles", "share"], rows)
+    return Table(["class, and the longest stalls", "instructions", "warp cycles", "share"], rows)
 
 
 def _wait_table(report: KernelReport) -> Table:
@@ -321,11 +322,11 @@ def _wait_table(report: KernelReport) -> Table:
         for group in group_waits(report.waits)
     ]
     headers = ["raised by", "waited for by", "until", "waits"]
-    return Table([*headers, "least cycles between", "median", "most"], rows, "lll")
+    return Table([*headers, "least warp cycles between", "median", "most"], rows, "lll")
 
 
 def _listing(report: KernelReport, source: SourceText | None) -> Iterator[str]:
-    yield "address  live  control                       pipe      cycles  instruction"
+    yield "address  live  control                       pipe      SM cycles  instruction"
     shown: tuple[SourceLine, ...] = ()
     block = None
     for instruction in report.body:
@@ -341,5 +342,5 @@ def _listing(report: KernelReport, source: SourceText | None) -> Iterator[str]:
         cost = "" if instruction.cost is None else f"{instruction.cost:g}"
         yield (
             f"{instruction.address:#06x}  {live:>5}  {control_text(instruction.control)}  "
-            f"{instruction.pipe:<8}  {cost:>6}  {instruction.text}"
+            f"{instruction.pipe:<8}  {cost:>9}  {instruction.text}"
         )
