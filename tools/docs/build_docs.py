@@ -40,8 +40,8 @@ On lines of their own, at the margin, with nothing or what was written before be
   <!-- build:KIND ARGUMENTS -->
   <!-- /build -->
 
-Kinds (N is a step, 9 or v9; KERNEL is a step, 7:large or 16:large, 16:stages, or a short form; a
-word with blanks stands in quotation marks, and there are no escapes):
+Kinds (N is a step, 9 or v9; KERNEL is a step, 7:large or 16:large, or a short form; a word with
+blanks stands in quotation marks, and there are no escapes):
 
 {kinds_text()}
 
