@@ -97,7 +97,9 @@
         root.append(svg("line", { class: "grid", x1: margin.left, x2: width - margin.right, y1: y, y2: y }));
         root.append(svg("text", { x: margin.left - 8, y: y + 4, "text-anchor": "end" }, String(mark)));
       }
-      points.forEach((point, n) => root.append(
+      const longest = Math.max(...points.map((point) => point.x.length));
+      const every = Math.ceil((9 * longest) / band); // there is room for so many
+      points.forEach((point, n) => n % every || root.append(
         svg("text", { x: this.scale.middle(n), y: height - margin.bottom + 18, "text-anchor": "middle" }, point.x)));
       root.append(svg("text", { x: margin.left + inner.width / 2, y: height - 4, "text-anchor": "middle" },
         this.isStaircase ? "step" : "sequence length"));
@@ -120,10 +122,10 @@
       root.append(svg("path", { class: "stairs", d: outline }));
       const line = y(reference.value);
       root.append(svg("line", { class: "reference", x1: left(0), x2: right, y1: line, y2: line }));
-      root.append(svg("text", { x: left(0) + 4, y: line - 6 }, reference.label));
+      const roomy = band > 34;
+      root.append(svg("text", { x: left(1) + 4, y: roomy ? line - 6 : line + 30 }, reference.label));
       points.forEach((point, n) => {
         const [fixed, best] = point.values;
-        const roomy = band > 34;
         if (fixed !== null && roomy) {
           root.append(svg("text", { class: "value", x: middle(n), y: y(fixed) + 16, "text-anchor": "middle" }, number(fixed)));
         }

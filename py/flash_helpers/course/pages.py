@@ -57,11 +57,11 @@ def _of_step(step: Step) -> Page:
 
 PAGES: tuple[Page, ...] = (
     Page("00_start.md", "Before step 1", START),
+    Page("quickstart.md", "Quick start", START),
     Page("map.md", "The map", START),
     *(_of_step(step) for family in FAMILIES.values() for step in family.steps.values()),
     Page("what_next.md", "What comes next", END),
     Page("own_kernel.md", "Your own kernel", END),
-    Page("quickstart.md", "Quick start"),
     Page(GLOSSARY.name, "Glossary"),
     Page("tuning.md", "Tuning"),
     Page("simulator.md", "The simulator"),
