@@ -155,6 +155,14 @@ def test_counters_are_those_of_the_algorithm(show: Show) -> None:
     assert numbers(table, "global-memory sectors") == [(read + 512 * row_bytes) // 32]
 
 
+def test_copies_are_counted_without_commits_and_waits(show: Show) -> None:
+    table = show("counters 1")
+    config = parse_kernel("1")
+    chunks_per_thread = config.B_r * config.d_head * 2 // 16 // config.n_threads
+    tiles = BLOCKS * (1 + 2 * BLOCKS)  # of Q, K and V, all of the same size
+    assert numbers(table, "of cp.async")[:1] == [4 * tiles * chunks_per_thread]
+
+
 def test_the_kernel_with_a_static_stride_is_counted_itself() -> None:
     config = parse_kernel("16")
     counted = count_kernel(config, seq_len=128)
@@ -214,7 +222,7 @@ def test_an_excerpt_is_the_code_as_it_stands_in_the_file(show: Show, root: Path)
     assert places is not None
     first, last, first_2, last_2 = map(int, places.groups())
     assert code_of(text) == [*source[first - 1 : last], "", *source[first_2 - 1 : last_2]]
-    assert "](../previous_kernels/v9/forward_kernel.cuh)" in text
+    assert f"](../previous_kernels/v9/forward_kernel.cuh#L{first}-L{last})" in text
 
 
 def test_an_excerpt_of_a_phase_ends_where_the_next_begins(show: Show) -> None:
@@ -276,9 +284,9 @@ def test_stairs_tell_what_a_step_gained_at_each_tile(show: Show, evidence: Evide
     text = show("stairs 9")
     for tile, name in (("fixed", "9"), ("large", "9:large")):
         share = value(evidence, f"clock.{name}.of_flash_mean")
-        assert f"**{share}** of flash at the {tile} tile" in text
         change = value(evidence, f"clock.{name}.change_mean")
-        assert f"{share}** of flash at the {tile} tile ({change} against v8)" in text
+        assert f"**{share}** of [flash](" in text
+        assert f"#{tile}-tile) ({change} against v8)" in text
     assert "against v8" in text and "](images/stairs/stairs_v9.svg)" in text
     assert "against" not in show("stairs 1")
     assert "no change against v16" in show("stairs o1")  # at the large tile, the only one it has

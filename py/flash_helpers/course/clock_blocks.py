@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
 from flash_helpers.course.evidence import RESULTS, Evidence, Published
 from flash_helpers.course.links import image, relative
-from flash_helpers.course.pages import page_of_step
+from flash_helpers.course.pages import GLOSSARY, page_of_step
 from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, loads_table, progression_table
 from flash_helpers.measure.plots import progression_numbers
@@ -172,6 +172,8 @@ def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
     results, own = evidence.results, stair(fixed_config(arguments.step()))
     step = own.step
     before = stair(fixed_config(STEPS[step.parent])) if step.parent else None
+    glossary = relative(GLOSSARY, arguments.page)
+    flash = f"[flash]({glossary}#flash-backend)"
     parts = []
     for tile in TILES:
         config, parent = getattr(own, tile), before and getattr(before, tile)
@@ -179,7 +181,7 @@ def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
         if not config or share is None:
             continue
         gained = parent and mean_change(results, parent, config)
-        told = f"**{percent(share)}** of flash at the {tile} tile"
+        told = f"**{percent(share)}** of {flash} at the [{tile} tile]({glossary}#{tile}-tile)"
         if gained is not None:
             equal = results.is_equal(config.short_form(), parent.short_form(), DTYPE.short)
             change = "no change" if equal else percent(gained, signed=True)

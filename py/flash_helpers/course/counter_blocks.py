@@ -8,13 +8,14 @@ from types import MappingProxyType
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.columns import INDENT, changes, columns_table, row
 from flash_helpers.course.evidence import SEQ_LEN, Evidence, KernelCounts
+from flash_helpers.course.links import words_note
 from flash_helpers.ptx import Counts
 
 # Opcodes of PTX by the name that pages use: those that begin with the text.
 OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "ldmatrix": "ldmatrix",
-        "cp_async": "cp.async.c",  # not the commits and waits
+        "cp_async": "cp.async.cg",  # not the commits and waits
         "ld_shared": "ld.shared",
         "st_shared": "st.shared",
         "ld_global": "ld.global",
@@ -56,6 +57,7 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
             f"stride {found[0].row_stride} elements. An instruction of PTX counts once for each "
             "warp that executes it."
         ),
+        *words_note(arguments),
     ]
     if len(found) == 2:
         parts.insert(1, f"PTX opcodes whose number changed most: {_changes_text(*found)}.")
@@ -84,7 +86,7 @@ def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
     for group, opcode in OPCODE_GROUPS.items() if quantity in _BY_GROUP else ():
         values = [value(of_group(counts, group)) for counts in found]
         if any(values):
-            yield row(f"{INDENT}of {opcode.removesuffix('.c')}", values)
+            yield row(f"{INDENT}of {opcode.removesuffix('.cg')}", values)
 
 
 def _main_loop_rows(found: Sequence[KernelCounts]) -> Iterator[list[str]]:

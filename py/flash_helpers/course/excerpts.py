@@ -28,7 +28,8 @@ def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
         raise UsageError(f"{total} lines are no excerpt, {MOST_LINES} are: cut them by lines=")
     code = "\n\n".join(dedented(lines[part.start : part.stop]) for part in found)
     places = ", ".join(f"{part[0] + 1}\N{EN DASH}{part[-1] + 1}" for part in found)
-    link = f"[{path}]({relative(path, arguments.page)})"
+    lines_linked = f"#L{found[0][0] + 1}-L{found[0][-1] + 1}"
+    link = f"[{path}]({relative(path, arguments.page)}{lines_linked})"
     return f"```cpp\n{code}\n```\n\n{link}, lines {places}."
 
 

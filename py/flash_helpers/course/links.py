@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.pages import COURSE, Page, neighbours, page_of_step
+from flash_helpers.course.pages import COURSE, GLOSSARY, Page, neighbours, page_of_step
 from flash_helpers.registry.selection import UsageError
 
 PICTURES = PurePosixPath("docs/images/course")
@@ -21,6 +21,13 @@ def relative(target: PurePosixPath, page: PurePosixPath) -> str:
 def image(target: PurePosixPath, alt: str, page: PurePosixPath) -> str:
     """Markdown of a picture."""
     return f"![{alt.replace('[', '(').replace(']', ')')}]({relative(target, page)})"
+
+
+def words_note(arguments: Arguments) -> list[str]:
+    """Where the words of a table are told, once a page."""
+    return arguments.once(
+        f"The words of these tables stand in the [glossary]({relative(GLOSSARY, arguments.page)})."
+    )
 
 
 def picture_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from flash_helpers.course.arguments import Arguments, parse_kernel
 from flash_helpers.course.columns import INDENT, changes, columns_table, folded_table, row
 from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.links import words_note
 from flash_helpers.course.step_blocks import compiled_for, spills_text
 from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
@@ -50,6 +51,7 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
             *(_change_sentences(*found) if len(found) == 2 else ()),
             *arguments.once(compiled_for(found[-1], architecture)),
             *arguments.once(f"Classes: {MEANING}."),
+            *words_note(arguments),
         ]
     )
 
@@ -102,6 +104,7 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
         ["instructions of unknown cost", *(str(f.loop.unknown if f.loop else "") for f in found)],
     ]
     notes = [
+        *words_note(arguments),
         *arguments.once(compiled_for(found[-1], architecture)),
         *arguments.once(
             "The bounds leave out bank conflicts, the latency of memory, and instructions whose "
