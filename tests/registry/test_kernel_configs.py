@@ -174,6 +174,7 @@ class TestSetsOfConfigs:
             *((64, B_c, 4) for B_c in (32, 64, 128)),
             *((128, B_c, 4) for B_c in (32, 64)),  # B_c 128 leaves no register for the rest
             *((128, B_c, 8) for B_c in (32, 64, 128)),
+            *((256, B_c, 8) for B_c in (32, 64)),  # of o5 alone
         }
 
 

@@ -171,9 +171,9 @@ class TestRefusal:
 
     def test_of_other_languages(self, root, package) -> None:
         ptx = next((package / "ptx").glob("v1_*.ptx")).read_text()
-        assert "not an instruction" in self.refused(ptx)
+        assert "is PTX, not a listing of SASS" in self.refused(ptx)
         kernel = (root / "src/include/forward_kernel.cuh").read_text()
-        assert "readable are" in self.refused(kernel)
+        assert "is CUDA C++, not a listing of SASS" in self.refused(kernel)
         assert "readable are" in self.refused((root / "README.md").read_text())
 
     def test_names_the_line_and_quotes_it(self) -> None:
