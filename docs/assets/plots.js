@@ -4,7 +4,7 @@
 (() => {
   const NS = "http://www.w3.org/2000/svg";
   const TICK_PIXELS = 36;
-  const COLOURS = 8; // --plot-1 to --plot-8 of the style sheet
+  const COLOURS = 10; // --plot-1 to --plot-10 of the style sheet
 
   function svg(name, attributes, text) {
     const element = document.createElementNS(NS, name);
@@ -49,14 +49,23 @@
       return `var(--plot-${series % COLOURS + 1})`;
     }
 
+    // The name of a series beside its colour, and its dashes where it has some.
+    named(element, series) {
+      const kind = this.isStaircase ? "" : ` line${this.isLibrary(series) ? " library" : ""}`;
+      const found = html(element, { className: `swatch${kind}`, textContent: this.data.series[series] });
+      found.style.setProperty("--own", this.colour(series));
+      return found;
+    }
+
+    isLibrary(series) { return this.data.libraries.includes(this.data.series[series]); }
+
     shown() {
       return this.data.series.map((_, n) => n).filter((n) => !this.hidden.has(n));
     }
 
     fillLegend() {
-      this.data.series.forEach((label, n) => {
-        const key = html(this.isStaircase ? "span" : "button", { className: "swatch", textContent: label });
-        key.style.setProperty("--own", this.colour(n));
+      this.data.series.forEach((_, n) => {
+        const key = this.named(this.isStaircase ? "span" : "button", n);
         this.legend.append(key);
         if (this.isStaircase) return;
         key.type = "button";
@@ -141,9 +150,8 @@
         const group = svg("g", {});
         group.style.setProperty("--own", this.colour(n));
         const found = this.data.points.map((point, at) => [at, point.values[n]]).filter(([, value]) => value !== null);
-        const isLibrary = this.data.libraries.includes(this.data.series[n]);
         group.append(svg("polyline", {
-          class: `series${isLibrary ? " library" : ""}`,
+          class: `series${this.isLibrary(n) ? " library" : ""}`,
           points: found.map(([at, value]) => `${middle(at)},${y(value)}`).join(" "),
         }));
         for (const [at, value] of found) group.append(svg("circle", { class: "dot", cx: middle(at), cy: y(value), r: 4 }));
@@ -187,11 +195,8 @@
     tell(n) {
       this.leave();
       const point = this.data.points[n];
-      const rows = this.told(point).flatMap(([series, value]) => {
-        const term = html("dt", { className: "swatch", textContent: this.data.series[series] });
-        term.style.setProperty("--own", this.colour(series));
-        return [term, html("dd", { textContent: `${number(value)} ${this.data.unit}` })];
-      });
+      const rows = this.told(point).flatMap(([series, value]) =>
+        [this.named("dt", series), html("dd", { textContent: `${number(value)} ${this.data.unit}` })]);
       this.tip.replaceChildren(html("b", { textContent: point.title }), html("dl", {}, ...rows));
       this.tip.hidden = false;
       this.columns[n].classList.add("at");
