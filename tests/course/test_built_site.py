@@ -423,9 +423,31 @@ class TestView:
         )
         assert size == [LOW["width"], LOW["height"]]
 
+    def test_a_change_indented_beyond_its_pane_is_seen(self, reader: Reader) -> None:
+        """Ten characters of it at least; v3's first one begins beyond column 40."""
+        reader.screen(LOW)
+        reader.open(str(view_name(STEPS["v3"])))
+        blanks, left, right = reader.js(
+            """
+            const line = document.querySelector("[data-pane=cuda] .cursor").lastElementChild;
+            const blanks = line.textContent.search(/\\S/);
+            const box = line.getBoundingClientRect();
+            const sign = box.width / line.textContent.length;
+            const code = line.closest(".code");
+            const start = box.left + blanks * sign - code.getBoundingClientRect().left;
+            return [blanks, start, code.clientWidth - start - 10 * sign];
+            """
+        )
+        assert blanks > 40 and left >= 0 and right >= 0
+
     def test_keys_lead_through_it(self, reader: Reader) -> None:
         reader.screen(LOW)
         reader.open(str(view_name(STEP)))
+        before = reader.find("#change").text
+        reader.press("j")
+        assert reader.find("#change").text != before
+        assert self.cursor_is_in_view(reader, "cuda")
+        reader.find("[data-pane=sass] h2").click()
         reader.press("j", "j")
         assert reader.find("#change").text.startswith("change 3 of ")
         assert self.cursor_is_in_view(reader, "sass")
@@ -517,6 +539,29 @@ class TestPlots:
             ".map((figure) => figure.querySelectorAll('.column[tabindex=\"0\"]').length)"
         )
         assert stops == [1, 1]
+
+    @pytest.mark.parametrize("theme", ["light", "dark"])
+    def test_lines_look_as_in_the_legend_and_unlike_one_another(
+        self, plots: Reader, theme: str
+    ) -> None:
+        plots.system_theme(theme)
+        lines = plots.js(
+            "return [...document.querySelectorAll('#plot-seq_len .series')].map((line) => "
+            "[getComputedStyle(line).stroke, getComputedStyle(line).strokeDasharray !== 'none'])"
+        )
+        keys = plots.js(
+            """
+            return [...document.querySelectorAll("#plot-seq_len .legend .swatch")].map((key) => {
+              const { backgroundColor, backgroundImage } = getComputedStyle(key, "::before");
+              const isDashed = backgroundImage !== "none";
+              const own = isDashed ? backgroundImage.match(/rgb\\([^)]*\\)/)[0] : backgroundColor;
+              return [own, isDashed];
+            });
+            """
+        )
+        assert keys == lines
+        assert len({colour for colour, _ in lines}) == len(lines)
+        assert {is_dashed for _, is_dashed in lines} == {True, False}
 
     def test_lines_can_be_hidden(self, plots: Reader) -> None:
         lines = len(plots.all("#plot-seq_len .series"))

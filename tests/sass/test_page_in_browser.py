@@ -13,6 +13,7 @@ from sass_text import of_version
 
 from flash_helpers.measure.machine_code import config_matrix, config_page
 from flash_helpers.sass.analyse.diff import KernelDiff, Likeness, Side, diff_kernels
+from flash_helpers.sass.read.flow import NEVER
 from flash_helpers.sass.read.opcodes import TENSOR
 from flash_helpers.sass.read.records import Instruction, Kernel
 
@@ -281,6 +282,16 @@ class TestColumns:
         assert own == inside
         assert len(shown.keys_with("sass", "loop-last")) == 1
 
+    def test_the_loop_is_counted_with_its_filler(self, shown: Page, kernel: Kernel) -> None:
+        inside = [i for i in kernel.instructions if i.loop is not None]
+        filler = sum(i.predicate in NEVER for i in inside)
+        heads = shown.js(
+            "return [...document.querySelectorAll('.row.block')].map((r) => r.textContent)"
+        )
+        assert filler
+        (head,) = (head for head in heads if "loop of" in head)
+        assert f"loop of {len(inside)} instructions, {filler} of them filler;" in head
+
 
 class TestDiff:
     """Version 9 beside version 8."""
@@ -299,9 +310,19 @@ class TestDiff:
             mark,
         )
 
-    def cursor(self, page: Page) -> str:
-        (key,) = page.keys_with("sass", "cursor")
+    def cursor(self, page: Page, pane: str = "sass") -> str:
+        (key,) = page.keys_with(pane, "cursor")
         return key
+
+    def active(self, page: Page) -> str:
+        """The one pane whose title looks unlike the others'."""
+        looks = page.js(
+            "return [...document.querySelectorAll('.pane')].map((pane) => [pane.dataset.pane,"
+            "getComputedStyle(pane.querySelector('h2')).backgroundColor])"
+        )
+        colours = [colour for _, colour in looks]
+        (name,) = (name for name, colour in looks if colours.count(colour) == 1)
+        return name
 
     def test_marks_what_changed(self, shown: Page, diff: KernelDiff) -> None:
         def number(side: Side | None) -> str:
@@ -356,7 +377,21 @@ class TestDiff:
             assert shown.is_in_view(pane, first), pane
         assert not shown.is_in_view("cuda", f"{shown.js('return file')}:1")
 
+    def test_keys_belong_to_cuda_until_another_pane_is_used(self, shown: Page) -> None:
+        def moved_by_j() -> set[str]:
+            before = {pane: self.cursor(shown, pane) for pane in PANES}
+            shown.press("j")
+            return {pane for pane in PANES if self.cursor(shown, pane) != before[pane]}
+
+        assert self.active(shown) == "cuda" and moved_by_j() == {"cuda"}
+        shown.driver.find_element("css selector", "[data-pane=sass] h2").click()
+        assert self.active(shown) == "sass" and moved_by_j() == {"sass"}
+        shown.js("document.querySelector('[data-pane=sass] .code').focus()")
+        shown.press("\ue012")  # left
+        assert self.active(shown) == "ptx" and moved_by_j() == {"ptx"}
+
     def test_keys_lead_from_change_to_change(self, shown: Page) -> None:
+        shown.driver.find_element("css selector", "[data-pane=sass] h2").click()
         news = {key for mark in "+-~>}" for key in self.marked(shown, "sass", mark)}
         visited = [self.cursor(shown)]
         for _ in range(3):
@@ -534,6 +569,8 @@ class TestKeys:
         shown.press("?")
         assert "bring it into view" in shown.text("#help")
         assert "tensor" in shown.text("#pipes")
+        marks = shown.js("return document.querySelector('#marks').textContent")
+        assert all(mark in marks for mark in "+-~>}<≈")
         shown.press("\ue00c")
         assert not shown.js("return document.getElementById('help').open")
 
@@ -613,7 +650,8 @@ class TestNarrow:
             assert width <= NARROW["width"]
 
     def test_panes_are_tabs(self, narrow: Page, kernel: Kernel) -> None:
-        assert self.visible(narrow) == ["sass"]
+        assert self.visible(narrow) == ["cuda"]
+        narrow.driver.find_element("css selector", "[data-tab=sass]").click()
         number, instruction = first(kernel, "MUFU")
         narrow.click("sass", number)
         assert narrow.text("[data-tab=ptx] .found") == "1"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flash_helpers.ptx.read.flow import Phase
-from flash_helpers.sass.analyse.counts import WORK, buckets
+from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
 from flash_helpers.sass.analyse.diff import block_phases, diff_kernels, normalised_ptx
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
 from flash_helpers.sass.analyse.rows import MARK_MEANING, Line, Row, line_rows, sass_rows
@@ -251,13 +251,20 @@ def _block_data(kernel: Kernel) -> list[dict[str, Any]]:
 
 def _loop_data(kernel: Kernel) -> list[dict[str, int]]:
     found = []
+    kinds = buckets(kernel.instructions)
     for loop in kernel.loops:
         blocks = [kernel.blocks[index] for index in loop.blocks]
+        inside = [
+            kind
+            for block in blocks
+            for kind in kinds[block.start // INSTRUCTION_BYTES : block.end // INSTRUCTION_BYTES]
+        ]
         found.append(
             {
                 "first": min(block.start for block in blocks) // INSTRUCTION_BYTES,
                 "last": max(block.end for block in blocks) // INSTRUCTION_BYTES - 1,
-                "length": sum(block.end - block.start for block in blocks) // INSTRUCTION_BYTES,
+                "length": len(inside),
+                "filler": inside.count(Bucket.FILLER),
             }
         )
     return found

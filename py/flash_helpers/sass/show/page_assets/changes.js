@@ -18,6 +18,23 @@ function visit(name, element) {
 function scrollTo(name, element) {
   const { code } = pane[name];
   code.scrollTop = element.dataset.n * ROW - code.clientHeight / 4;
+  scrollSideways(code, element);
+}
+
+// Where a row is indented beyond what can be seen of it, to its first character.
+function scrollSideways(code, element) {
+  const cell = element.querySelector(":scope > span:last-child"); // none side by side
+  const text = cell && document.createTreeWalker(cell, NodeFilter.SHOW_TEXT).nextNode();
+  if (!text) return;
+  const range = document.createRange();
+  range.selectNodeContents(cell);
+  range.setStart(text, text.data.match(/^\s*/)[0].length);
+  const { left, width } = range.getBoundingClientRect();
+  const from = left - code.getBoundingClientRect().left;
+  const wanted = Math.min(width, code.clientWidth / 3);
+  if (from >= 0 && from + wanted <= code.clientWidth) return;
+  const start = from + code.scrollLeft;
+  code.scrollLeft = start + wanted <= code.clientWidth ? 0 : start - 2 * ROW;
 }
 
 const place = (element) => (element ? Number(element.dataset.n) : -1);

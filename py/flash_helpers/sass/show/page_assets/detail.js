@@ -43,7 +43,7 @@ function describe(name, key) {
     const waits = [0, 1, 2, 3, 4, 5].filter((b) => CONTROL.waits(c) >> b & 1);
     parts.push(`<code>${hex(16 * at)} ${escaped(LANGUAGE.sass.text(data, at))}</code>`);
     parts.push(changeText(name, key));
-    const words = [`stalls ${CONTROL.stall(c)} ${CONTROL.stall(c) === 1 ? "cycle" : "cycles"}`];
+    const words = [`stalls ${CONTROL.stall(c)} ${CONTROL.stall(c) === 1 ? "cycle" : "cycles"} of this warp`];
     waits.forEach((b) => {
       const j = raisedBy(data, Number(at), b);
       words.push(`waits for scoreboard ${b}` +

@@ -33,7 +33,7 @@ let kernel = null; // what is shown
 let parent = null; // the kernel before it, null if it is shown alone
 let diff = null; // runs of the rows of each pane, null if it is shown alone
 let file = null; // index into kernel.files; with "-" into parent.files
-let active = "sass"; // the pane used last
+let active = "sass"; // the pane used last: j, k and the search go through it
 let split = false; // one language, the kernels side by side
 let filter = ""; // "", "changes", "group:..." or "opcode:..."
 let pinned = null; // {pane, key}
@@ -252,4 +252,5 @@ function reveal(name, row) {
   if (top < code.scrollTop + margin || top > code.scrollTop + code.clientHeight - margin - ROW) {
     code.scrollTop = top - code.clientHeight / 3;
   }
+  scrollSideways(code, row);
 }

@@ -135,9 +135,8 @@ for (const name of PANES) {
     if (element) point(name, element.dataset.key);
   });
   code.addEventListener("mouseleave", () => { if (!pinned) light(emptyLinks()); });
-  code.addEventListener("focus", () => setActive(name));
+  for (const way of ["focusin", "click"]) pane[name].root.addEventListener(way, () => setActive(name));
   code.addEventListener("click", (event) => {
-    setActive(name);
     const target = event.target.closest(".target");
     const key = target ? target.dataset.target : event.target.closest("[data-key]")?.dataset.key;
     const element = pane[name].rows.get(key);
@@ -221,8 +220,9 @@ byId("pipes").innerHTML = index.pipes.map((p) =>
 const shownMarks = Object.entries(index.marks);
 byId("mark-help").innerHTML = shownMarks.map(([mark, meaning]) =>
   `<dt>${escaped(mark)}</dt><dd>${escaped(meaning)}</dd>`).join("");
-byId("marks").innerHTML = ["+", "-", "~", ">", "≈"].map((mark) =>
-  `<b style="color:var(--${mark === "≈" ? "soft" : CLASS[mark]})">${mark === ">" ? "&gt;" : mark}</b> ${CLASS[mark]}`).join("");
+byId("marks").innerHTML = [...new Set(Object.values(CLASS))].map((kind) =>
+  `${shownMarks.filter(([mark]) => CLASS[mark] === kind).map(([mark, meaning]) =>
+    `<b style="color:var(--${mark === "≈" ? "soft" : kind})" title="${escaped(meaning)}">${escaped(mark)}</b>`).join("")} ${kind}`).join("");
 
 const media = matchMedia("(prefers-color-scheme: dark)");
 let stored = null;
@@ -235,7 +235,7 @@ const [wantedName, wantedPane, wantedKey] = decodeURIComponent(location.hash.sli
 const wanted = index.kernels.findIndex((k) => k.name === wantedName);
 setSingle();
 show(wanted >= 0 ? wanted : index.shown, false);
-showTab(["sass", "cuda", "ptx"].find((name) => pane[name].hunks.length) || "sass");
+showTab(["cuda", "sass", "ptx"].find((name) => pane[name].hunks.length) || "sass");
 if (wanted >= 0 && PANES.includes(wantedPane) && wantedKey && dataOf(wantedKey)) {
   if (wantedPane === "cuda" && pathOf(fileOf(wantedKey))) showFile(shownWith(fileOf(wantedKey)));
   const element = pane[wantedPane].rows.get(wantedKey);

@@ -40,9 +40,10 @@ const LANGUAGE = {
       const block = data.blocks[b];
       const loop = data.loopFrom.get(i);
       const from = block.from.length ? ` from ${block.from.join(", ")}` : "";
+      const filler = loop?.filler ? `, ${loop.filler} of them filler` : "";
       const to = block.to.length ? ` to ${block.to.join(", ")}` : "";
       return `<span class="mark"></span><span class="gutter"></span><b>block ${b}</b>` +
-        `<span>${escaped(block.phase)}${loop ? `, loop of ${loop.length} instructions` : ""};${from}${to}</span>`;
+        `<span>${escaped(block.phase)}${loop ? `, loop of ${loop.length} instructions${filler}` : ""};${from}${to}</span>`;
     },
   },
 };
