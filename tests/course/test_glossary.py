@@ -65,6 +65,9 @@ class TestFirstUse:
     def test_is_linked_and_no_later_one(self) -> None:
         assert linked("A bank and a bank.\n") == "A [bank](glossary.md#bank) and a bank.\n"
 
+    def test_of_a_term_that_is_no_more_is_taken_away(self) -> None:
+        assert linked("An [old word](glossary.md#old-word) here.") == "An old word here."
+
     def test_moves_to_a_use_that_has_come_before_it(self) -> None:
         old = linked("A bank.\n")
         assert linked(f"Banks first.\n\n{old}") == "[Banks](glossary.md#bank) first.\n\nA bank.\n"

@@ -130,9 +130,8 @@ def link_first_uses(text: str, page: PurePosixPath, terms: Sequence[Term]) -> st
 
 
 def _linked(text: str, target: str, terms: Sequence[Term]) -> str:
-    anchors = {f"{target}#{term.anchor}" for term in terms}
     parts = [
-        (_unlinked(part.text, anchors), True)
+        (_unlinked(part.text, target), True)
         if isinstance(part, Prose)
         else (part.written(part.body), False)
         for part in parse(text)
@@ -153,11 +152,11 @@ def _linked(text: str, target: str, terms: Sequence[Term]) -> str:
     return whole
 
 
-def _unlinked(text: str, targets: set[str]) -> str:
-    """Prose without the links to terms."""
+def _unlinked(text: str, target: str) -> str:
+    """Prose without the links to terms, those too that the glossary has no more."""
 
     def label(found: re.Match[str]) -> str:
-        return found["label"] if found["target"] in targets else found[0]
+        return found["label"] if found["target"].startswith(f"{target}#") else found[0]
 
     last, kept = 0, []
     for code in FENCED.finditer(text):
