@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flash_helpers.command_line import (
+from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
     output_file,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from flash_helpers.command_line import (
+from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
     output_file,
     run_tool,
     typed_command,
 )
+from flash_helpers.console.tables import Table, number
 from flash_helpers.kernel_configs import DType
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
-from flash_helpers.tables import Table, number
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/mma_cycles_h100.json"

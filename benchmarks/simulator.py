@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import json
 import os
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.check.problems import SMALL_SHAPE
-from flash_helpers.command_line import make_parser, output_file, run_tool, typed_command
-from flash_helpers.files import write_if_different
+from flash_helpers.console.command_line import make_parser, output_file, run_tool, typed_command
+from flash_helpers.console.files import write_if_different
+from flash_helpers.console.progress import bar
+from flash_helpers.console.tables import Table
 from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine import git_commit, provenance
-from flash_helpers.progress import bar
 from flash_helpers.runtime.backend import find_backend
-from flash_helpers.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/simulator.json")

@@ -13,7 +13,7 @@ import sys
 
 if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:
     # on the way to __main__, which needs nothing of this, and torch later if at all
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 else:
     from flash_attention._forward import attention, forward, forward_timed, simulate
     from flash_helpers import __version__

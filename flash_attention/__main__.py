@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
-from flash_helpers.command_line import print_text, run_tool
 from flash_helpers.compile.build import PTX_FOLDER
+from flash_helpers.console.command_line import print_text, run_tool
 from flash_helpers.runtime import library
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from experiments import DTYPE, EXPERIMENTS
 from machine_code import LoopFacts, MachineCode
 
+from flash_helpers.console.tables import DASH, Table, number
 from flash_helpers.measure.benchmark_tables import share_text
 from flash_helpers.measure.results import (
     FLASH,
@@ -16,7 +17,6 @@ from flash_helpers.measure.results import (
     RATE_NAMES,
     BenchmarkResults,
 )
-from flash_helpers.tables import DASH, Table, number
 
 
 def speed_table(results: BenchmarkResults) -> Table:

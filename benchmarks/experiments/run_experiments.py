@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import os
@@ -16,7 +16,10 @@ from experiment_tables import loop_table, provenance_line, speed_table
 from experiments import CONFIG, DTYPE, EXPERIMENTS, contender, resources, source_digest
 from machine_code import ARCHITECTURE, MachineCode, read_machine_code
 
-from flash_helpers.command_line import (
+from flash_helpers.compile.build import requested_jobs
+from flash_helpers.compile.cubins import Cubin, CubinCompiler
+from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.console.command_line import (
     add_commit_argument,
     add_lengths_argument,
     make_parser,
@@ -26,9 +29,7 @@ from flash_helpers.command_line import (
     typed_command,
     write_or_check,
 )
-from flash_helpers.compile.build import requested_jobs
-from flash_helpers.compile.cubins import Cubin, CubinCompiler
-from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.console.progress import bar
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance
 from flash_helpers.measure.results import (
@@ -41,7 +42,6 @@ from flash_helpers.measure.results import (
     refuse_another_gpu,
 )
 from flash_helpers.measure.shapes import default_shape
-from flash_helpers.progress import bar
 from flash_helpers.registry.selection import UsageError, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.sass.read.records import SassError

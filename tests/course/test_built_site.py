@@ -15,12 +15,11 @@ import pytest
 from browser import open_browser, requested_urls
 from built_site import BuiltSite
 
-from flash_helpers.course.evidence import RESULTS
 from flash_helpers.course.glossary import read_terms
 from flash_helpers.course.pages import COURSE, PAGES, page_of_step
 from flash_helpers.course.site_views import view_name
 from flash_helpers.kernel_configs import STEPS, DType
-from flash_helpers.measure.results import load_results
+from flash_helpers.measure.results import RESULTS, load_results
 from flash_helpers.measure.staircases import stairs
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.family import Step

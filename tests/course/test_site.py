@@ -14,12 +14,12 @@ import pytest
 from built_site import require_builder
 
 from flash_helpers.course import site
-from flash_helpers.course.evidence import RESULTS
 from flash_helpers.course.pages import GLOSSARY, PAGES, Page
 from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
 from flash_helpers.kernel_configs import STEPS
+from flash_helpers.measure.results import RESULTS
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flash_helpers.course.pictures.stairs import RESULTS, stairs_picture, stale_stairs
+from flash_helpers.course.pictures.stairs import stairs_picture, stale_stairs
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
 from flash_helpers.measure.staircases import stairs
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, run_tool, typed_command
+from flash_helpers.console.command_line import make_parser, run_tool, typed_command
+from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.counter_check import add_check_arguments, run_check, shape_for
 from flash_helpers.measure.execution_check import (
     METRICS,
@@ -24,7 +25,6 @@ from flash_helpers.measure.execution_check import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.progress import progress_bar
 from flash_helpers.registry.selection import UsageError, chosen_kernels
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError

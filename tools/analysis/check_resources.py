@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, output_file, run_tool
+from flash_helpers.console.command_line import make_parser, output_file, run_tool
+from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.baseline import (
     Baseline,
     compare,
@@ -20,7 +21,6 @@ from flash_helpers.measure.baseline import (
     read_library,
 )
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.progress import progress_bar
 from flash_helpers.sass.read.records import Compiler, SassError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flash_helpers.command_line import make_parser, run_tool, typed_command
+from flash_helpers.console.command_line import make_parser, run_tool, typed_command
+from flash_helpers.console.progress import bar
 from flash_helpers.measure.counter_check import (
     add_check_arguments,
     run_check,
@@ -21,7 +22,6 @@ from flash_helpers.measure.counter_check import (
 )
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.progress import bar
 from flash_helpers.registry.selection import chosen_kernels
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 

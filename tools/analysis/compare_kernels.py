@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import itertools
@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.command_line import make_parser, output_file, print_text, run_tool
-from flash_helpers.files import write_if_different
+from flash_helpers.console.command_line import make_parser, output_file, print_text, run_tool
+from flash_helpers.console.files import write_if_different
+from flash_helpers.console.progress import progress_bar
+from flash_helpers.console.tables import json_text
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.machine_code import (
@@ -27,8 +29,7 @@ from flash_helpers.measure.machine_code import (
     library_kernels,
     source_diff,
 )
-from flash_helpers.measure.results import BenchmarkResults, load_results
-from flash_helpers.progress import progress_bar
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     KERNEL_NAMES,
@@ -46,10 +47,8 @@ from flash_helpers.sass.show.matrix_tables import (
     matrix_markdown,
     matrix_text,
 )
-from flash_helpers.tables import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results/h100.json"
 
 DESCRIPTION = """\
 Compare the machine code (SASS) of kernels of the installed library: registers, spills, shared
@@ -152,7 +151,8 @@ def read_results(path: Path | None) -> BenchmarkResults | None:
     """The measurements asked for, or the repository's where they are at hand."""
     if path is not None:
         return load_results(path)
-    return load_results(RESULTS) if RESULTS.is_file() else None
+    path = ROOT / RESULTS
+    return load_results(path) if path.is_file() else None
 
 
 def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:

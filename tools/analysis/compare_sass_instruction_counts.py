@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.progress import progress_bar
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.progress import progress_bar
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.count_comparison import (
     compare_counts,

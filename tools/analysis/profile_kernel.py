@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, positive, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, positive, print_text, run_tool
+from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.kernel_profile import (
     KernelProfile,
@@ -26,7 +27,6 @@ from flash_helpers.measure.kernel_profile import (
     source_lines,
 )
 from flash_helpers.registry.selection import KERNEL_NAMES, UsageError, choose_kernels
-from flash_helpers.tables import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.measure.machine_code import kernel_names
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
 from flash_helpers.sass.read.reader import load_kernel

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.progress import progress_bar
+from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import AttentionForward, DType, find_config
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
@@ -26,8 +28,7 @@ from flash_helpers.measure.machine_code import (
     predict_config,
     with_own_paths,
 )
-from flash_helpers.measure.results import load_results
-from flash_helpers.progress import progress_bar
+from flash_helpers.measure.results import RESULTS, load_results
 from flash_helpers.registry.selection import UsageError, choose_kernels, require_supported
 from flash_helpers.sass.analyse.bound import Chip, Launch
 from flash_helpers.sass.analyse.matrix import KernelFacts
@@ -39,10 +40,8 @@ from flash_helpers.sass.show.report_text import (
     report_markdown,
     report_text,
 )
-from flash_helpers.tables import json_text
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path("benchmarks/results/h100.json")
 
 DESCRIPTION = """\
 Report on the SASS of one kernel, from the installed library or from any cubin, fatbin, object file

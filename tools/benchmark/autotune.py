@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import math
@@ -17,7 +17,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flash_helpers.command_line import (
+from flash_helpers.compile.codegen import read_config_file
+from flash_helpers.compile.cubins import CubinCompiler
+from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.console.command_line import (
     add_commit_argument,
     add_lengths_argument,
     make_parser,
@@ -26,13 +29,10 @@ from flash_helpers.command_line import (
     positive_seconds,
     run_tool,
 )
-from flash_helpers.compile.codegen import read_config_file
-from flash_helpers.compile.cubins import CubinCompiler
-from flash_helpers.compile.toolchain import BuildError, find_toolchain
+from flash_helpers.console.progress import bar
 from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
-from flash_helpers.progress import bar
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flash_helpers.command_line import (
+from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
     output_file,
@@ -21,7 +21,7 @@ from flash_helpers.command_line import (
     run_tool,
     typed_command,
 )
-from flash_helpers.files import write_if_different
+from flash_helpers.console.files import write_if_different
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import math
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import (
+from flash_helpers.console.command_line import (
     add_commit_argument,
     add_lengths_argument,
     make_parser,
@@ -22,7 +22,8 @@ from flash_helpers.command_line import (
     run_tool,
     typed_command,
 )
-from flash_helpers.files import write_if_different
+from flash_helpers.console.files import write_if_different
+from flash_helpers.console.progress import bar
 from flash_helpers.measure.benchmark_tables import report_text
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
@@ -35,7 +36,6 @@ from flash_helpers.measure.results import (
     refuse_another_gpu,
 )
 from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
-from flash_helpers.progress import bar
 from flash_helpers.registry.selection import (
     UsageError,
     add_kernel_arguments,

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from flash_helpers.command_line import make_parser, positive, run_tool
+from flash_helpers.console.command_line import make_parser, positive, run_tool
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
 from flash_helpers.registry.selection import (

@@ -5,15 +5,15 @@ README.md what the kernels and a call of them take."""
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.files import text_diff, write_if_different
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.files import text_diff, write_if_different
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import (
     HEADER_BEGIN_MARKER,
@@ -36,10 +36,9 @@ from flash_helpers.measure.plots import (
     plot_svg,
     plotted_numbers,
 )
-from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path("benchmarks/results/h100.json")
 LOADS = Path("benchmarks/results/large_tile_h200.json")
 CALLS = Path("benchmarks/results/call_overhead_h200.json")
 PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, output_folder, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, output_folder, print_text, run_tool
+from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
-from flash_helpers.progress import progress_bar
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import (

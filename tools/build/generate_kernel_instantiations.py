@@ -5,7 +5,7 @@ configs' C++ structs, and the list of the configs that are built in this checkou
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "py"))
 
-from flash_helpers.command_line import make_parser, print_text, run_tool  # noqa: E402
 from flash_helpers.compile.codegen import (  # noqa: E402
     BEST_PATTERN,
     CONFIG_FOLDER,
@@ -26,7 +25,8 @@ from flash_helpers.compile.codegen import (  # noqa: E402
     local_configs_text,
     read_config_file,
 )
-from flash_helpers.files import text_diff, write_if_different  # noqa: E402
+from flash_helpers.console.command_line import make_parser, print_text, run_tool  # noqa: E402
+from flash_helpers.console.files import text_diff, write_if_different  # noqa: E402
 
 EXAMPLES = f"""\
 examples:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from flash_helpers.command_line import make_parser, output_file, print_text, run_tool
 from flash_helpers.compile.ptxas_tables import (
     LogError,
     entries_as_csv,
@@ -18,7 +17,8 @@ from flash_helpers.compile.ptxas_tables import (
     entries_as_text,
     read_logs,
 )
-from flash_helpers.files import write_if_different
+from flash_helpers.console.command_line import make_parser, output_file, print_text, run_tool
+from flash_helpers.console.files import write_if_different
 
 DESCRIPTION = """\
 Tabulate what `ptxas -v` said of kernels: registers, spills and stack in bytes a thread, static

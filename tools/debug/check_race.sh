@@ -35,7 +35,7 @@ case "${1:-}" in
 esac
 
 python=${PYTHON:-python3}
-if ! "$python" -c 'import flash_helpers.quiet_start, sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if ! "$python" -c 'import flash_helpers.console.quiet_start, sys, torch; sys.exit(not torch.cuda.is_available())'; then
     exec "$python" "$(dirname "$0")/sanity_check.py" --small ${@:+--kernel "$@"} --device cpu \
         --keep-going
 fi

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flash_helpers.check.problems import DISTRIBUTIONS
-from flash_helpers.command_line import make_parser, output_folder, run_tool
-from flash_helpers.files import write_if_different
+from flash_helpers.console.command_line import make_parser, output_folder, run_tool
+from flash_helpers.console.files import write_if_different
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.check.faults import FAULTS
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.check.faults import FAULTS, chosen_faults
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.ptx import PtxError
-from flash_helpers.registry.selection import STEP_NAMES, UsageError, parse_steps
+from flash_helpers.registry.selection import STEP_NAMES
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,18 +55,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if not arguments.step and not arguments.list:
         parser.error("name a STEP, such as v3, or use --list")
     return arguments
-
-
-def chosen_faults(step: str | None, words: Sequence[str]) -> list[str]:
-    """Names of the faults that are meant. Raises UsageError if there are none."""
-    steps = [found.id for found in parse_steps([step])] if step else None
-    own = [name for name, fault in FAULTS.items() if steps is None or fault.step in steps]
-    text = " ".join(words).lower()
-    chosen = [name for name in own if text in name.lower()]
-    if not chosen:
-        listed = "".join(f"\n  {name}" for name in own)
-        raise UsageError(f"no mistake of {step} has {text!r} in its name; there are{listed}")
-    return chosen
 
 
 def plant(names: Sequence[str]) -> int:

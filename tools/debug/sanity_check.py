@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flash_helpers.check.problems import DEFAULT_SHAPE, DISTRIBUTIONS, SMALL_SHAPE
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.progress import bar
+from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import AttentionForward
-from flash_helpers.progress import bar
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
 from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
-from flash_helpers.tables import json_text
 
 if TYPE_CHECKING:
     from flash_helpers.check.sanity import SanityRequest

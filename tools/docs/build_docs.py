@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import signal
@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.files import text_diff, write_if_different
 from flash_helpers.course.blocks import kinds_text
 from flash_helpers.course.build import (
     BuiltPage,
@@ -25,7 +26,6 @@ from flash_helpers.course.commands import TIME_LIMIT
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import absent_pages, all_pages
 from flash_helpers.course.values import value_lines
-from flash_helpers.files import text_diff, write_if_different
 from flash_helpers.registry.selection import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, output_folder, run_tool
+from flash_helpers.console.command_line import make_parser, output_folder, run_tool
 from flash_helpers.course.site import SiteWarningsError, build_site
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.files import write_if_different
+from flash_helpers.console.tables import Table
 from flash_helpers.course.pictures import FOLDER, PICTURES, draw, stale_pictures, unknown_pictures
 from flash_helpers.course.pictures.stairs import FOLDER as STAIRS
-from flash_helpers.course.pictures.stairs import RESULTS, stale_stairs
-from flash_helpers.files import write_if_different
-from flash_helpers.tables import Table
+from flash_helpers.course.pictures.stairs import stale_stairs
+from flash_helpers.measure.results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.tables import Table
+from flash_helpers.console.tables import Table
 
 WORST_ROWS = 8
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flash_helpers.kernel_configs import STEPS, Config, DType, get_kernel_progression_configs
@@ -21,6 +21,7 @@ from flash_helpers.ptx import (
     SimulatorError,
     UninitialisedReadError,
 )
+from flash_helpers.registry.selection import UsageError, parse_steps
 
 Edit = Callable[[str], str]
 
@@ -276,3 +277,16 @@ FAULTS = {
         "o5", FP16, MAIN_LOOP, RESCALE, drop, slice(2), quantity="l", turn=1, warp=0, rows=range(8),
     ),
 }  # fmt: skip
+
+
+def chosen_faults(step: str | None, words: Sequence[str]) -> list[str]:
+    """Names of the faults of a step, a range or a family, or of all, that have the words in this
+    order. Raises UsageError if there are none."""
+    steps = [found.id for found in parse_steps([step])] if step else None
+    own = [name for name, fault in FAULTS.items() if steps is None or fault.step in steps]
+    text = " ".join(words).lower()
+    chosen = [name for name in own if text in name.lower()]
+    if not chosen:
+        listed = "".join(f"\n  {name}" for name in own)
+        raise UsageError(f"no mistake of {step} has {text!r} in its name; there are{listed}")
+    return chosen

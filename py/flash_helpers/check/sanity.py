@@ -17,6 +17,7 @@ from flash_helpers.check.reference import (
     attention_reference,
     measure_error,
 )
+from flash_helpers.console.tables import DASH, Table
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
@@ -26,7 +27,6 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.registry.selection import require_supported, select_kernels
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.simulator import estimate_seconds
-from flash_helpers.tables import DASH, Table
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from flash_helpers.compile.toolchain import (
     find_toolchain,
     requested_architectures,
 )
-from flash_helpers.files import write_if_different
+from flash_helpers.console.files import write_if_different
 from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.registry.selection import UsageError, parse_steps
 

@@ -17,8 +17,8 @@ from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.compiler import Finished, run_compilers
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
 from flash_helpers.compile.toolchain import Toolchain
-from flash_helpers.file_kinds import EM_CUDA, elf_machine
-from flash_helpers.files import write_if_different
+from flash_helpers.console.file_kinds import EM_CUDA, elf_machine
+from flash_helpers.console.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.sass.read.elf import read_elf
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
-from flash_helpers.file_kinds import FileKind, mistaken
+from flash_helpers.console.file_kinds import FileKind, mistaken
+from flash_helpers.console.tables import Table, csv_text, json_text
 from flash_helpers.kernel_configs import Config, find_config
-from flash_helpers.tables import Table, csv_text, json_text
 
 STDIN = "-"
 

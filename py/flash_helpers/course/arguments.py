@@ -11,12 +11,11 @@ from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import (
     FAMILIES,
     LARGE_TILE,
-    STEPS,
     Config,
     DType,
     config_from_short_form,
 )
-from flash_helpers.measure.staircases import stair
+from flash_helpers.measure.staircases import parent_at_tile
 from flash_helpers.registry.ampere import AMPERE, LARGE_TILE_FROM
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
@@ -124,11 +123,8 @@ def fixed_config(step: Step) -> Config:
 def with_parent(step: Step) -> list[Config]:
     """The configs of the parent, if there is one, and of the step, at the step's tile."""
     own = fixed_config(step)
-    if step.parent is None:
-        return [own]
-    parent = fixed_config(STEPS[step.parent])
-    at_large_tile = stair(own).fixed is None
-    return [stair(parent).widest if at_large_tile else parent, own]
+    parent = parent_at_tile(own)
+    return [own] if parent is None else [parent, own]
 
 
 def parse_kernel(word: str) -> Config:

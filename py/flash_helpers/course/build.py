@@ -9,8 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from tqdm import tqdm
-
+from flash_helpers.console.progress import bar
 from flash_helpers.course import blocks
 from flash_helpers.course.arguments import parse_arguments
 from flash_helpers.course.commands import (
@@ -115,7 +114,7 @@ def build_pages(
     total = sum(map(len, wanted.values())) + sum(len(page.blocks) for page in pages)
     runner = Runner(command_environment())
     with (
-        tqdm(total=total, desc="pages", unit="block", leave=False, disable=None) as progress,
+        bar(total=total, desc="pages", unit="block", leave=False) as progress,
         ThreadPoolExecutor(JOBS) as pool,
     ):
 

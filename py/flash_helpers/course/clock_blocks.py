@@ -7,28 +7,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from flash_helpers.console.tables import DASH, Table, number, percent
 from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
-from flash_helpers.course.evidence import RESULTS, Evidence, Published
+from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image, relative
 from flash_helpers.course.pages import GLOSSARY, page_of_step
-from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
+from flash_helpers.course.pictures.stairs import stairs_path
+from flash_helpers.kernel_configs import Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, loads_table, progression_table
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
     FLASH,
     LIBRARY_NAMES,
     LOAD_TEXTS,
+    RESULTS,
     BenchmarkResults,
     interval,
     load_results,
 )
-from flash_helpers.measure.staircases import stair, stairs
+from flash_helpers.measure.staircases import parent_at_tile, stair, stairs
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
-from flash_helpers.tables import DASH, Table, number, percent
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
-STAIRS = PurePosixPath("docs/images/stairs")
 TILES = ("fixed", "large")  # fields of Stair
 
 
@@ -169,17 +170,17 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
     """The staircases with the step lit, and what it gained, in one sentence."""
-    results, own = evidence.results, stair(fixed_config(arguments.step()))
-    step = own.step
-    before = stair(fixed_config(STEPS[step.parent])) if step.parent else None
+    results, step = evidence.results, arguments.step()
+    own = stair(fixed_config(step))
     glossary = relative(GLOSSARY, arguments.page)
     flash = f"[flash]({glossary}#flash-backend)"
     parts = []
     for tile in TILES:
-        config, parent = getattr(own, tile), before and getattr(before, tile)
+        config = getattr(own, tile)
         share = config and results.of_flash(config.short_form(), DTYPE.short)
-        if not config or share is None:
+        if share is None:
             continue
+        parent = parent_at_tile(config)
         gained = parent and mean_change(results, parent, config)
         told = f"**{percent(share)}** of {flash} at the [{tile} tile]({glossary}#{tile}-tile)"
         if gained is not None:
@@ -189,7 +190,7 @@ def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
         parts.append(told)
     sentence = f"{step.id}: {', '.join(parts)}." if parts else f"{step.id} was not measured yet."
     alt = f"The staircases at both tiles with step {step.id} lit"
-    return f"{image(STAIRS / f'stairs_{step.id}.svg', alt, arguments.page)}\n\n{sentence}"
+    return f"{image(stairs_path(step.id), alt, arguments.page)}\n\n{sentence}"
 
 
 def staircase_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from flash_helpers.console.tables import Table, change, number
 from flash_helpers.kernel_configs import Config
 from flash_helpers.registry.selection import names_of
 from flash_helpers.sass.analyse.counts import count_changes
-from flash_helpers.tables import Table, change, number
 
 INDENT = "&nbsp;&nbsp;"  # before the label of a row that is a part of the one above
 

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from flash_helpers.console.progress import progress_bar
 from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
@@ -19,15 +20,13 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
-from flash_helpers.measure.results import BenchmarkResults, RecordFile, load_results
-from flash_helpers.progress import progress_bar
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, RecordFile, load_results
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Kernel
 
-RESULTS = Path("benchmarks/results/h100.json")
 PUBLISHED = Path("docs/data/published.json")
 SEQ_LEN = 512  # of what is simulated
 HEADS = 16  # of its tensors, of which one is computed: those of the benchmark

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from flash_helpers.console.tables import DASH, number, percent
 from flash_helpers.course.arguments import Arguments, parse_kernel
 from flash_helpers.course.columns import INDENT, changes, columns_table, folded_table, row
 from flash_helpers.course.evidence import Evidence
@@ -26,7 +27,6 @@ from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.flow import may_execute
 from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
 from flash_helpers.sass.show.report_text import SourceText
-from flash_helpers.tables import DASH, number, percent
 
 # Names of the parts of a kernel, and of their counts in `PhaseCounts`.
 PHASES: Mapping[str, str] = MappingProxyType(

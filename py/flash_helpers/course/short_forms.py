@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 
+from flash_helpers.console.tables import Table
 from flash_helpers.course.arguments import DTYPE, Arguments
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.family import Family
 from flash_helpers.registry.selection import UsageError
-from flash_helpers.tables import Table
 
 # By the name of the field, in Markdown for the page of the glossary.
 _MEANINGS: Mapping[str, str] = MappingProxyType(

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tqdm import tqdm
-
+from flash_helpers.console.progress import bar
 from flash_helpers.course import markers
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.glossary import read_terms
@@ -197,8 +196,8 @@ class _Build:
         for page in sources:
             (self._source / f"{page.name}.md").write_text(page.text, encoding="utf-8")
         total = 2 * len(sources) + len(STEPS)  # a page is read, and written
-        with tqdm(total=total, desc="site", unit="page", leave=False, disable=None) as bar:
-            warnings = self._render(names, steps, bar.update)
+        with bar(total=total, desc="site", unit="page", leave=False) as progress:
+            warnings = self._render(names, steps, progress.update)
             for view in step_views(self.evidence, steps):
                 path = self.built / view.name
                 path.parent.mkdir(exist_ok=True)
@@ -208,7 +207,7 @@ class _Build:
                     "another one; build it again (pip install .)"
                     for source in view.missing
                 ]
-                bar.update()
+                progress.update()
         return [*_unlisted_pages(root), *warnings, *broken_links(self.built)]
 
     def _render(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from flash_helpers.console.tables import Table
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, DTYPE, with_parent
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import file_stem
@@ -18,7 +19,6 @@ from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
 from flash_helpers.sass.show.comparison_page import page_facts
 from flash_helpers.sass.show.page import PageKernel, page_html, read_sources
-from flash_helpers.tables import Table
 
 VIEWS = PurePosixPath("views")  # folder of the site
 

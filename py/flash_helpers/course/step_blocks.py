@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flash_helpers.console.tables import number
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, Arguments, with_parent
 from flash_helpers.course.columns import folded_table
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.sources import code_lines
 from flash_helpers.gpu import capability_of
 from flash_helpers.sass.analyse.matrix import KernelFacts
-from flash_helpers.tables import number
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
+from flash_helpers.console.tables import number, percent
 from flash_helpers.course.arguments import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURE,
@@ -25,7 +26,6 @@ from flash_helpers.registry.selection import UsageError
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, KernelFacts
 from flash_helpers.sass.read import opcodes
-from flash_helpers.tables import number, percent
 
 _SASS: Mapping[str, tuple[str, Callable[[KernelFacts], str]]] = MappingProxyType(
     {

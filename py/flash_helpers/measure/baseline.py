@@ -11,16 +11,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.files import write_if_different
+from flash_helpers.console.files import write_if_different
+from flash_helpers.console.progress import Progress
+from flash_helpers.console.tables import Table
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.measure.results import read_record
-from flash_helpers.progress import Progress
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
-from flash_helpers.tables import Table
 
 FORMAT = 1
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from flash_helpers.console.tables import Table, number
 from flash_helpers.kernel_configs import FAMILIES, Config, DType, config_from_short_form
 from flash_helpers.measure.results import (
     CONTROL,
@@ -23,7 +24,6 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.measure.staircases import Pair, beside_parents, stair, stairs, tile_text
 from flash_helpers.registry.family import Step
-from flash_helpers.tables import Table, number
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"

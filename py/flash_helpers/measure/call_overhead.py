@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flash_helpers.console.tables import Table, number
 from flash_helpers.measure.results import CUDNN, FLASH, LIBRARY_NAMES, Provenance, RecordFile
-from flash_helpers.tables import Table, number
 
 MARKERS = ("<!-- calls:begin -->", "<!-- calls:end -->")
 FLASH_TRANSPOSED = f"{FLASH}_transposed"

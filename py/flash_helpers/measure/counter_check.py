@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from flash_helpers.command_line import (
+from flash_helpers.console.command_line import (
     add_commit_argument,
     output_file,
     output_folder,
     positive,
     write_or_check,
 )
+from flash_helpers.console.tables import Table
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.nsight import (
@@ -33,7 +34,6 @@ from flash_helpers.measure.nsight import (
 )
 from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.registry.selection import add_kernel_arguments
-from flash_helpers.tables import Table
 
 
 @dataclass(frozen=True)

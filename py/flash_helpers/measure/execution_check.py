@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from flash_helpers.console.tables import Table
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.counter_check import (
     CountedLaunch,
@@ -24,7 +25,6 @@ from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_bucke
 from flash_helpers.sass.analyse.phases import block_executions
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Kernel
-from flash_helpers.tables import Table
 
 OPCODE_METRIC = "sass__inst_executed_per_opcode"
 WORK = "work"

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from flash_helpers.console.tables import Table, change, number, records_csv
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
-from flash_helpers.tables import Table, change, number, records_csv
 
 if TYPE_CHECKING:
     import torch

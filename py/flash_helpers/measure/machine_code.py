@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flash_helpers.console.progress import Progress
 from flash_helpers.gpu import SM_COUNTS, capability_of
 from flash_helpers.kernel_configs import (
     AttentionForward,
@@ -19,7 +20,6 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.results import BenchmarkResults
-from flash_helpers.progress import Progress
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, names_of
 from flash_helpers.runtime import library

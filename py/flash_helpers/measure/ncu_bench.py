@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from flash_helpers.console.tables import DASH, Table, csv_text, number
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.nsight import (
     EXECUTED_METRICS,
@@ -19,7 +20,6 @@ from flash_helpers.measure.nsight import (
     launched_config,
 )
 from flash_helpers.measure.results import CUDNN, FLASH, FLASH_ATTN, Provenance, RecordFile
-from flash_helpers.tables import DASH, Table, csv_text, number
 
 SHOWN_STALLS = 3
 

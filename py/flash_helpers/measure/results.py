@@ -12,12 +12,14 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from flash_helpers.files import write_if_different
+from flash_helpers.console.files import write_if_different
+from flash_helpers.console.tables import csv_text
 from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
-from flash_helpers.tables import csv_text
 
 T = TypeVar("T")
 Own = TypeVar("Own", bound="RecordFile")
+
+RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
 
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
@@ -382,9 +384,8 @@ class BenchmarkResults(RecordFile):
     def main_load(self) -> str:
         """The load that is meant where none is named: bursts if they were measured.
 
-        Steps are compared where the clock does not move. On an H100 flash differs from itself by a
-        few tenths of a percent in bursts, where every contender runs at the highest clock; under
-        sustained load, at the power limit, by up to 11%, according to what ran before it.
+        Steps are compared where the clock does not move: in bursts every contender runs at the
+        highest one, and flash differs least from itself.
         """
         return BURST if BURST in self.loads else next(iter(self.loads), BURST)
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from flash_helpers.check.inputs import make_inputs, tensors_for
+from flash_helpers.console.tables import Table
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.counter_check import CountedLaunch, CounterCheck, Quantity
 from flash_helpers.measure.nsight import EXECUTED_METRICS, operation_metrics
@@ -15,7 +16,6 @@ from flash_helpers.ptx import Run
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel, run_kernel
-from flash_helpers.tables import Table
 
 # PTX opcodes begin with one of these; each becomes one SASS instruction.
 _FAMILIES = {

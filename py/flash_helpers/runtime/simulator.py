@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from flash_helpers import gpu
+from flash_helpers.console.progress import Progress, progress_bar
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.progress import Progress, progress_bar
 from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
 from flash_helpers.registry.launch import WORKSPACE, Launch
 from flash_helpers.runtime.library import ptx_path

@@ -13,7 +13,7 @@ takes the CUDA context along, and one that never ends takes the process.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import json
 import os

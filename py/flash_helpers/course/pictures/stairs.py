@@ -9,12 +9,10 @@ from pathlib import Path, PurePosixPath
 from flash_helpers.course.pictures.svg import BLUE, GREEN, ORANGE, Drawing
 from flash_helpers.kernel_configs import STEPS, DType
 from flash_helpers.measure.plots import progression_numbers
-from flash_helpers.measure.results import BenchmarkResults, load_results
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
 
 FOLDER = PurePosixPath("docs/images/stairs")
-RESULTS = Path("benchmarks/results/h100.json")
 HEIGHT = 130  # units, of the highest stair
-TOP = 130  # percent of flash there
 FLASH = 100
 
 
@@ -31,6 +29,8 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
     numbers = progression_numbers(results, DType.BF16.short)
     steps = numbers["steps"]
     heights = {ORANGE: numbers["large"], BLUE: numbers["fixed"]}
+    measured = [percent for of in heights.values() for percent in of if percent is not None]
+    unit = HEIGHT / max(FLASH, *measured)  # for a percent
     lit = steps.index(step)
     told = "; ".join(
         f"{percents[lit]:.1f}% at the {tile} tile"
@@ -45,13 +45,13 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
     width = (d.width - 30) / len(steps)  # the rest is for what stands at the right of the line
     ground = d.y + 26 + HEIGHT
     d.rect(d.left + lit * width, d.y + 8, width, HEIGHT + 18, GREEN, lit=step)
-    flash = ground - FLASH * HEIGHT / TOP
+    flash = ground - FLASH * unit
     d.line([(d.left, flash), (d.left + len(steps) * width, flash)], dashed=True)
     d.note(d.right, flash + 4, "flash", "end")
     for colour, percents in heights.items():
         for run in _runs(percents):
             points = [
-                (d.left + (place + side) * width, ground - percents[place] * HEIGHT / TOP)
+                (d.left + (place + side) * width, ground - percents[place] * unit)
                 for place in run
                 for side in (0, 1)
             ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from flash_helpers import gpu
-from flash_helpers.file_kinds import FileKind, mistaken
+from flash_helpers.console.file_kinds import FileKind, mistaken
 from flash_helpers.ptx.errors import LaunchError, NotPtxError, PtxSyntaxError, SimulatorError
 from flash_helpers.ptx.read.calls import without_calls
 from flash_helpers.ptx.read.flow import Program, build_program

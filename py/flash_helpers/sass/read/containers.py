@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.file_kinds import (
+from flash_helpers.console.file_kinds import (
     ARCHIVE_MAGIC,
     ELF_MAGIC,
     EM_CUDA,

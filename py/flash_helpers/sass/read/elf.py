@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
-from flash_helpers.file_kinds import ELF_HEADER_BYTES, ELF_MAGIC, EM_CUDA, elf_machine
+from flash_helpers.console.file_kinds import ELF_HEADER_BYTES, ELF_MAGIC, EM_CUDA, elf_machine
 from flash_helpers.gpu import RESERVED_SMEM_BYTES
 from flash_helpers.sass.read.disassembler import parse_version
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Resources, SassError

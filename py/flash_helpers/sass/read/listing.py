@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from flash_helpers.file_kinds import ELF_MAGIC, FileKind, mistaken
+from flash_helpers.console.file_kinds import ELF_MAGIC, FileKind, mistaken
 from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.flow import BRANCHES, CALLS
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Operation, SassError

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
+from flash_helpers.console.progress import Progress
 from flash_helpers.gpu import capability_of
-from flash_helpers.progress import Progress
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_digest, entry_key
 from flash_helpers.sass.read.choice import Found, choose, require_one

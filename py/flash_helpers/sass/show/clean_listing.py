@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import itertools
@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flash_helpers.command_line import make_parser, output_file, print_text, run_tool
-from flash_helpers.files import write_if_different
+from flash_helpers.console.command_line import make_parser, output_file, print_text, run_tool
+from flash_helpers.console.files import write_if_different
 from flash_helpers.sass.read.listing import Kind, Line, decode, holds_nothing, scan
 from flash_helpers.sass.read.records import SassError
 

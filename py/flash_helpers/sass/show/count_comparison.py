@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flash_helpers.console.tables import Table, csv_text, json_text
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.show.listing_counts import OpcodeCounts
-from flash_helpers.tables import Table, csv_text, json_text
 
 
 @dataclass(frozen=True)

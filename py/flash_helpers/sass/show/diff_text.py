@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from flash_helpers.console.tables import Table
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import ALIKE, MEANING, Change, KernelDiff, Likeness, Tally
-from flash_helpers.tables import Table
 
 _HEADER = ("", *(name.replace("_", "\n") for name in Tally._fields))
 _NO_ADDRESS = " " * 4

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_helpers.files import write_if_different
+from flash_helpers.console.files import write_if_different
 from flash_helpers.sass.read.choice import Found, choose
 from flash_helpers.sass.read.containers import cubins_of, ptx_of
 from flash_helpers.sass.read.control import control_text

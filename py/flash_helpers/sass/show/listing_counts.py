@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    import flash_helpers.quiet_start  # noqa: F401
+    import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
 import sys
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.command_line import make_parser, print_text, run_tool
-from flash_helpers.progress import Progress, progress_bar
+from flash_helpers.console.command_line import make_parser, print_text, run_tool
+from flash_helpers.console.progress import Progress, progress_bar
+from flash_helpers.console.tables import Table, csv_text, json_text
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.choice import Found, choose, require_one, require_one_architecture
@@ -27,7 +28,6 @@ from flash_helpers.sass.read.listing import (
     parse_listing,
 )
 from flash_helpers.sass.read.records import Operation, SassError
-from flash_helpers.tables import Table, csv_text, json_text
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flash_helpers.console.tables import DASH, Table, number, percent, records_csv
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
@@ -16,7 +17,6 @@ from flash_helpers.sass.analyse.matrix import (
     Matrix,
     changes_text,
 )
-from flash_helpers.tables import DASH, Table, number, percent, records_csv
 
 _WIDTH = 118
 _RESOURCE_HEADERS = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flash_helpers.console.tables import Table
 from flash_helpers.sass.analyse.ptx_links import KernelPtx, depends_on, fan_out, sass_by_ptx_line
 from flash_helpers.sass.read.records import Instruction, Kernel
-from flash_helpers.tables import Table
 
 _MOST_MADE = 4  # SASS opcodes in a row of the fan-out
 

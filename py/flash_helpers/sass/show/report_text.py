@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flash_helpers.console.tables import Table, percent
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Measured, Prediction
 from flash_helpers.sass.analyse.counts import Bucket, Counts, count_all, count_loop
 from flash_helpers.sass.analyse.report import KernelReport, verdicts, warps_text
@@ -15,7 +16,6 @@ from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
 from flash_helpers.sass.show.matrix_tables import counts_as_dict
-from flash_helpers.tables import Table, percent
 
 _LONGEST_STALLS = 5
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_backend import load_tool
 
-from flash_helpers.file_kinds import FileKind, kind_of, mistaken
+from flash_helpers.console.file_kinds import FileKind, kind_of, mistaken
 from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.show import clean_listing, listing_counts
 from flash_helpers.sass.show.extract import listing_text

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flash_helpers.files import text_diff, write_if_different
+from flash_helpers.console.files import text_diff, write_if_different
 
 
 def make_parser(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from flash_helpers.files import text_diff, write_if_different
+from flash_helpers.console.files import text_diff, write_if_different
 
 
 class TestWriteIfDifferent:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.command_line import (
+from flash_helpers.console.command_line import (
     add_commit_argument,
     make_parser,
     not_negative,
@@ -253,7 +253,8 @@ class TestPrintText:
         assert capsys.readouterr().out == "some text\n"
 
     def test_ends_quietly_when_the_reader_has_seen_enough(self) -> None:
-        program = "from flash_helpers.command_line import print_text; print_text('text\\n' * 10**6)"
+        module = "flash_helpers.console.command_line"
+        program = f"from {module} import print_text; print_text('text\\n' * 10**6)"
         with subprocess.Popen(
             [sys.executable, "-c", program],
             stdout=subprocess.PIPE,
@@ -294,5 +295,7 @@ class TestWriteOrCheck:
 
 def test_only_the_standard_library_is_needed(root) -> None:
     source = str(root / "py")
-    program = f"import sys; sys.path.insert(0, {source!r}); import flash_helpers.command_line"
+    program = (
+        f"import sys; sys.path.insert(0, {source!r}); import flash_helpers.console.command_line"
+    )
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)

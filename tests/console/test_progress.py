@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flash_helpers.progress import bar, progress_bar
+from flash_helpers.console.progress import bar, progress_bar
 
 
 def work() -> list[int]:
