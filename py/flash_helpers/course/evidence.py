@@ -157,7 +157,7 @@ class Evidence:
         if (config, target) not in self._kernels:
             # the whole progression at once: opening the library takes longer than reading a kernel
             wanted = {config}
-            if not any(there == target for _, there in self._kernels):
+            if not any(c.family is config.family and there == target for c, there in self._kernels):
                 wanted.update(
                     c
                     for c in get_kernel_progression_configs()

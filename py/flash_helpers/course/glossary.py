@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 
 from flash_helpers.course.links import relative
@@ -39,6 +39,7 @@ _COMMENT = re.compile(r"<!-- (?P<name>\w+):begin -->.*?<!-- (?P=name):end -->|<!
 _FOLD = re.compile(r"<(?P<end>/?)details\b")
 _INDENTED = re.compile(r"(?:\A|(?<=\n\n))(?:(?: {4}|\t).*(?:\n+|\Z))+")
 _LINE = re.compile(r"^(?:#{1,6} | *<|\*(?:also|as in):\* ).*", re.M)
+_SPACE = re.compile(r"\s+")
 _TAG = re.compile(r"<[^<>\n]+>|\bhttps?://\S+")
 
 
@@ -64,7 +65,7 @@ class Term:
     def sentence(self) -> str:
         """The first one of the definition, without Markdown."""
         found = _SENTENCE.match(_LINK.sub(r"\g<label>", self.definition))
-        return re.sub(r"\s+", " ", re.sub(r"[`*]", "", found[0])) if found else ""
+        return _SPACE.sub(" ", re.sub(r"[`*]", "", found[0])) if found else ""
 
     @property
     def names(self) -> list[str]:
@@ -123,13 +124,13 @@ def link_first_uses(text: str, page: PurePosixPath, terms: Sequence[Term]) -> st
         return _linked(text, relative(GLOSSARY, page), terms)
     first, *entries = _ENTRY.split(text)
     linked = (
-        _linked(entry, "", [term for term in terms if term is not own])
-        for entry, own in zip(entries, terms, strict=True)
+        _linked(entry, "", terms, own.anchor) for entry, own in zip(entries, terms, strict=True)
     )
     return "".join([first, *linked])
 
 
-def _linked(text: str, target: str, terms: Sequence[Term]) -> str:
+def _linked(text: str, target: str, terms: Sequence[Term], own: str = "") -> str:
+    """own: anchor of the term that the text defines."""
     parts = [
         (_unlinked(part.text, target), True)
         if isinstance(part, Prose)
@@ -137,15 +138,15 @@ def _linked(text: str, target: str, terms: Sequence[Term]) -> str:
         for part in parse(text)
     ]
     whole = "".join(part for part, _ in parts)
-    spelled = [(spelling, term) for term in terms for spelling in term.spellings]
-    spelled.sort(key=lambda pair: -len(pair[0]))
-    visible, folds = _visible(parts, {spelling for spelling, _ in spelled})
+    spelled = _spelled(tuple(terms))
+    visible, folds = _visible(parts, spelled.code_spans)
     uses: dict[str, re.Match[str]] = {}
-    for use in _pattern([spelling for spelling, _ in spelled]).finditer(visible):
-        anchor = spelled[use.lastindex - 1][1].anchor
+    for use in spelled.pattern.finditer(visible):
+        anchor = spelled.terms[_SPACE.sub(" ", use[0])].anchor
         before = uses.get(anchor)
         if before is None or (_inside(before, folds) and not _inside(use, folds)):
             uses[anchor] = use
+    uses.pop(own, None)
     for anchor, use in sorted(uses.items(), key=lambda item: -item[1].start()):
         link = f"[{whole[use.start() : use.end()]}]({target}#{anchor})"
         whole = whole[: use.start()] + link + whole[use.end() :]
@@ -199,20 +200,44 @@ def _inside(use: re.Match[str], folds: Sequence[tuple[int, int]]) -> bool:
     return any(begin <= use.start() < end for begin, end in folds)
 
 
-def _pattern(spellings: Sequence[str]) -> re.Pattern[str]:
-    """Finds the spellings, of which the first that fits counts; the number of the group is its
-    place, from 1."""
-    return re.compile("|".join(f"({_spelling(spelling)})" for spelling in spellings))
+@dataclass(frozen=True)
+class _Spelled:
+    """All that is linked, as it may be written, and to what; pattern: finds the longest."""
+
+    terms: Mapping[str, Term]
+    pattern: re.Pattern[str]
+
+    @property
+    def code_spans(self) -> set[str]:
+        """Those in backticks."""
+        return {written for written in self.terms if written.startswith("`")}
 
 
-def _spelling(spelling: str) -> str:
+@cache
+def _spelled(terms: tuple[Term, ...]) -> _Spelled:
+    found = {
+        written: term
+        for term in terms
+        for spelling in term.spellings
+        for written in _ways_to_write(spelling)
+    }
+    code, words = [], []
+    for written in sorted(found, key=len, reverse=True):
+        chosen = code if written.startswith("`") else words
+        chosen.append(re.escape(written).replace(r"\ ", r"(?: |\n *)"))
+    # What stands before is looked at first: at most places nothing can begin.
+    pattern = rf"(?<![\w./@$%`-])(?:{'|'.join(words)})(?![\w-]|[./]\w)|{'|'.join(code)}"
+    return _Spelled(found, re.compile(pattern if code else pattern.removesuffix("|")))
+
+
+def _ways_to_write(spelling: str) -> Iterator[str]:
     if spelling.startswith("`"):
-        return re.escape(spelling)
-    words = r"(?: |\n *)".join(map(re.escape, spelling.split()))
-    if spelling[0].islower():
-        words = f"[{spelling[0]}{spelling[0].upper()}]{words[1:]}"
-    plural = "(?:e?s)?" if spelling[-1].isalpha() else ""
-    return rf"(?<![\w./@$%`-]){words}{plural}(?![\w-]|[./]\w)"
+        yield spelling
+        return
+    first = spelling[0]
+    for start in (first, first.upper()) if first.islower() else (first,):
+        for plural in ("", "s", "es") if spelling[-1].isalpha() else ("",):
+            yield f"{start}{spelling[1:]}{plural}"
 
 
 def search_index(terms: Sequence[Term]) -> Mapping[str, tuple[str, str, str]]:
