@@ -58,7 +58,7 @@ class Build(build):
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel serves every Python: the library knows nothing of it."""
+    """One wheel serves every Python: of it the library calls the stable ABI alone."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]

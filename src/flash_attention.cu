@@ -3,14 +3,19 @@
 // Every function returns 0, or an error whose text flash_last_error() gives. What a launch consists
 // of is the caller's to say (py/flash_helpers/registry/launch.py), and shapes, types and alignment
 // are the caller's to check (py/flash_helpers/runtime): nothing here knows what a kernel computes.
+// Checking takes Python longer than launching, so that a call that was checked once can be repeated
+// from here (flash_ready), for tensors that differ from those in their addresses alone.
 
+#include "dlpack_exchange.h"
 #include "flash_attention.cuh"
 #include "flash_kernels.cuh"
 #include "mma_rate.cuh"
 #include "overlap_kernels.cuh"
+#include "python_abi.h"
 
 #include <array>
 #include <atomic>
+#include <cstring>
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <map>
@@ -28,6 +33,20 @@ struct FlashLaunch {
     unsigned int grid[3], cluster[3]; // blocks in x, y, z
     unsigned int n_threads; // a block
     unsigned int shared_bytes; // dynamic, a block
+};
+
+// A launch that is ready, and the q, k, v and o that it is ready for. The FlashLaunch and the
+// kernel's parameter follow in memory.
+struct FlashReady {
+    const DLPackExchangeAPI *exchange; // what describes the tensors
+    DLDevice device;
+    int dtype; // of the enum DType
+    unsigned int chunk_bytes; // what tensors begin at multiples of
+    int64_t shape[4];
+    int64_t strides[4][4]; // elements
+    uint64_t span_bytes[4]; // from the first byte to the one behind the last
+    uint64_t members[4]; // where their addresses belong, from the FlashLaunch on
+    uint64_t launch_bytes; // of the FlashLaunch and the parameter
 };
 
 // Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
@@ -252,6 +271,74 @@ FLASH_EXPORT int flash_launch(const FlashLaunch *launch) {
     config.numAttrs = has_cluster ? 1 : 0;
     void *parameters[] = {const_cast<FlashLaunch *>(launch + 1)};
     return check(cudaLaunchKernelExC(&config, kernel.function, parameters), "cudaLaunchKernelExC");
+}
+
+// Whether PyTorch's table has the layout and the functions that the others here count on.
+FLASH_EXPORT int flash_knows_exchange(const DLPackExchangeAPI *exchange) {
+    return exchange->version.major == 1 && exchange->dltensor_from_py_object_no_sync != nullptr;
+}
+
+// Whether q, k, v and o are what `ready` is for, and o is apart from the others. If so, `launch` is
+// filled with what flash_launch takes.
+FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, char *launch) {
+    const DLDataType dtype =
+        static_cast<DType>(ready->dtype) == DType::FP16 ? kDLFloat16 : kDLBfloat16;
+    uint64_t begin[4];
+    for (int i = 0; i < 4; ++i) {
+        DLTensor found;
+        if (ready->exchange->dltensor_from_py_object_no_sync(tensors[i], &found) != 0) {
+            PyErr_Clear();
+            return false;
+        }
+        begin[i] = reinterpret_cast<uint64_t>(found.data) + found.byte_offset;
+        if (found.device != ready->device || found.dtype != dtype || found.ndim != 4 ||
+            found.data == nullptr || // of a tensor without memory
+            std::memcmp(found.shape, ready->shape, sizeof ready->shape) != 0 ||
+            std::memcmp(found.strides, ready->strides[i], sizeof ready->strides[i]) != 0 ||
+            begin[i] % ready->chunk_bytes != 0) {
+            return false;
+        }
+    }
+    const uint64_t o = begin[3], o_end = o + ready->span_bytes[3];
+    for (int i = 0; i < 3; ++i) {
+        if (begin[i] < o_end && o < begin[i] + ready->span_bytes[i]) {
+            return false;
+        }
+    }
+    void *stream = nullptr;
+    if (ready->exchange->current_work_stream(ready->device.device_type, ready->device.device_id,
+                                             &stream) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    std::memcpy(launch, ready + 1, ready->launch_bytes);
+    std::memcpy(launch + offsetof(FlashLaunch, stream), &stream, sizeof stream);
+    for (int i = 0; i < 4; ++i) {
+        std::memcpy(launch + ready->members[i], &begin[i], sizeof begin[i]);
+    }
+    return true;
+}
+
+// A Python function, launch(q, k, v, o) -> bool: whether it launched. If not, which has no effect,
+// the caller finds out why. ready: bytes, a FlashReady and what follows.
+FLASH_EXPORT PyObject *flash_ready(PyObject *ready) {
+    static PyMethodDef method = {
+        "launch",
+        [](PyObject *self, PyObject *const *tensors, ptrdiff_t count) {
+            const auto *ready = reinterpret_cast<const FlashReady *>(PyBytes_AsString(self));
+            std::vector<char> launch(ready->launch_bytes);
+            if (count != 4 || !flash_bind(ready, tensors, launch.data())) {
+                return PyBool_FromLong(false);
+            }
+            PyThreadState *thread = PyEval_SaveThread(); // a launch waits when too many are queued
+            const int error = flash_launch(reinterpret_cast<FlashLaunch *>(launch.data()));
+            PyEval_RestoreThread(thread);
+            return PyBool_FromLong(!error);
+        },
+        METH_FASTCALL,
+        "launch(q, k, v, o) -> bool",
+    };
+    return PyCFunction_NewEx(&method, ready, nullptr);
 }
 
 // The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.

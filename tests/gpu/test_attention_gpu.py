@@ -12,6 +12,7 @@ from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
 from flash_attention import attention, best_config, forward
 from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
 from flash_helpers.registry.choice import preferred_steps
+from flash_helpers.runtime import call
 from flash_helpers.tune.best import choose_config
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +66,55 @@ def test_a_call_alone_is_dispatched_once(monkeypatch, problem) -> None:
     output = case.poisoned_output()
     forward(choose_config(AttentionForward(2, 16, 512), output.device), *case.inputs, output)
     case.check(output)
+
+
+@pytest.mark.skipif(call._exchange() is None, reason="PyTorch describes tensors to C since 2.10")
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("dtype", DType)
+def test_a_repeated_call_is_launched_in_one_step(
+    dtype: DType, strided: bool, monkeypatch, problem
+) -> None:
+    shape = AttentionForward(2, 16, 512, dtype=dtype)
+    case = problem("normal", shape, getattr(torch, dtype.torch_name))
+    inputs = torch.stack(case.inputs, dim=2).unbind(2) if strided else case.inputs
+    config = choose_config(shape, inputs[0].device)
+    output = case.poisoned_output()
+    attention(*inputs)
+    forward(config, *inputs, output)
+    monkeypatch.setattr(call, "_checked", None)  # how any other is checked
+    output = case.poisoned_output()
+    assert forward(config, *inputs, output) is output
+    for found in (output, forward(config, *inputs), attention(*inputs)):
+        assert found.is_contiguous()
+        case.check(found)
+
+
+def test_calls_of_several_layouts_may_take_turns(problem) -> None:
+    cases = [problem("normal", shape, dtype) for shape in SHAPES[1:] for dtype in DTYPES]
+    for case in [*cases, *cases[::-1], *(case for case in cases for _ in range(3))]:
+        case.check(attention(*case.inputs))
+
+
+def test_a_repeated_call_is_refused_what_the_first_would_be(problem) -> None:
+    shape = AttentionForward(2, 16, 512)
+    case = problem("normal", shape, torch.bfloat16)
+    q, k, v = case.inputs
+    config = choose_config(shape, q.device)
+    memory = torch.zeros(2 * q.numel() + 8, dtype=q.dtype, device=q.device)
+    output = memory[: q.numel()].view_as(q)
+    beside = memory[q.numel() :][: q.numel()].view_as(q)
+    forward(config, q, beside, v, output)
+    with pytest.raises(ValueError, match="o overlaps k"):
+        forward(config, q, memory[q.numel() // 2 :][: q.numel()].view_as(q), v, output)
+    with pytest.raises(ValueError, match="k starts at address"):
+        forward(config, q, memory[4 + q.numel() :][: q.numel()].view_as(q), v, output)
+    with pytest.raises(ValueError, match="o requires grad"):
+        forward(config, q, k, v, torch.empty_like(q).requires_grad_())
+    with pytest.raises(ValueError, match="k is on cpu"):
+        forward(config, q, k.cpu(), v, output)
+    with pytest.raises(TypeError, match=r"k is torch\.float16"):
+        forward(config, q, k.half(), v, output)
+    case.check(forward(config, q, k, v, output))
 
 
 def test_strided_tensors_give_what_contiguous_ones_give(problem) -> None:

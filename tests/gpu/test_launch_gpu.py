@@ -75,7 +75,7 @@ def call(probe: LoadedKernel) -> Callable[[], Call]:
         seen = torch.full((1 + 2 * BLOCKS,), -1, dtype=torch.int32, device="cuda")
         launch = replace(own, grid=(BLOCKS, 1, 1), shared_bytes=0, workspace_bytes=4 * len(seen))
         tensors = {"q": q, "o": o, "seen": seen}
-        plan = Plan((launch,), (ProbeLauncher(probe, launch),), 0, 16, (), True)
+        plan = Plan((launch,), (ProbeLauncher(probe, launch),), 0, 16, (), torch.empty_like)
         return Call(plan, tensors, {name: x.data_ptr() for name, x in tensors.items()})
 
     return make

@@ -126,15 +126,18 @@ class TestCInterface:
             }
         assert exported == {
             "flash_architectures",
+            "flash_bind",
             "flash_cuda_version",
             "flash_encode_tensor_map",
             "flash_kernel_count",
             "flash_kernel_name",
             "flash_kernel_resources",
+            "flash_knows_exchange",
             "flash_last_error",
             "flash_launch",
             "flash_mma_loop",
             "flash_mma_loop_describe",
+            "flash_ready",
         }
 
     def test_needs_no_torch_and_no_cuda_library(self, package):
@@ -143,15 +146,24 @@ class TestCInterface:
             needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
         assert not [name for name in needed if re.search("torch|c10|cuda|nv", name)]
 
+    def test_asks_of_python_what_every_version_of_it_has(self, package, root):
+        with (package / "libflash_attention.so").open("rb") as file:
+            symbols = ELFFile(file).get_section_by_name(".dynsym").iter_symbols()
+            needed = {s.name for s in symbols if s["st_shndx"] == "SHN_UNDEF"}
+        declared = (root / "src/include/python_abi.h").read_text().partition('extern "C"')[2]
+        called = {name for name in needed if re.match("_?Py", name)}
+        assert called == set(re.findall(r"(Py\w+)\(", declared))
+
     def test_structures_mirror_the_source(self, root):
         text = re.sub(r"//.*", "", (root / "src/flash_attention.cu").read_text())
         for structure, name in (
             (library._Launch, "FlashLaunch"),
+            (library._Ready, "FlashReady"),
             (library._TensorMap, "FlashTensorMap"),
             (library._Resources, "FlashKernelResources"),
         ):
             body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)[1]
-            declared = re.findall(r"(\w+)(?:\[\d\])?(?=[,;])", body)
+            declared = re.findall(r"(\w+)(?:\[\d\])*(?=[,;])", body)
             assert declared == [field for field, _ in structure._fields_]
 
     def test_names_every_kernel_of_every_family(self, c_library):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -24,9 +25,9 @@ class Plan:
     they begin in memory.
 
     device: the CUDA device's number; None on the CPU, where there are no launchers either.
-    chunk_bytes: what the tensors begin at multiples of. span_bytes: of q, k, v and, if it is given,
-    o, from the first byte to the last. is_contiguous: whether q has the very strides that o is to
-    have, of single items too.
+    chunk_bytes: what the tensors begin at multiples of. span_bytes: of q, k, v and o, from the
+    first byte to the last. allocate: o for q. quick: does in one step what a call of `_checked` and
+    of `run` do, if it finds that all is as it was; None where that is not possible.
     """
 
     launches: tuple[Launch, ...]
@@ -34,7 +35,8 @@ class Plan:
     device: int | None
     chunk_bytes: int
     span_bytes: tuple[int, ...]
-    is_contiguous: bool
+    allocate: Callable[[torch.Tensor], torch.Tensor]
+    quick: library.QuickLaunch | None = None
 
     def run(self, addresses: dict[str, int]) -> None:
         """Launch on the device's current stream, without waiting. addresses: of q, k, v and o."""
@@ -88,6 +90,16 @@ class Call(NamedTuple):
 
 
 _plans: dict[Hashable, Plan] = {}
+# The last plan that has `quick`, by what was asked and the shape of q. Only that, since more takes
+# longer to look up: `quick` compares the rest.
+_quick_plans: dict[tuple[Hashable, torch.Size], Plan] = {}
+
+
+@functools.cache
+def _exchange() -> int | None:
+    """PyTorch's table of C functions that describe tensors, which it has since 2.10."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    return None if capsule is None else library.exchange(capsule)
 
 
 def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
@@ -99,13 +111,26 @@ def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
     if "o" in given:
         tensors.check_output_layout(given["o"])
     launches = config.launch(problem, strides)
+    launchers = tuple(library.Launcher(x, device.index) for x in launches if device.type == "cuda")
+    q = given["q"]
+    usual_strides = torch.empty(q.shape, device="meta").stride()  # of single items too
+    all_four = dict(given)  # q, k, v and o in this order
+    all_four.setdefault("o", tensors.Layout(q.shape, usual_strides, q.dtype, device))
+    spans = tuple(map(tensors.span_bytes, all_four.values()))
+    quick = None
+    if len(launchers) == 1 and (exchange := _exchange()) is not None:
+        own_strides = [laid.stride() for laid in all_four.values()]
+        quick = launchers[0].quick(exchange, q.__dlpack_device__(), q.shape, own_strides, spans)
     return Plan(
         launches,
-        tuple(library.Launcher(x, device.index) for x in launches if device.type == "cuda"),
+        launchers,
         device.index if device.type == "cuda" else None,
         config.supports.chunk_bytes,
-        tuple(map(tensors.span_bytes, given.values())),
-        given["q"].stride() == torch.empty(given["q"].shape, device="meta").stride(),
+        spans,
+        torch.empty_like  # told nothing, it is quicker
+        if q.stride() == usual_strides
+        else functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
+        quick,
     )
 
 
@@ -138,13 +163,11 @@ def _checked(
         plan = _make_plan(choose(asked, q), inputs if o is None else {**inputs, "o": o})
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
+            _quick_plans.clear()
         _plans[layouts] = plan
     q_begin, k_begin, v_begin = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if o is None:
-        if plan.is_contiguous:
-            o = torch.empty_like(q)  # told nothing, it is quicker
-        else:
-            o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        o = plan.allocate(q)
         o_begin = o.data_ptr()
     else:
         o_begin = o.data_ptr()
@@ -195,11 +218,19 @@ def compute(
 
     asked: a config or its short form, or what `choose`, given q too, finds a built config for.
     """
+    plan = _quick_plans.get((asked, q.shape))
+    if plan is not None and (o is None or not o.requires_grad):
+        output = plan.allocate(q) if o is None else o
+        if plan.quick(q, k, v, output):
+            return output
+        del output  # its memory may be needed
     plan, o, addresses = _checked(asked, q, k, v, o, choose)
     if plan.device is None:
         Call(plan, {"q": q, "k": k, "v": v, "o": o}, addresses).run()
-    else:
-        plan.run(addresses)
+        return o
+    plan.run(addresses)
+    if plan.quick is not None:
+        _quick_plans[asked, q.shape] = plan
     return o
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,22 @@ class _Launch(ctypes.Structure):
         ("cluster", _UINT * 3),
         ("n_threads", _UINT),
         ("shared_bytes", _UINT),
+    )
+
+
+class _Ready(ctypes.Structure):
+    """FlashReady."""
+
+    _fields_ = (
+        ("exchange", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("dtype", ctypes.c_int),
+        ("chunk_bytes", _UINT),
+        ("shape", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 4 * 4),
+        ("span_bytes", ctypes.c_uint64 * 4),
+        ("members", ctypes.c_uint64 * 4),
+        ("launch_bytes", ctypes.c_uint64),
     )
 
 
@@ -108,6 +124,7 @@ def load() -> ctypes.CDLL:
         "flash_kernel_count": (integer, []),
         "flash_kernel_name": (text, [integer]),
         "flash_launch": (integer, [text]),  # bytes that begin with a _Launch
+        "flash_knows_exchange": (integer, [pointer]),
         "flash_encode_tensor_map": (integer, [ctypes.POINTER(_TensorMap), pointer, pointer]),
         "flash_kernel_resources": (
             integer,
@@ -176,6 +193,18 @@ def resolve(cfg: Config | str) -> Config:
     return config
 
 
+# A C function of q, k, v and o: whether it launched.
+QuickLaunch = Callable[[object, object, object, object], bool]
+
+
+def exchange(capsule: object) -> int | None:
+    """The address of the table in a capsule as of DLPack's `__dlpack_c_exchange_api__`; None if the
+    library does not know such a table."""
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    address = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    return address if load().flash_knows_exchange(address) else None
+
+
 class Launcher:
     """A launch of a built kernel on a device, ready but for the stream and where tensors begin."""
 
@@ -189,6 +218,7 @@ class Launcher:
             found.block,
             found.shared_bytes,
         )
+        self._found = found
         size = ctypes.sizeof(call)
         self._template = Template(
             bytes(call) + found.arguments,
@@ -199,7 +229,6 @@ class Launcher:
             [(size + member, tensor_map) for member, tensor_map in found.tensor_maps],
         )
         self._launch = load().flash_launch
-        self._name = found.config.short_form()
         self.workspace_bytes = found.workspace_bytes
 
     def run(self, addresses: Mapping[str, int]) -> None:
@@ -208,7 +237,46 @@ class Launcher:
         Nothing is checked here. Raises RuntimeError with CUDA's text.
         """
         if status := self._launch(self._template.fill(addresses, encode_tensor_map)):
-            check(status, self._name)
+            check(status, self._found.config.short_form())
+
+    def quick(
+        self,
+        exchange: int,
+        device: tuple[int, int],
+        shape: tuple[int, ...],
+        strides: Sequence[tuple[int, ...]],
+        span_bytes: tuple[int, ...],
+    ) -> QuickLaunch | None:
+        """Launches for q, k, v and o that are laid out as those of a call that was checked are,
+        wherever they begin in memory: on the current stream of their device, without waiting. It
+        returns False, and does nothing, for others, if o overlaps another, or if CUDA refuses.
+
+        exchange: of the library that the tensors are of. device: type and number, as DLPack has
+        them. strides, in elements, and span_bytes, from a tensor's first byte to the one behind its
+        last: of q, k, v and o.
+
+        None for a launch that takes anything but the addresses of the four.
+        """
+        found = self._found
+        members = {x.tensor: x.member for x in found.addresses if not x.offset}
+        takes_more = found.tensor_maps or found.workspace_bytes or len(found.addresses) > 4
+        if takes_more or members.keys() != {*"qkvo"}:
+            return None
+        launch = self._template.fill(dict.fromkeys([*members, STREAM], 0))
+        header = _Ready(
+            exchange,
+            device,
+            found.config.dtype,
+            found.config.supports.chunk_bytes,
+            shape,
+            tuple((ctypes.c_int64 * 4)(*own) for own in strides),
+            span_bytes,
+            tuple(ctypes.sizeof(_Launch) + members[name] for name in "qkvo"),
+            len(launch),
+        )
+        # not as others of the library are called, without the lock of the interpreter
+        prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
+        return prototype(("flash_ready", load()))(bytes(header) + launch)
 
 
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
