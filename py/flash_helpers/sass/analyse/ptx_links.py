@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from flash_helpers.ptx.errors import PtxError
 from flash_helpers.ptx.read.flow import Phase, Program, build_program
@@ -108,12 +108,17 @@ def read_kernel_ptx(kernel: Kernel) -> KernelPtx:
             f"{kernel.origin} holds no PTX of {kernel.symbol}: compile it with -lineinfo"
         )
     try:
-        function = read_ptx(kernel.ptx).functions.get(kernel.symbol)
-        if function is None:
-            raise SassError(f"the PTX in {kernel.origin} has no kernel {kernel.symbol}")
-        return KernelPtx(tuple(kernel.ptx.split("\n")), build_program(function))
+        return _kernel_ptx(kernel.ptx, kernel.symbol)
+    except KeyError:
+        raise SassError(f"the PTX in {kernel.origin} has no kernel {kernel.symbol}") from None
     except PtxError as error:
         raise SassError(f"the PTX in {kernel.origin} cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=8)  # a page asks for the PTX of a kernel and its parent again and again
+def _kernel_ptx(text: str, symbol: str) -> KernelPtx:
+    function = read_ptx(text).functions[symbol]
+    return KernelPtx(tuple(text.split("\n")), build_program(function))
 
 
 def sass_by_ptx_line(kernel: Kernel) -> dict[int, tuple[Instruction, ...]]:
