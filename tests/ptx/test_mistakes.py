@@ -67,7 +67,6 @@ def test_a_mistake_while_an_instruction_runs_is_not_called_unsupported(monkeypat
     ("instruction", "reason"),
     [
         ("frobnicate.s32 %a, %a, 1;", ""),
-        ("tensormap.replace.tile %a, %a;", r"the modifier \.replace is not known"),
         ("add.s32.twice %a, %a, 1;", r"the modifier \.twice is not known"),
         ("add.b64x3 %a, %a, 1;", r"the modifier \.b64x3 is not known"),
         ("add.e5m2 %a, %a, 1;", r"the modifier \.e5m2 is not known"),

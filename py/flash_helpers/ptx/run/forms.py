@@ -58,10 +58,44 @@ _MODIFIERS = frozenset(
         "hi lo wide cc clamp wrap l r shiftamt f4e b4e rc8 ecl ecr rc16 pack",
         # control, warps, matrices
         "uni sync aligned warp arrive red popc up down bfly idx all any ballot "
-        "m8n8 m8n8k4 m16n8k4 m16n8k8 m16n8k16 m16n8k32 row col x1 x2 x4 trans sp",
+        "m8n8 m8n8k4 m16n8k4 m16n8k8 m16n8k16 m16n8k32 row col x1 x2 x4 trans",
     )
     for word in words.split()
 )
+
+_NOT_SIMULATED: Mapping[str, str] = {
+    "surfaces": "suld sust sured suq",
+    "textures": "tex tld4 txq istypep",
+    "bulk copies": "cp.async.bulk cp.reduce.async.bulk st.bulk",
+    "tensor maps": "tensormap",
+    "mbarriers": "mbarrier cp.async.mbarrier",
+    "asynchronous stores": "st.async red.async",
+    "matrix products of a warp group": "wgmma",
+    "tensor cores of the fifth generation": "tcgen05",
+    "multicast addresses": "multimem",
+    "thread-block clusters": "mapa getctarank barrier.cluster clusterlaunchcontrol",
+    "allocations on the stack": "alloca stacksave stackrestore",
+    "video instructions": " ".join(
+        f"v{operation}{width}"
+        for operation in ("add", "sub", "absdiff", "min", "max", "avrg", "shl", "shr", "mad", "set")
+        for width in ("", "2", "4")
+    ),
+}
+"""What the simulator does not have, by what it is called: opcodes, or how they begin."""
+
+_NOT_SIMULATED_WITH: Mapping[str, str] = {
+    "shared::cluster": "thread-block clusters",
+    "sp": "sparse matrices",
+    "sp::ordered_metadata": "sparse matrices",
+    "block_scale": "block-scaled matrices",
+}
+"""The same, by a modifier."""
+
+# The opcodes and what they belong to, by name.
+_REFUSED: Mapping[str, list[tuple[str, str]]] = defaultdict(list)
+for _what, _opcodes in _NOT_SIMULATED.items():
+    for _opcode in _opcodes.split():
+        _REFUSED[_opcode.partition(".")[0]].append((_opcode, _what))
 
 
 @dataclass(frozen=True)
@@ -95,8 +129,14 @@ def by_name(forms: Iterable[Form]) -> Forms:
 
 
 def check_modifiers(machine: Machine, instruction: Instruction) -> None:
-    """Raises UnsupportedInstruction for a modifier that is not known."""
+    """Raises UnsupportedInstruction for what is not simulated, by its name, and for a modifier that
+    is not known."""
+    for opcode, what in _REFUSED.get(instruction.name, ()):
+        if f"{instruction.opcode}.".startswith(f"{opcode}."):
+            raise machine.unsupported(f"{what} are not simulated")
     for modifier in instruction.modifiers:
+        if modifier in _NOT_SIMULATED_WITH:
+            raise machine.unsupported(f"{_NOT_SIMULATED_WITH[modifier]} are not simulated")
         if modifier not in _MODIFIERS and modifier not in TYPE_NAMES:
             raise machine.unsupported(f"the modifier .{modifier} is not known")
 

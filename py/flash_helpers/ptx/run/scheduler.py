@@ -104,8 +104,6 @@ class Scheduler:
 
     def _decode_barrier(self, instruction: Instruction) -> Barrier:
         machine = self.machine
-        if instruction.has("cluster"):
-            raise machine.unsupported("thread-block clusters are not simulated")
         reduction = instruction.first(("popc", "and", "or"))
         operands = list(instruction.operands)
         fewest, most = (3, 4) if reduction else (0, 2)

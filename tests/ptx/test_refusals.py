@@ -1,0 +1,87 @@
+"""What the simulator does not have is refused by its name, with the opcode and the line."""
+
+from __future__ import annotations
+
+import pytest
+from ptx_snippets import entry
+
+from flash_helpers.ptx import UnsupportedInstruction, load_ptx
+
+DECLARATIONS = ".reg .pred %p; .reg .b32 %a, %b; .reg .b64 %x, %y; .shared .align 16 .b8 s[64];"
+NAMES = {
+    "surfaces": [
+        "suld.b.2d.b32.trap {%a}, [%x, {%a, %b}];",
+        "sust.b.1d.v2.b32.clamp [%x, {%a}], {%a, %b};",
+        "suq.width.b32 %a, [%x];",
+    ],
+    "textures": [
+        "tex.2d.v4.f32.f32 {%a, %a, %a, %a}, [%x, {%a, %b}];",
+        "tld4.r.2d.v4.f32.f32 {%a, %a, %a, %a}, [%x, {%a, %b}];",
+        "txq.width.b32 %a, [%x];",
+    ],
+    "bulk copies": [
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%x], %a, [s];",
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%x, {%a, %b}], [s];",
+        "cp.async.bulk.commit_group;",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%x], [s], %a;",
+        "cp.async.bulk.prefetch.L2.global [%x], %a;",
+    ],
+    "tensor maps": [
+        "tensormap.replace.tile.global_address.global.b1024.b64 [%x], %y;",
+    ],
+    "mbarriers": [
+        "mbarrier.init.shared::cta.b64 [s], 1;",
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [s];",
+        "mbarrier.try_wait.parity.shared::cta.b64 %p, [s], %a;",
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [s];",
+    ],
+    "asynchronous stores": [
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [s], %a, [s];",
+        "red.async.relaxed.cluster.mbarrier::complete_tx::bytes.add.u32 [s], %a, [s];",
+    ],
+    "matrix products of a warp group": [
+        "wgmma.fence.sync.aligned;",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%a, %a}, %x, %y, 1, 1, 1, 0, 0;",
+    ],
+    "tensor cores of the fifth generation": [
+        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [s], 32;",
+        "tcgen05.mma.cta_group::1.kind::f16 [%a], %x, %y, %b, %p;",
+    ],
+    "multicast addresses": ["multimem.ld_reduce.relaxed.gpu.global.add.f32 %a, [%x];"],
+    "thread-block clusters": [
+        "mapa.shared::cluster.u32 %a, %b, 0;",
+        "getctarank.shared::cluster.u32 %a, %b;",
+        "barrier.cluster.arrive.aligned;",
+        "ld.shared::cluster.u32 %a, [%b];",
+        "isspacep.shared::cluster %p, %x;",
+    ],
+    "sparse matrices": [
+        "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+        "{%a, %a, %a, %a}, {%a, %a, %a, %a}, {%a, %a, %a, %a}, {%a, %a, %a, %a}, %b, 0;",
+        "mma.sp::ordered_metadata.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%a, %a, %a, %a}, {%a, %a}, {%a, %a}, {%a, %a, %a, %a}, %b, 0;",
+    ],
+    "allocations on the stack": ["alloca.u64 %x, %y, 16;", "stacksave.u64 %x;"],
+    "video instructions": [
+        "vadd.u32.u32.u32 %a, %a, %b, %b;",
+        "vabsdiff4.u32.u32.u32.add %a, %a, %b, %b;",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in NAMES.items() for text in texts]
+)
+def test_what_is_not_simulated_is_refused_by_its_name(name, text):
+    module = load_ptx(entry(text, declarations=DECLARATIONS))
+    with pytest.raises(UnsupportedInstruction) as caught:
+        module.kernel("k").launch(grid=1, block=32)
+    opcode = text.split()[0].rstrip(";")
+    told = f"PTX line 8: the simulator does not know {opcode!r}: {name} are not simulated"
+    assert str(caught.value) == told
+
+
+def test_an_opcode_that_only_begins_like_one_is_not_taken_for_it():
+    module = load_ptx(entry("vadds.u32 %a, %a, %b;", declarations=DECLARATIONS))
+    with pytest.raises(UnsupportedInstruction, match=r"'vadds\.u32'$"):
+        module.kernel("k").launch(grid=1, block=32)
