@@ -17,7 +17,6 @@ from flash_helpers.ptx import (
     RaceError,
     TrapError,
     UninitialisedReadError,
-    UnsupportedInstruction,
     load_ptx,
 )
 
@@ -415,23 +414,6 @@ def test_text_that_is_wrong(body, words):
 def test_directives_that_are_wrong(line):
     with pytest.raises(PtxSyntaxError, match=rf"PTX line 5: .*{line}"):
         load_ptx(entry("", before=f"\n{line}"))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("call.uni (one), f, (one, one);", "3 arguments and results, f 2"),
-        ("call.uni f;", "0 arguments and results, f 2"),
-        ("call.uni (one), f, (%r0);", "arguments in registers"),
-        ("call.uni vprintf, (one);", "vprintf is not defined in this module"),
-        ("call.uni %r0;", "a pointer is not defined"),
-    ],
-)
-def test_calls_that_cannot_be(call, words):
-    function = ".func (.param .b32 out) f(.param .b32 in)\n{\nret;\n}"
-    text = entry(f".param .b32 one;\n{call}", "", ".reg .b32 %r0;", function)
-    with pytest.raises(UnsupportedInstruction, match=words):
-        load_ptx(text).kernel("k")
 
 
 def test_text_that_is_not_ptx():

@@ -150,6 +150,12 @@ class TrapError(SimulatorError):
     title = "trap"
 
 
+class AssertError(SimulatorError):
+    """An `assert` of the kernel does not hold."""
+
+    title = "assertion failed"
+
+
 class InstructionLimitError(SimulatorError):
     """The kernel ran longer than it was allowed to."""
 

@@ -2,7 +2,8 @@
 
 A simulated thread has no call stack: every call becomes a copy of the function's instructions, with
 its registers, labels and variables renamed. Parameters and results, which PTX keeps in `.param`
-space, become variables in local memory.
+space, become variables in local memory. A call for which that cannot be done stays where it is:
+it is refused when a thread reaches it, which many never do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.module import (
     Address,
     Arguments,
@@ -26,28 +26,47 @@ from flash_helpers.ptx.read.module import (
 )
 
 _DEPTH = 64
-"""Calls nested deeper than this are taken for recursion."""
+"""Calls nested deeper than this stay."""
+_COPIED = 50_000
+"""So do further calls once so many instructions have been copied: calls that each hold several
+others grow without bounds."""
 
 
 def without_calls(module: Module, function: Function) -> Function:
     """The function with every call replaced by what it calls.
 
-    Raises UnsupportedInstruction for a call through a pointer, to a function that the module does
-    not define (`vprintf`, `malloc`), or a recursive one.
+    A call that cannot be replaced stays, and says why (`Instruction.refusal`): through a pointer,
+    recursive, or with other arguments than the function takes. One to a function that the module
+    does not define, such as `vprintf`, stays as it is.
     """
     if not any(i.name == "call" for i in function.instructions):
         return function
-    return _Inliner(module).expand(function, 0)
+    return _Inliner(module).expand(function, ())
+
+
+def called(call: Instruction) -> tuple[Operand | None, list[Operand]]:
+    """What a call names, and its results and arguments, in this order."""
+    lists = [o.elements for o in call.operands if isinstance(o, Arguments)]
+    callee = next((o for o in call.operands if not isinstance(o, Arguments)), None)
+    return callee, [element for elements in lists for element in elements]
+
+
+class _CannotInline(Exception):
+    """Why a call stays."""
 
 
 class _Inliner:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.copies = 0
+        self.copied = 0
+        self.recursive_calls = 0
+        # Functions without calls, those aside that meet no recursion wherever they are called.
+        self.expanded: dict[str, Function] = {}
 
-    def expand(self, function: Function, depth: int) -> Function:
+    def expand(self, function: Function, callers: tuple[str, ...]) -> Function:
         passed = {v.name for v in function.variables if v.space == "param"}
-        if depth:
+        if callers:
             passed |= {v.name for v in (*function.parameters, *function.results)}
         whole = replace(
             function,
@@ -59,45 +78,94 @@ class _Inliner:
         )
         starts: list[int] = []
         for instruction in function.instructions:
-            start = len(whole.instructions)
-            starts.append(start)
-            if instruction.name != "call":
-                whole.instructions.append(_to_local(instruction, passed, everything=depth > 0))
-                continue
-            body, after = self.copy(instruction, depth)
-            whole.registers.update(body.registers)
-            whole.variables.extend(body.variables)
-            whole.branch_targets.update(body.branch_targets)
-            whole.labels.update((name, start + i) for name, i in body.labels.items())
-            whole.instructions.extend(body.instructions)
-            whole.labels[after] = len(whole.instructions)
+            starts.append(len(whole.instructions))
+            if instruction.name == "call":
+                self.put_in_place(instruction, function, whole, callers)
+            else:
+                local = _to_local(instruction, passed, everything=bool(callers))
+                whole.instructions.append(local)
         starts.append(len(whole.instructions))
         whole.labels.update((name, starts[i]) for name, i in function.labels.items())
         return whole
 
-    def copy(self, call: Instruction, depth: int) -> tuple[Function, str]:
-        """A renamed copy of what is called, and the label that its returns branch to."""
-        names = [o.name for o in call.operands if isinstance(o, Symbol)]
-        name = names[0] if names else "a pointer"
+    def put_in_place(
+        self, call: Instruction, caller: Function, whole: Function, callers: tuple[str, ...]
+    ) -> None:
+        """Appends to `whole` what a call becomes."""
+        try:
+            callee = self.callee(call, caller, (*callers, caller.name))
+        except _CannotInline as reason:
+            whole.instructions.append(replace(call, refusal=str(reason)))
+            return
+        if callee is None:
+            whole.instructions.append(call)
+            return
+        body, after = self.copy(call, callee)
+        if call.guard is not None:
+            skips = replace(call.guard, negated=not call.guard.negated)
+            target = (Symbol(after),)
+            whole.instructions.append(
+                replace(call, name="bra", modifiers=(), operands=target, guard=skips)
+            )
+        start = len(whole.instructions)
+        whole.registers.update(body.registers)
+        whole.variables.extend(body.variables)
+        whole.branch_targets.update(body.branch_targets)
+        whole.labels.update((name, start + i) for name, i in body.labels.items())
+        whole.instructions.extend(body.instructions)
+        whole.labels[after] = len(whole.instructions)
+
+    def callee(
+        self, call: Instruction, caller: Function, callers: tuple[str, ...]
+    ) -> Function | None:
+        """What is called, without calls; None if the module does not define it. Raises
+        _CannotInline."""
+        target, given = called(call)
+        if not isinstance(target, Symbol):
+            raise _CannotInline("calls through pointers are not simulated")
+        name = target.name
         callee = self.module.functions.get(name)
         if callee is None:
-            raise _unsupported(call, f"{name} is not defined in this module")
-        if depth >= _DEPTH:
-            raise _unsupported(call, f"{name} is recursive")
-        callee = self.expand(callee, depth + 1)
-        formal = [v.name for v in (*callee.results, *callee.parameters)]
-        lists = [o.elements for o in call.operands if isinstance(o, Arguments)]
-        given = [element for elements in lists for element in elements]
+            return None
+        if name in callers:
+            self.recursive_calls += 1
+            raise _CannotInline(f"{name} calls itself, and recursion is not simulated")
+        if len(callers) > _DEPTH:
+            raise _CannotInline(f"calls nested deeper than {_DEPTH} are not simulated")
+        formal = (*callee.results, *callee.parameters)
         if len(given) != len(formal):
-            raise _unsupported(call, f"{len(given)} arguments and results, {name} {len(formal)}")
+            reason = f"{len(given)} arguments and results, {name} has {len(formal)}"
+            raise _CannotInline(reason)
         if not all(isinstance(element, Symbol) for element in given):
-            raise _unsupported(call, "arguments in registers")
+            raise _CannotInline("arguments in registers are not simulated")
+        sizes = {v.name: v.size for v in (*caller.variables, *caller.parameters, *caller.results)}
+        for own, element in zip(formal, given, strict=True):
+            if sizes.get(element.name) != own.size:
+                size = sizes.get(element.name, "no")
+                reason = f"{element.name} has {size} bytes, {own.name} of {name} {own.size}"
+                raise _CannotInline(reason)
+        if name in self.expanded:
+            callee = self.expanded[name]
+        else:
+            before = self.recursive_calls
+            callee = self.expand(callee, callers)
+            if self.recursive_calls == before:
+                self.expanded[name] = callee
+        self.copied += len(callee.instructions)
+        if self.copied > _COPIED:
+            raise _CannotInline(f"calls of more than {_COPIED} instructions are not simulated")
+        return callee
+
+    def copy(self, call: Instruction, callee: Function) -> tuple[Function, str]:
+        """A renamed copy of what is called, and the label that its returns branch to."""
+        _, given = called(call)
+        formal = [v.name for v in (*callee.results, *callee.parameters)]
         self.copies += 1
         suffix = f"#{self.copies}"
         own = (*(v.name for v in callee.variables), *callee.labels, *callee.branch_targets)
         symbols = {n: n + suffix for n in own}
         symbols |= {n: g.name for n, g in zip(formal, given, strict=True)}
-        after = f"{name}{suffix}.return"
+        after = f"{callee.name}{suffix}.return"
         body = replace(
             callee,
             registers={n + suffix: t for n, t in callee.registers.items()},
@@ -110,10 +178,6 @@ class _Inliner:
             },
         )
         return body, after
-
-
-def _unsupported(call: Instruction, reason: str) -> UnsupportedInstruction:
-    return UnsupportedInstruction(call.opcode, call.line, reason)
 
 
 def _as_local(variable: Variable) -> Variable:

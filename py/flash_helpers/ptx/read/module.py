@@ -121,7 +121,8 @@ class Instruction:
     """One instruction.
 
     opcode: with all modifiers, as written. line: of the PTX text, from 1. name: the opcode before
-    the first dot. types: the modifiers that are types, in order.
+    the first dot. types: the modifiers that are types, in order. refusal: why it cannot be run,
+    empty unless that is known from the text.
     """
 
     opcode: str
@@ -132,6 +133,7 @@ class Instruction:
     name: str
     modifiers: tuple[str, ...]
     types: tuple[str, ...]
+    refusal: str = ""
 
     def named(self) -> Iterator[Operand]:
         """All operands with their parts, and the guard."""

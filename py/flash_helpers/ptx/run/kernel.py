@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -127,6 +128,7 @@ class Kernel:
         observer: Observer | None = None,
         target: str = "sm_80",
         before: Run | None = None,
+        output: TextIO | None = None,
     ) -> Run:
         """Runs the kernel; returns what was counted, and the faults if they were collected.
 
@@ -138,6 +140,7 @@ class Kernel:
         the number of blocks done and the number of blocks. observer: is shown registers and shared
         memory while the kernel runs. target: compute capability whose limits the launch must keep.
         before: a run of this kernel whose counts and faults this one goes on with; it is used up.
+        output: what the kernel's printf writes to, in place of standard output.
 
         Raises LaunchError for a launch that cannot exist, of which nothing has run;
         UnsupportedInstruction for an instruction that is not known; SimulatorError for a fault of
@@ -147,7 +150,7 @@ class Kernel:
         threads = math.prod(block3)
         memory = DeviceMemory() if memory is None else memory
         self._check_launch(grid3, block3, shared_bytes, target)
-        launch = self._launch(grid3, block3, shared_bytes, args, memory)
+        launch = replace(self._launch(grid3, block3, shared_bytes, args, memory), output=output)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:

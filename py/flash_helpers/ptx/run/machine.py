@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TextIO
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class Launch:
 
     shared_bytes: of a block, static and dynamic. parameters: their bytes, uint8. symbols: addresses
     of variables, each in its own state space. local_bytes: of one thread. granule: bytes of the
-    narrowest shared access.
+    narrowest shared access. output: what printf writes to; None for standard output.
     """
 
     grid: tuple[int, int, int]
@@ -88,6 +89,7 @@ class Launch:
     local_bytes: int
     granule: int
     shared_atomics: bool
+    output: TextIO | None = None
 
 
 def pick(array: np.ndarray, selection: Selection) -> np.ndarray:

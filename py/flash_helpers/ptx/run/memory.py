@@ -24,6 +24,9 @@ Selection = slice | np.ndarray
 ALL = slice(None)
 
 _ALIGNMENT = 256
+HEAP_BYTES = 8 << 20
+"""What device code can have from malloc at a time (CUDA C++ Programming Guide, "Heap Memory
+Allocation": the default)."""
 _GUARD = 4096
 """Bytes between allocations that belong to none, so that running off an array is seen."""
 
@@ -36,6 +39,9 @@ class DeviceMemory:
         self._used = _GUARD
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._heap: dict[int, int] = {}
+        self._heap_left = HEAP_BYTES
+        self._freed: dict[int, list[int]] = {}
 
     def allocate(self, size: int) -> int:
         """Reserves `size` zeroed bytes, aligned to 256, and returns their address."""
@@ -74,6 +80,33 @@ class DeviceMemory:
             )
         offset = address - ARENA_BASE
         return self._bytes[offset : offset + size].view(dtype).reshape(shape).copy()
+
+    def heap_allocate(self, size: int) -> int:
+        """What the device's malloc returns: the address of `size` bytes, 0 if there are none."""
+        if not 0 < size <= self._heap_left:
+            return 0
+        if self._freed.get(size):
+            address = self._freed[size].pop()
+            i = bisect.bisect(self._starts, address)
+            self._starts.insert(i, address)
+            self._ends.insert(i, address + size)
+        else:
+            address = self.allocate(size)
+        self._heap[address] = size
+        self._heap_left -= size
+        return address
+
+    def heap_free(self, address: int) -> bool:
+        """Takes back what `heap_allocate` returned; False for any other address. Accesses to it are
+        outside every allocation until its like is allocated again."""
+        size = self._heap.pop(address, None)
+        if size is None:
+            return False
+        self._heap_left += size
+        i = bisect.bisect_left(self._starts, address)
+        del self._starts[i], self._ends[i]
+        self._freed.setdefault(size, []).append(address)
+        return True
 
     def extent(self, address: int) -> tuple[int, int] | None:
         """First address and end of the allocation that holds an address, None if none does."""

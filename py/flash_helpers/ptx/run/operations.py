@@ -6,7 +6,17 @@ import numpy as np
 
 from flash_helpers.ptx.errors import MissingLanesError, TrapError
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.ptx.run import access, compare, convert, copies, floats, integers, tensor, warps
+from flash_helpers.ptx.run import (
+    access,
+    compare,
+    convert,
+    copies,
+    floats,
+    integers,
+    runtime,
+    tensor,
+    warps,
+)
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
 from flash_helpers.ptx.run.memory import Selection
@@ -49,6 +59,7 @@ FORMS: Forms = by_name(
         *tensor.FORMS,
         *access.FORMS,
         *copies.FORMS,
+        *runtime.FORMS,
         Form("trap brkpt", _trap, (0,)),
         Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",)),
         # Of one warp only: the scheduler runs the barriers of a block.
