@@ -136,6 +136,13 @@ class Port:
         words, rows, good = self.locate(space, addresses, selection, "read")
         return words[rows] if good is None else _fill(words[rows], good)
 
+    def write(
+        self, space: str, addresses: np.ndarray, selection: Selection, value: np.ndarray
+    ) -> None:
+        """Writes one word a lane, but of lanes that may not write."""
+        words, rows, good = self.locate(space, addresses, selection, "write", value)
+        words[rows] = value if good is None else value[good]
+
     def _check(
         self, region: Region | DeviceMemory, addresses: np.ndarray, selection: Selection
     ) -> np.ndarray | None:
@@ -209,9 +216,7 @@ def _store(machine: Machine, instruction: Instruction) -> Action:
             rows[:, i] = pick(element, selection)
         value = word_view(rows.reshape(-1).view(np.uint8), size)
         for space, part, lanes, chosen in port.parts(at, selection):
-            chosen_value = value[chosen]
-            words, places, good = port.locate(space, part, lanes, "write", chosen_value)
-            words[places] = chosen_value if good is None else chosen_value[good]
+            port.write(space, part, lanes, value[chosen])
 
     return machine.from_some(run_some)
 

@@ -154,8 +154,7 @@ def _call(machine: Machine, instruction: Instruction) -> Action:
         ]
         result = function(caller, lanes, arguments)
         if result is not None:
-            words, rows, _ = ports[0].locate("local", at[0], selection, "write", result)
-            words[rows] = result
+            ports[0].write("local", at[0], selection, result)
 
     return machine.from_some(run_some)
 

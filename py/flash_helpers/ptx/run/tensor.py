@@ -23,7 +23,7 @@ from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.access import Port, addresses_of
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import Form
-from flash_helpers.ptx.run.machine import Action, Alu, Machine
+from flash_helpers.ptx.run.machine import Action, Alu, Machine, pick
 from flash_helpers.ptx.run.memory import WINDOWS, Selection
 from flash_helpers.ptx.run.rounding import F16, odd_f32, to_floats
 
@@ -160,6 +160,33 @@ def _ldmatrix(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
+def _stmatrix(machine: Machine, instruction: Instruction) -> Action:
+    """The inverse of ldmatrix."""
+    address, source = instruction.operands
+    count = int(machine.one_of(("x1", "x2", "x4"))[1:])
+    if not instruction.has("m8n8"):
+        raise machine.unsupported("only 8x8 matrices of 16-bit elements")
+    trans = instruction.has("trans")
+    sources = [machine.source(e, "b32") for e in machine.elements(source, count)]
+    addresses_at = addresses_of(machine, address)
+    window = 0 if instruction.has("shared") else WINDOWS["shared"]
+    port = Port(machine, instruction, 16)
+
+    def run_some(selection: Selection) -> None:
+        lanes = machine.lanes_of(selection)
+        # (warps, matrices, 8 rows, 4 words)
+        rows = [np.broadcast_to(pick(s, selection), lanes.shape).reshape(-1, 8, 4) for s in sources]
+        words = np.stack(rows, axis=1)
+        if trans:
+            halves = words.view(np.uint16)
+            words = np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32)
+        suppliers = selection if count == 4 else lanes[lanes % WARP < 8 * count]
+        value = words.reshape(-1, 4)
+        port.write("shared", addresses_at(suppliers) - window, suppliers, value)
+
+    return machine.from_some(run_some)
+
+
 def _movmatrix(machine: Machine, instruction: Instruction) -> Alu:
     machine.register(instruction.operands[1])
 
@@ -175,5 +202,6 @@ _FACTORS = " ".join(_ELEMENTS)
 FORMS = (
     Form("mma", _mma, (4,), ("f16 f32 f64 s32", _FACTORS, _FACTORS, "f16 f32 f64 s32")),
     Form("ldmatrix", _ldmatrix, (2,), ("b16",)),
+    Form("stmatrix", _stmatrix, (2,), ("b16",)),
     Form("movmatrix", _movmatrix, (2,), ("b16",)),
 )
