@@ -77,6 +77,7 @@ OUTPUTS = {
     "benchmarks/call_overhead.py": ["--json"],
     "benchmarks/experiments/run_experiments.py": ["--json"],
     "benchmarks/mma_cycles.py": ["--json"],
+    "benchmarks/shared_wavefronts.py": ["--json"],
     "benchmarks/simulator.py": ["--json"],
     "tools/analysis/check_executed_counts.py": ["--json", "--raw"],
     "tools/analysis/check_resources.py": ["--baseline"],

@@ -2,9 +2,22 @@
 
 Units follow Nsight Compute: a *wavefront* is one pass through the shared-memory banks (32 banks of
 4 bytes, so at most 128 bytes), a *sector* is 32 bytes of global memory, a *request* is one memory
-instruction of one warp. Accesses of 8 and 16 bytes a lane are served by half and quarter warps, so
-an access without conflicts takes 1, 2 or 4 wavefronts for 4, 8 or 16 bytes a lane, and `ldmatrix`
-takes one for each 8x8 matrix. Conflicts are the wavefronts beyond that.
+instruction of one warp. Lanes that name the same word share it. An access without conflicts takes
+one wavefront for each part of the warp that is served at a time, and conflicts are the wavefronts
+beyond that:
+
+- Accesses of 8 and 16 bytes a lane are served by half and quarter warps, `ldmatrix` and `stmatrix`
+  by matrices of 8x8.
+- Loads of 8 and 16 bytes are served by whole and half warps if every lane names the same word as
+  its neighbour (its number with the lowest bit flipped), or every lane the same as the one two away
+  (with the bit above flipped); lanes that do not take part do not matter.
+- Lanes of an atomic do not share: those that name one word take turns. Compare-and-swap takes two
+  wavefronts where others take one, and so does what ptxas makes of it in a loop: atomics of floats,
+  and of 64 bits, except exchanges. Of the loop only this is counted: not its loads, nor that lanes
+  of 64 bits go round it together. A literal 1 added to a u32 whose old value nobody reads is
+  counted by ptxas over the warp (ATOMS.POPC.INC), like a store.
+
+All of this was measured on an H200 (benchmarks/shared_wavefronts.py).
 """
 
 from __future__ import annotations

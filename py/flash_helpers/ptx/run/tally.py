@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.flow import BARRIERS, Program
-from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.read.module import Immediate, Instruction
+from flash_helpers.ptx.read.types import SCALAR_TYPES, size_of
 from flash_helpers.ptx.run.counters import Counts
 
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
+
+
+@dataclass(frozen=True)
+class _SharedRule:
+    """How shared memory serves an instruction, as `counters` tells it. is_load: parts of a warp may
+    be served together. each_lane: lanes that name one word take turns. passes: for each wavefront
+    that the addresses need."""
+
+    is_load: bool = False
+    each_lane: bool = False
+    passes: int = 1
+
+
+def _shared_rule(program: Program, position: int) -> _SharedRule:
+    instruction = program.instructions[position]
+    if instruction.name not in ("atom", "red"):
+        return _SharedRule(is_load=instruction.name in ("ld", "ldu"))
+    if _counts_votes(program, instruction):
+        return _SharedRule()
+    size = size_of(instruction.types[-1])
+    is_float = SCALAR_TYPES[instruction.types[-1]].is_float
+    native = instruction.has("exch") or (size == 4 and not is_float and not instruction.has("cas"))
+    return _SharedRule(each_lane=True, passes=1 if native else 2)
+
+
+def _counts_votes(program: Program, instruction: Instruction) -> bool:
+    """Whether ptxas makes an atomic an ATOMS.POPC.INC: it adds the literal 1 to a u32, and nobody
+    reads the old value."""
+    *target, _, value = instruction.operands
+    if not instruction.has("add") or instruction.types[-1] != "u32" or value != Immediate(1):
+        return False
+    return not any(
+        operand in target
+        for other in program.instructions
+        if other is not instruction
+        for operand in other.named()
+    )
 
 
 class Tally:
@@ -23,6 +61,7 @@ class Tally:
         self.program = program
         self.issued = np.zeros(len(program.instructions), np.int64)
         self.accesses = [Counts() for _ in program.instructions]
+        self._rules: dict[int, _SharedRule] = {}
 
     def shared_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
@@ -30,30 +69,41 @@ class Tally:
         """Counts a shared access of `size` bytes a lane. lanes: None for all of whole warps."""
         unit = max(size, 4)
         width = 128 // unit
-        counts = self.accesses[position]
+        counts, rule = self.accesses[position], self._rule(position)
         units = addresses >> (unit.bit_length() - 1)
         if lanes is None:
             segments = ideal = units.size // width
-            phase = np.repeat(np.arange(segments) * width, width)
+            owners = np.repeat(np.arange(segments), width)
             counts.shared_requests += units.size // WARP
         else:
             owners = lanes // width
-            ideal = _distinct(owners)
-            segments = int(owners.max()) + 1
-            phase = owners * width
+            segments, ideal = int(owners.max()) + 1, _distinct(owners)
             counts.shared_requests += _distinct(lanes // WARP)
+        if rule.is_load and width < WARP:
+            merges = _merges(units, lanes)
+            if merges.any():
+                owners = np.where(merges, owners & ~1, owners)
+                ideal = _distinct(owners)
+        phase = owners * width
         banks = phase + (units & (width - 1))
         load = np.bincount(banks, minlength=segments * width)
         wavefronts = ideal
         if load.max() > 1:
-            # Lanes that name the same word share one access: count each word of a phase once.
-            word = np.unique((phase << 32) + units)
-            banks = (word >> 32) + (word & (width - 1))
-            load = np.bincount(banks, minlength=segments * width)
+            if not rule.each_lane:
+                # Lanes that name the same word share one access: count each word of a phase once.
+                word = np.unique((phase << 32) + units)
+                banks = (word >> 32) + (word & (width - 1))
+                load = np.bincount(banks, minlength=segments * width)
             wavefronts = int(load.reshape(segments, width).max(axis=1).sum())
-        counts.shared_wavefronts += wavefronts
-        counts.shared_ideal_wavefronts += ideal
+        counts.shared_wavefronts += rule.passes * wavefronts
+        counts.shared_ideal_wavefronts += rule.passes * ideal
         counts.shared_bytes += units.size * size
+
+    def _rule(self, position: int) -> _SharedRule:
+        rule = self._rules.get(position)
+        if rule is None:
+            rule = self._rules[position] = _shared_rule(self.program, position)
+        return rule
 
     def global_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
@@ -84,6 +134,28 @@ class Tally:
             barriers=issued if is_barrier else 0,
             waits=issued if instruction.opcode.startswith("cp.async.wait") else 0,
         )
+
+
+def _merges(units: np.ndarray, lanes: np.ndarray | None) -> np.ndarray:
+    """For each lane that takes part, whether its warp's load is served in half as many parts."""
+    if lanes is None:
+        rows = units.reshape(-1, WARP)
+        return _in_pairs(rows, rows >= 0).repeat(WARP)
+    warps = lanes // WARP
+    rows = np.full((int(warps[-1]) + 1, WARP), -1)
+    rows[warps, lanes % WARP] = units
+    return _in_pairs(rows, rows >= 0)[warps]
+
+
+def _in_pairs(rows: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """For each warp, whether all lanes name the same word as the lane beside them, or all the same
+    as the lane two away; lanes that do not take part are no hindrance."""
+    merges = np.zeros(len(rows), bool)
+    for distance in (1, 2):
+        pairs, both = (x.reshape(len(rows), -1, 2, distance) for x in (rows, active))
+        differ = (pairs[:, :, 0] != pairs[:, :, 1]) & both[:, :, 0] & both[:, :, 1]
+        merges |= ~differ.any(axis=(1, 2))
+    return merges
 
 
 def _products(instruction: Instruction) -> int:
