@@ -26,7 +26,7 @@ from flash_helpers.ptx.read.module import (
     Symbol,
     Vector,
 )
-from flash_helpers.ptx.read.types import TYPE_NAMES
+from flash_helpers.ptx.read.types import OPCODE_TYPES
 from flash_helpers.ptx.run import operations
 from flash_helpers.ptx.run.forms import Form, by_name
 
@@ -69,7 +69,7 @@ def test_a_mistake_while_an_instruction_runs_is_not_called_unsupported(monkeypat
         ("frobnicate.s32 %a, %a, 1;", ""),
         ("add.s32.twice %a, %a, 1;", r"the modifier \.twice is not known"),
         ("add.b64x3 %a, %a, 1;", r"the modifier \.b64x3 is not known"),
-        ("add.e5m2 %a, %a, 1;", r"the modifier \.e5m2 is not known"),
+        ("add.e5m2 %a, %a, 1;", r"the type \.e5m2 is not known"),
         ("add.b32 %a, %a, 1;", r"the type \.b32 is not known"),
         ("fma.rn.f32.bf16 %a, %a, %a, %a;", r"the type \.f32\.bf16 is not known"),
         ("mul.wide.u64 %a, %a, 1;", "a product of 128 bits"),
@@ -137,10 +137,10 @@ def spoilt(kernel: Kernel, instruction: Instruction) -> Iterator[Instruction]:
     for other in others:
         yield replace(instruction, operands=(*operands, other))
     for n in range(len(modifiers) + 1):
-        for new in ("", "x2", "wide", "sat", "rz", "v4", "cc", *sorted(TYPE_NAMES)):
+        for new in ("", "x2", "wide", "sat", "rz", "v4", "cc", *sorted(OPCODE_TYPES)):
             parts = (*modifiers[:n], *([new] if new else []), *modifiers[n + 1 :])
             opcode = ".".join((instruction.name, *parts))
-            types = tuple(part for part in parts if part in TYPE_NAMES)
+            types = tuple(part for part in parts if part in OPCODE_TYPES)
             yield replace(instruction, opcode=opcode, modifiers=parts, types=types)
 
 

@@ -27,7 +27,7 @@ from flash_helpers.ptx.read.module import (
     Variable,
     Vector,
 )
-from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
+from flash_helpers.ptx.read.types import OPCODE_TYPES, TYPE_NAMES, size_of
 
 _INTEGER = r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?"
 _NAME = r"[A-Za-z_$%][\w$]*"
@@ -409,7 +409,7 @@ class _Reader:
         if opcode not in self.opcodes:
             name, *modifiers = re.split(r"\.(?!:)", opcode)
             modifiers = ["shared" if m == "shared::cta" else m for m in modifiers]
-            types = tuple(m for m in modifiers if m in TYPE_NAMES)
+            types = tuple(m for m in modifiers if m in OPCODE_TYPES)
             self.opcodes[opcode] = (name, tuple(modifiers), types)
         name, modifiers, types = self.opcodes[opcode]
         operands = []

@@ -43,6 +43,9 @@ B128 = "b128"
 
 TYPE_NAMES = frozenset(SCALAR_TYPES) | {B128}
 
+OPCODE_TYPES = TYPE_NAMES | {"e4m3", "e5m2", "e4m3x2", "e5m2x2", "s4", "u4", "b1"}
+"""Types that an opcode may name; no register is declared with one of the added ones."""
+
 
 def size_of(name: str) -> int:
     """Bytes of a value of a PTX type."""

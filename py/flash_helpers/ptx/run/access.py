@@ -8,7 +8,7 @@ import numpy as np
 
 from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
-from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
+from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, TYPE_NAMES, size_of
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import HALVES, MEMORY, OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
@@ -46,7 +46,7 @@ def access_size(instruction: Instruction) -> int:
     """Bytes that one lane moves. Raises UnsupportedInstruction for an instruction that names no
     type, or more than 32 bytes."""
     reason = "it has no type"
-    if instruction.types:
+    if instruction.types and instruction.types[-1] in TYPE_NAMES:
         size = vector_length(instruction) * size_of(instruction.types[-1])
         if size <= 32:
             return size

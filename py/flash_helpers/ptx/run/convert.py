@@ -20,6 +20,7 @@ from flash_helpers.ptx.run.rounding import (
     not_negative,
     round_to_integer,
     to_floats,
+    to_fp8,
     to_registers,
 )
 
@@ -118,6 +119,41 @@ def _cvt_pair(machine: Machine, instruction: Instruction) -> Alu:
     return Alu.of(instruction, compute, "b32", "f32")
 
 
+def _cvt_to_fp8(machine: Machine, instruction: Instruction) -> Alu:
+    """cvt.rn.satfinite.e4m3x2.f32 d, a, b: a goes to the upper byte. From f16x2: half by half."""
+    target, source = instruction.types
+    scalar, relu = target.removesuffix("x2"), instruction.has("relu")
+    if not (instruction.has("rn") and instruction.has("satfinite")):
+        raise machine.unsupported("this conversion is .rn.satfinite")
+
+    def code(x: np.ndarray) -> np.ndarray:
+        return to_fp8(not_negative(x) if relu else x, scalar).astype(np.uint16)
+
+    def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return code(a) << np.uint16(8) | code(b)
+
+    def halves(a: np.ndarray) -> np.ndarray:
+        low, high = to_floats(a, source).astype(F32).T
+        return pair(high, low)
+
+    if source == "f32":
+        return Alu.of(instruction, pair, "b16", source)
+    return Alu.of(instruction, halves, "b16", "b32")
+
+
+def _cvt_from_fp8(machine: Machine, instruction: Instruction) -> Alu:
+    """cvt.rn.f16x2.e4m3x2: every number of 8 bits is one of 16."""
+    scalar, relu = instruction.types[1].removesuffix("x2"), instruction.has("relu")
+
+    def compute(a: np.ndarray) -> np.ndarray:
+        x = to_floats(np.ascontiguousarray(a).view(np.uint8), scalar)
+        x = not_negative(x) if relu else x
+        halves = np.where(np.isnan(x), np.uint16(0x7FFF), x.astype(np.float16).view(np.uint16))
+        return halves.view(np.uint32)
+
+    return Alu.of(instruction, compute, "b32", "b16")
+
+
 def _cvt_pack(machine: Machine, instruction: Instruction) -> Alu:
     """cvt.pack.sat: two s32 saturated and packed, above the low part of a third source."""
     target = instruction.types[0]
@@ -198,6 +234,9 @@ _NUMBERS = f"u8 s8 {WORDS} f16 bf16 f32 f64 tf32"
 FORMS = (
     Form("cvt", _cvt, (2,), (_NUMBERS, _NUMBERS)),
     Form("cvt", _cvt_pair, (3,), ("f16x2 bf16x2", "f32")),
+    Form("cvt", _cvt_to_fp8, (3,), ("e4m3x2 e5m2x2", "f32")),
+    Form("cvt", _cvt_to_fp8, (2,), ("e4m3x2 e5m2x2", "f16x2")),
+    Form("cvt", _cvt_from_fp8, (2,), ("f16x2", "e4m3x2 e5m2x2")),
     Form("cvt", _cvt_pack, (3,), ("u16 s16", "s32")),
     Form("cvt", _cvt_pack, (4,), ("u8 s8", "s32", "b32")),
     Form("mov", _mov, (2,), (f"pred {MEMORY} {FLOATS} {B128}",)),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.ptx.read.types import TYPE_NAMES
+from flash_helpers.ptx.read.types import OPCODE_TYPES
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
 
 Builder = Callable[[Machine, Instruction], "Alu | Action"]
@@ -58,7 +58,9 @@ _MODIFIERS = frozenset(
         "hi lo wide cc clamp wrap l r shiftamt f4e b4e rc8 ecl ecr rc16 pack",
         # control, warps, matrices
         "uni sync aligned warp arrive red popc up down bfly idx all any ballot "
-        "m8n8 m8n8k4 m16n8k4 m16n8k8 m16n8k16 m16n8k32 row col x1 x2 x4 trans",
+        "m8n8 m8n8k4 m8n8k16 m8n8k32 m8n8k128 m16n8k4 m16n8k8 m16n8k16 m16n8k32 m16n8k64 m16n8k128 "
+        "m16n8k256 m16n16k16 m32n8k16 m8n32k16 m16n16k8 row col x1 x2 x4 trans "
+        "load store mma a b c d",
     )
     for word in words.split()
 )
@@ -137,7 +139,7 @@ def check_modifiers(machine: Machine, instruction: Instruction) -> None:
     for modifier in instruction.modifiers:
         if modifier in _NOT_SIMULATED_WITH:
             raise machine.unsupported(f"{_NOT_SIMULATED_WITH[modifier]} are not simulated")
-        if modifier not in _MODIFIERS and modifier not in TYPE_NAMES:
+        if modifier not in _MODIFIERS and modifier not in OPCODE_TYPES:
             raise machine.unsupported(f"the modifier .{modifier} is not known")
 
 

@@ -19,6 +19,7 @@ from flash_helpers.ptx.read.calls import without_calls
 from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Symbol, Variable
 from flash_helpers.ptx.read.reader import read_ptx
+from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
 from flash_helpers.ptx.run.access import STRONG, access_size, space_of
 from flash_helpers.ptx.run.counters import Counters, LineCounts
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
@@ -261,6 +262,10 @@ class Kernel:
             ):
                 narrowest = min(narrowest, access_size(instruction))
                 atomics |= bool(instruction.first(STRONG)) or name in ("atom", "red")
+            elif name == "wmma":
+                # Elements of less than a byte move four bytes at a time.
+                sizes = [size_of(t) for t in instruction.types if t in TYPE_NAMES]
+                narrowest = min(narrowest, 4, *sizes)
             elif name == "cp" and len(instruction.operands) > 2:
                 size = instruction.operands[2]
                 if isinstance(size, Immediate):

@@ -16,6 +16,7 @@ from flash_helpers.ptx.run import (
     runtime,
     tensor,
     warps,
+    wmma,
 )
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
 from flash_helpers.ptx.run.machine import Action, Alu, Machine
@@ -57,6 +58,7 @@ FORMS: Forms = by_name(
         *convert.FORMS,
         *warps.FORMS,
         *tensor.FORMS,
+        *wmma.FORMS,
         *access.FORMS,
         *copies.FORMS,
         *runtime.FORMS,

@@ -20,6 +20,23 @@ ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")
 INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 
 
+def _fp8_values(exponent_bits: int) -> np.ndarray:
+    """float32 of the codes 0 to 127 of an 8-bit float, those of the highest exponent too."""
+    codes, bits = np.arange(128), 7 - exponent_bits
+    exponent, fraction = codes >> bits, codes & (1 << bits) - 1
+    significand = np.where(exponent > 0, fraction + (1 << bits), fraction)
+    bias = (1 << exponent_bits - 1) - 1
+    return np.ldexp(significand.astype(F32), np.maximum(exponent, 1) - bias - bits)
+
+
+# PTX ISA 9.0, "Alternate Floating-Point Data Formats": e4m3 has no infinities, and one NaN, which
+# is the canonical one of both.
+_FP8_NAN = 0x7F
+_FP8 = {"e4m3": _fp8_values(4), "e5m2": _fp8_values(5)}
+_FP8["e4m3"][_FP8_NAN] = np.nan
+_FP8["e5m2"][0x7C], _FP8["e5m2"][0x7D:] = np.inf, np.nan
+
+
 def flush(x: np.ndarray) -> np.ndarray:
     """Subnormal numbers become zeros of the same sign (`.ftz`)."""
     return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
@@ -40,9 +57,27 @@ def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def to_fp8(x: np.ndarray, type_name: str) -> np.ndarray:
+    """float32 to the codes (uint8) of e4m3 or e5m2: to nearest, a tie to even, what is too large to
+    the largest number."""
+    values = _FP8[type_name]
+    numbers = values[np.isfinite(values)].astype(F64)
+    between = (numbers[:-1] + numbers[1:]) / 2
+    magnitude = np.abs(x).astype(F64)
+    code = np.searchsorted(between, magnitude)
+    # Halfway between two numbers it is the lower one here, which may be odd.
+    is_tie = np.searchsorted(between, magnitude, side="right") > code
+    code += is_tie & (code & 1 == 1)
+    code += np.where(np.signbit(x), 0x80, 0)
+    return np.where(np.isnan(x), _FP8_NAN, code).astype(np.uint8)
+
+
 def to_floats(registers: np.ndarray, type_name: str) -> np.ndarray:
-    """Values of a float type of PTX as NumPy floats: float32 of bf16 and tf32; of a packed type
-    both halves, the lower one first, (values, 2)."""
+    """Values of a float type of PTX as NumPy floats: float32 of bf16, tf32, e4m3 and e5m2 (whose
+    codes are uint8); of a packed type both halves, the lower one first, (values, 2)."""
+    if type_name in _FP8:
+        magnitude = _FP8[type_name][registers & 0x7F]
+        return np.where(registers & 0x80, -magnitude, magnitude)
     if type_name.endswith("x2"):
         type_name = type_name.removesuffix("x2")
         registers = np.ascontiguousarray(registers).view(dtype_of(type_name)).reshape(-1, 2)

@@ -124,7 +124,10 @@ class Tally:
         """Of one instruction."""
         instruction = self.program.instructions[position]
         issued = int(self.issued[position])
-        mma = issued if instruction.name == "mma" else 0
+        is_mma = instruction.name == "mma" or (
+            instruction.name == "wmma" and instruction.has("mma")
+        )
+        mma = issued if is_mma else 0
         is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
         return replace(
             self.accesses[position],
@@ -159,9 +162,11 @@ def _in_pairs(rows: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 
 def _products(instruction: Instruction) -> int:
-    """Multiplications of one `mma`: the product of the sizes in its shape, such as m16n8k16."""
+    """Multiplications of one `mma`: the product of the sizes in its shape, such as m16n8k16; four
+    times that for m8n8k4 of f16, which is four products."""
     shapes = (_SHAPE.fullmatch(modifier) for modifier in instruction.modifiers)
-    return math.prod(map(int, next(filter(None, shapes)).groups()))
+    times = 4 if instruction.has("m8n8k4") and not instruction.has("f64") else 1
+    return times * math.prod(map(int, next(filter(None, shapes)).groups()))
 
 
 def _distinct(values: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from flash_helpers.ptx.run.forms import OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Machine, warp_masks
 from flash_helpers.ptx.run.memory import ALL, Selection
 
-MATRIX = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix"})
+MATRIX = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma"})
 """Instructions that need all 32 lanes."""
 
 _FULL = np.uint32(0xFFFF_FFFF)
