@@ -1,7 +1,8 @@
 """What a GPU allows: the limits of each compute capability. Standard library only.
 
 CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; reserved shared
-memory from "Shared Memory" of the sections on compute capability 8.x and 9.0.
+memory from "Shared Memory" of the sections on compute capability 8.x and 9.0; parameters from the
+PTX ISA, "Parameter State Space".
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ MAX_THREADS = 1024  # of a block
 MAX_BLOCK_Z = 64
 MAX_REGISTERS = 255  # of a thread; the zero register takes the 256th name
 MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_LOCAL_BYTES = 512 * 1024  # of a thread
+MAX_CONSTANT_BYTES = 64 * 1024  # of a module
+MAX_PARAMETER_BYTES = 32764  # of a kernel
 
 # Of an SM, from 8.0 to 9.0.
 SUB_PARTITIONS = 4
@@ -43,6 +47,18 @@ LIMITS: Mapping[int, Limits] = MappingProxyType(
         87: Limits(163 * 1024, warps=48, blocks=16),
         89: Limits(99 * 1024, warps=48, blocks=24),
         90: Limits(227 * 1024, warps=64, blocks=32, barriers=64),
+    }
+)
+
+# Shared memory of a block, at most. Those that `LIMITS` has not: guides of CUDA 12 and 13.
+SMEM_BYTES: Mapping[int, int] = MappingProxyType(
+    {
+        **dict.fromkeys((50, 52, 53, 60, 61, 62), 48 * 1024),
+        **dict.fromkeys((70, 72), 96 * 1024),
+        75: 64 * 1024,
+        **{capability: limits.smem_bytes for capability, limits in LIMITS.items()},
+        **dict.fromkeys((100, 103, 110), 227 * 1024),
+        **dict.fromkeys((120, 121), 99 * 1024),
     }
 )
 

@@ -365,13 +365,13 @@ def test_a_launch_that_cannot_exist():
     with pytest.raises(LaunchError, match="takes 1 arguments, got 0"):
         kernel.launch(grid=1, block=32)
     with pytest.raises(LaunchError, match="8 bytes, its parameter has 4"):
-        kernel.launch(grid=1, block=32, args=[np.int64(1)])
+        kernel.launch(grid=1, block=32, args=[np.complex64(1)])
     with pytest.raises(LaunchError, match="does not fit 32 bits"):
         kernel.launch(grid=1, block=32, args=[1 << 32])
     with pytest.raises(LaunchError, match="3 bytes, its parameter 4"):
         kernel.launch(grid=1, block=32, args=[b"abc"])
     for target in ("sm_10", "H100", "sm_"):
-        with pytest.raises(LaunchError, match=f"unknown target {target}: choose from sm_80, sm_8"):
+        with pytest.raises(LaunchError, match=f"limits of {target} are not known: .* sm_75, sm_80"):
             kernel.launch(grid=1, block=32, args=[1], target=target)
     with pytest.raises(LaunchError, match=r"sm_90a has 232448"):
         kernel.launch(grid=1, block=32, shared_bytes=230 * 1024, args=[1], target="sm_90a")
@@ -402,12 +402,12 @@ def test_text_that_is_cut_off(end):
      ("add.u32 %r0, ], 1;", "cannot read"), ("add.u32 {%r0,}, 1;", "an operand is missing"),
      ("mov.u32 %r0, %tid.x", "closing brace|inside"), ("add.u32 %+r0, 1;", "cannot read"),
      ("add.u32 %r0, %r0, 09;", "cannot read"), (".reg .b64 %rd<7;", "cannot read the register"),
-     (".shared .b8 t[many];", "the size 'many' is no number"),
+     (".shared .b8 t[many];", "'many' is no integer"),
      ("ts: .branchtargets NOWHERE;\nbrx.idx %r0, ts;", "does not exist")],
 )  # fmt: skip
 def test_text_that_is_wrong(body, words):
     with pytest.raises(PtxSyntaxError, match=words):
-        load_ptx(entry(body, "", ".reg .b32 %r0;").replace("ret;", ""))
+        load_ptx(entry(body, "", ".reg .b32 %r0;").replace("ret;", "")).kernel("k")
 
 
 @pytest.mark.parametrize("line", [".version", ".target", ".file one"])

@@ -8,7 +8,7 @@ all of their paths reach.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -19,6 +19,9 @@ from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbo
 
 BARRIERS = frozenset({"bar", "barrier"})
 EXITS = frozenset({"ret", "exit"})
+
+MAX_LOOP_DEPTH = 128
+"""Each level costs a walk over all that is inside."""
 
 
 class Phase(str, Enum):
@@ -94,8 +97,14 @@ def _ending(instruction: Instruction) -> Ending:
 
 
 def build_program(function: Function) -> Program:
-    """Cuts a function into basic blocks and orders them. Raises UnsupportedInstruction if the
-    function is empty, or branches to a list that it does not declare."""
+    """Cuts a function into basic blocks and orders them.
+
+    Raises PtxSyntaxError if something in the function cannot be read; UnsupportedInstruction if it
+    is empty, branches to a list that it does not declare, or has more than MAX_LOOP_DEPTH loops
+    inside each other.
+    """
+    if function.problem is not None:
+        raise function.problem
     instructions = function.instructions
     leaders = {0} | set(function.labels.values())
     for i, instruction in enumerate(instructions):
@@ -130,9 +139,11 @@ def build_program(function: Function) -> Program:
             holds_mma.add(b)
 
     successors = [[s for s in dict.fromkeys((*b.targets, b.next)) if s >= 0] for b in blocks]
-    order: list[int] = []
-    loops: list[frozenset[int]] = []
-    _order(set(_reachable(successors, [0])), 0, successors, order, loops)
+    order, loops, too_deep = _order(successors)
+    if too_deep is not None:
+        first = instructions[blocks[too_deep].start]
+        reason = f"it stands in more than {MAX_LOOP_DEPTH} loops inside each other"
+        raise UnsupportedInstruction(first.opcode, first.line, reason)
     phases = _phases(order, loops, successors, holds_mma)
     rank = {b: i for i, b in enumerate(order)}
     placed: list[Instruction] = []
@@ -171,42 +182,62 @@ def _reachable(successors: list[list[int]], start: Iterable[int]) -> set[int]:
     return seen
 
 
-def _order(
-    nodes: set[int],
-    entry: int,
-    successors: list[list[int]],
-    order: list[int],
-    loops: list[frozenset[int]],
-) -> None:
-    """Appends `nodes` to `order`: topological once the edges back to a loop's head are cut."""
-    for component in reversed(strongly_connected_components(successors, nodes, entry)):
+def _order(successors: list[list[int]]) -> tuple[list[int], list[set[int]], int | None]:
+    """The reachable nodes of a graph from node 0 on, and its outermost loops.
+
+    The order is topological once the edges back to a loop's head are cut. The third result is a
+    node inside too many loops, if there is one; the order is not complete then.
+    """
+    order: list[int] = []
+    loops: list[set[int]] = []
+    nodes = _reachable(successors, [0])
+    # What is still to be ordered, the first part last: single nodes, and loops with their head and
+    # the edges inside.
+    pending: list[tuple[set[int], int, Mapping[int, list[int]], int]] = []
+
+    def add(nodes: set[int], entry: int, edges: Mapping[int, list[int]], depth: int) -> None:
+        components = strongly_connected_components(edges, nodes, entry)
+        index_of = {n: i for i, component in enumerate(components) for n in component}
+        # A loop's head is where it is entered: the entry itself, or a target from outside.
+        targets = {
+            s for n in nodes for s in edges[n] if index_of.get(s, index_of[n]) != index_of[n]
+        }
+        for component in components:
+            heads = {entry} & component or targets & component or component
+            pending.append((component, min(heads), edges, depth))
+            if depth == 0 and (len(component) > 1 or not component.isdisjoint(edges[min(heads)])):
+                loops.append(component)
+
+    add(nodes, 0, dict(enumerate(successors)), 0)
+    while pending:
+        component, head, edges, depth = pending.pop()
         if len(component) == 1:
-            (node,) = component
-            if node in successors[node]:
-                loops.append(frozenset(component))
-            order.append(node)
+            order.append(head)
             continue
-        loops.append(frozenset(component))
-        # The head is where the loop is entered: the entry itself, or a target from outside.
-        outside = nodes - component
-        heads = {s for n in outside for s in successors[n] if s in component}
-        head = entry if entry in component else min(heads)
-        inner = [[s for s in out if s != head] for out in successors]
-        _order(component, head, inner, order, loops)
+        if depth == MAX_LOOP_DEPTH:
+            return order, loops, head
+        inner = {n: [s for s in edges[n] if s != head and s in component] for n in component}
+        add(component, head, inner, depth + 1)
+    return order, loops, None
 
 
 def _phases(
     order: list[int],
-    loops: list[frozenset[int]],
+    loops: list[set[int]],
     successors: list[list[int]],
     holds_mma: set[int],
 ) -> dict[int, Phase]:
-    main = frozenset().union(*(loop for loop in loops if loop & holds_mma))
+    """loops: the outermost ones."""
+    main = set().union(*(loop for loop in loops if loop & holds_mma))
     if not main:
         # A kernel without a matrix loop: its loops are the main part, or everything is.
-        main = frozenset().union(*loops) if loops else frozenset(order)
+        main = set().union(*loops) if loops else set(order)
     after = _reachable(successors, [s for b in main for s in successors[b]])
-    before = {b for b in order if b not in main and _reachable(successors, [b]) & main}
+    predecessors: list[list[int]] = [[] for _ in successors]
+    for b in order:
+        for successor in successors[b]:
+            predecessors[successor].append(b)
+    before = _reachable(predecessors, main) - main
     phases = {}
     for b in order:
         if b in main or (b in after and b in before):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 def strongly_connected_components(
-    successors: Sequence[Sequence[int]], nodes: Collection[int], entry: int | None = None
+    successors: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    nodes: Collection[int],
+    entry: int | None = None,
 ) -> list[set[int]]:
     """Components of the part of a graph that `nodes` are, each after those that it leads to.
 
-    successors: of every node of the whole graph. entry: the node to begin with; the lowest if None.
+    successors: of every node; they need not be among `nodes`. entry: the node to begin with; the
+    lowest if None.
 
     Tarjan's algorithm ("Depth-first search and linear graph algorithms", 1972), not recursive.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from flash_helpers.ptx.errors import PtxSyntaxError
+
 
 @dataclass(frozen=True)
 class Location:
@@ -25,7 +27,11 @@ class Location:
 
     def frames(self) -> tuple[Location, ...]:
         """This line, then every caller outwards."""
-        return (self,) if self.inlined_at is None else (self, *self.inlined_at.frames())
+        found, location = [self], self.inlined_at
+        while location is not None:
+            found.append(location)
+            location = location.inlined_at
+        return tuple(found)
 
     def __str__(self) -> str:
         text = f"{self.file}:{self.line}"
@@ -54,6 +60,11 @@ class Immediate:
 
     value: int | float
     float_bits: int = 0
+
+    @property
+    def integer(self) -> int | None:
+        """The value of an integer literal, None of any other."""
+        return self.value if isinstance(self.value, int) and not self.float_bits else None
 
 
 @dataclass(frozen=True)
@@ -150,17 +161,36 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class StoredAddress:
+    """Where an initial value holds an address, or a part of one (PTX ISA 9.0, "Variable
+    Initialization"). offset: of its first byte in the variable. size: bytes. shift: bits of the
+    address below those that are stored."""
+
+    offset: int
+    size: int
+    symbol: Symbol
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class Variable:
-    """A variable in shared, local, const, global or param space. size: bytes; 0 for an `extern`
-    array whose size the launch gives."""
+    """A variable in shared, local, const, global or param space.
+
+    size: bytes; 0 for an `extern` array whose size the launch gives. initial: its first bytes, with
+    zeros where `addresses` go; None without an initial value. line: of the PTX text, from 1.
+    problem: why it cannot be read, if so; nothing but name and line is known then.
+    """
 
     name: str
     space: str
     type: str
     size: int
     alignment: int
-    initial: bytes | tuple[int | Symbol, ...] | None = None
+    initial: bytes | None = None
+    addresses: tuple[StoredAddress, ...] = ()
     external: bool = False
+    line: int = 0
+    problem: PtxSyntaxError | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +199,8 @@ class Function:
 
     directives: `.maxntid`, `.reqntid`, `.minnctapersm` and the like. registers: type of each by its
     name. labels: index of the instruction that follows each. branch_targets: the labels of each
-    `.branchtargets` list, by its name.
+    `.branchtargets` list, by its name. problem: what of it cannot be read, if something cannot;
+    what stands behind that is missing.
     """
 
     name: str
@@ -183,11 +214,13 @@ class Function:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    problem: PtxSyntaxError | None = None
 
 
 @dataclass(frozen=True)
 class Module:
-    """A whole PTX file."""
+    """A whole PTX file. version: such as 8.7. target: the first that `.target` names, such as
+    sm_90a. functions, variables: those that it defines, by name; some may have a problem."""
 
     version: str
     target: str

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import re
+import string
 import struct
-from collections import ChainMap
+from collections import ChainMap, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from flash_helpers.ptx.errors import PtxSyntaxError
 from flash_helpers.ptx.read.module import (
@@ -23,76 +28,115 @@ from flash_helpers.ptx.read.module import (
     Register,
     Sink,
     Special,
+    StoredAddress,
     Symbol,
     Variable,
     Vector,
 )
-from flash_helpers.ptx.read.types import OPCODE_TYPES, TYPE_NAMES, size_of
+from flash_helpers.ptx.read.types import OPCODE_TYPES, SCALAR_TYPES, TYPE_NAMES, size_of
+
+_DEEPEST = 256
+"""Braces within braces, and calls inlined into each other, at most."""
+_MOST_REGISTERS = 1 << 18
+"""Of one function: each takes memory before anything runs."""
+_LONGEST = 10_000
+"""Characters of an instruction."""
 
 _INTEGER = r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?"
 _NAME = r"[A-Za-z_$%][\w$]*"
-_COMMENT = re.compile(r'("[^"\n]*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_SPACE = re.compile(r"\s+")
-_LINE = re.compile(r"[^\n]*")
-_DIRECTIVE = re.compile(r"\.\w+[ \t]+([\w.]+)[^\n]*")
-_FILE = re.compile(r'\.file[ \t]+(\d+)[ \t]+"([^"]*)"[^\n]*')
-_LABEL = re.compile(rf"({_NAME})\s*:(?!:)")
-_LOC = re.compile(
-    r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)"
-    r"(?:\s*,\s*function_name\s+[\w$.+ ]+?\s*,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?[^\n]*"
+_LINKAGE_AND_KIND = r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func)\b"
+_NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_$%")
+
+
+def _pattern(text: str, flags: int = 0) -> re.Pattern[str]:
+    # PTX is ASCII: no other digits and letters count as such.
+    return re.compile(text, re.ASCII | flags)
+
+
+_COMMENT = _pattern(r'("[^"\n]*")|//[^\n]*|/\*.*?(?:\*/|(\Z))', re.DOTALL)
+_SPACE = _pattern(r"\s+")
+_LINE = _pattern(r"[^\n]*")
+_VERSION = _pattern(r"\.version\s+(\d+\.\d+)")
+_TARGET = _pattern(r"\.target\s+(\w+)(?:\s*,\s*\w+)*")
+_ADDRESS_SIZE = _pattern(r"\.address_size\s+(\d+)")
+_FILE = _pattern(r'\.file\s+(\d{1,9})\s+"([^"\n]*)"(?:\s*,\s*\d+){0,2}')
+_OUTLINE = _pattern(r'"[^"\n]*"|::|[{}:]')
+_LABEL = _pattern(rf"({_NAME})\s*:(?!:)")
+_LOC = _pattern(
+    r"\.loc\s+(\d{1,9})\s+(\d{1,9})\s+(\d{1,9})"
+    r"(?:\s*,\s*function_name\s+[\w$.+ \t]+,\s*inlined_at\s+(\d{1,9})\s+(\d{1,9})\s+(\d{1,9}))?"
 )
-_INSTRUCTION = re.compile(r"(?:@(!?)([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
-_OPERAND = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*)\s*(?:,|$)")
-_NUMBER = re.compile(
+_INSTRUCTION = _pattern(r"(?:@\s*(!?)\s*([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_OPERAND = _pattern(r"\s*(\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,\s][^,]*)\s*(?:,|$)")
+_NUMBER = _pattern(
     rf"(?:-?0[fF][0-9a-fA-F]{{8}}|-?0[dD][0-9a-fA-F]{{16}}|-?\d+\.\d*(?:[eE][-+]?\d+)?|{_INTEGER})$"
 )
-_WHOLE_INTEGER = re.compile(rf"{_INTEGER}$")
-_WHOLE_NAME = re.compile(rf"{_NAME}$")
-_SYMBOL_PLUS = re.compile(rf"([A-Za-z_$%][\w$.]*?)\s*([+-])\s*({_INTEGER})$")
-_REGISTERS = re.compile(r"\.reg\s*(?:\.v\d\s*)?\.(\w+)\s+(.*)", re.DOTALL)
-_REGISTER_NAMES = re.compile(r"([\w$%]+)\s*(?:<\s*(\d+)\s*>)?$")
-_VARIABLE = re.compile(
-    r"(?P<attributes>(?:\.\w+(?:\s+\d+)?\s+)+)(?P<name>[\w$%]+)\s*(?:<(?P<count>\d+)>)?"
-    r"\s*(?P<dimensions>(?:\[\s*\w*\s*\]\s*)*)(?:=\s*(?P<initial>.*))?$",
-    re.DOTALL,
+_WHOLE_INTEGER = _pattern(rf"{_INTEGER}$")
+_WHOLE_NAME = _pattern(rf"{_NAME}$")
+_GENERIC = _pattern(r"generic\s*\(\s*([^()]*?)\s*\)")
+_SYMBOL_PLUS = _pattern(rf"([A-Za-z_$%][\w$.]*?)\s*([+-])\s*({_INTEGER})$")
+_REGISTERS = _pattern(r"\.reg\s*\.(\w+)\s+(.*)", re.DOTALL)
+_REGISTER_NAMES = _pattern(r"([\w$%]+)\s*(?:<\s*(\d{1,9})\s*>)?$")
+# Of declarations whose white space is single spaces.
+_POINTER = _pattern(r"\.ptr( \.(?:global|shared|const|local))?( \.align \d+)?")
+_ATTRIBUTE = _pattern(r"\.(\w+)(?: (\d+))?")
+_VARIABLE = _pattern(
+    r"(?P<attributes>\.\w+(?: \d+)?(?: ?\.\w+(?: \d+)?)*) (?P<name>[\w$%]+)"
+    r"(?P<dimensions>(?: ?\[ ?\w* ?\])*)(?: ?= ?(?P<initial>.*))?$"
 )
-_FUNCTION = re.compile(r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func)\s*", re.DOTALL)
-_FUNCTION_NAME = re.compile(r"[\w$%]+")
-_FUNCTION_DIRECTIVE = re.compile(r"\.(\w+)([\s\d,]*)")
-_BRACE_OR_LABEL = re.compile(rf"[{{}}]|^\s*({_NAME})\s*:(?!:)", re.M)
+_DECLARED_NAME = _pattern(r"(?:\.\w+ ?(?:\d+ |\([^)]*\) ?)?)+([A-Za-z_$%][\w$]*)")
+_PART_OF_ADDRESS = _pattern(r"(0[xX][0-9a-fA-F]+)\s*\((.*)\)$")
+_FUNCTION = _pattern(
+    rf"{_LINKAGE_AND_KIND}\s*(?:\.attribute\s*\([^)]*\)\s*)?(\([^)]*\))?\s*([\w$%]+)"
+)
+_HEAD = _pattern(_LINKAGE_AND_KIND)
+_HEAD_OF_LINE = _pattern(rf"^[ \t]*{_LINKAGE_AND_KIND}", re.MULTILINE)
+_HEAD_END = _pattern(r'"[^"\n]*"|[{;]')
+_FUNCTION_DIRECTIVE = _pattern(r"\.(\w+)([\s\d,]*)")
 _SPACES = frozenset({"shared", "local", "const", "global", "param", "reg"})
+_LINKAGES = frozenset({"visible", "extern", "weak", "common"})
+_LANES = {"v2": 2, "v4": 4}
 _SPECIAL_NAMES = (
     r"n?tid|n?ctaid|laneid|n?warpid|n?smid|gridid|clock(?:64|_hi)?|globaltimer(?:_lo|_hi)?"
-    r"|lanemask_(?:eq|le|lt|ge|gt)|(?:dynamic|total)_smem_size|n?clusterid"
-    r"|cluster_n?cta(?:id|rank)|is_explicit_cluster"
+    r"|lanemask_(?:eq|le|lt|ge|gt)|(?:dynamic|total|aggr)_smem_size|n?clusterid"
+    r"|cluster_n?cta(?:id|rank)|is_explicit_cluster|current_graph_exec"
+    r"|envreg(?:[12]?\d|3[01])|pm[0-7](?:_64)?|reserved_smem_offset_(?:begin|end|cap|[01])"
 )
-_SPECIAL = re.compile(rf"%(?:{_SPECIAL_NAMES})(?:\.[xyzw])?$")
+_SPECIAL = _pattern(rf"%(?:{_SPECIAL_NAMES})(?:\.[xyzw])?$")
 _CONSTANTS = {"WARP_SZ": 32}
+_Named = TypeVar("_Named", Function, Variable)
+_BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
 def read_ptx(text: str) -> Module:
-    """Reads a PTX module. Raises PtxSyntaxError, which names the line, for a text that is no whole
-    one."""
+    """Reads a PTX module.
+
+    What cannot be read inside a function or a variable's declaration is its `problem`; the rest of
+    the module is there all the same. Raises PtxSyntaxError, which names the line, for a text that
+    is cut off, has no `.version` and `.target`, or holds something else between functions and
+    variables.
+    """
     return _Reader(text).module()
-
-
-def _integer(text: str) -> int:
-    """The value of a PTX integer literal (decimal, hexadecimal, octal or binary)."""
-    return int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.rstrip("U")), 0)
 
 
 class _Reader:
     def __init__(self, text: str) -> None:
         # Comments become spaces of equal line count, so that offsets still give line numbers.
-        self.text = _COMMENT.sub(lambda m: m[1] or "\n" * m.group().count("\n") or " ", text)
+        self.text = _COMMENT.sub(_blank, text)
         self.position = 0
+        self.end = len(self.text)
+        """Of what is being read: the whole text, or a function's head or body."""
         self.line_starts = [0] + [m.end() for m in re.finditer("\n", self.text)]
-        self.files: dict[int, str] = {}
+        self.function_starts = [m.start() for m in _HEAD_OF_LINE.finditer(self.text)]
+        # The .file directives stand at the end of the text, after the functions that use them.
+        self.files = {int(m[1]): m[2] for m in _FILE.finditer(self.text)}
+        self.lost_file: PtxSyntaxError | None = None
         self.raw_locations: dict[tuple[int, ...], Location] = {}
         self.location: Location | None = None
         # Unique names of what is declared between braces, the innermost braces first.
         self.registers: ChainMap[str, str] = ChainMap()
         self.symbols: ChainMap[str, str] = ChainMap()
+        self.scopes: list[int] = []
         self.scope_count = 0
         self.operands: dict[str, Operand] = {}
         self.opcodes: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {}
@@ -107,19 +151,20 @@ class _Reader:
         return PtxSyntaxError(message, self.line(position))
 
     def skip_space(self) -> bool:
-        """Moves to the next token; False at the end of the text."""
+        """Moves to the next token; False at the end of what is being read."""
         match = _SPACE.match(self.text, self.position)
         if match:
             self.position = match.end()
-        return self.position < len(self.text)
+        return self.position < self.end
 
     def starts(self, word: str) -> bool:
         return self.text.startswith(word, self.position)
 
     def until(self, character: str, what: str) -> str:
-        end = self.text.find(character, self.position)
+        end = self.text.find(character, self.position, self.end)
         if end < 0:
-            raise self.error(f"the text ends inside {what}: no {character!r} follows")
+            whole = "text" if self.end == len(self.text) else "function"
+            raise self.error(f"the {whole} ends inside {what}: no {character!r} follows")
         text = self.text[self.position : end]
         self.position = end + 1
         return text
@@ -132,6 +177,16 @@ class _Reader:
         self.position = match.end()
         return match
 
+    def integer(self, text: str, position: int) -> int:
+        """The value of an integer literal (decimal, hexadecimal, octal or binary), which has 64
+        bits (PTX ISA 9.0, "Integer Constants")."""
+        # Python refuses to read numbers of thousands of digits.
+        if _WHOLE_INTEGER.match(text) and len(text) < 70:
+            value = int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.removesuffix("U")), 0)
+            if -(1 << 63) <= value < 1 << 64:
+                return value
+        raise self.error(f"{text[:80]!r} is no integer of at most 64 bits", position)
+
     # -- module ------------------------------------------------------------------------------------
 
     def module(self) -> Module:
@@ -140,11 +195,11 @@ class _Reader:
         variables: dict[str, Variable] = {}
         while self.skip_space():
             if self.starts(".version"):
-                version = self.take(_DIRECTIVE, "cannot read")[1]
+                version = self.take(_VERSION, "cannot read")[1]
             elif self.starts(".target"):
-                target = self.take(_DIRECTIVE, "cannot read")[1]
+                target = self.take(_TARGET, "cannot read")[1]
             elif self.starts(".address_size"):
-                if self.take(_DIRECTIVE, "cannot read")[1] != "64":
+                if self.take(_ADDRESS_SIZE, "cannot read")[1] != "64":
                     raise self.error("only 64-bit addresses are supported")
             elif self.starts(".file"):
                 self.take(_FILE, "an index and a quoted path are due in")
@@ -153,181 +208,281 @@ class _Reader:
                 self.until("}", "a section")
             elif self.starts(".pragma") or self.starts(".alias"):
                 self.until(";", "a directive")
-            elif _FUNCTION.match(self.text, self.position):
+            elif _HEAD.match(self.text, self.position):
                 function = self.function()
                 if function is not None:
-                    functions[function.name] = function
+                    functions[function.name] = _once(function, functions)
             elif self.starts("."):
-                start = self.position
-                variable = self.variable(self.until(";", "a variable"), start)
-                variables[variable.name] = variable
+                variable = self.module_variable()
+                known = variables.get(variable.name)
+                if known is None or known.external:
+                    variables[variable.name] = variable
+                elif not variable.external:
+                    variables[variable.name] = _once(variable, variables)
             else:
                 found = _LINE.match(self.text, self.position).group()
                 raise self.error(f"not a PTX directive: {found[:60]!r}")
         if not version or not target:
             raise PtxSyntaxError("no .version and .target: this is not a PTX module", 1)
+        if self.lost_file is not None:
+            raise self.lost_file
         return Module(version, target, functions, variables)
 
+    def module_variable(self) -> Variable:
+        start = self.position
+        text = self.until(";", "a variable")
+        try:
+            return self.variable(text, start)
+        except PtxSyntaxError as error:
+            name = _DECLARED_NAME.match(" ".join(text.split()))
+            if name is None:
+                raise
+            problem = PtxSyntaxError(f"{error.message} (in {name[1]})", error.line)
+            return Variable(name[1], "global", "b8", 0, 1, line=error.line, problem=problem)
+
     def variable(self, text: str, start: int) -> Variable:
-        text = text.strip()
+        """A declaration, without its semicolon."""
+        # Managed memory is global memory that the host sees too.
+        text = " ".join(text.replace(".attribute(.managed)", " ").split())
         match = _VARIABLE.match(text)
         if match is None:
             raise self.error(f"cannot read the declaration {text[:80]!r}", start)
-        words = match["attributes"].replace(".", " ").split()
-        alignment = 0
-        for name, value in itertools.pairwise(words):
-            if name == "align" and value.isdecimal():
-                alignment = int(value)
+        attributes = _ATTRIBUTE.findall(match["attributes"])
+        words = [word for word, _ in attributes]
         spaces = [w for w in words if w in _SPACES]
-        types = [w for w in words if w in TYPE_NAMES]
-        if not spaces or not types:
+        types = [w for w in words if w in TYPE_NAMES and w != "pred"]
+        lanes, alignment = 1, 0
+        for word, number in attributes:
+            if word == "align" and number:
+                alignment = self.integer(number, start)
+                if alignment < 1 or alignment & (alignment - 1):
+                    raise self.error(f"an alignment of {number} is no power of two", start)
+            elif word in _LANES and not number:
+                lanes = _LANES[word]
+            elif number or word not in {*spaces, *types, *_LINKAGES}:
+                raise self.error(f"the attribute .{word} is not known in {text[:80]!r}", start)
+        if len(spaces) != 1 or len(types) != 1:
             raise self.error(f"a declaration needs a space and a type: {text[:80]!r}", start)
-        element = size_of(types[0])
-        lanes = 4 if "v4" in words else 2 if "v2" in words else 1
-        count = lanes
-        for dimension in re.findall(r"\[\s*(\w*)\s*\]", match["dimensions"]):
-            if dimension and not _WHOLE_INTEGER.match(dimension):
-                raise self.error(f"the size {dimension!r} is no number", start)
-            count *= _integer(dimension) if dimension else 0
-        initial = None
+        (space,), (type_name,) = spaces, types
+        sizes = re.findall(r"\[ ?(\w*) ?\]", match["dimensions"])
+        if not all(sizes[1:]):
+            raise self.error(f"only the first size may be left out: {text[:80]!r}", start)
+        count = math.prod((self.integer(size or "0", start) for size in sizes), start=lanes)
+        element = size_of(type_name)
+        initial, addresses = None, ()
         if match["initial"] is not None:
-            initial = self.initial(match["initial"], types[0], start)
-            if count == 0:
-                count = len(initial) // element
+            if space not in ("global", "const"):
+                raise self.error(f"a variable in .{space} has no initial value", start)
+            initial, addresses = self.initial(match["initial"], type_name, count, start)
+            count = count or len(initial) // element
         return Variable(
             name=match["name"],
-            space=spaces[0],
-            type=types[0],
+            space=space,
+            type=type_name,
             size=element * count,
             alignment=alignment or element * lanes,
             initial=initial,
+            addresses=addresses,
             external="extern" in words,
+            line=self.line(start),
         )
 
-    def initial(self, text: str, type_name: str, start: int) -> bytes | tuple[int | Symbol, ...]:
+    def initial(
+        self, text: str, type_name: str, count: int, start: int
+    ) -> tuple[bytes, tuple[StoredAddress, ...]]:
+        """The bytes of an initial value, and where addresses go among them. count: elements; 0 for
+        as many as there are."""
         values = [v.strip() for v in re.findall(r"[^{},\s][^{},]*", text)]
-        if not all(map(_NUMBER.match, values)):
-            # Addresses of other variables: resolved when the module is loaded.
-            return tuple(
-                _integer(v) if _WHOLE_INTEGER.match(v) else self.symbol(v, start) for v in values
-            )
-        size = size_of(type_name)
-        data = b""
+        if count and len(values) > count:
+            raise self.error(f"{len(values)} initial values for {count} elements", start)
+        if text.count("{") > 1 and len(values) != count:
+            raise self.error("rows of initial values that leave out elements", start)
+        size, data, addresses = size_of(type_name), bytearray(), []
         for value in values:
-            literal = self.number(value)
-            if literal.float_bits:
-                data += literal.value.to_bytes(literal.float_bits // 8, "little")
-            elif isinstance(literal.value, float):
-                data += struct.pack("<f" if size == 4 else "<d", literal.value)
+            if _NUMBER.match(value):
+                data += self.initial_number(value, type_name, start)
             else:
-                data += (literal.value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-        return data
+                addresses.append(self.stored_address(value, len(data), size, start))
+                data += bytes(size)
+        return bytes(data), tuple(addresses)
+
+    def initial_number(self, text: str, type_name: str, start: int) -> bytes:
+        number, size = self.number(text, start), size_of(type_name)
+        kind = SCALAR_TYPES[type_name].kind if type_name in SCALAR_TYPES else "b"
+        fits = type(number.value) is int and kind in "sub"
+        if number.float_bits:
+            fits = number.float_bits == 8 * size and kind in "fb"
+        elif kind == "f" and isinstance(number.value, float):
+            with suppress(OverflowError):
+                return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], number.value)
+        if not fits:
+            raise self.error(f"{text} is no initial value of a .{type_name}", start)
+        return (number.value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+
+    def stored_address(self, text: str, offset: int, size: int, start: int) -> StoredAddress:
+        part = _PART_OF_ADDRESS.match(text)
+        if part is None:
+            return StoredAddress(offset, size, self.symbol(text, start))
+        mask = self.integer(part[1], start)
+        shift = max((mask & -mask).bit_length() - 1, 0)
+        if mask >> shift != (1 << 8 * size) - 1:
+            raise self.error(f"{part[1]} is no mask of {8 * size} bits of an address", start)
+        return StoredAddress(offset, size, self.symbol(part[2], start), shift)
 
     # -- functions ---------------------------------------------------------------------------------
 
     def function(self) -> Function | None:
+        """The function that begins here; None if it is only declared."""
         start = self.position
-        head = self.take(_FUNCTION, "")
-        self.operands, self.registers, self.symbols = {}, ChainMap(), ChainMap()
-        results: tuple[Variable, ...] = ()
-        self.skip_space()
-        if self.starts("("):
-            results = self.parameter_list()
-            self.skip_space()
-        name = self.take(_FUNCTION_NAME, "a function needs a name:").group()
-        if not self.skip_space():
-            raise self.error(f"the text ends inside the head of {name}")
-        parameters = self.parameter_list() if self.starts("(") else ()
-        directives: dict[str, tuple[int, ...]] = {}
-        while self.skip_space() and not self.starts("{"):
-            if self.starts(";"):
-                self.position += 1
-                return None
-            match = self.take(_FUNCTION_DIRECTIVE, f"cannot read the head of {name}:")
-            directives[match[1]] = tuple(int(v) for v in re.findall(r"\d+", match[2]))
-        if not self.starts("{"):
-            raise self.error(f"the text ends before the body of {name}")
-        if "extern" in head[1]:
-            raise self.error(f"an external function has no body: {name}")
-        self.position += 1
-        is_entry, line = head[2] == "entry", self.line(start)
-        function = Function(name, is_entry, parameters, results, line, directives)
-        for variable in (*parameters, *results):
-            if variable.space == "reg":
-                function.registers[variable.name] = variable.type
-                self.registers[variable.name] = variable.name
-        self.location = None
-        self.raw_locations = {}
-        self.body(function)
+        head = self.take(_FUNCTION, "a function needs a name:")
+        linkage, kind, results, name = head.groups()
+        i = bisect.bisect_right(self.function_starts, start)
+        limit = self.function_starts[i] if i < len(self.function_starts) else len(self.text)
+        head_end = self.head_end(limit)
+        if head_end < limit and self.text[head_end] == ";":
+            self.position = head_end + 1
+            return None
+        end, labels = self.closing_brace(head_end, limit)
+        if end == len(self.text):
+            self.position = end
+            if head_end == end:
+                raise self.error(f"the text ends inside the head of {name}")
+            raise self.error(f"the text ends inside {name}: a closing brace is missing")
+        function = Function(name, kind == "entry", (), (), self.line(start), {})
+        is_closed = end < limit
+        try:
+            if not is_closed:
+                raise self.error("a closing brace is missing", start)
+            self.end = head_end
+            function = self.head(function, results, start)
+            if "extern" in linkage:
+                raise self.error("an external function has no body", start)
+            self.position, self.end = head_end + 1, end
+            self.body(function, labels)
+        except PtxSyntaxError as error:
+            problem = PtxSyntaxError(f"{error.message} (in {name})", error.line)
+            function = replace(function, problem=problem)
+        self.position, self.end = end + is_closed, len(self.text)
         return function
 
-    def parameter_list(self) -> tuple[Variable, ...]:
-        start = self.position
-        self.position += 1
-        text = self.until(")", "a parameter list").strip()
+    def head_end(self, limit: int) -> int:
+        """Where a head ends: at a brace, or the semicolon of a declaration; `limit` if nowhere."""
+        tokens = _HEAD_END.finditer(self.text, self.position, limit)
+        return next((t.start() for t in tokens if t[0] in "{;"), limit)
+
+    def closing_brace(self, start: int, limit: int) -> tuple[int, dict[int, list[str]]]:
+        """Where the brace at `start` is closed, `limit` if nowhere; and the labels of each block
+        inside, by the position of its brace: a branch may precede its label."""
+        opened: list[int] = []
+        labels: defaultdict[int, list[str]] = defaultdict(list)
+        for token in _OUTLINE.finditer(self.text, start, limit):
+            if token[0] == "{":
+                opened.append(token.start())
+            elif token[0] == "}":
+                if len(opened) == 1:
+                    return token.start(), labels
+                opened.pop()
+            elif token[0] == ":" and len(opened) > 1:
+                labels[opened[-1]].append(self.name_before(token.start()))
+        return limit, labels
+
+    def name_before(self, end: int) -> str:
+        while self.text[end - 1].isspace():
+            end -= 1
+        start = end
+        while self.text[start - 1] in _NAME_CHARACTERS:
+            start -= 1
+        return self.text[start:end]
+
+    def head(self, function: Function, results: str | None, start: int) -> Function:
+        """The function with what stands between its name and its body."""
+        found: dict[str, tuple[Variable, ...]] = {"results": self.variables(results or "", start)}
+        if self.skip_space() and self.starts("("):
+            self.position += 1
+            found["parameters"] = self.variables(self.until(")", "a parameter list"), start)
+        for variable in itertools.chain(*found.values()):
+            if variable.space == "reg":
+                function.registers[variable.name] = variable.type
+        directives: dict[str, tuple[int, ...]] = {}
+        while self.skip_space():
+            match = self.take(_FUNCTION_DIRECTIVE, "cannot read the head:")
+            numbers = re.findall(r"\d+", match[2])
+            directives[match[1]] = tuple(self.integer(n, start) for n in numbers)
+        return replace(function, directives=directives, **found)
+
+    def variables(self, text: str, start: int) -> tuple[Variable, ...]:
+        """A list of parameters or results."""
+        text = " ".join(text.strip("()").split())
         # `.ptr .global .align 16` describes what a parameter points to, not the parameter.
-        text = re.sub(r"\.ptr(\s+\.(?:global|shared|const|local))?(\s+\.align\s+\d+)?", "", text)
+        text = _POINTER.sub("", text)
         return tuple(self.variable(p, start) for p in text.split(",")) if text else ()
 
-    def body(self, function: Function) -> None:
-        while True:
-            if not self.skip_space():
-                raise self.error(
-                    f"the text ends inside {function.name}: a closing brace is missing"
-                )
-            character = self.text[self.position]
+    def body(self, function: Function, labels: Mapping[int, Sequence[str]]) -> None:
+        self.registers = ChainMap({name: name for name in function.registers})
+        self.symbols = ChainMap()
+        self.scopes, self.scope_count, self.operands = [], 0, {}
+        self.location, self.raw_locations = None, {}
+        while self.skip_space():
+            start = self.position
+            character = self.text[start]
             if character in "{};":
                 self.position += 1
             if character == "{":
-                self.scope_count += 1
-                self.registers = self.registers.new_child()
-                self.symbols = self.symbols.new_child(self.labels_of_scope())
-                self.operands = {}
+                self.open_scope(labels.get(start, ()))
             elif character == "}":
-                if len(self.symbols.maps) == 1:
-                    self.check_labels(function)
-                    return
                 self.registers, self.symbols = self.registers.parents, self.symbols.parents
+                self.scopes.pop()
                 self.operands = {}
             elif character == ".":
                 self.directive(function)
             elif character != ";":
-                match = _LABEL.match(self.text, self.position)
+                match = _LABEL.match(self.text, start)
                 if match:
                     self.position = match.end()
                     self.label(match[1], function)
                 else:
                     self.instruction(function)
+        self.check_labels(function)
 
-    def labels_of_scope(self) -> dict[str, str]:
-        """Labels of the block that opens here: a branch may precede its label."""
-        labels, depth = {}, 1
-        for match in _BRACE_OR_LABEL.finditer(self.text, self.position):
-            depth += {"{": 1, "}": -1}.get(match.group(), 0)
-            if depth == 0:
-                break
-            if match[1] and depth == 1:
-                labels[match[1]] = f"{match[1]}@{self.scope_count}"
-        return labels
+    def open_scope(self, labels: Sequence[str]) -> None:
+        if len(self.scopes) == _DEEPEST:
+            raise self.error(f"more than {_DEEPEST} braces within braces")
+        self.scope_count += 1
+        self.scopes.append(self.scope_count)
+        self.registers = self.registers.new_child()
+        self.symbols = self.symbols.new_child({name: self.unique(name) for name in labels})
+        self.operands = {}
+
+    def unique(self, name: str) -> str:
+        """A name that no other block of the function has."""
+        return f"{name}@{self.scopes[-1]}" if self.scopes else name
 
     def label(self, name: str, function: Function) -> None:
+        start = self.position
         self.skip_space()
         if self.starts(".branchtargets"):
             names = self.until(";", "a .branchtargets list").removeprefix(".branchtargets")
             function.branch_targets[name] = tuple(
-                self.symbol(n.strip(), self.position).name for n in names.split(",")
+                self.symbol(n.strip(), start).name for n in names.split(",")
             )
-        elif self.starts(".callprototype"):
-            self.until(";", "a .callprototype")
+        elif self.starts(".callprototype") or self.starts(".calltargets"):
+            self.until(";", "what a call may reach")
         else:
-            function.labels[self.symbol(name, self.position).name] = len(function.instructions)
+            name = self.symbol(name, start).name
+            if name in function.labels:
+                raise self.error(f"the label {name} stands in two places", start)
+            function.labels[name] = len(function.instructions)
 
     def check_labels(self, function: Function) -> None:
         for instruction in function.instructions:
             if instruction.name != "bra":
                 continue
-            target = instruction.operands[0] if instruction.operands else None
-            if not isinstance(target, Symbol) or target.name not in function.labels:
+            target = instruction.operands[0] if len(instruction.operands) == 1 else None
+            if (
+                not isinstance(target, Symbol)
+                or target.offset
+                or target.name not in function.labels
+            ):
                 raise PtxSyntaxError("a branch to a label that does not exist", instruction.line)
         if not {n for names in function.branch_targets.values() for n in names} <= set(
             function.labels
@@ -346,11 +501,10 @@ class _Reader:
             self.declare_registers(text, function, start)
             return
         variable = self.variable(text, start)
-        if len(self.symbols.maps) > 1:
-            self.symbols[variable.name] = unique = f"{variable.name}@{self.scope_count}"
+        if self.scopes:
+            self.symbols[variable.name] = self.unique(variable.name)
             self.operands = {}
-            variable = replace(variable, name=unique)
-        function.variables.append(variable)
+        function.variables.append(replace(variable, name=self.unique(variable.name)))
 
     def declare_registers(self, text: str, function: Function, start: int) -> None:
         match = _REGISTERS.match(text)
@@ -359,10 +513,13 @@ class _Reader:
         )
         if match is None or match[1] not in TYPE_NAMES or not all(names):
             raise self.error(f"cannot read the register declaration {text[:80]!r}", start)
-        suffix = "" if len(self.registers.maps) == 1 else f"@{self.scope_count}"
         for name, count in (item.groups() for item in names):
+            if int(count or 1) + len(function.registers) > _MOST_REGISTERS:
+                raise self.error(f"more than {_MOST_REGISTERS:,} registers in one function", start)
             declared = [f"{name}{i}" for i in range(int(count))] if count else [name]
-            unique = [register + suffix for register in declared]
+            unique = [self.unique(register) for register in declared]
+            if not function.registers.keys().isdisjoint(unique):
+                raise self.error(f"registers declared twice: {text[:80]!r}", start)
             self.registers.update(zip(declared, unique, strict=True))
             function.registers.update(dict.fromkeys(unique, match[1]))
         self.operands = {}
@@ -378,21 +535,17 @@ class _Reader:
             parent = None
             if call:
                 parent = self.raw_locations.get(call) or Location(self.file(call[0]), *call[1:])
+                if len(parent.frames()) > _DEEPEST:
+                    raise self.error(f"more than {_DEEPEST} calls inlined into each other")
             self.raw_locations[key] = Location(self.file(file), line, column, parent)
         self.location = self.raw_locations[key]
 
     def file(self, index: int) -> str:
-        # The .file directives stand at the end of the text, after the functions that use them.
-        if not self.files:
-            self.files = {
-                int(m[1]): m[2]
-                for m in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', self.text, re.M)
-            }
-        if index not in self.files:
-            raise self.error(
+        if index not in self.files and self.lost_file is None:
+            self.lost_file = self.error(
                 f"a .loc names file {index}, but no .file {index} follows: the text is cut off"
             )
-        return self.files[index]
+        return self.files.get(index, "")
 
     # -- instructions ------------------------------------------------------------------------------
 
@@ -400,12 +553,14 @@ class _Reader:
         start = self.position
         text = self.until(";", "an instruction")
         match = _INSTRUCTION.match(text)
-        if match is None:
+        if match is None or len(text) > _LONGEST:
             raise self.error(f"cannot read the instruction {text.strip()[:80]!r}", start)
         negated, guard_name, opcode, rest = match.groups()
         guard = None
         if guard_name is not None:
             guard = Register(self.register(guard_name, start), bool(negated))
+            if function.registers[guard.name] != "pred":
+                raise self.error(f"the guard {guard_name} is no predicate", start)
         if opcode not in self.opcodes:
             name, *modifiers = re.split(r"\.(?!:)", opcode)
             modifiers = ["shared" if m == "shared::cta" else m for m in modifiers]
@@ -437,24 +592,31 @@ class _Reader:
         return cached
 
     def read_operand(self, text: str, start: int) -> Operand:
-        if not text:
-            raise self.error("an operand is missing", start)
         first, inner = text[0], text[1:-1].strip()
+        if first not in _BRACKETS:
+            if "|" in text:
+                return Pair(*(self.simple(t, start) for t in text.split("|", 1)))
+            return self.simple(text, start)
+        if text[-1] != _BRACKETS[first] or len(text) == 1:
+            raise self.error(f"cannot read the operand {text[:60]!r}", start)
         if first == "{":
             return Vector(self.operand_list(inner, start))
         if first == "(":
             return Arguments(self.operand_list(inner, start) if inner else ())
-        if first == "[":
-            # With a comma, coordinates of a texture: no instruction that is known has them.
-            return Arguments(()) if "," in text else self.address(inner, start)
+        # With a comma, coordinates of a texture: no instruction that is known has them.
+        return Arguments(()) if "," in text else self.address(inner, start)
+
+    def simple(self, text: str, start: int) -> Operand:
+        """An operand without parts."""
+        text = text.strip()
+        if not text:
+            raise self.error("an operand is missing", start)
         if text == "_":
             return Sink()
-        if first == "!":
+        if text[0] == "!":
             return Register(self.register(text[1:].strip(), start), negated=True)
-        if "|" in text:
-            return Pair(*(self.operand(t.strip(), start) for t in text.split("|", 1)))
         if _NUMBER.match(text):
-            return self.number(text)
+            return self.number(text, start)
         if text in _CONSTANTS:
             return Immediate(_CONSTANTS[text])
         if text in self.registers:
@@ -462,12 +624,10 @@ class _Reader:
         return Special(text) if _SPECIAL.match(text) else self.symbol(text, start)
 
     def operand_list(self, text: str, start: int) -> tuple[Operand, ...]:
-        return tuple(self.operand(t.strip(), start) for t in text.split(","))
+        return tuple(self.simple(t, start) for t in text.split(","))
 
     def symbol(self, text: str, start: int) -> Symbol:
-        name, offset = _base_and_offset(text)
-        generic = re.match(r"generic\((.*)\)$", name)
-        name = generic[1] if generic else name
+        name, offset = self.base_and_offset(_GENERIC.sub(r"\1", text), start)
         if not _WHOLE_NAME.match(name):
             raise self.error(f"cannot read the operand {text[:60]!r}", start)
         if name.startswith("%"):
@@ -475,25 +635,40 @@ class _Reader:
         return Symbol(self.symbols.get(name, name), offset)
 
     def address(self, text: str, start: int) -> Address:
-        base, offset = _base_and_offset(text)
-        operand = self.operand(base, start)
+        base, offset = self.base_and_offset(text, start)
+        operand = self.simple(base, start)
         if isinstance(operand, Symbol):
             return Address(operand, operand.offset + offset)
         if not isinstance(operand, Register | Immediate):
-            raise self.error(f"cannot read the address [{text}]", start)
+            raise self.error(f"cannot read the address [{text[:60]}]", start)
         return Address(operand, offset)
 
-    def number(self, text: str) -> Immediate:
+    def base_and_offset(self, text: str, start: int) -> tuple[str, int]:
+        match = _SYMBOL_PLUS.match(text)
+        if match is None:
+            return text, 0
+        offset = self.integer(match[3], start)
+        return match[1], -offset if match[2] == "-" else offset
+
+    def number(self, text: str, start: int) -> Immediate:
         negative, digits = text.startswith("-"), text.lstrip("-")
         if digits[:2] in ("0f", "0F", "0d", "0D"):
             bits = 4 * (len(digits) - 2)
             return Immediate(int(digits[2:], 16) ^ (negative << (bits - 1)), bits)
-        return Immediate(float(text) if "." in text else _integer(text))
+        return Immediate(float(text) if "." in text else self.integer(text, start))
 
 
-def _base_and_offset(text: str) -> tuple[str, int]:
-    match = _SYMBOL_PLUS.match(text)
-    if match is None:
-        return text, 0
-    offset = _integer(match[3])
-    return match[1], -offset if match[2] == "-" else offset
+def _blank(match: re.Match[str]) -> str:
+    """White space instead of a comment; a string stays."""
+    if match[2] is not None:
+        line = 1 + match.string.count("\n", 0, match.start())
+        raise PtxSyntaxError("the text ends inside a comment: no '*/' follows", line)
+    return match[1] or "\n" * match.group().count("\n") or " "
+
+
+def _once(found: _Named, known: Mapping[str, _Named]) -> _Named:
+    """What was found, with a problem if its name is taken."""
+    if found.name not in known:
+        return found
+    message = f"{found.name} is defined twice, first at line {known[found.name].line}"
+    return replace(found, problem=PtxSyntaxError(message, found.line))

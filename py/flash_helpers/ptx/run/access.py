@@ -54,6 +54,11 @@ def access_size(instruction: Instruction) -> int:
     raise UnsupportedInstruction(instruction.opcode, instruction.line, reason)
 
 
+def _signed(value: int) -> int:
+    """An address or offset as int64 holds it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np.ndarray]:
     """The operand `[base + offset]` as int64 addresses, one for each selected lane."""
     if not isinstance(operand, Address):
@@ -64,8 +69,11 @@ def addresses_of(machine: Machine, operand: Operand) -> Callable[[Selection], np
         if array.ndim == 2 or array.dtype == bool:
             raise machine.unsupported("a register of this type holds no address")
     else:
-        start = machine.symbol(base) if isinstance(base, Symbol) else int(base.value)
-        array = np.broadcast_to(np.array(start, np.int64), (machine.lanes,))
+        start = machine.symbol(base) if isinstance(base, Symbol) else base.integer
+        if start is None:
+            raise machine.unsupported("a literal of floating point is no address")
+        array = np.broadcast_to(np.array(_signed(start), np.int64), (machine.lanes,))
+    offset = _signed(offset)
 
     def compute(selection: Selection) -> np.ndarray:
         addresses = array[selection].astype(np.int64)

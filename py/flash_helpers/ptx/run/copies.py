@@ -25,16 +25,18 @@ def _cp(machine: Machine, instruction: Instruction) -> Action:
     if what == "wait_all":
         return machine.from_some(lambda selection: copies.wait(selection, None))
     if what == "wait_group":
-        count = instruction.operands[0]
-        if not isinstance(count, Immediate):
+        groups = instruction.operands[0]
+        count = groups.integer if isinstance(groups, Immediate) else None
+        if count is None or count < 0:
             raise machine.unsupported("the number of groups must be a literal")
-        return machine.from_some(lambda selection: copies.wait(selection, int(count.value)))
+        allowed = min(count, 1 << 31)  # more than a thread can have
+        return machine.from_some(lambda selection: copies.wait(selection, allowed))
     return _copy(machine, instruction)
 
 
 def _copy(machine: Machine, instruction: Instruction) -> Action:
     target, source, literal, *rest = instruction.operands
-    size = int(literal.value) if isinstance(literal, Immediate) else 0
+    size = literal.integer if isinstance(literal, Immediate) else 0
     if size not in (4, 8, 16) or (instruction.has("cg") and size != 16):
         raise machine.unsupported("a copy moves 4, 8 or 16 bytes, .cg only 16")
     if instruction.has("L2::cache_hint"):

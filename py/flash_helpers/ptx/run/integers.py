@@ -185,7 +185,8 @@ def _shift(machine: Machine, instruction: Instruction) -> Alu:
     """shl and shr: the amount is 32-bit and clamped to the width."""
     type_name, amount = instruction.types[-1], instruction.operands[-1]
     shift = np.left_shift if instruction.name == "shl" else np.right_shift
-    if isinstance(amount, Immediate) and 0 <= int(amount.value) < SCALAR_TYPES[type_name].bits:
+    literal = amount.integer if isinstance(amount, Immediate) else None
+    if literal is not None and 0 <= literal < SCALAR_TYPES[type_name].bits:
         return _same(instruction, shift)
     return Alu.of(instruction, partial(_shifted, shift), type_name, type_name, "u32")
 
@@ -207,9 +208,9 @@ def _funnel_shift(machine: Machine, instruction: Instruction) -> Alu:
 
 def _lop3(machine: Machine, instruction: Instruction) -> Alu:
     code = instruction.operands[-1]
-    if not isinstance(code, Immediate):
+    if not isinstance(code, Immediate) or code.integer is None:
         raise machine.unsupported("the truth table must be a literal")
-    table = int(code.value) & 0xFF
+    table = code.integer & 0xFF
 
     def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray, _: np.ndarray) -> np.ndarray:
         result = np.zeros_like(a + b + c)

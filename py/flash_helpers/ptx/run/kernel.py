@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +17,17 @@ from typing import TextIO
 import numpy as np
 
 from flash_helpers import gpu
-from flash_helpers.console.file_kinds import FileKind, mistaken
-from flash_helpers.ptx.errors import LaunchError, NotPtxError, PtxSyntaxError, SimulatorError
+from flash_helpers.console.file_kinds import FileKind, kind_of, mistaken
+from flash_helpers.ptx.errors import (
+    LaunchError,
+    NotPtxError,
+    PtxSyntaxError,
+    SimulatorError,
+    UnsupportedInstruction,
+)
 from flash_helpers.ptx.read.calls import without_calls
 from flash_helpers.ptx.read.flow import Program, build_program
-from flash_helpers.ptx.read.module import Function, Immediate, Module, Symbol, Variable
+from flash_helpers.ptx.read.module import Function, Immediate, Module, Special, Symbol, Variable
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
 from flash_helpers.ptx.run.access import STRONG, access_size, space_of
@@ -28,6 +38,7 @@ from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.observe import Observer
 from flash_helpers.ptx.run.scheduler import Scheduler
 from flash_helpers.ptx.run.tally import Tally
+from flash_helpers.symbols import demangled
 
 Argument = int | float | bool | np.generic | bytes
 Progress = Callable[[int, int], None]
@@ -37,6 +48,13 @@ _BATCH_LANES = 2048
 cache."""
 
 _WORD = 32  # bytes: the widest access
+
+_CODE_BASE = 0x7B00_0000_0000
+"""Address of the first function: they can be stored and compared, not read."""
+_CODE_SIZE = 16
+_MAX_VARIABLE_BYTES = 1 << 30
+"""Of the simulator: global variables that a kernel names, together."""
+_WORKSPACE_BYTES = 256
 
 DEFAULT_MAX_INSTRUCTIONS = 20_000_000
 
@@ -75,10 +93,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a module."""
+    """One entry of a module. function: without calls.
+
+    Raises PtxSyntaxError if a variable that it names cannot be read.
+    """
 
     module: Module
     function: Function
+
+    def __post_init__(self) -> None:
+        _ = self._variables  # said now rather than when it is launched
 
     @property
     def name(self) -> str:
@@ -96,13 +120,35 @@ class Kernel:
         return self._shared_layout[1]
 
     @cached_property
+    def _named(self) -> tuple[set[str], set[str]]:
+        """Symbols and special registers that the instructions name."""
+        named = [o for i in self.function.instructions for o in i.named()]
+        return tuple({o.name for o in named if isinstance(o, kind)} for kind in (Symbol, Special))
+
+    @cached_property
     def _variables(self) -> list[Variable]:
-        """The function's own, and the module's; of those in shared memory, the ones it names."""
-        named = (o for i in self.function.instructions for o in i.named())
-        used = {operand.name for operand in named if isinstance(operand, Symbol)}
-        module = self.module.variables.values()
-        named = [v for v in module if v.space != "shared" or v.name in used]
-        return [*named, *self.function.variables]
+        """The function's own, and those of the module that it names, or whose address the initial
+        value of one of these holds."""
+        functions, own = self.module.functions, self.function.variables
+        local = {v.name for v in own}
+        found: dict[str, Variable] = {}
+        todo = [*self._named[0], *(a.symbol.name for v in own for a in v.addresses)]
+        while todo:
+            name = todo.pop()
+            variable = self.module.variables.get(name)
+            if variable is None or name in found:
+                continue
+            if variable.problem is not None:
+                raise variable.problem
+            found[name] = variable
+            for address in variable.addresses:
+                todo.append(address.symbol.name)
+        for variable in (*found.values(), *own):
+            for name in (a.symbol.name for a in variable.addresses):
+                if name not in found and name not in functions and name not in local:
+                    message = f"the initial value of {variable.name} names {name}, which is nowhere"
+                    raise PtxSyntaxError(message, variable.line)
+        return [*(v for v in self.module.variables.values() if v.name in found), *own]
 
     @cached_property
     def _shared_layout(self) -> tuple[dict[str, int], int]:
@@ -127,27 +173,34 @@ class Kernel:
         max_instructions: int = DEFAULT_MAX_INSTRUCTIONS,
         progress: Progress | None = None,
         observer: Observer | None = None,
-        target: str = "sm_80",
+        target: str | None = None,
         before: Run | None = None,
         output: TextIO | None = None,
     ) -> Run:
         """Runs the kernel; returns what was counted, and the faults if they were collected.
 
         grid: blocks in x, y and z. block: threads of a block in x, y and z. shared_bytes: dynamic
-        shared memory of a block. args: one value for each parameter: an int or a NumPy scalar, or
-        bytes for a structure passed by value. memory: the global memory that pointers among them
+        shared memory of a block. args: one value for each parameter: a number, of Python or NumPy,
+        or bytes for a structure passed by value. memory: the global memory that pointers among them
         refer to. keep_going: collect faults in `Run.faults` rather than raise the first one.
         max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
         the number of blocks done and the number of blocks. observer: is shown registers and shared
-        memory while the kernel runs. target: compute capability whose limits the launch must keep.
-        before: a run of this kernel whose counts and faults this one goes on with; it is used up.
-        output: what the kernel's printf writes to, in place of standard output.
+        memory while the kernel runs. target: compute capability whose limits the launch must keep,
+        such as sm_90a; the module's own if None. before: a run of this kernel whose counts and
+        faults this one goes on with; it is used up. output: what the kernel's printf writes to, in
+        place of standard output.
+
+        A kernel that synchronises its grid (it reads %envreg1 and 2, as cooperative groups do) is
+        launched cooperatively: all of its blocks are resident together.
 
         Raises LaunchError for a launch that cannot exist, of which nothing has run;
-        UnsupportedInstruction for an instruction that is not known; SimulatorError for a fault of
-        the kernel, unless keep_going.
+        UnsupportedInstruction as soon as a thread reaches an instruction that is not known, so that
+        what is written before that stays in memory; SimulatorError for a fault of the kernel,
+        unless keep_going.
         """
         grid3, block3 = _three(grid, "grid"), _three(block, "block")
+        shared_bytes = _count(shared_bytes, "shared_bytes")
+        target = self.module.target if target is None else target
         threads = math.prod(block3)
         memory = DeviceMemory() if memory is None else memory
         self._check_launch(grid3, block3, shared_bytes, target)
@@ -160,6 +213,8 @@ class Kernel:
         x, y, z = map(range, grid3)
         blocks = [(i, j, k) for k, j, i in itertools.product(z, y, x)]
         n_batches = max(1, round(len(blocks) * _aligned(threads, gpu.WARP) / _BATCH_LANES))
+        if launch.workspace:
+            n_batches = 1
         per_batch = -(-len(blocks) // n_batches)
         for start in range(0, len(blocks), per_batch):
             geometry = Geometry(tuple(blocks[start : start + per_batch]), threads)
@@ -182,10 +237,12 @@ class Kernel:
                 f"a grid of {grid}: the limits are {', '.join(map(str, gpu.MAX_GRID))}"
             )
         try:
-            limits = gpu.LIMITS[gpu.capability_of(target)]
+            smem_bytes = gpu.SMEM_BYTES[gpu.capability_of(target)]
         except (ValueError, KeyError):
-            known = ", ".join(f"sm_{capability}" for capability in gpu.LIMITS)
-            raise LaunchError(f"unknown target {target}: choose from {known}") from None
+            known = ", ".join(f"sm_{capability}" for capability in gpu.SMEM_BYTES)
+            raise LaunchError(
+                f"the limits of {target} are not known: give one of these as target: {known}"
+            ) from None
         threads = math.prod(block)
         if threads > gpu.MAX_THREADS or block[2] > gpu.MAX_BLOCK_Z:
             raise LaunchError(
@@ -198,15 +255,17 @@ class Kernel:
                 f"a block of {threads} threads, but {self.name} is compiled for at most "
                 f"{math.prod(bound)}: launch fewer or change __launch_bounds__"
             )
-        if shared_bytes < 0:
-            raise LaunchError(f"shared_bytes is {shared_bytes}: give 0 or more")
         total = self.static_shared_bytes + shared_bytes
-        if total > limits.smem_bytes:
+        if total > smem_bytes:
             raise LaunchError(
                 f"{total} bytes of shared memory a block ({self.static_shared_bytes} static, "
-                f"{shared_bytes} dynamic), but {target} has {limits.smem_bytes}: use smaller "
+                f"{shared_bytes} dynamic), but {target} has {smem_bytes}: use smaller "
                 "tiles or another target"
             )
+        for limit, space, owner in _SPACE_LIMITS:
+            size = _placed([v for v in self._variables if v.space == space])[1]
+            if size > limit:
+                raise LaunchError(f"{size} bytes of {space} memory {owner}: the limit is {limit}")
 
     def _pack(self, args: Sequence[Argument]) -> tuple[np.ndarray, dict[str, int]]:
         """Arguments laid out as the kernel reads them, and the parameters' offsets."""
@@ -214,6 +273,8 @@ class Kernel:
         if len(args) != len(parameters):
             raise LaunchError(f"{self.name} takes {len(parameters)} arguments, got {len(args)}")
         offsets, end = _placed(parameters)
+        if end > gpu.MAX_PARAMETER_BYTES:
+            raise LaunchError(f"{end} bytes of parameters: the limit is {gpu.MAX_PARAMETER_BYTES}")
         data = np.zeros(_aligned(end, _WORD), np.uint8)
         for i, (parameter, value) in enumerate(zip(parameters, args, strict=True)):
             found = _argument_bytes(i, parameter, value)
@@ -232,12 +293,16 @@ class Kernel:
         shared, static = self._shared_layout
         local, local_bytes = _placed([v for v in self._variables if v.space == "local"])
         in_memory = [v for v in self._variables if v.space in ("global", "const")]
-        addresses = {v.name: memory.allocate(max(v.size, 1)) for v in in_memory}
-        symbols = {**offsets, **shared, **local, **addresses}
+        addresses = {v.name: memory.allocate(max(v.size, 1), v.alignment) for v in in_memory}
+        code = {name: _CODE_BASE + _CODE_SIZE * i for i, name in enumerate(self.module.functions)}
+        symbols = {**code, **offsets, **shared, **local, **addresses}
         for variable in in_memory:
             if variable.initial is not None:
                 _initialise(variable, symbols, memory)
         granule, atomics = self._shared_accesses
+        specials = self._named[1]
+        asks_scratch = any(name.startswith("%reserved_smem") for name in specials)
+        synchronises = not specials.isdisjoint(("%envreg1", "%envreg2"))
         return Launch(
             grid=grid,
             block=block,
@@ -248,6 +313,8 @@ class Kernel:
             local_bytes=_aligned(local_bytes, _WORD),
             granule=granule,
             shared_atomics=atomics,
+            scratch=_aligned(static + shared_bytes, 128) if asks_scratch else None,
+            workspace=memory.allocate(_WORKSPACE_BYTES) if synchronises else 0,
         )
 
     @cached_property
@@ -260,7 +327,8 @@ class Kernel:
                 "shared",
                 "generic",
             ):
-                narrowest = min(narrowest, access_size(instruction))
+                with suppress(UnsupportedInstruction):  # refused if it is reached
+                    narrowest = min(narrowest, access_size(instruction))
                 atomics |= bool(instruction.first(STRONG)) or name in ("atom", "red")
             elif name == "wmma":
                 # Elements of less than a byte move four bytes at a time.
@@ -268,16 +336,17 @@ class Kernel:
                 narrowest = min(narrowest, 4, *sizes)
             elif name == "cp" and len(instruction.operands) > 2:
                 size = instruction.operands[2]
-                if isinstance(size, Immediate):
-                    narrowest = min(narrowest, max(int(size.value), 1))
+                if isinstance(size, Immediate) and size.integer in (4, 8):
+                    narrowest = min(narrowest, size.integer)
         return narrowest, atomics
 
 
 @dataclass(frozen=True)
 class PtxModule:
-    """A loaded PTX file."""
+    """A loaded PTX file. file: its path, for messages."""
 
     module: Module
+    file: str = "PTX"
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -285,40 +354,123 @@ class PtxModule:
         return tuple(f.name for f in self.module.entries)
 
     def kernel(self, name: str) -> Kernel:
-        """The entry of this name, or the only one whose name contains it. Raises LaunchError if no
-        entry fits, or several do."""
-        function = self.module.functions.get(name)
-        if function is None or not function.is_entry:
-            found = [f for f in self.module.entries if name in f.name]
-            if len(found) != 1:
-                names = "\n  ".join(self.kernels) or "(none)"
-                problem = "no kernel is named" if not found else "several kernels are named"
-                raise LaunchError(f"{problem} {name!r}; the file holds\n  {names}")
-            function = found[0]
-        return Kernel(self.module, without_calls(self.module, function))
+        """The entry of this name, mangled or as in C++ (white space does not matter), with its
+        namespaces and parameters or without ("scale<float>"); or else the only entry whose name
+        contains it.
+
+        Raises LaunchError if no entry fits, or several do; PtxSyntaxError if something cannot be
+        read in the kernel, a function that it calls, or a variable that it names.
+        """
+        function = self._entry(name)
+        try:
+            for called in _called(self.module, function):
+                if called.problem is not None:
+                    raise called.problem
+            return Kernel(self.module, without_calls(self.module, function))
+        except PtxSyntaxError as error:
+            raise PtxSyntaxError(error.message, error.line, self.file) from None
+
+    def _entry(self, name: str) -> Function:
+        entries = self.module.entries
+        exact = [f for f in entries if f.name == name]
+        if exact:
+            return exact[0]
+        wanted = "".join(name.strip().removeprefix("void ").split())
+        names = {f.name: _names(f.name) for f in entries}
+        found = [f for f in entries if wanted in names[f.name]]
+        if not found:
+            found = [f for f in entries if any(wanted in n for n in (f.name, *names[f.name]))]
+        if len(found) != 1:
+            problem = "no kernel is named" if not found else "several kernels are named"
+            there = "\n  ".join(demangled(f.name) for f in found or entries) or "(none)"
+            raise LaunchError(f"{problem} {name!r}; the file holds\n  {there}")
+        return found[0]
 
 
-def load_ptx(source: str | Path) -> PtxModule:
-    """Reads PTX, given as text or as the path of a file. Raises PtxSyntaxError for what is no whole
-    PTX module, NotPtxError for a file of another kind, OSError for one that cannot be read."""
-    if isinstance(source, str) and "\n" in source:
-        return PtxModule(read_ptx(source))
-    data = Path(source).read_bytes()
-    if error := mistaken(source, data, FileKind.PTX):
+def _names(symbol: str) -> tuple[str, ...]:
+    """What a symbol is called in C++, without white space: all of it; without result and
+    parameters; without namespaces."""
+    whole = demangled(symbol).removeprefix("void ")
+    depth, end, start = 0, len(whole), 0
+    # The parameters are the last parentheses; namespaces end at the last :: outside brackets.
+    if whole.endswith(")"):
+        for end in range(len(whole) - 1, -1, -1):
+            depth += {")": 1, "(": -1}.get(whole[end], 0)
+            if depth == 0:
+                break
+    depth = 0
+    for i in range(end):
+        depth += {"<": 1, "(": 1, ">": -1, ")": -1}.get(whole[i], 0)
+        if depth == 0 and whole.startswith("::", i):
+            start = i + 2
+    return tuple("".join(n.split()) for n in (whole, whole[:end], whole[start:end]))
+
+
+def _called(module: Module, function: Function) -> Iterator[Function]:
+    """The function, and all that it may call, directly or not."""
+    found, todo = {function.name}, [function]
+    while todo:
+        function = todo.pop()
+        yield function
+        calls = (i for i in function.instructions if i.name == "call")
+        for name in {o.name for call in calls for o in call.operands if isinstance(o, Symbol)}:
+            if name in module.functions and name not in found:
+                found.add(name)
+                todo.append(module.functions[name])
+
+
+_PTX_BEGINS = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\s", re.DOTALL)
+
+
+def load_ptx(source: str | bytes | Path) -> PtxModule:
+    """Reads PTX, given as text, as the bytes of one (they may end with NUL), or as the path of a
+    file. A string is text if it has more than one line, or begins with `.version` after comments.
+
+    What is not understood inside a function or a variable refuses the kernels that use it, when
+    they are asked for (`PtxModule.kernel`); the others are not concerned.
+
+    Raises PtxSyntaxError for what is no whole PTX module, NotPtxError for content of another kind,
+    OSError for a file that cannot be read.
+    """
+    if isinstance(source, str) and ("\n" in source or "\0" in source or _PTX_BEGINS.match(source)):
+        source = source.encode(errors="replace")
+    if isinstance(source, bytes):
+        data, file = source, "PTX"
+        kind = kind_of(data)
+        error = None
+        if kind not in (None, FileKind.PTX):
+            error = f"the text is {kind.value}, not PTX"
+    else:
+        data, file = Path(source).read_bytes(), str(source)
+        error = mistaken(source, data, FileKind.PTX)
+    if error:
         raise NotPtxError(error)
     if b"\0" in data.rstrip(b"\0"):
-        raise NotPtxError(f"{source} is not PTX: it holds bytes that no text does")
+        raise NotPtxError(f"{file} is not PTX: it holds bytes that no text does")
     try:
-        return PtxModule(read_ptx(data.decode(errors="replace").rstrip("\0")))
+        return PtxModule(read_ptx(data.decode(errors="replace").rstrip("\0")), file)
     except PtxSyntaxError as error:
-        raise PtxSyntaxError(error.message, error.line, str(source)) from None
+        raise PtxSyntaxError(error.message, error.line, file) from None
+
+
+def _count(value: int | np.integer, name: str) -> int:
+    """A number that is not negative."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise LaunchError(f"{name} is {value!r}: give an integer") from None
+    if count < 0:
+        raise LaunchError(f"{name} is {count}: give 0 or more")
+    return count
 
 
 def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
-    values = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
-    if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
-        raise LaunchError(f"{name} is {value}: give one to three positive numbers")
-    x, y, z = (*values, 1, 1)[:3]
+    values = value if isinstance(value, Sequence | np.ndarray) else (value,)
+    if not 1 <= len(values) <= 3 or isinstance(value, str | bytes):
+        raise LaunchError(f"{name} is {value!r}: give one to three positive numbers")
+    x, y, z = (*(_count(v, name) for v in values), 1, 1)[:3]
+    if 0 in (x, y, z):
+        raise LaunchError(f"{name} is {value!r}: give one to three positive numbers")
     return x, y, z
 
 
@@ -335,25 +487,40 @@ def _placed(variables: Sequence[Variable]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
+_SPACE_LIMITS = (
+    (gpu.MAX_LOCAL_BYTES, "local", "a thread"),
+    (gpu.MAX_CONSTANT_BYTES, "const", "a module"),
+    (_MAX_VARIABLE_BYTES, "global", "in variables"),
+)
+
+
 def _argument_bytes(index: int, parameter: Variable, value: Argument) -> bytes:
     what, size = f"argument {index}", parameter.size
     if isinstance(value, bytes | bytearray | memoryview):
         if len(bytes(value)) != size:
             raise LaunchError(f"{what} has {len(bytes(value))} bytes, its parameter {size}")
         return bytes(value)
-    if isinstance(value, np.generic):
-        if value.nbytes != size:
+    value = bool(value) if isinstance(value, np.bool_) else value
+    if isinstance(value, np.generic) and not isinstance(value, np.integer | np.float64):
+        if value.nbytes != size or value.dtype.kind not in "fcV":
             raise LaunchError(
                 f"{what} is a {value.dtype} of {value.nbytes} bytes, its parameter has "
                 f"{size} (.{parameter.type})"
             )
-        return value.tobytes()
-    if not isinstance(value, int | float):
-        raise LaunchError(
-            f"{what} is a {type(value).__name__}: give an int, a NumPy scalar or bytes"
-        )
+        if parameter.type[0] in "fb":
+            return value.tobytes()
+        value = float(value)
+    if not isinstance(value, float):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise LaunchError(
+                f"{what} is a {type(value).__name__}: give an int, a NumPy scalar or bytes"
+            ) from None
     if parameter.type in ("f32", "f64"):
-        return np.array(value, f"f{size}").tobytes()
+        with suppress(OverflowError):
+            return struct.pack("<f" if size == 4 else "<d", value)
+        raise LaunchError(f"{what} is {value}, which does not fit .{parameter.type}")
     if isinstance(value, float):
         raise LaunchError(f"{what} is a float, its parameter is .{parameter.type}")
     if parameter.type == "b8" and size > 8:
@@ -365,9 +532,10 @@ def _argument_bytes(index: int, parameter: Variable, value: Argument) -> bytes:
 
 
 def _initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:
-    data = variable.initial
-    if isinstance(data, tuple):
-        addresses = [symbols[v.name] + v.offset if isinstance(v, Symbol) else v for v in data]
-        data = np.array(addresses, np.uint64).tobytes()
+    data = bytearray(variable.initial)
+    for stored in variable.addresses:
+        address = (symbols[stored.symbol.name] + stored.symbol.offset) >> stored.shift
+        part = address & ((1 << 8 * stored.size) - 1)
+        data[stored.offset : stored.offset + stored.size] = part.to_bytes(stored.size, "little")
     offset = symbols[variable.name] - ARENA_BASE
     memory.words(1)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)

@@ -15,7 +15,7 @@ from typing import TextIO
 
 import numpy as np
 
-from flash_helpers.gpu import WARP
+from flash_helpers.gpu import RESERVED_SMEM_BYTES, WARP
 from flash_helpers.ptx.errors import UnsupportedInstruction
 from flash_helpers.ptx.read.flow import Program
 from flash_helpers.ptx.read.module import (
@@ -76,8 +76,11 @@ class Launch:
     """What all blocks of a launch share.
 
     shared_bytes: of a block, static and dynamic. parameters: their bytes, uint8. symbols: addresses
-    of variables, each in its own state space. local_bytes: of one thread. granule: bytes of the
-    narrowest shared access. output: what printf writes to; None for standard output.
+    of variables, each in its own state space; of functions, which can only be stored. local_bytes:
+    of one thread. granule: bytes of the narrowest shared access. scratch: where in shared memory
+    what the system reserves begins, behind all else; None if the kernel does not ask. workspace:
+    address of the memory that a grid synchronises through; 0 if it does not. output: what
+    printf writes to; None for standard output.
     """
 
     grid: tuple[int, int, int]
@@ -90,6 +93,11 @@ class Launch:
     granule: int
     shared_atomics: bool
     output: TextIO | None = None
+    scratch: int | None = None
+    workspace: int = 0
+
+
+_ADDRESS = (1 << 64) - 1
 
 
 def pick(array: np.ndarray, selection: Selection) -> np.ndarray:
@@ -122,9 +130,12 @@ class Machine:
         self.tally = tally
         self.lanes = geometry.lanes
         self.lane_ids = np.arange(self.lanes)
-        self.shared = SharedMemory(
-            geometry, launch.shared_bytes, launch.granule, log, launch.shared_atomics
-        )
+        size = launch.shared_bytes
+        if launch.scratch is not None:
+            size = launch.scratch + RESERVED_SMEM_BYTES
+        self.shared = SharedMemory(geometry, size, launch.granule, log, launch.shared_atomics)
+        if launch.scratch is not None:
+            self.shared.initialise(launch.scratch, RESERVED_SMEM_BYTES)
         self.copies = AsyncCopies(self.shared)
         local, parameters = launch.local_bytes, launch.parameters
         self.regions: dict[str, Region | DeviceMemory] = {
@@ -209,7 +220,7 @@ class Machine:
             raise self.unsupported(f"an operand of kind {kind} where a value is due")
         if isinstance(operand, Immediate):
             return self.immediate(operand, SCALAR_TYPES[type_name])
-        return np.array([self.symbol(operand)], np.uint64).astype(dtype_of(type_name))
+        return np.array([self.symbol(operand) & _ADDRESS], np.uint64).astype(dtype_of(type_name))
 
     def _typed(self, array: np.ndarray, type_name: str) -> np.ndarray:
         if type_name == B128 or array.ndim == 2:
@@ -230,6 +241,8 @@ class Machine:
         """A literal as one value of the type."""
         if scalar.kind == "p":
             return np.array([bool(operand.value)])
+        if operand.integer is None and scalar.kind != "f" and operand.float_bits != scalar.bits:
+            raise self.unsupported(f"a literal of floating point where a .{scalar.name} is due")
         if operand.float_bits:
             bits = np.array([operand.value], f"u{operand.float_bits // 8}")
             value = bits.view(f"f{operand.float_bits // 8}")
@@ -237,7 +250,7 @@ class Machine:
         if scalar.kind == "f":
             return np.array([operand.value], dtype_of(scalar.name))
         mask = (1 << scalar.bits) - 1
-        return np.array([int(operand.value) & mask], f"u{scalar.size}").view(dtype_of(scalar.name))
+        return np.array([operand.value & mask], f"u{scalar.size}").view(dtype_of(scalar.name))
 
     def predicate(self, operand: Operand) -> Callable[[Selection], np.ndarray]:
         """A predicate, or its complement where the operand says `!`, of the selected lanes; one
@@ -333,8 +346,23 @@ class Machine:
             # Time is not simulated; it only has to pass. `tick` advances these arrays.
             **dict.fromkeys(_CLOCKS, 0),
         }
+        if self.launch.scratch is not None:
+            # PTX does not say where. Cooperative groups keep their scratch from offset 1 on.
+            begin, end = self.launch.scratch, self.launch.scratch + RESERVED_SMEM_BYTES
+            values |= {
+                "reserved_smem_offset_begin": begin,
+                "reserved_smem_offset_end": end,
+                "reserved_smem_offset_cap": RESERVED_SMEM_BYTES,
+                "reserved_smem_offset_1": begin,
+            }
+        if self.launch.workspace:
+            # As details/driver_abi.h of cooperative groups reads it: high and low half.
+            values |= {
+                "envreg1": self.launch.workspace >> 32,
+                "envreg2": self.launch.workspace & 0xFFFF_FFFF,
+            }
         if base not in values:
-            raise self.unsupported(f"special register {name}")
+            raise self.unsupported(f"the special register {name} is not simulated")
         wide = {"gridid": np.uint64, "clock64": np.uint64, "globaltimer": np.uint64}
         dtype = bool if base == "is_explicit_cluster" else wide.get(base, np.uint32)
         return np.broadcast_to(values[base], self.lanes).astype(dtype)

@@ -43,11 +43,12 @@ class DeviceMemory:
         self._heap_left = HEAP_BYTES
         self._freed: dict[int, list[int]] = {}
 
-    def allocate(self, size: int) -> int:
-        """Reserves `size` zeroed bytes, aligned to 256, and returns their address."""
+    def allocate(self, size: int, alignment: int = _ALIGNMENT) -> int:
+        """Reserves `size` zeroed bytes and returns their address, a multiple of 256 and of
+        `alignment`, a power of two."""
         if size <= 0:
             raise ValueError(f"an allocation of {size} bytes: give at least 1")
-        start = self._used
+        start = -(-self._used // alignment) * alignment
         self._used = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
         if self._used > self._bytes.size:
             grown = np.zeros(max(self._used, 2 * self._bytes.size), np.uint8)

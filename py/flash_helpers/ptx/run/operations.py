@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flash_helpers.ptx.errors import MissingLanesError, TrapError
+from flash_helpers.ptx.errors import MissingLanesError, TrapError, UnsupportedInstruction
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run import (
     access,
@@ -73,8 +73,28 @@ FORMS: Forms = by_name(
 def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
     """An instruction as callables, and the lanes that must execute it together (`member_mask`).
 
-    Raises UnsupportedInstruction if its opcode, a modifier or an operand is not known.
+    One whose opcode, a modifier or an operand is not known raises UnsupportedInstruction when lanes
+    execute it.
     """
+    try:
+        action, members = _bind(machine, instruction)
+    except UnsupportedInstruction as refusal:
+        action, members = refusing(machine, refusal), None
+    if instruction.guard is not None:
+        action = machine.guarded(action, instruction.guard)
+    return action, members
+
+
+def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
+    """The action of an instruction that cannot be run: it raises."""
+
+    def run_some(selection: Selection) -> None:
+        raise refusal
+
+    return machine.from_some(run_some)
+
+
+def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
     if instruction.name in _WITHOUT_EFFECT.split():
         action, members = _no_effect(machine, instruction), None
     else:
@@ -85,8 +105,6 @@ def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray
         members = warps.member_mask(machine, instruction)
     if members is not None:
         action = _checked(machine, action, members, guarded=instruction.guard is not None)
-    if instruction.guard is not None:
-        action = machine.guarded(action, instruction.guard)
     return action, members
 
 

@@ -15,14 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import BarrierError, InstructionLimitError, MissingLanesError
+from flash_helpers.ptx.errors import (
+    BarrierError,
+    InstructionLimitError,
+    MissingLanesError,
+    OutOfBoundsError,
+    UnsupportedInstruction,
+)
 from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.forms import check_modifiers
 from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
 from flash_helpers.ptx.run.memory import ALL, Selection
 from flash_helpers.ptx.run.observe import Observation, Observer
-from flash_helpers.ptx.run.operations import bind
+from flash_helpers.ptx.run.operations import bind, refusing
 from flash_helpers.ptx.run.warps import MATRIX
 
 _RUNNING, _AT_SYNC, _AT_BARRIER, _DONE = 0, 1, 2, 3
@@ -75,23 +81,21 @@ class Scheduler:
         self.members: dict[int, np.ndarray] = {}
         self.barriers: dict[int, Barrier] = {}
         self.taken: dict[int, Callable[[Selection], np.ndarray]] = {}
+        self.choices: dict[int, np.ndarray] = {}
         for position, instruction in enumerate(self.program.instructions):
             machine.position = position
             block = self.program.block_at(position)
             if position == block.body_end:
-                check_modifiers(machine, instruction)
                 if instruction.guard is not None:
                     self.taken[position] = machine.predicate(instruction.guard)
-                self.actions.append(Action(_nothing, _nothing))
-                if block.ending is Ending.BARRIER:
-                    self.barriers[position] = self._decode_barrier(instruction)
+                self.actions.append(self._bind_ending(block, instruction))
                 continue
             action, members = bind(machine, instruction)
             self.actions.append(self._observed(action, position, observer))
             if members is not None:
                 self.members[position] = members
         self.full: list[list] = [
-            [a.all for a in self.actions[b.start : b.body_end]] for b in self.program.blocks
+            [a.all for a in self.actions[b.start : b.end]] for b in self.program.blocks
         ]
         n = machine.lanes
         self.pc = np.zeros(n, np.int64)
@@ -101,6 +105,23 @@ class Scheduler:
         self.barrier_predicate = np.zeros(n, bool)
         self.arrivals: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
         self.issued = machine.tally.issued
+
+    def _bind_ending(self, block: Block, instruction: Instruction) -> Action:
+        """Decodes the instruction that ends a block. Its action does nothing, since the scheduler
+        runs it, or refuses what is not known of it."""
+        machine = self.machine
+        try:
+            check_modifiers(machine, instruction)
+            if block.ending is Ending.BARRIER:
+                self.barriers[machine.position] = self._decode_barrier(instruction)
+            elif block.ending is Ending.INDEXED:
+                self.choices[machine.position] = machine.source(instruction.operands[0], "u32")
+            elif block.ending is Ending.EXIT and instruction.operands:
+                raise machine.unsupported(f"{len(instruction.operands)} operands where 0 are due")
+        except UnsupportedInstruction as refusal:
+            action = refusing(machine, refusal)
+            return machine.guarded(action, instruction.guard) if instruction.guard else action
+        return Action(_nothing, _nothing)
 
     def _decode_barrier(self, instruction: Instruction) -> Barrier:
         machine = self.machine
@@ -199,9 +220,10 @@ class Scheduler:
             self.pc[selection] = self.program.blocks[block].start
 
     def _barrier_together(self, block: Block) -> bool:
-        barrier = self.barriers[block.end - 1]
+        barrier = self.barriers.get(block.end - 1)
         if (
-            barrier.count is not None
+            barrier is None  # refused, and its predicate holds nowhere
+            or barrier.count is not None
             or not barrier.waits
             or barrier.reduction
             or barrier.name.size > 1
@@ -274,6 +296,7 @@ class Scheduler:
             self.actions[i].some(selection)
         if end < block.end:
             self.issued[end] += warps
+            self.actions[end].some(selection)
         self.pc[lanes] = block.end - 1
         self._finish_block(block, selection)
 
@@ -300,7 +323,6 @@ class Scheduler:
 
     def _finish_block(self, block: Block, selection: Selection) -> None:
         """Ends a block for some lanes: branches, exits, barriers."""
-        instruction = self.program.instructions[block.end - 1]
         lanes = self.machine.lane_ids[selection]
         if block.ending is Ending.NEXT:
             self._go(lanes, block.next)
@@ -316,11 +338,25 @@ class Scheduler:
         elif block.ending is Ending.EXIT:
             self._go(lanes, -1)
         elif block.ending is Ending.INDEXED:
-            choice = _for_each(self.machine.source(instruction.operands[0], "u32"), lanes)
+            choice = _for_each(self.choices[block.end - 1], lanes)
             for i, target in enumerate(block.targets):
                 self._go(lanes[choice == i], target)
+            self._check_choice(block, choice, lanes)
         else:
             self._arrive(self.barriers[block.end - 1], block, lanes)
+
+    def _check_choice(self, block: Block, choice: np.ndarray, lanes: np.ndarray) -> None:
+        lost = lanes[choice >= len(block.targets)]
+        if lost.size:
+            self._go(lost, -1)
+            index = int(choice[choice >= len(block.targets)][0])
+            self.machine.log.report(
+                OutOfBoundsError,
+                f"target {index} of a list of {len(block.targets)}",
+                block.end - 1,
+                self.machine.geometry.thread(lost[0]),
+                count=lost.size,
+            )
 
     # -- barriers ----------------------------------------------------------------------------------
 
@@ -413,7 +449,7 @@ class Scheduler:
                 self.actions[position].some(lanes)
             self.issued[position] += _warp_count(lanes)
             self.status[lanes] = _RUNNING
-            if position + 1 < block.body_end:
+            if position + 1 < block.end:
                 self.pc[lanes] = position + 1
             else:
                 self.pc[lanes] = block.end - 1

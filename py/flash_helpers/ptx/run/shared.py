@@ -112,6 +112,11 @@ class SharedMemory(Region):
             marks = view.read if action == "read" else view.atomic
             marks[view.lane_reads[selection] + rows] = self._code(position)
 
+    def initialise(self, start: int, size: int) -> None:
+        """Marks zeros in the shared memory of every block as written before the launch."""
+        granules = self._written.reshape(-1, self.stride // self.granule)
+        granules[:, start // self.granule : (start + size) // self.granule] = 0
+
     def end_copy(self, position: int, rows: np.ndarray, size: int) -> None:
         """Marks words as written now by the copy that was issued at a position."""
         self._view(size).written[rows] = self._code(position)
