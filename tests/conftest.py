@@ -51,10 +51,12 @@ def pytest_xdist_setupnodes() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "gpu")):
+        if not any(item.get_closest_marker(name) for name in ("slow", "gpu", "mutants")):
             item.add_marker("quick")
+    if "mutants" not in config.getoption("markexpr"):
+        items[:] = [item for item in items if not item.get_closest_marker("mutants")]
     # what takes long begins first, so that no worker is left with it in the end
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     reason = why_no_gpu()

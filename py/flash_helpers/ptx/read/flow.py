@@ -20,7 +20,7 @@ from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbo
 BARRIERS = frozenset({"bar", "barrier"})
 EXITS = frozenset({"ret", "exit"})
 
-MAX_LOOP_DEPTH = 128
+MAX_LOOP_DEPTH = 64
 """Each level costs a walk over all that is inside."""
 
 

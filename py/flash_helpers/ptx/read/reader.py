@@ -41,6 +41,8 @@ _MOST_REGISTERS = 1 << 18
 """Of one function: each takes memory before anything runs."""
 _LONGEST = 10_000
 """Characters of an instruction."""
+_WIDEST = 1 << 20
+"""Bytes that a variable is aligned to."""
 
 _INTEGER = r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?"
 _NAME = r"[A-Za-z_$%][\w$]*"
@@ -255,8 +257,9 @@ class _Reader:
         for word, number in attributes:
             if word == "align" and number:
                 alignment = self.integer(number, start)
-                if alignment < 1 or alignment & (alignment - 1):
-                    raise self.error(f"an alignment of {number} is no power of two", start)
+                if not 1 <= alignment <= _WIDEST or alignment & (alignment - 1):
+                    message = f"an alignment of {number} is no power of two up to {_WIDEST:,}"
+                    raise self.error(message, start)
             elif word in _LANES and not number:
                 lanes = _LANES[word]
             elif number or word not in {*spaces, *types, *_LINKAGES}:

@@ -519,7 +519,7 @@ def _argument_bytes(index: int, parameter: Variable, value: Argument) -> bytes:
             ) from None
     if parameter.type in ("f32", "f64"):
         with suppress(OverflowError):
-            return struct.pack("<f" if size == 4 else "<d", value)
+            return struct.pack("<f" if size == 4 else "<d", float(value))
         raise LaunchError(f"{what} is {value}, which does not fit .{parameter.type}")
     if isinstance(value, float):
         raise LaunchError(f"{what} is a float, its parameter is .{parameter.type}")
