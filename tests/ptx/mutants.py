@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import signal
@@ -103,6 +104,7 @@ def _spoilt(choose: random.Random, tokens: list[str], other: str) -> list[str]:
     return mutated
 
 
+@functools.cache
 def _kind(token: str) -> str:
     """Registers, opcodes, modifiers, numbers and the like; of punctuation each is its own."""
     return re.sub(r"\w+", "", token) + ("0" if token[0].isdigit() else "a" * token[0].isalpha())

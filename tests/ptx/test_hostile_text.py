@@ -93,7 +93,7 @@ VARIABLES = {
     "bits of another width": (".f64 x = 0f3F800000", r"no initial value of a \.f64"),
     "a float that is too large": (".f32 x = 1.0e300", r"no initial value of a \.f32"),
     "an integer beyond 64 bits": (".u64 x = 0x10000000000000000", "is no integer of at most 64"),
-    "an address that is nowhere": (".u64 x = nowhere+8", "names nowhere"),
+    "an address that is nowhere": (".u64 x = nowhere+8", "names nowhere, which is not"),
     "a mask with holes": (".u8 x = 0xF0F(x)", "0xF0F is no mask of 8 bits"),
     "a mask of nothing": (".u8 x = 0x0(x)", "0x0 is no mask of 8 bits"),
     "a size in the middle": (".u32 x[2][]", "only the first size may be left out"),

@@ -75,6 +75,7 @@ class TestNames:
         "_Z6scale2Pf",
         "_ZN2ns4copyIiLi4EEEvPT_",
         "_ZN5other4copyIiLi8EEEvPT_",
+        "_ZN12_GLOBAL__N_16hiddenEPFvPfE",
         "plain",
     )
 
@@ -87,13 +88,15 @@ class TestNames:
             ("void scale<float>(float*, int)", 0),
             ("scale<float>(float *,int)", 0),
             ("scale2", 2),
-            ("float*)", 2),
+            ("e2(float *)", 2),
             ("ns::copy<int, 4>", 3),
             ("copy<int,8>", 4),
             ("other::", 4),
             ("half", 1),
-            ("plain", 5),
-            ("lai", 5),
+            ("hidden", 5),
+            ("(anonymous namespace)::hidden", 5),
+            ("plain", 6),
+            ("lai", 6),
         ],
     )
     def test_in_cpp_or_as_mangled_whole_or_in_part(self, name, index) -> None:

@@ -149,7 +149,7 @@ class TestVariables:
     def test_one_that_cannot_be_initialised_refuses_those_who_name_it(self) -> None:
         text = ".global .u64 lost = nowhere;\n" + kernel_text("mov.u64 %rd2, lost;") + PLAIN
         np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
-        with pytest.raises(PtxSyntaxError, match=r"line 4: .* lost names nowhere"):
+        with pytest.raises(PtxSyntaxError, match=r"line 4: .* lost names nowhere, which is not"):
             load_ptx(HEAD + text).kernel("k")
 
     def test_addresses_with_offsets_and_parts_of_them(self) -> None:

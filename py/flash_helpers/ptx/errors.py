@@ -24,7 +24,8 @@ class NotPtxError(PtxError, ValueError):
 
 
 class UnsupportedInstruction(PtxError, NotImplementedError):
-    """A well-formed instruction that the simulator does not know."""
+    """A well-formed instruction that the simulator does not know. Raised when a thread reaches it;
+    before anything runs only where the control flow cannot be told."""
 
     def __init__(self, opcode: str, line: int, reason: str = "") -> None:
         detail = f": {reason}" if reason else ""

@@ -141,13 +141,14 @@ class Kernel:
             if variable.problem is not None:
                 raise variable.problem
             found[name] = variable
-            for address in variable.addresses:
-                todo.append(address.symbol.name)
+            todo.extend(address.symbol.name for address in variable.addresses)
         for variable in (*found.values(), *own):
             for name in (a.symbol.name for a in variable.addresses):
                 if name not in found and name not in functions and name not in local:
-                    message = f"the initial value of {variable.name} names {name}, which is nowhere"
-                    raise PtxSyntaxError(message, variable.line)
+                    raise PtxSyntaxError(
+                        f"the initial value of {variable.name} names {name}, which is not defined",
+                        variable.line,
+                    )
         return [*(v for v in self.module.variables.values() if v.name in found), *own]
 
     @cached_property
@@ -371,10 +372,9 @@ class PtxModule:
             raise PtxSyntaxError(error.message, error.line, self.file) from None
 
     def _entry(self, name: str) -> Function:
-        entries = self.module.entries
-        exact = [f for f in entries if f.name == name]
-        if exact:
-            return exact[0]
+        function, entries = self.module.functions.get(name), self.module.entries
+        if function is not None and function.is_entry:
+            return function
         wanted = "".join(name.strip().removeprefix("void ").split())
         names = {f.name: _names(f.name) for f in entries}
         found = [f for f in entries if wanted in names[f.name]]
@@ -391,18 +391,13 @@ def _names(symbol: str) -> tuple[str, ...]:
     """What a symbol is called in C++, without white space: all of it; without result and
     parameters; without namespaces."""
     whole = demangled(symbol).removeprefix("void ")
-    depth, end, start = 0, len(whole), 0
-    # The parameters are the last parentheses; namespaces end at the last :: outside brackets.
-    if whole.endswith(")"):
-        for end in range(len(whole) - 1, -1, -1):
-            depth += {")": 1, "(": -1}.get(whole[end], 0)
-            if depth == 0:
-                break
-    depth = 0
-    for i in range(end):
-        depth += {"<": 1, "(": 1, ">": -1, ")": -1}.get(whole[i], 0)
+    start, end, depth = 0, len(whole), 0
+    for i, character in enumerate(whole):
         if depth == 0 and whole.startswith("::", i):
-            start = i + 2
+            start, end = i + 2, len(whole)
+        elif depth == 0 and character == "(":
+            end = i
+        depth += (character in "<(") - (character in ">)")
     return tuple("".join(n.split()) for n in (whole, whole[:end], whole[start:end]))
 
 
@@ -419,12 +414,15 @@ def _called(module: Module, function: Function) -> Iterator[Function]:
                 todo.append(module.functions[name])
 
 
-_PTX_BEGINS = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\s", re.DOTALL)
+def _is_text(source: str) -> bool:
+    """Whether a string is PTX rather than a path."""
+    without_comments = re.sub(r"/\*.*?(?:\*/|$)", "", source)
+    return "\n" in source or "\0" in source or without_comments.lstrip().startswith(".version")
 
 
 def load_ptx(source: str | bytes | Path) -> PtxModule:
-    """Reads PTX, given as text, as the bytes of one (they may end with NUL), or as the path of a
-    file. A string is text if it has more than one line, or begins with `.version` after comments.
+    """Reads PTX, given as text, as the bytes of one (which may end with NUL), or as the path of a
+    file. A string of one line is text if it begins with `.version`, comments aside, else a path.
 
     What is not understood inside a function or a variable refuses the kernels that use it, when
     they are asked for (`PtxModule.kernel`); the others are not concerned.
@@ -432,19 +430,17 @@ def load_ptx(source: str | bytes | Path) -> PtxModule:
     Raises PtxSyntaxError for what is no whole PTX module, NotPtxError for content of another kind,
     OSError for a file that cannot be read.
     """
-    if isinstance(source, str) and ("\n" in source or "\0" in source or _PTX_BEGINS.match(source)):
+    if isinstance(source, str) and _is_text(source):
         source = source.encode(errors="replace")
     if isinstance(source, bytes):
         data, file = source, "PTX"
         kind = kind_of(data)
-        error = None
         if kind not in (None, FileKind.PTX):
-            error = f"the text is {kind.value}, not PTX"
+            raise NotPtxError(f"the text is {kind.value}, not PTX")
     else:
         data, file = Path(source).read_bytes(), str(source)
-        error = mistaken(source, data, FileKind.PTX)
-    if error:
-        raise NotPtxError(error)
+        if error := mistaken(source, data, FileKind.PTX):
+            raise NotPtxError(error)
     if b"\0" in data.rstrip(b"\0"):
         raise NotPtxError(f"{file} is not PTX: it holds bytes that no text does")
     try:
