@@ -175,15 +175,15 @@ def _argument(parameter: Variable, memory: DeviceMemory) -> int | float | bytes:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises Hang after so many seconds."""
+    """Raises Hang after so many seconds of the processor, however busy it is with others."""
 
     def ring(signum: int, frame: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -129,17 +129,17 @@ _FUNCTIONS: dict[str, tuple[Function, int, tuple[int, ...]]] = {
 def _call(machine: Machine, instruction: Instruction) -> Action:
     """A call that could not be replaced by what it calls."""
     if instruction.refusal:
-        return _refused(machine, instruction.refusal)
+        raise machine.unsupported(instruction.refusal)
     target, given = called(instruction)
     name = target.name if isinstance(target, Symbol) else ""
     if name not in _FUNCTIONS:
-        return _refused(machine, f"{name} is not defined in this module")
+        raise machine.unsupported(f"{name} is not defined in this module")
     function, result_size, sizes = _FUNCTIONS[name]
     known = {v.name: v.size for v in machine.program.function.variables if v.space == "local"}
     due = [size for size in (result_size, *sizes) if size]
     if [known.get(v.name) if isinstance(v, Symbol) else None for v in given] != due:
         words = " and ".join(map(str, due))
-        return _refused(machine, f"its result and arguments have {words} bytes")
+        raise machine.unsupported(f"its result and arguments have {words} bytes")
     caller = _Caller(machine)
     ports = [Port(machine, instruction, size) for size in due]
     places = [machine.symbol(variable) for variable in given]
@@ -155,16 +155,6 @@ def _call(machine: Machine, instruction: Instruction) -> Action:
         result = function(caller, lanes, arguments)
         if result is not None:
             ports[0].write("local", at[0], selection, result)
-
-    return machine.from_some(run_some)
-
-
-def _refused(machine: Machine, reason: str) -> Action:
-    """What is refused when it is reached."""
-    error = machine.unsupported(reason)
-
-    def run_some(selection: Selection) -> None:
-        raise error
 
     return machine.from_some(run_some)
 
