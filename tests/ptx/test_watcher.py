@@ -6,6 +6,7 @@ from ptx_snippets import entry, run_body
 
 from flash_helpers.ptx import (
     BarrierError,
+    BarrierOperandError,
     DeviceMemory,
     InstructionLimitError,
     LaunchError,
@@ -213,6 +214,54 @@ def test_warps_that_write_one_value_in_the_same_instruction_are_no_race():
     run("shl.b32 %r6, %r4, 2;\n add.u32 %r7, %r2, %r6;\n st.shared.u32 [%r7], %r4;")
 
 
+STRONG_WRITES = [
+    "st.volatile.shared.u32 [%r3], 1;",
+    "st.relaxed.cta.shared.u32 [%r3], 1;",
+    "st.release.cta.shared.u32 [%r3], 1;",
+    "atom.shared.exch.b32 %r6, [%r3], 1;",
+    "atom.release.cta.shared.exch.b32 %r6, [%r3], 1;",
+]
+
+
+@pytest.mark.parametrize("write", STRONG_WRITES)
+def test_a_first_write_may_be_strong(write):
+    run(f"{write}\n ld.shared.u32 %r7, [%r3];")
+    run(
+        f"{write}\n bar.sync 0;\n red.shared.add.u32 [%r3], 1;\n ld.volatile.shared.u32 %r7, [%r3];"
+    )
+    other = "xor.b32 %r8, %r3, 128;\n ld.shared.u32 %r7, [%r8];"
+    run(f"{write}\n bar.sync 0;\n {other}")
+    with pytest.raises(RaceError, match="and write by warp 0"):
+        run(f"{write}\n {other}")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "red.shared.add.u32 [%r3], 1;",
+        "atom.shared.add.u32 %r6, [%r3], 1;",
+        "atom.shared.cas.b32 %r6, [%r3], 0, 1;",
+        "ld.volatile.shared.u32 %r6, [%r3];",
+    ],
+)
+def test_an_update_of_what_nobody_wrote(first):
+    with pytest.raises(UninitialisedReadError):
+        run(first)
+
+
+def test_strong_and_weak_reads_are_no_race():
+    run("st.shared.u32 [%r3], 0;\n bar.sync 0;\n ld.volatile.shared.u32 %r6, [tile];\n "
+        "ld.shared.u32 %r6, [tile];")  # fmt: skip
+
+
+def test_a_strong_write_races_with_a_weak_read():
+    body = "st.shared.u32 [%r3], 0;\n bar.sync 0;\n"
+    with pytest.raises(RaceError, match="write of shared address 0 and read by warp 1"):
+        run(body + "@!%p ld.shared.u32 %r6, [tile];\n @%p st.volatile.shared.u32 [tile], 1;")
+    with pytest.raises(RaceError, match="write of shared address 0 and read by warp 1"):
+        run(body + "@!%p ld.volatile.shared.u32 %r6, [tile];\n @%p st.shared.u32 [tile], 1;")
+
+
 def test_neighbouring_bytes_are_no_race():
     run("add.u32 %r7, %r2, %r0;\n st.shared.u8 [%r7], %r0;\n ld.shared.u8 %h0, [%r7];")
 
@@ -240,9 +289,75 @@ def test_a_barrier_of_some_warps_orders_only_these():
 # -- barriers and lanes ------------------------------------------------------------------------
 
 
+ENDED = {
+    "a warp": "@%p ret;\n bar.sync 0;",
+    "lanes": "setp.gt.u32 %q, %r4, 7;\n @%q ret;\n bar.sync 0;",
+    "threads after the others have come": "@%p bra LAST;\n bar.sync 0;\n ret;\nLAST:\n ret;",
+    "lanes, a number of threads": "setp.gt.u32 %q, %r4, 7;\n @%q ret;\n bar.sync 1, 64;",
+    "lanes, a reduction": """
+        setp.gt.u32 %q, %r4, 7;
+        @%q ret;
+        bar.red.popc.u32 %r6, 0, %p;
+        setp.ne.u32 %q, %r6, 8;
+        @%q trap;
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_barrier_waits_for_threads_that_have_not_ended(name):
+    run(ENDED[name])
+    with pytest.raises(BarrierError, match=r"of 64 threads wait, \d+ have ended"):
+        run(ENDED[name], strict_barriers=True)
+
+
+def test_a_barrier_orders_what_threads_did_that_have_ended():
+    run("@%p st.shared.u32 [%r3], 1;\n @%p ret;\n bar.sync 0;\n ld.shared.u32 %r6, [%r3+-128];")
+
+
 def test_a_barrier_that_some_threads_never_reach():
-    with pytest.raises(BarrierError, match="32 of 64 threads wait, 32 have ended"):
-        run("@%p ret;\n bar.sync 0;")
+    with pytest.raises(BarrierError, match="32 of 64 threads wait, 0 have ended, 32 wait at"):
+        run("@%p bra A;\n bar.sync 0;\n ret;\nA:\n bar.sync 1;")
+    # The one of a number of threads does not count warps that have ended.
+    with pytest.raises(BarrierError, match="32 of 64 threads wait, 64 have ended"):
+        run("setp.lt.u32 %q, %r5, 2;\n @%q ret;\n bar.sync 1, 64;", threads=96)
+
+
+def test_the_last_warp_counts_as_a_whole_at_a_barrier_of_a_number_of_threads():
+    run("bar.sync 1, 64;", threads=50)
+
+
+@pytest.mark.parametrize(
+    ("barrier", "words"),
+    [
+        ("bar.sync 16;", "barrier 16: a block has 16 of them, numbered from 0 to 15"),
+        ("barrier.sync %r6;", "barrier 21: a block"),
+        ("bar.arrive 17, 64;", "barrier 17: a block"),
+        ("bar.sync 1, 48;", "barrier of 48 threads: .* a multiple of 32, from 32 to 64,"),
+        ("bar.sync 1, 0;", "barrier of 0 threads"),
+        ("bar.sync 1, 96;", "barrier of 96 threads"),
+        ("bar.sync 1, %r6;", "barrier of 21 threads"),
+        ("bar.red.and.pred %q, 16, %p;", "barrier 16"),
+    ],
+)
+def test_a_barrier_that_no_block_has(barrier, words):
+    with pytest.raises(BarrierOperandError, match=words) as caught:
+        run(f"mov.u32 %r6, 21;\n.loc 1 8 1\n{barrier}")
+    assert caught.value.site.source == "kernel.cu:8"
+    found = run(f"mov.u32 %r6, 21;\n{barrier}\nbar.sync 0;", keep_going=True)
+    assert [type(fault) for fault in found.faults] == [BarrierOperandError]
+    # What is not reached is not asked for.
+    run(f"mov.u32 %r6, 21;\nbra DONE;\n{barrier}\nDONE:")
+
+
+def test_a_number_of_threads_is_told_of_the_block_that_has_no_whole_warps():
+    with pytest.raises(BarrierOperandError, match=r"50 threads: .* multiple of 32, from 32 to 64"):
+        run("bar.sync 1, 50;", threads=50)
+
+
+def test_to_arrive_without_a_number_of_threads_is_refused():
+    with pytest.raises(UnsupportedInstruction, match="a number of threads is due"):
+        run("bar.arrive 1;")
 
 
 def test_a_barrier_that_lanes_of_one_warp_reach_apart():
@@ -300,7 +415,7 @@ def test_faults_are_collected_once_for_each_instruction():
     @%p ret;
     bar.sync 0;
     """
-    found = run(body, keep_going=True)
+    found = run(body, keep_going=True, strict_barriers=True)
     kinds = [type(f) for f in found.faults]
     assert kinds == [UninitialisedReadError, MisalignedError, BarrierError]
     assert found.faults[0].count == 64 and "64 times" in found.report()

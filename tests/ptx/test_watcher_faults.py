@@ -196,6 +196,7 @@ def error_of(text: str, kernel: str, shared_bytes: int = SHARED_BYTES) -> float:
         shared_bytes=shared_bytes,
         args=[struct.pack("<4Qqi4x", *addresses, out, D_HEAD, SEQ)],
         memory=memory,
+        strict_barriers=True,
     )
     s = q @ k.T / math.sqrt(D_HEAD)
     p = np.exp(s - s.max(axis=1, keepdims=True))

@@ -124,6 +124,7 @@ def nth(n: int) -> slice:
 
 
 FP16, BF16 = DType.FP16, DType.BF16
+WARP_BARRIER = r"bar\.warp\.sync"
 BARRIER, WAIT, COMMIT = r"bar\.sync", r"cp\.async\.wait_group", r"cp\.async\.commit_group"
 COPY, LOAD, LOAD_V = r"cp\.async\.cg", r"ldmatrix\S*x4\.shared", r"ldmatrix\S*trans"
 SHUFFLE, MMA = r"shfl\.sync", r"mma\.sync"
@@ -161,6 +162,9 @@ FAULTS = {
     ),
     "v2: the wait for Q is missing": Fault(
         "v2", BF16, PROLOGUE, WAIT, drop, nth(0), PendingCopyError, "load_fragments(Q_rmem"
+    ),
+    "v2: O is read from shared memory before the lanes that write it have met": Fault(
+        "v2", BF16, EPILOGUE, WARP_BARRIER, drop, nth(-1), RaceError, "load_smem_16(O_smem",
     ),
     "v2: copies and loads of K disagree about the swizzle": Fault(
         "v2", FP16, MAIN_LOOP, LOAD, other_chunk, quantity="K"
@@ -268,6 +272,9 @@ FAULTS = {
     "o4: one load too few ahead": Fault(
         "o4", BF16, MAIN_LOOP, LOAD, drop, nth(-1), quantity="K", turn=1, warp=0,
         rows=range(16, 32),
+    ),
+    "o5: O is written over rows of Q that other lanes still load": Fault(
+        "o5", BF16, EPILOGUE, WARP_BARRIER, drop, nth(0), RaceError, "store_smem_4((O_lane_smem",
     ),
     "o5: half of the ones are zeros": Fault(
         "o5", BF16, MAIN_LOOP, r"mov.*" + ONES, swap(ONES, "16256"), quantity="l", turn=0, warp=0,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flash_helpers.ptx.errors import (
     AssertError,
     BarrierError,
+    BarrierOperandError,
     InstructionLimitError,
     LaunchError,
     MisalignedError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssertError",
     "BarrierError",
+    "BarrierOperandError",
     "Counters",
     "Counts",
     "DeviceMemory",

@@ -122,13 +122,15 @@ class UninitialisedReadError(SimulatorError):
 
 
 class PendingCopyError(SimulatorError):
-    """Shared memory touched between a `cp.async` and the wait that completes it."""
+    """Memory touched between a `cp.async` and the wait that completes it: shared memory that it
+    will write, or global memory that it reads."""
 
     title = "asynchronous copy not waited for"
 
 
 class RaceError(SimulatorError):
-    """Two warps touch the same shared bytes, one of them writing, with no barrier between."""
+    """Two threads touch the same shared bytes, one of them writing, and nothing orders them: of two
+    warps, no barrier; of one warp, no `__syncwarp`."""
 
     title = "shared-memory race"
 
@@ -137,6 +139,12 @@ class BarrierError(SimulatorError):
     """A barrier that not all of its threads reach."""
 
     title = "barrier not reached by all threads"
+
+
+class BarrierOperandError(BarrierError):
+    """A barrier whose number, or number of threads, no block has."""
+
+    title = "impossible barrier"
 
 
 class MissingLanesError(SimulatorError):

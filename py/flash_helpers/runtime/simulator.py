@@ -120,6 +120,7 @@ def _run(
             args=[launch.bind(addresses)],
             memory=memory,
             keep_going=keep_going,
+            strict_barriers=True,
             max_instructions=max_instructions,
             progress=advance,
             observer=observer,

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from flash_helpers.ptx.errors import MisalignedError, OutOfBoundsError, UnsupportedInstruction
+from flash_helpers.ptx.errors import (
+    MisalignedError,
+    OutOfBoundsError,
+    PendingCopyError,
+    UnsupportedInstruction,
+)
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, TYPE_NAMES, size_of
 from flash_helpers.ptx.run.dtypes import dtype_of
@@ -22,6 +27,7 @@ from flash_helpers.ptx.run.memory import (
     empty_words,
     word_view,
 )
+from flash_helpers.ptx.run.order import Strength
 from flash_helpers.ptx.run.rounding import on_registers
 
 SPACES = ("shared", "global", "local", "param", "const")
@@ -93,7 +99,7 @@ class Port:
         self.size = size
         self.shift = size.bit_length() - 1
         self.space = space_of(instruction)
-        self.watched = not instruction.first(STRONG)
+        self.strength = _strength(instruction)
 
     def parts(
         self, addresses: np.ndarray, selection: Selection
@@ -132,16 +138,19 @@ class Port:
             value = value if value is None else value[good]
         rows = region.offsets(addresses, lanes) >> self.shift
         if rows.size and space == "shared":
-            action = action if self.watched else "atomic access"
-            machine.shared.note(action, position, rows, size, lanes, value)
+            machine.shared.note(action, position, rows, size, lanes, value, self.strength)
             machine.tally.shared_access(position, addresses, size, machine.counted(lanes))
         elif rows.size and space == "global":
+            if machine.copies.pending and action not in ("read", "copy"):
+                self._check_sources(action, addresses, lanes)
             machine.tally.global_access(position, addresses, size, machine.counted(lanes))
         return region.words(size), rows, good
 
-    def read(self, space: str, addresses: np.ndarray, selection: Selection) -> np.ndarray:
+    def read(
+        self, space: str, addresses: np.ndarray, selection: Selection, action: str = "read"
+    ) -> np.ndarray:
         """The words at the addresses, zeros for lanes that may not read."""
-        words, rows, good = self.locate(space, addresses, selection, "read")
+        words, rows, good = self.locate(space, addresses, selection, action)
         return words[rows] if good is None else _fill(words[rows], good)
 
     def write(
@@ -150,6 +159,22 @@ class Port:
         """Writes one word a lane, but of lanes that may not write."""
         words, rows, good = self.locate(space, addresses, selection, "write", value)
         words[rows] = value if good is None else value[good]
+
+    def _check_sources(self, action: str, addresses: np.ndarray, selection: Selection) -> None:
+        """Reports writes to global memory that a pending copy reads."""
+        machine = self.machine
+        hit, position = machine.copies.sources_at(addresses, self.size)
+        if position is not None:
+            first = int(np.flatnonzero(hit)[0])
+            machine.log.report(
+                PendingCopyError,
+                f"{action} of {self.size} bytes of global memory, which the cp.async at "
+                f"{machine.log.site(position)}\n    reads: its thread has not waited for it",
+                self.position,
+                machine.geometry.thread(machine.lanes_of(selection)[first]),
+                int(addresses[first]),
+                int(hit.sum()),
+            )
 
     def _check(
         self, region: Region | DeviceMemory, addresses: np.ndarray, selection: Selection
@@ -172,6 +197,18 @@ class Port:
         thread = machine.geometry.thread(machine.lanes_of(selection)[bad[0]])
         machine.log.report(kind, detail(address, size), self.position, thread, address, bad.size)
         return inside & aligned
+
+
+def _strength(instruction: Instruction) -> Strength:
+    is_atomic = instruction.name in ("atom", "red")
+    order = instruction.first(("acquire", "release", "acq_rel"))
+    return Strength(
+        is_strong=is_atomic or instruction.first(STRONG) is not None,
+        acquires=order in ("acquire", "acq_rel"),
+        releases=order in ("release", "acq_rel"),
+        updates=is_atomic,
+        observes=instruction.name == "atom",
+    )
 
 
 def _fill(rows: np.ndarray, good: np.ndarray) -> np.ndarray:
@@ -276,9 +313,11 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
     sources = [machine.source(o, type_name) for o in operands[1 : 1 + count]]
     dtype = dtype_of(type_name)
     port = Port(machine, instruction, dtype.itemsize)
+    # What was there before may be anything.
+    action = "write" if name == "exch" else "atomic access"
 
     def perform(space: str, at: np.ndarray, selection: Selection) -> np.ndarray:
-        words, rows, good = port.locate(space, at, selection, "atomic access")
+        words, rows, good = port.locate(space, at, selection, action)
         words = words.view(dtype)
         values = [np.broadcast_to(pick(s, selection), at.shape) for s in sources]
         if good is not None:

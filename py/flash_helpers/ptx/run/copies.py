@@ -60,12 +60,16 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
             length[:] = np.minimum(pick(source_size, selection), size)
         if ignored is not None:
             length[ignored(selection)] = 0
-        _, rows, good = port.locate("shared", to_addresses(selection), selection, "copy")
+        # Lanes may copy the same bytes to the same place.
+        origin = start << 5 | length
+        to = to_addresses(selection)
+        _, rows, good = port.locate("shared", to, selection, "copy", origin)
         if good is not None:
             selection = lanes = lanes[good]
             start, length = start[good], length[good]
         if lanes.size:
-            copies.issue(position, size, lanes, rows, fetch(start, length, selection))
+            data = fetch(start, length, selection)
+            copies.issue(position, size, lanes, rows, data, start, length)
 
     def fetch(start: np.ndarray, length: np.ndarray, selection: Selection) -> np.ndarray:
         """The bytes to write; those beyond a copy's own length are zeros."""

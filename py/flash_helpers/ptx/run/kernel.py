@@ -171,6 +171,7 @@ class Kernel:
         memory: DeviceMemory | None = None,
         *,
         keep_going: bool = False,
+        strict_barriers: bool = False,
         max_instructions: int = DEFAULT_MAX_INSTRUCTIONS,
         progress: Progress | None = None,
         observer: Observer | None = None,
@@ -184,6 +185,8 @@ class Kernel:
         shared memory of a block. args: one value for each parameter: a number, of Python or NumPy,
         or bytes for a structure passed by value. memory: the global memory that pointers among them
         refer to. keep_going: collect faults in `Run.faults` rather than raise the first one.
+        strict_barriers: a barrier that waits for the whole block is a fault if a thread has ended
+        before it; from compute capability 7.0 on it waits for the others only.
         max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
         the number of blocks done and the number of blocks. observer: is shown registers and shared
         memory while the kernel runs. target: compute capability whose limits the launch must keep,
@@ -205,7 +208,8 @@ class Kernel:
         threads = math.prod(block3)
         memory = DeviceMemory() if memory is None else memory
         self._check_launch(grid3, block3, shared_bytes, target)
-        launch = replace(self._launch(grid3, block3, shared_bytes, args, memory), output=output)
+        launch = self._launch(grid3, block3, shared_bytes, args, memory, target)
+        launch = replace(launch, output=output)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:
@@ -221,7 +225,9 @@ class Kernel:
             geometry = Geometry(tuple(blocks[start : start + per_batch]), threads)
             machine = Machine(self.program, launch, geometry, memory, log, tally)
             with np.errstate(all="ignore"):
-                Scheduler(machine, max_instructions, observer).run()
+                Scheduler(
+                    machine, max_instructions, observer, strict_barriers=strict_barriers
+                ).run()
             if progress is not None:
                 progress(min(start + per_batch, len(blocks)), len(blocks))
         return Run(self.name, n_blocks, Counters(tally), tuple(log.faults.values()))
@@ -289,6 +295,7 @@ class Kernel:
         shared_bytes: int,
         args: Sequence[Argument],
         memory: DeviceMemory,
+        target: str,
     ) -> Launch:
         parameters, offsets = self._pack(args)
         shared, static = self._shared_layout
@@ -300,7 +307,7 @@ class Kernel:
         for variable in in_memory:
             if variable.initial is not None:
                 _initialise(variable, symbols, memory)
-        granule, atomics = self._shared_accesses
+        granule, has_flags = self._shared_accesses
         specials = self._named[1]
         asks_scratch = any(name.startswith("%reserved_smem") for name in specials)
         synchronises = not specials.isdisjoint(("%envreg1", "%envreg2"))
@@ -313,15 +320,16 @@ class Kernel:
             symbols=symbols,
             local_bytes=_aligned(local_bytes, _WORD),
             granule=granule,
-            shared_atomics=atomics,
+            has_flags=has_flags,
+            target=target,
             scratch=_aligned(static + shared_bytes, 128) if asks_scratch else None,
             workspace=memory.allocate(_WORKSPACE_BYTES) if synchronises else 0,
         )
 
     @cached_property
     def _shared_accesses(self) -> tuple[int, bool]:
-        """Bytes of the narrowest access that may be to shared memory; whether one is atomic."""
-        narrowest, atomics = 16, False
+        """Bytes of the narrowest access that may be to shared memory; whether one is strong."""
+        narrowest, strong = 16, False
         for instruction in self.function.instructions:
             name = instruction.name
             if name in ("ld", "st", "atom", "red") and space_of(instruction) in (
@@ -330,7 +338,7 @@ class Kernel:
             ):
                 with suppress(UnsupportedInstruction):  # refused if it is reached
                     narrowest = min(narrowest, access_size(instruction))
-                atomics |= bool(instruction.first(STRONG)) or name in ("atom", "red")
+                strong |= bool(instruction.first(STRONG)) or name in ("atom", "red")
             elif name == "wmma":
                 # Elements of less than a byte move four bytes at a time.
                 sizes = [size_of(t) for t in instruction.types if t in TYPE_NAMES]
@@ -339,7 +347,7 @@ class Kernel:
                 size = instruction.operands[2]
                 if isinstance(size, Immediate) and size.integer in (4, 8):
                     narrowest = min(narrowest, size.integer)
-        return narrowest, atomics
+        return narrowest, strong
 
 
 @dataclass(frozen=True)

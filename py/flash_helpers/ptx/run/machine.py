@@ -77,10 +77,11 @@ class Launch:
 
     shared_bytes: of a block, static and dynamic. parameters: their bytes, uint8. symbols: addresses
     of variables, each in its own state space; of functions, which can only be stored. local_bytes:
-    of one thread. granule: bytes of the narrowest shared access. scratch: where in shared memory
-    what the system reserves begins, behind all else; None if the kernel does not ask. workspace:
-    address of the memory that a grid synchronises through; 0 if it does not. output: what
-    printf writes to; None for standard output.
+    of one thread. granule: bytes of the narrowest shared access. has_flags: whether strong accesses
+    to shared memory may order others. scratch: where in shared memory what the system reserves
+    begins, behind all else; None if the kernel does not ask. workspace: address of the memory that
+    a grid synchronises through; 0 if it does not. output: what printf writes to; None for standard
+    output.
     """
 
     grid: tuple[int, int, int]
@@ -91,7 +92,8 @@ class Launch:
     symbols: Mapping[str, int]
     local_bytes: int
     granule: int
-    shared_atomics: bool
+    has_flags: bool
+    target: str
     output: TextIO | None = None
     scratch: int | None = None
     workspace: int = 0
@@ -133,7 +135,7 @@ class Machine:
         size = launch.shared_bytes
         if launch.scratch is not None:
             size = launch.scratch + RESERVED_SMEM_BYTES
-        self.shared = SharedMemory(geometry, size, launch.granule, log, launch.shared_atomics)
+        self.shared = SharedMemory(geometry, size, launch.granule, log)
         if launch.scratch is not None:
             self.shared.initialise(launch.scratch, RESERVED_SMEM_BYTES)
         self.copies = AsyncCopies(self.shared)
@@ -157,9 +159,12 @@ class Machine:
     def _allocate_registers(self) -> dict[str, np.ndarray]:
         by_dtype: dict[np.dtype, list[str]] = {}
         registers: dict[str, np.ndarray] = {}
+        self.register_files: list[np.ndarray] = []
+        """What all registers are views of, with the lanes last, and some padding."""
         for name, type_name in self.program.registers.items():
             if type_name == B128:
                 registers[name] = np.zeros((self.lanes, 2), np.uint64)
+                self.register_files.append(registers[name].T)
                 continue
             scalar = SCALAR_TYPES[type_name]
             # Registers hold bits: the type of each instruction chooses the view.
@@ -170,6 +175,7 @@ class Machine:
             # compete for the same lines of the host's cache.
             pad = 64 // dtype.itemsize
             file = np.zeros((len(names), self.lanes + pad), dtype)
+            self.register_files.append(file)
             registers.update(zip(names, file[:, : self.lanes], strict=True))
         return registers
 

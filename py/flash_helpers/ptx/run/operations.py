@@ -19,18 +19,42 @@ from flash_helpers.ptx.run import (
     wmma,
 )
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
-from flash_helpers.ptx.run.machine import Action, Alu, Machine
+from flash_helpers.ptx.run.machine import Action, Alu, Machine, pick
 from flash_helpers.ptx.run.memory import Selection
 
 _WITHOUT_EFFECT = (
-    "membar fence nanosleep prefetch prefetchu pmevent discard applypriority setmaxnreg "
-    "griddepcontrol"
+    "nanosleep prefetch prefetchu pmevent discard applypriority setmaxnreg griddepcontrol"
 )
-"""The simulator's memory is in order and it has no caches, so ordering and hints change nothing."""
+"""The simulator has no caches and no clock, so hints change nothing."""
 
 
 def _no_effect(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(lambda selection: None)
+
+
+def _fence(machine: Machine, instruction: Instruction) -> Action:
+    """membar and fence. Memory is in order here: only what the watcher knows changes. Fences
+    between proxies, and for what clusters and barriers need, order nothing of that."""
+    others = ("proxy", "mbarrier_init", "op_restrict")
+    if not machine.launch.has_flags or any(m.startswith(others) for m in instruction.modifiers):
+        return _no_effect(machine, instruction)
+    acquires, releases = not instruction.has("release"), not instruction.has("acquire")
+    order = machine.shared.order
+
+    def run_some(selection: Selection) -> None:
+        order.fence(machine.lanes_of(selection), acquires=acquires, releases=releases)
+
+    return machine.from_some(run_some)
+
+
+def _warp_barrier(machine: Machine, instruction: Instruction) -> Action:
+    """bar.warp.sync; the scheduler makes lanes wait for each other."""
+    masks, order = machine.source(instruction.operands[0], "u32"), machine.shared.order
+
+    def run_some(selection: Selection) -> None:
+        order.sync_warps(machine.lanes_of(selection), pick(masks, selection))
+
+    return machine.from_some(run_some)
 
 
 def _trap(machine: Machine, instruction: Instruction) -> Action:
@@ -65,7 +89,7 @@ FORMS: Forms = by_name(
         Form("trap brkpt", _trap, (0,)),
         Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",)),
         # Of one warp only: the scheduler runs the barriers of a block.
-        Form("bar barrier", _no_effect, (1,)),
+        Form("bar barrier", _warp_barrier, (1,)),
     )
 )
 
@@ -97,6 +121,8 @@ def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
 def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
     if instruction.name in _WITHOUT_EFFECT.split():
         action, members = _no_effect(machine, instruction), None
+    elif instruction.name in ("membar", "fence"):
+        action, members = _fence(machine, instruction), None
     else:
         check_modifiers(machine, instruction)
         form = find_form(machine, instruction, FORMS)

@@ -18,7 +18,8 @@ from flash_helpers.ptx.run.shared import SharedMemory
 @dataclass(frozen=True)
 class _Pending:
     """Copies issued by one execution of one instruction: the lane and the commit group of each, the
-    index of its word in shared memory, and the word."""
+    index of its word in shared memory, the word, and where in global memory it is read: the first
+    address and how many bytes."""
 
     position: int
     size: int
@@ -26,10 +27,13 @@ class _Pending:
     groups: np.ndarray
     rows: np.ndarray
     data: np.ndarray
+    sources: np.ndarray
+    lengths: np.ndarray
 
     def some(self, which: np.ndarray) -> _Pending:
         """A part of them."""
-        columns = (x[which] for x in (self.lanes, self.groups, self.rows, self.data))
+        arrays = (self.lanes, self.groups, self.rows, self.data, self.sources, self.lengths)
+        columns = (array[which] for array in arrays)
         return _Pending(self.position, self.size, *columns)
 
 
@@ -42,10 +46,36 @@ class AsyncCopies:
         self.pending: list[_Pending] = []
 
     def issue(
-        self, position: int, size: int, lanes: np.ndarray, rows: np.ndarray, data: np.ndarray
+        self,
+        position: int,
+        size: int,
+        lanes: np.ndarray,
+        rows: np.ndarray,
+        data: np.ndarray,
+        sources: np.ndarray,
+        lengths: np.ndarray,
     ) -> None:
         """Begins copies."""
-        self.pending.append(_Pending(position, size, lanes, self.committed[lanes], rows, data))
+        groups = self.committed[lanes]
+        self.pending.append(_Pending(position, size, lanes, groups, rows, data, sources, lengths))
+
+    def sources_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, int | None]:
+        """Which of `size` bytes at addresses of global memory a pending copy reads, and the
+        position of one that reads some; None if none does."""
+        hit, position = np.zeros(addresses.shape, bool), None
+        for copy in self.pending:
+            reading = np.flatnonzero(copy.lengths)
+            if not reading.size:
+                continue
+            order = reading[np.argsort(copy.sources[reading])]
+            starts = copy.sources[order]
+            # How far those reach that begin no later.
+            ends = np.maximum.accumulate(starts + copy.lengths[order])
+            last = np.searchsorted(starts, addresses + size) - 1
+            read = (last >= 0) & (ends[last] > addresses)
+            if read.any():
+                hit, position = hit | read, copy.position
+        return hit, position
 
     def commit(self, selection: Selection) -> None:
         """Closes the current group of each thread."""

@@ -9,7 +9,7 @@ the warp wait for them, and barriers wait for the threads of the block.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
     BarrierError,
+    BarrierOperandError,
     InstructionLimitError,
     MissingLanesError,
     OutOfBoundsError,
@@ -29,9 +30,16 @@ from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
 from flash_helpers.ptx.run.memory import ALL, Selection
 from flash_helpers.ptx.run.observe import Observation, Observer
 from flash_helpers.ptx.run.operations import bind, refusing
+from flash_helpers.ptx.run.order import Knowledge
 from flash_helpers.ptx.run.warps import MATRIX
 
 _RUNNING, _AT_SYNC, _AT_BARRIER, _DONE = 0, 1, 2, 3
+
+BARRIERS_OF_BLOCK = 16
+
+NO_END = 1 << 62
+"""Of a turn that never is over."""
+_WAITING_STEPS = 4 * 256
 
 _FAIRNESS = 256
 """Every so many steps the threads that waited longest run, so that spinning on others ends."""
@@ -42,12 +50,14 @@ class Barrier:
     """A block-wide barrier instruction, decoded.
 
     name: its number, one element a lane or one for all. count: threads that take part; None for
-    the whole block. waits: False for `bar.arrive`. reduction, predicate, destination: of `bar.red`;
-    the first is popc, and or or.
+    the whole block. is_plain: every thread of the block waits at it, under a number that exists.
+    waits: False for `bar.arrive`. reduction, predicate, destination: of `bar.red`; the first is
+    popc, and or or.
     """
 
     name: np.ndarray
     count: np.ndarray | None
+    is_plain: bool
     waits: bool
     reduction: str | None = None
     predicate: Callable[[Selection], np.ndarray] | None = None
@@ -56,23 +66,28 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Threads of one block that came to a barrier together. knowledge: what their warps knew then,
-    from `SharedMemory.arrive`."""
+    """Threads of one block that came to a barrier together. knowledge: what they knew then."""
 
     lanes: np.ndarray
-    waits: bool
-    knowledge: np.ndarray
+    barrier: Barrier
+    knowledge: Knowledge
 
 
 class Scheduler:
     """Runs one batch to its end."""
 
     def __init__(
-        self, machine: Machine, max_instructions: int, observer: Observer | None = None
+        self,
+        machine: Machine,
+        max_instructions: int,
+        observer: Observer | None = None,
+        *,
+        strict_barriers: bool = False,
     ) -> None:
         self.machine = machine
         self.program = machine.program
         self.limit = max_instructions
+        self.strict_barriers = strict_barriers
         # Instructions that all warps have run together, and each lane beyond that.
         self.together = 0
         self.apart = np.zeros(machine.lanes, np.int64)
@@ -97,6 +112,11 @@ class Scheduler:
         self.full: list[list] = [
             [a.all for a in self.actions[b.start : b.end]] for b in self.program.blocks
         ]
+        self.warp_barriers = [
+            position
+            for position in self.members
+            if self.program.instructions[position].name in BARRIERS
+        ]
         n = machine.lanes
         self.pc = np.zeros(n, np.int64)
         self.status = np.zeros(n, np.int8)
@@ -104,6 +124,11 @@ class Scheduler:
         self.last_run = np.zeros(n, np.int64)
         self.barrier_predicate = np.zeros(n, bool)
         self.arrivals: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+        # The block of the program at which all threads stand; None while they are apart.
+        self._at = None if (self.status == _DONE).any() else 0
+        self._steps = 0
+        self.fairness = _FAIRNESS
+        self._turn_ends = 0
         self.issued = machine.tally.issued
 
     def _bind_ending(self, block: Block, instruction: Instruction) -> Action:
@@ -141,9 +166,21 @@ class Scheduler:
             count is not None
             and isinstance(operands[1], Immediate)
             and operands[1].value == machine.geometry.threads
+            and operands[1].value % WARP == 0
         ):
             count = None
-        return Barrier(name, count, not instruction.has("arrive"), *result)
+        waits = not instruction.has("arrive")
+        if not waits and len(operands) < 2:
+            raise machine.unsupported("a number of threads is due")
+        is_constant = name.size == 1 and int(name[0]) < BARRIERS_OF_BLOCK
+        is_plain = (
+            is_constant
+            and count is None
+            and waits
+            and reduction is None
+            and instruction.guard is None
+        )
+        return Barrier(name, count, is_plain, waits, *result)
 
     def _observed(self, action: Action, position: int, observer: Observer | None) -> Action:
         instruction = self.program.instructions[position]
@@ -161,25 +198,49 @@ class Scheduler:
 
     # -- all threads together ----------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Runs until every thread has ended."""
-        if (self.status == _DONE).any():
-            self._run_apart()
-            return
-        block: int | None = 0
-        while block is not None:
-            block = self._run_together(block)
-            if block is not None:
-                block = self._run_apart()
+    def run(self, turn: int = NO_END) -> bool:
+        """Runs until every thread has ended, or a warp has run about so many more instructions;
+        whether all have ended."""
+        self._turn_ends = self._spent + turn
+        while self._spent < self._turn_ends and self.live_lanes.size:
+            if self._at is None:
+                self._run_apart()
+            else:
+                self._run_together(self._at)
+        return not self.live_lanes.size
 
-    def _run_together(self, index: int) -> int | None:
-        """Runs from a block until threads part (returns it, with `pc` set) or all end (None)."""
+    @property
+    def live_lanes(self) -> np.ndarray:
+        """Lanes whose threads have not ended."""
+        return np.flatnonzero(self.status != _DONE)
+
+    @property
+    def n_live_blocks(self) -> int:
+        """Blocks with such lanes."""
+        return np.unique(self.live_lanes // self.machine.geometry.lanes_per_block).size
+
+    @property
+    def is_late(self) -> bool:
+        """Whether half of the instructions that it may run are spent."""
+        return self._spent > self.limit // 2
+
+    @property
+    def _spent(self) -> int:
+        """Instructions of the warp that has run most, or a little more."""
+        return self.together + self.most_apart
+
+    def _run_together(self, index: int) -> None:
+        """Runs from a block until threads part (with `pc` set), or all end, or the turn is over."""
+        self._at = None
         machine = self.machine
         blocks = self.program.blocks
         warps = machine.geometry.warps
         lanes = machine.lanes
         issued = self.issued
         while True:
+            if self._spent >= self._turn_ends:
+                self._at = index
+                return
             block = blocks[index]
             issued[block.start : block.end] += warps
             self._spend(block, block.end - block.start)
@@ -196,17 +257,17 @@ class Scheduler:
                     count = np.count_nonzero(taken)
                     if 0 < count < lanes:
                         self._part(taken, target, block.next)
-                        return index
+                        return
                     following = target if count else block.next
             elif ending is Ending.INDEXED or not self._barrier_together(block):
                 self.pc[:] = block.end - 1
                 self._finish_block(block, slice(None))
-                return index
+                return
             else:
                 following = block.next
             if following < 0:
                 self.status[:] = _DONE
-                return None
+                return
             index = following
 
     def _part(self, taken: np.ndarray, target: int, following: int) -> None:
@@ -214,24 +275,20 @@ class Scheduler:
         self._go(np.flatnonzero(~taken), following)
 
     def _go(self, selection: Selection, block: int) -> None:
-        if block < 0:
-            self.status[selection] = _DONE
-        else:
+        if block >= 0:
             self.pc[selection] = self.program.blocks[block].start
+            return
+        self.status[selection] = _DONE
+        for owner, name in list(self.arrivals):
+            if (owner, name) in self.arrivals:
+                self._release_if_complete(owner, name)
 
     def _barrier_together(self, block: Block) -> bool:
         barrier = self.barriers.get(block.end - 1)
-        if (
-            barrier is None  # refused, and its predicate holds nowhere
-            or barrier.count is not None
-            or not barrier.waits
-            or barrier.reduction
-            or barrier.name.size > 1
-            or block.end - 1 in self.taken
-            or self.arrivals
-        ):
+        # None: it is refused, and its predicate holds nowhere
+        if barrier is None or not barrier.is_plain or self.arrivals:
             return False
-        self.machine.shared.barrier_all()
+        self.machine.shared.order.barrier_all()
         return True
 
     def _spend(self, block: Block, instructions: int, selection: Selection | None = None) -> None:
@@ -242,7 +299,7 @@ class Scheduler:
             self.apart[selection] += instructions
             self.most_apart = max(self.most_apart, int(self.apart[selection].max()))
         self.machine.tick(instructions)
-        if self.together + self.most_apart > self.limit:
+        if self._spent > self.limit:
             # Never collected: there is no going on.
             raise InstructionLimitError(
                 f"a warp has run more than {self.limit} instructions: the kernel may never end; "
@@ -252,18 +309,18 @@ class Scheduler:
 
     # -- threads apart -----------------------------------------------------------------------------
 
-    def _run_apart(self) -> int | None:
-        """Runs groups of threads until all stand at one block (returns it) or all ended (None)."""
-        step = 0
-        while True:
+    def _run_apart(self) -> None:
+        """Runs groups of threads until all stand at one block, or all have ended, or the turn is
+        over."""
+        while self._spent < self._turn_ends:
             running = self.status == _RUNNING
             if not running.any():
                 if (self.status == _DONE).all():
-                    return None
+                    return
                 self._resolve_deadlock()
                 continue
-            step += 1
-            if step % _FAIRNESS:
+            self._steps += 1
+            if self._steps % self.fairness:
                 position = int(self.pc[running].min())
             else:
                 oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
@@ -275,9 +332,10 @@ class Scheduler:
             block = self.program.block_at(position)
             if position == block.start and active.all():
                 self.status[:] = _RUNNING
-                return self.program.block_of[position]
+                self._at = self.program.block_of[position]
+                return
             lanes = np.flatnonzero(active)
-            self.last_run[lanes] = step
+            self.last_run[lanes] = self._steps
             self.status[lanes] = _RUNNING
             self._run_group(block, position, lanes)
 
@@ -309,9 +367,15 @@ class Scheduler:
         if instruction.name not in MATRIX:
             # A block's last warp may be short: lanes that never were are not waited for.
             present |= self.machine.absent_lanes
+        elsewhere = None
         if instruction.name in BARRIERS:
-            # Threads that have ended count as arrived at bar.warp.sync.
+            # Threads that have ended count as arrived at bar.warp.sync, and those that wait at
+            # another one of the same mask have (PTX ISA 9.0, "bar.warp.sync").
             present |= warp_masks(self.status == _DONE)
+            elsewhere = self._at_other_warp_barriers(position)
+            for mask in np.unique(needed):
+                here = lanes[needed == mask]
+                present[here] |= warp_masks(elsewhere == mask)[here]
         ready = (needed & ~present[lanes]) == 0
         # A warp goes on together or not at all.
         stuck = np.unique((lanes // WARP)[~ready])
@@ -319,7 +383,34 @@ class Scheduler:
         waiting = lanes[~ready]
         self.pc[waiting] = position
         self.status[waiting] = _AT_SYNC
+        if elsewhere is not None and elsewhere.any():
+            for mask in np.unique(needed[ready]):
+                met = np.flatnonzero(elsewhere == mask)
+                met = met[np.isin(met // WARP, lanes[ready & (needed == mask)] // WARP)]
+                for other in np.unique(self.pc[met]).tolist():
+                    self._step_past(other, met[self.pc[met] == other])
         return lanes[ready]
+
+    def _at_other_warp_barriers(self, position: int) -> np.ndarray:
+        """Of each lane the mask of the bar.warp.sync at which it waits, unless it is the one at the
+        position; 0 where it waits at none."""
+        masks = np.zeros(self.machine.lanes, np.uint32)
+        for other in self.warp_barriers:
+            if other != position:
+                lanes = np.flatnonzero((self.status == _AT_SYNC) & (self.pc == other))
+                masks[lanes] = _for_each(self.members[other], lanes)
+        return masks
+
+    def _step_past(self, position: int, lanes: np.ndarray) -> None:
+        """Lets lanes go on that wait at an instruction of the warp."""
+        block = self.program.block_at(position)
+        self.issued[position] += _warp_count(lanes)
+        self.status[lanes] = _RUNNING
+        if position + 1 < block.end:
+            self.pc[lanes] = position + 1
+        else:
+            self.pc[lanes] = block.end - 1
+            self._finish_block(block, lanes)
 
     def _finish_block(self, block: Block, selection: Selection) -> None:
         """Ends a block for some lanes: branches, exits, barriers."""
@@ -358,9 +449,43 @@ class Scheduler:
                 count=lost.size,
             )
 
+    def waits(self) -> bool:
+        """Runs a little; whether every thread that runs has come back to where it was, with the
+        same registers, while shared memory stayed as it was and global memory was read: if that
+        stays as it is too, this goes on for ever."""
+        machine, lanes = self.machine, self.machine.lanes
+        files = [file[:, :lanes] for file in machine.register_files]
+        before = [file.copy() for file in files]
+        pc, shared = self._positions().copy(), machine.shared.data.copy()
+        ran, requests = self.together + self.apart, machine.tally.global_requests
+        still = self.status != _RUNNING
+        for _ in range(_WAITING_STEPS):
+            if self.run(1):
+                return False
+            back = ~still & (self._positions() == pc) & (self.together + self.apart > ran)
+            some = np.flatnonzero(back)
+            for file, old in zip(files, before, strict=True):
+                some = some[(file[:, some] == old[:, some]).all(axis=0)]
+            still[some] = True
+            if still.all():
+                is_same = np.array_equal(shared, machine.shared.data)
+                return is_same and machine.tally.global_requests > requests
+        return False
+
+    def _positions(self) -> np.ndarray:
+        """Where each lane stands."""
+        if self._at is not None:
+            self.pc[:] = self.program.blocks[self._at].start
+        return self.pc
+
     # -- barriers ----------------------------------------------------------------------------------
 
     def _arrive(self, barrier: Barrier, block: Block, lanes: np.ndarray) -> None:
+        wrong = self._check_operands(barrier, block.end - 1, lanes)
+        if wrong.any():
+            # Where faults are collected, on without the barrier.
+            self._go(lanes[wrong], block.next)
+            lanes = lanes[~wrong]
         names = _for_each(barrier.name, lanes)
         if barrier.predicate is not None:
             self.barrier_predicate[lanes] = barrier.predicate(lanes)
@@ -374,29 +499,91 @@ class Scheduler:
         for owner in np.unique(owners):
             for name in np.unique(names[owners == owner]):
                 chosen = lanes[(owners == owner) & (names == name)]
-                local = np.unique((chosen - int(owner) * geometry.lanes_per_block) // WARP)
-                knowledge = self.machine.shared.arrive(int(owner), local)
-                self.arrivals[int(owner), int(name)].append(
-                    Arrival(chosen, barrier.waits, knowledge)
-                )
-                self._release_if_complete(barrier, int(owner), int(name), chosen)
+                knowledge = self.machine.shared.order.arrive(chosen)
+                self.arrivals[int(owner), int(name)].append(Arrival(chosen, barrier, knowledge))
+                self._release_if_complete(int(owner), int(name))
 
-    def _release_if_complete(
-        self, barrier: Barrier, owner: int, name: int, newest: np.ndarray
-    ) -> None:
-        geometry = self.machine.geometry
+    def _check_operands(self, barrier: Barrier, position: int, lanes: np.ndarray) -> np.ndarray:
+        """Reports barriers that do not exist, and counts of threads that cannot be (PTX ISA 9.0,
+        "barrier"); which lanes name them."""
+        most = self.machine.geometry.lanes_per_block
+        checks = [
+            (
+                barrier.name,
+                lambda names: names >= BARRIERS_OF_BLOCK,
+                "barrier {}: a block has "
+                f"{BARRIERS_OF_BLOCK} of them, numbered from 0 to {BARRIERS_OF_BLOCK - 1}",
+            )
+        ]
+        if barrier.count is not None:
+            checks.append(
+                (
+                    barrier.count,
+                    lambda counts: (counts == 0) | (counts % WARP != 0) | (counts > most),
+                    "a barrier of {} threads: the number must be a multiple of "
+                    f"{WARP}, from {WARP} to {most}, the threads of all warps of the block",
+                )
+            )
+        wrong = np.zeros(lanes.shape, bool)
+        for operand, is_wrong, text in checks:
+            values = _for_each(operand, lanes)
+            bad = is_wrong(values)
+            if bad.any():
+                first = int(np.flatnonzero(bad)[0])
+                thread = self.machine.geometry.thread(lanes[first])
+                self.machine.log.report(
+                    BarrierOperandError,
+                    text.format(int(values[first])),
+                    position,
+                    thread,
+                    count=int(bad.sum()),
+                )
+                wrong |= bad
+        return wrong
+
+    def _release_if_complete(self, owner: int, name: int) -> None:
         arrivals = self.arrivals[owner, name]
-        if sum(a.lanes.size for a in arrivals) < self._expected(barrier, newest):
+        if not self._is_complete(owner, arrivals):
             return
         del self.arrivals[owner, name]
-        released = np.concatenate([a.lanes for a in arrivals if a.waits] or [newest[:0]])
-        self._check_aligned(released)
-        self.machine.shared.release(
-            owner,
-            np.max([a.knowledge for a in arrivals], axis=0),
-            np.unique((released - owner * geometry.lanes_per_block) // WARP),
-        )
-        self._release(released)
+        waiting = [a.lanes for a in arrivals if a.barrier.waits]
+        if waiting:
+            released = np.concatenate(waiting)
+            self._check_aligned(released)
+            order = self.machine.shared.order
+            known = [arrival.knowledge for arrival in arrivals]
+            if arrivals[-1].barrier.count is None and (ended := self._ended(owner)).size:
+                # They have arrived as far as the others are concerned.
+                known.append(order.arrive(ended))
+            order.release(known, released)
+            self._release(released)
+
+    def _is_complete(self, owner: int, arrivals: Sequence[Arrival]) -> bool:
+        """Whether nobody is waited for any more. A barrier of the whole block waits for the threads
+        that have not ended; one of a number of threads for so many warps, and in each for the
+        threads that have not ended (PTX ISA 9.0, "barrier", "exit")."""
+        geometry = self.machine.geometry
+        per_block = geometry.lanes_per_block
+        mine = slice(owner * per_block, (owner + 1) * per_block)
+        arrived = np.zeros(per_block, bool)
+        for arrival in arrivals:
+            arrived[arrival.lanes - mine.start] = True
+        gone = self.status[mine] == _DONE
+        if self.strict_barriers:
+            gone = np.arange(per_block) >= geometry.threads
+        newest = arrivals[-1]
+        if newest.barrier.count is None:
+            return bool((arrived | gone).all())
+        warps = arrived.reshape(-1, WARP).any(axis=1)
+        missing = (gone & ~arrived).reshape(-1, WARP)[warps].sum()
+        came = sum(arrival.lanes.size for arrival in arrivals)
+        return came + missing >= self._expected(newest.barrier, newest.lanes)
+
+    def _ended(self, owner: int) -> np.ndarray:
+        """Lanes of a block whose threads have ended."""
+        geometry = self.machine.geometry
+        lanes = owner * geometry.lanes_per_block + np.arange(geometry.threads)
+        return lanes[self.status[lanes] == _DONE]
 
     def _expected(self, barrier: Barrier, lanes: np.ndarray) -> int:
         """Threads that a barrier waits for."""
@@ -443,17 +630,9 @@ class Scheduler:
             lanes = at_sync[self.pc[at_sync] == position]
             self._report_missing(position, lanes)
             # Go on without the missing lanes, past the instruction.
-            instruction = self.program.instructions[position]
-            block = self.program.block_at(position)
-            if instruction.name not in MATRIX:
+            if self.program.instructions[position].name not in MATRIX:
                 self.actions[position].some(lanes)
-            self.issued[position] += _warp_count(lanes)
-            self.status[lanes] = _RUNNING
-            if position + 1 < block.end:
-                self.pc[lanes] = position + 1
-            else:
-                self.pc[lanes] = block.end - 1
-                self._finish_block(block, lanes)
+            self._step_past(position, lanes)
             return
         waiting = np.flatnonzero(self.status == _AT_BARRIER)
         geometry = self.machine.geometry
@@ -461,8 +640,7 @@ class Scheduler:
         mine = waiting[waiting // geometry.lanes_per_block == owner]
         position = int(self.pc[mine].min())
         here = mine[self.pc[mine] == position]
-        block_lanes = owner * geometry.lanes_per_block + np.arange(geometry.threads)
-        ended = int((self.status[block_lanes] == _DONE).sum())
+        ended = self._ended(owner).size
         elsewhere = mine[self.pc[mine] != position]
         expected = self._expected(self.barriers[position], here)
         detail = f"{here.size} of {expected} threads wait, {ended} have ended"

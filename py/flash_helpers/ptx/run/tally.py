@@ -63,6 +63,11 @@ class Tally:
         self.accesses = [Counts() for _ in program.instructions]
         self._rules: dict[int, _SharedRule] = {}
 
+    @property
+    def global_requests(self) -> int:
+        """Of all instructions."""
+        return sum(counts.global_requests for counts in self.accesses)
+
     def shared_access(
         self, position: int, addresses: np.ndarray, size: int, lanes: np.ndarray | None
     ) -> None:
