@@ -62,6 +62,12 @@ SMEM_BYTES: Mapping[int, int] = MappingProxyType(
     }
 )
 
+# Streaming multiprocessors of the largest GPU of a compute capability: of TU102 (NVIDIA Turing GPU
+# Architecture), A100 (NVIDIA A100 Tensor Core GPU Architecture), GA102 (NVIDIA Ampere GA102 GPU
+# Architecture), Jetson AGX Orin (its technical brief), AD102 in the RTX 6000 Ada (NVIDIA Ada GPU
+# Architecture), H100 SXM5 (NVIDIA H100 Tensor Core GPU Architecture).
+MOST_SMS: Mapping[int, int] = MappingProxyType({75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132})
+
 # Streaming multiprocessors, by the name that the driver gives. NVIDIA H100 Tensor Core GPU
 # Architecture, "H100 GPU": the SXM5 card.
 SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132})

@@ -18,6 +18,7 @@ from flash_helpers.ptx import (
     RaceError,
     TrapError,
     UninitialisedReadError,
+    UnsupportedInstruction,
     load_ptx,
 )
 

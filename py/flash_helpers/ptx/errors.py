@@ -165,6 +165,12 @@ class AssertError(SimulatorError):
     title = "assertion failed"
 
 
+class NotResidentError(SimulatorError):
+    """Blocks that wait for one which begins only when one of them has ended."""
+
+    title = "block not resident"
+
+
 class InstructionLimitError(SimulatorError):
     """The kernel ran longer than it was allowed to."""
 

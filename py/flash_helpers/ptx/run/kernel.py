@@ -31,6 +31,7 @@ from flash_helpers.ptx.read.module import Function, Immediate, Module, Special, 
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
 from flash_helpers.ptx.run.access import STRONG, access_size, space_of
+from flash_helpers.ptx.run.batches import most_resident, run_batches
 from flash_helpers.ptx.run.counters import Counters, LineCounts
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.machine import Launch, Machine
@@ -220,16 +221,28 @@ class Kernel:
         n_batches = max(1, round(len(blocks) * _aligned(threads, gpu.WARP) / _BATCH_LANES))
         if launch.workspace:
             n_batches = 1
-        per_batch = -(-len(blocks) // n_batches)
-        for start in range(0, len(blocks), per_batch):
-            geometry = Geometry(tuple(blocks[start : start + per_batch]), threads)
+        done = 0
+
+        def begin(some: tuple[tuple[int, int, int], ...]) -> Scheduler:
+            geometry = Geometry(some, threads)
             machine = Machine(self.program, launch, geometry, memory, log, tally)
-            with np.errstate(all="ignore"):
-                Scheduler(
-                    machine, max_instructions, observer, strict_barriers=strict_barriers
-                ).run()
+            return Scheduler(machine, max_instructions, observer, strict_barriers=strict_barriers)
+
+        def ended(count: int) -> None:
+            nonlocal done
+            done += count
             if progress is not None:
-                progress(min(start + per_batch, len(blocks)), len(blocks))
+                progress(done, len(blocks))
+
+        with np.errstate(all="ignore"):
+            run_batches(
+                blocks,
+                -(-len(blocks) // n_batches),
+                most_resident(target, threads, launch.shared_bytes),
+                begin,
+                memory,
+                ended,
+            )
         return Run(self.name, n_blocks, Counters(tally), tuple(log.faults.values()))
 
     def _check_launch(

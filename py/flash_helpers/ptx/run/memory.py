@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -147,6 +148,10 @@ class DeviceMemory:
     def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
         """Where in `words` lanes' addresses are, in bytes."""
         return addresses - ARENA_BASE
+
+    def digest(self) -> bytes:
+        """A hash of all its bytes."""
+        return hashlib.blake2b(self._bytes[: self._used]).digest()
 
     def words(self, size: int) -> np.ndarray:
         """All of memory from ARENA_BASE on, as `word_view` has it."""
