@@ -18,9 +18,9 @@ from flash_helpers.measure.machine_code import config_matrix, config_page
 from flash_helpers.sass.analyse.counts import Bucket, buckets
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, Matrix
 from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.read.symbols import demangled, with_demangled_symbols
 from flash_helpers.sass.show.page import PageKernel, packed_control, page_html
 from flash_helpers.sass.show.picture import picture_svg
-from flash_helpers.symbols import demangled, with_demangled_symbols
 
 FEW = (8, 9)
 

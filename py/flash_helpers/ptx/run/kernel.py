@@ -39,7 +39,7 @@ from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.observe import Observer
 from flash_helpers.ptx.run.scheduler import Scheduler
 from flash_helpers.ptx.run.tally import Tally
-from flash_helpers.symbols import demangled
+from flash_helpers.sass.read.symbols import demangled
 
 Argument = int | float | bool | np.generic | bytes
 Progress = Callable[[int, int], None]

@@ -30,7 +30,7 @@ from flash_helpers.sass.read.records import (
     SassError,
     SourceLine,
 )
-from flash_helpers.symbols import demangled, with_demangled_symbols
+from flash_helpers.sass.read.symbols import demangled, with_demangled_symbols
 
 _ASSETS = resources.files("flash_helpers.sass.show") / "page_assets"
 _SCRIPTS = ("links.js", "rows.js", "changes.js", "detail.js", "page.js")  # one program, in order
