@@ -7,7 +7,6 @@ if __name__ == "__main__":
     import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
-import ctypes
 import random
 import struct
 import sys
@@ -15,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+
+import numpy as np
+import torch
 
 from flash_helpers.console.command_line import (
     add_commit_argument,
@@ -30,6 +32,7 @@ from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.driver import LoadedKernel
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/shared_wavefronts_h200.json"
@@ -232,8 +235,8 @@ def addresses(access: Access, words: Words) -> list[int]:
 
 
 def module() -> str:
-    """PTX: a kernel for each access, of one warp. It takes the addresses, and where its results go
-    (64 bytes a lane)."""
+    """PTX: a kernel for each access, of one warp. It takes pointers to the addresses, and to where
+    its results go (64 bytes a lane)."""
     kernels = []
     for name, access in ACCESSES.items():
         first = ""
@@ -242,12 +245,12 @@ def module() -> str:
             first = f"@%p st.shared.{zero[access.size]};\nbar.warp.sync 0xffffffff;"
         guard = "" if "aligned" in access.instruction else "@%p "
         kernels.append(f"""
-.visible .entry {name}(.param .u64 p_addresses, .param .u64 p_results)
+.visible .entry {name}(.param .align 8 .b8 pointers[16])
 {{
 .reg .pred %p; .reg .b32 %a, %x<4>; .reg .b64 %in, %out, %y;
 .shared .align 128 .b8 tile[{TILE_BYTES}];
-ld.param.u64 %in, [p_addresses];
-ld.param.u64 %out, [p_results];
+ld.param.u64 %in, [pointers];
+ld.param.u64 %out, [pointers+8];
 mov.u32 %x0, %tid.x;
 mad.wide.u32 %in, %x0, 4, %in;
 mad.wide.u32 %out, %x0, 64, %out;
@@ -270,34 +273,15 @@ ret;
 
 
 def launch(name: str) -> int:
-    """Launch an access with each of its patterns, through the CUDA driver API; the exit status.
-    Raises RuntimeError if it fails."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-
-    def call(function: str, *arguments: object) -> None:
-        if status := getattr(cuda, function)(*arguments):
-            raise RuntimeError(f"{function} returned {status}")
-
-    pointer, device = ctypes.c_void_p, ctypes.c_int()
-    context, loaded, kernel = pointer(), pointer(), pointer()
-    call("cuInit", 0)
-    call("cuDeviceGet", ctypes.byref(device), 0)
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    call("cuCtxSetCurrent", context)
-    call("cuModuleLoadData", ctypes.byref(loaded), module().encode() + b"\0")
-    call("cuModuleGetFunction", ctypes.byref(kernel), loaded, name.encode())
+    """Launch an access with each of its patterns; the exit status. Raises DriverError."""
     access = ACCESSES[name]
-    tables = [struct.pack("32I", *addresses(access, words)) for words in access.patterns.values()]
-    data = b"".join(tables)
-    first, results = ctypes.c_uint64(), ctypes.c_uint64()
-    call("cuMemAlloc_v2", ctypes.byref(first), ctypes.c_size_t(len(data)))
-    call("cuMemAlloc_v2", ctypes.byref(results), ctypes.c_size_t(64 * WARP))
-    call("cuMemcpyHtoD_v2", first, data, ctypes.c_size_t(len(data)))
-    for n, table in enumerate(tables):
-        given = (ctypes.c_uint64(first.value + n * len(table)), results)
-        parameters = (pointer * 2)(*(ctypes.cast(ctypes.byref(g), pointer) for g in given))
-        call("cuLaunchKernel", kernel, 1, 1, 1, WARP, 1, 1, 0, None, parameters, None)
-    call("cuCtxSynchronize")
+    words = [addresses(access, words) for words in access.patterns.values()]
+    tables = torch.from_numpy(np.array(words, np.uint32).view(np.int32)).cuda()
+    results = torch.empty(64 * WARP, dtype=torch.uint8, device="cuda")
+    kernel = LoadedKernel(module().encode(), name, 0)
+    for table in tables:
+        kernel.start((1, 1, 1), WARP, struct.pack("<2Q", table.data_ptr(), results.data_ptr()))
+    torch.cuda.synchronize()
     return 0
 
 

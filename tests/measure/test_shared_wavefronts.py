@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def simulated(kernels: PtxModule, launch: tool.CountedPattern) -> int:
     """Wavefronts of the access in the simulator, which runs the same PTX."""
     access, memory = tool.ACCESSES[launch.access], DeviceMemory()
     words = np.array(tool.addresses(access, list(launch.words)), np.uint32)
-    args = [memory.upload(words), memory.allocate(64 * 32)]
+    args = [struct.pack("<2Q", memory.upload(words), memory.allocate(64 * 32))]
     # Lanes that write one word race, which is not the question here.
     run = kernels.kernel(launch.access).launch(
         1, 32, args=args, memory=memory, keep_going=True, target="sm_90"

@@ -1,4 +1,4 @@
-"""Machine code from a file, loaded and launched through the CUDA driver API.
+"""Machine code or PTX, loaded and launched through the CUDA driver API.
 
 Names and numbers are those of cuda.h. A context must be current in the calling thread: PyTorch
 makes its own current with the first tensor on a device.
@@ -80,17 +80,18 @@ def _call(name: str, *arguments: object) -> None:
 
 
 class LoadedKernel:
-    """One kernel of a cubin in the current context, for as long as the process lives.
+    """One kernel of a module in the current context, for as long as the process lives.
 
     A CUDA graph keeps launching a function without keeping its module alive, so no module is
     unloaded.
 
-    smem_bytes: dynamic shared memory of a block. Raises DriverError.
+    image: a cubin, or PTX that the driver compiles. smem_bytes: dynamic shared memory of a block.
+    Raises DriverError.
     """
 
-    def __init__(self, cubin: bytes, symbol: str, smem_bytes: int) -> None:
+    def __init__(self, image: bytes, symbol: str, smem_bytes: int) -> None:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuModuleLoadData", ctypes.byref(module), cubin)
+        _call("cuModuleLoadData", ctypes.byref(module), image)
         _call("cuModuleGetFunction", ctypes.byref(self._function), module, symbol.encode())
         _call(
             "cuFuncSetAttribute",
@@ -101,14 +102,27 @@ class LoadedKernel:
 
     def launch(self, found: Launch, arguments: bytes, stream: int) -> None:
         """Launch on a stream handle, without waiting. arguments: of `Launch.bind`."""
+        self.start(found.grid, found.block, arguments, stream, found.shared_bytes, found.cluster)
+
+    def start(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        arguments: bytes,
+        stream: int = 0,
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+    ) -> None:
+        """Launch on a stream handle, 0 for the default stream, without waiting. arguments: the
+        kernel's one parameter. The rest as in `Launch`."""
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-        cluster = _Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=found.cluster)
+        dimensions = _Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=cluster)
         config = _LaunchConfig(
-            (*found.grid, found.block, 1, 1),
-            found.shared_bytes,
+            (*grid, block, 1, 1),
+            shared_bytes,
             stream,
-            ctypes.pointer(cluster),
-            int(math.prod(found.cluster) > 1),
+            ctypes.pointer(dimensions),
+            int(math.prod(cluster) > 1),
         )
         _call("cuLaunchKernelEx", ctypes.byref(config), self._function, parameters, None)
