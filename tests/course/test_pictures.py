@@ -420,7 +420,7 @@ def test_a_browser_draws_no_text_wider_and_follows_the_pages_scheme(tmp_path: Pa
 
 def counted_wavefronts(addresses: list[int]) -> int:
     """What the simulator counts for one 16-byte access of the lanes that give these addresses."""
-    tally = Tally(SimpleNamespace(instructions=[None]))
+    tally = Tally(SimpleNamespace(instructions=[SimpleNamespace(name="ldmatrix")]))
     lanes = np.arange(len(addresses))
     tally.shared_access(0, np.array(addresses), 16, lanes)
     return tally.accesses[0].shared_wavefronts

@@ -262,6 +262,23 @@ def fp8_conversions() -> Iterator[WarpKernel]:
         yield WarpKernel(f"cvt{relu}-{own}x2-f32", body, {"a": np.stack([x, x[::-1]])}, (1, 32))
 
 
+def clamped_at_zero() -> Iterator[WarpKernel]:
+    """.relu of every 16-bit number, -0 among them; the bits of a NaN are not simulated."""
+    for own, one, infinity in (("f16", "0x3C00", 0x7C00), ("bf16", "0x3F80", 0x7F80)):
+        everything = np.arange(1 << 16, dtype=np.uint32)[None]
+        everything = np.where(everything & 0x7FFF > infinity, np.uint32(0), everything)
+        body = f"""{{ .reg .b32 %one, %zero;
+mov.b32 %one, {one}{one[2:]};
+mov.b32 %zero, 0x80008000;
+fma.rn.relu.{own}x2 %d0, %a0, %one, %zero; }}"""
+        halves = everything | everything[:, ::-1] << np.uint32(16)
+        yield WarpKernel(f"fma.relu-{own}x2", body, {"a": halves}, (1, 32))
+        wide = np.where(everything & 0x7FFF > 0x7F80, np.uint32(0), everything) << np.uint32(16)
+        body = f"cvt.rn.relu.{own}x2.f32 %d0, %a0, %a1;"
+        inputs = {"a": np.concatenate([wide, wide[:, ::-1]])}
+        yield WarpKernel(f"cvt.relu-{own}x2-f32", body, inputs, (1, 32))
+
+
 def warp_wide() -> Iterator[WarpKernel]:
     """By all lanes, and by the first 20; equal values are likely, and certain in the first warp."""
     rng = np.random.default_rng(3)
@@ -289,7 +306,7 @@ setp.ne.u32 %q, %lane, %lane;
 
 
 CASES = [*mma_cases(), *itertools.starmap(wmma, wmma_forms()), *wmma_f32_as_f16()]
-CASES += [*matrix_moves(), *fp8_conversions(), *warp_wide()]
+CASES += [*matrix_moves(), *fp8_conversions(), *clamped_at_zero(), *warp_wide()]
 ROUNDED = [
     (form, mma(form, lambda rng, count: rng.normal(size=count)))
     for form in mma_forms()

@@ -520,7 +520,7 @@ class TestFp8:
                 f"cvt.rn{relu}.f16x2.{type_name}x2 %d, %a;", {"a": ("b16", packed)}, "b32"
             )
             exact = FP8[type_name][pairs]
-            exact = np.where(exact < 0, 0, exact) if relu else exact
+            exact = np.where(exact <= 0, 0, exact) if relu else exact  # -0 too
             expected = np.where(np.isnan(exact), 0x7FFF, exact.astype(np.float16).view(np.uint16))
             np.testing.assert_array_equal(got.view(np.uint16).reshape(32, 2), expected)
 

@@ -48,8 +48,8 @@ def clamp_to_one(x: np.ndarray) -> np.ndarray:
 
 
 def not_negative(x: np.ndarray) -> np.ndarray:
-    """Negative values become 0 (`.relu`)."""
-    return np.where(x < 0, x.dtype.type(0), x)
+    """Negative values become 0, and -0 becomes +0, as on an H200 (`.relu`)."""
+    return np.where(x <= 0, x.dtype.type(0), x)
 
 
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ products at once.
 
 Arithmetic. Products are exact and are summed with C in float64, then rounded once to the type of D.
 The hardware sums groups of products in an accumulator of limited width and truncates, so its last
-bit may differ (of 8-bit floats more than the last); the PTX ISA leaves order and rounding open.
+bit may differ; the PTX ISA leaves order and rounding open.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def _mma(machine: Machine, instruction: Instruction) -> Alu:
         raise machine.unsupported("single bits take .xor.popc or .and.popc")
     if shape == "m8n8k4" and a_type == "f16":
         return _mma_of_quads(machine, instruction)
+    if d_type != c_type:
+        raise machine.unsupported(f"D of {d_type} and C of {c_type} are due to be of one type")
     rows = 8 if shape.startswith("m8") else 16
     n_b = int(shape.rpartition("k")[2]) // (4 * ELEMENTS[a_type])
     n_a = rows // 8 * n_b
