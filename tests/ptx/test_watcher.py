@@ -112,9 +112,11 @@ def test_shared_access_past_the_end():
 
 
 def test_reading_what_nobody_wrote():
+    body = "@%p st.shared.u32 [%r3], 0;\n bar.sync 0;\n ld.shared.u32 %r6, [%r3];\n"
+    run(body)
     with pytest.raises(UninitialisedReadError) as caught:
-        run("@%p st.shared.u32 [%r3], 0;\n bar.sync 0;\n ld.shared.u32 %r6, [%r3];")
-    assert caught.value.thread.warp == 1
+        run(body + "setp.ne.u32 %q, %r6, 0;\n @%q trap;")
+    assert (caught.value.thread.warp, caught.value.site.opcode) == (1, "trap")
 
 
 COPY = "cp.async.ca.shared.global [%r3], [%rd1], 4;\n"
@@ -246,8 +248,10 @@ def test_a_first_write_may_be_strong(write):
     ],
 )
 def test_an_update_of_what_nobody_wrote(first):
+    use = "ld.shared.u32 %r6, [%r3];\n" if first.startswith("red") else ""
+    run(first)
     with pytest.raises(UninitialisedReadError):
-        run(first)
+        run(f"{first}\n{use}setp.ne.u32 %q, %r6, 0;\n@%q trap;")
 
 
 def test_strong_and_weak_reads_are_no_race():
@@ -412,7 +416,7 @@ def test_trap_and_endless_loop():
 def test_faults_are_collected_once_for_each_instruction():
     body = """
     ld.shared.u32 %r6, [%r3];
-    st.shared.u32 [%r3+2], 0;
+    red.shared.add.u32 [%r6+2], 0;
     @%p ret;
     bar.sync 0;
     """
@@ -437,7 +441,7 @@ def test_a_launch_goes_on_with_the_counts_and_faults_of_the_one_before():
     body = """
     mov.u32 %r6, %ctaid.x;
     ld.shared.u32 %r7, [%r3];
-    st.shared.u32 [%r3+2], 0;
+    red.shared.add.u32 [%r7+2], 0;
     bar.sync 0;
     """
     kernel = load_ptx(entry(START + body, declarations=DECLARATIONS)).kernel("k")
@@ -458,6 +462,7 @@ def test_a_launch_keeps_the_faults_that_only_the_one_before_had():
     ld.param.u32 %r6, [bad];
     setp.ne.u32 %q, %r6, 0;
     @%q ld.shared.u32 %r7, [%r3];
+    ld.shared.u32 %r8, [%r7];
     """
     text = entry(START + body, ".param .u32 bad", DECLARATIONS)
     kernel = load_ptx(text).kernel("k")

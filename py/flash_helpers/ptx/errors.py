@@ -116,9 +116,12 @@ class MisalignedError(SimulatorError):
 
 
 class UninitialisedReadError(SimulatorError):
-    """Shared memory read before anything wrote it."""
+    """What was read from shared or local memory that nothing had written reached global memory, an
+    address, a branch that decides about more than registers, a barrier or the predicate of an
+    instruction with a visible effect. address: of that memory.
+    """
 
-    title = "uninitialised shared memory"
+    title = "uninitialised memory"
 
 
 class PendingCopyError(SimulatorError):

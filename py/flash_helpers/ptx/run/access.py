@@ -137,13 +137,20 @@ class Port:
             addresses, lanes = addresses[good], machine.lanes_of(selection)[good]
             value = value if value is None else value[good]
         rows = region.offsets(addresses, lanes) >> self.shift
+        unwritten = None
         if rows.size and space == "shared":
-            machine.shared.note(action, position, rows, size, lanes, value, self.strength)
+            unwritten = machine.shared.note(
+                action, position, rows, size, lanes, value, self.strength
+            )
             machine.tally.shared_access(position, addresses, size, machine.counted(lanes))
         elif rows.size and space == "global":
             if machine.copies.pending and action not in ("read", "copy"):
                 self._check_sources(action, addresses, lanes)
             machine.tally.global_access(position, addresses, size, machine.counted(lanes))
+        elif rows.size and space == "local":
+            unwritten = machine.local.note(action, rows, size)
+        if rows.size and (unwritten is not None or machine.poison.active):
+            machine.poison.touch(action, position, space, addresses, rows, size, lanes, unwritten)
         return region.words(size), rows, good
 
     def read(

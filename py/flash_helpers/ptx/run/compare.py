@@ -55,8 +55,9 @@ _FLOAT: Mapping[str, Comparison] = {
 }
 
 
-def _comparison(machine: Machine, instruction: Instruction) -> Comparison:
-    """Of registers of the type; of a packed one both halves, (values, 2)."""
+def comparison(machine: Machine, instruction: Instruction) -> Comparison:
+    """What a `setp` or `set` compares: registers of its type; of a packed one both halves,
+    (values, 2)."""
     type_name = instruction.types[-1]
     if not SCALAR_TYPES[type_name].is_float:
         return _INTEGER[machine.one_of(_INTEGER)]
@@ -68,7 +69,7 @@ def _comparison(machine: Machine, instruction: Instruction) -> Comparison:
 
 
 def _combined(machine: Machine, instruction: Instruction) -> Compute:
-    """What `_comparison` gives, combined with a predicate if there is one."""
+    """What `comparison` gives, combined with a predicate if there is one."""
     if len(instruction.operands) == 3:
         return lambda result: result
     combine = OPERATIONS[machine.one_of(("and", "or", "xor"))]
@@ -77,7 +78,7 @@ def _combined(machine: Machine, instruction: Instruction) -> Compute:
 
 def _setp(machine: Machine, instruction: Instruction) -> Alu:
     type_name, (target, *sources) = instruction.types[-1], instruction.operands
-    compare, combined = _comparison(machine, instruction), _combined(machine, instruction)
+    compare, combined = comparison(machine, instruction), _combined(machine, instruction)
     alu = Alu.of(instruction, compare, "pred", type_name, type_name, "pred")
 
     def both(x: np.ndarray, y: np.ndarray, *c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +98,7 @@ def _setp(machine: Machine, instruction: Instruction) -> Alu:
 def _set(machine: Machine, instruction: Instruction) -> Alu:
     """set: 1.0 or all ones where the comparison holds."""
     target, source = instruction.types
-    compare, combined = _comparison(machine, instruction), _combined(machine, instruction)
+    compare, combined = comparison(machine, instruction), _combined(machine, instruction)
     halves = source.endswith("x2")
     dtype = np.dtype(np.uint16) if halves else dtype_of(target)
 

@@ -32,8 +32,9 @@ from flash_helpers.ptx.read.module import (
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.memory import ALL, DeviceMemory, Region, Selection
+from flash_helpers.ptx.run.memory import ALL, DeviceMemory, LocalMemory, Region, Selection
 from flash_helpers.ptx.run.pending import AsyncCopies
+from flash_helpers.ptx.run.poison import Memory, Poison
 from flash_helpers.ptx.run.shared import SharedMemory
 from flash_helpers.ptx.run.tally import Tally
 
@@ -139,18 +140,24 @@ class Machine:
         if launch.scratch is not None:
             self.shared.initialise(launch.scratch, RESERVED_SMEM_BYTES)
         self.copies = AsyncCopies(self.shared)
-        local, parameters = launch.local_bytes, launch.parameters
+        self.local = LocalMemory(self.lanes, launch.local_bytes)
+        parameters = launch.parameters
         self.regions: dict[str, Region | DeviceMemory] = {
             "shared": self.shared,
             "global": memory,
             "const": memory,
             "param": Region(parameters, parameters.size, 0 * self.lane_ids, "parameters"),
-            "local": Region(
-                np.zeros(self.lanes * local, np.uint8), local, local * self.lane_ids, "local memory"
-            ),
+            "local": self.local,
         }
+        spaces = {
+            "shared": Memory(self.shared.data.size, launch.granule, self.shared.is_written),
+            "local": Memory(self.local.data.size, 1, self.local.is_written),
+        }
+        self.poison = Poison(geometry, log, program.registers, spaces)
         self.position = 0
         """Index of the instruction that is being bound."""
+        self.refused: set[int] = set()
+        """Those of instructions that cannot be run."""
         self._registers = self._allocate_registers()
         self._specials: dict[str, np.ndarray] = {}
         self.carry = np.zeros(self.lanes, np.uint32)

@@ -203,6 +203,32 @@ class Region:
     misaligned = outside
 
 
+class LocalMemory(Region):
+    """Local memory of all lanes, one after the other, which remembers what was written. size: bytes
+    of a lane."""
+
+    def __init__(self, lanes: int, size: int) -> None:
+        data = np.zeros(lanes * size, np.uint8)
+        super().__init__(data, size, size * np.arange(lanes), "local memory")
+        self._written = np.zeros_like(data)
+
+    def note(self, action: str, rows: np.ndarray, size: int) -> np.ndarray | None:
+        """Records that lanes write words of `size` bytes; of what they read or change, which bytes
+        nothing has written, (words, size), or None. rows: index of each word in `words(size)`."""
+        written = word_view(self._written, size)
+        if action == "write":
+            written[rows] = ~written.dtype.type(0)
+            return None
+        words = written[rows]
+        if (words == ~written.dtype.type(0)).all():
+            return None
+        return words.view(np.uint8).reshape(rows.size, size) == 0
+
+    def is_written(self, octets: np.ndarray) -> np.ndarray:
+        """Whether bytes of `data` were written."""
+        return self._written[octets] != 0
+
+
 def word_view(data: np.ndarray, size: int) -> np.ndarray:
     """Bytes as unsigned words of 1, 2, 4 or 8 bytes, or as rows of 16 or 32 bytes."""
     return data.view(f"u{size}") if size <= 8 else data.view(np.uint32).reshape(-1, size // 4)

@@ -22,7 +22,7 @@ from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, f
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, pick
 from flash_helpers.ptx.run.memory import Selection
 
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     "nanosleep prefetch prefetchu pmevent discard applypriority setmaxnreg griddepcontrol"
 )
 """The simulator has no caches and no clock, so hints change nothing."""
@@ -111,6 +111,7 @@ def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray
 
 def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
     """The action of an instruction that cannot be run: it raises."""
+    machine.refused.add(machine.position)
 
     def run_some(selection: Selection) -> None:
         raise refusal
@@ -119,7 +120,7 @@ def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
 
 
 def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
-    if instruction.name in _WITHOUT_EFFECT.split():
+    if instruction.name in WITHOUT_EFFECT.split():
         action, members = _no_effect(machine, instruction), None
     elif instruction.name in ("membar", "fence"):
         action, members = _fence(machine, instruction), None

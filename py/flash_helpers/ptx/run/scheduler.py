@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from flash_helpers.ptx.run.memory import ALL, Selection
 from flash_helpers.ptx.run.observe import Observation, Observer
 from flash_helpers.ptx.run.operations import bind, refusing
 from flash_helpers.ptx.run.order import Knowledge
+from flash_helpers.ptx.run.spread import Spread
 from flash_helpers.ptx.run.warps import MATRIX
 
 _RUNNING, _AT_SYNC, _AT_BARRIER, _DONE = 0, 1, 2, 3
@@ -130,6 +132,8 @@ class Scheduler:
         self.fairness = _FAIRNESS
         self._turn_ends = 0
         self.issued = machine.tally.issued
+        # Weakly, so that a batch that is done needs no garbage collector to go.
+        machine.poison.begin = WeakMethod(self._carry_poison)
 
     def _bind_ending(self, block: Block, instruction: Instruction) -> Action:
         """Decodes the instruction that ends a block. Its action does nothing, since the scheduler
@@ -208,6 +212,16 @@ class Scheduler:
             else:
                 self._run_together(self._at)
         return not self.live_lanes.size
+
+    def _carry_poison(self) -> Spread:
+        """Lets all actions carry poison, from the next one on: the lists that are being run are
+        changed. The last instruction of a block, run by the scheduler, is one of them then."""
+        spread = Spread(self.machine)
+        for position, action in enumerate(self.actions):
+            self.actions[position] = spread.tracked(position, action)
+        for block, runs in zip(self.program.blocks, self.full, strict=True):
+            runs[:] = [a.all for a in self.actions[block.start : block.end]]
+        return spread
 
     @property
     def live_lanes(self) -> np.ndarray:

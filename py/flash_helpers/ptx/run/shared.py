@@ -21,7 +21,6 @@ from flash_helpers.ptx.errors import (
     PendingCopyError,
     RaceError,
     SimulatorError,
-    UninitialisedReadError,
 )
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import Region, Selection
@@ -91,12 +90,14 @@ class SharedMemory(Region):
         selection: Selection,
         value: np.ndarray | None = None,
         strength: Strength = WEAK,
-    ) -> None:
+    ) -> np.ndarray | None:
         """Checks and records what lanes do, or are about to do, to words of `size` bytes.
 
         action: "read"; "matrix read", which all lanes of a warp make; "write", of `value`;
         "copy", a write of words that are pending until `end_copy`, where lanes that name one word
         must have one `value`; "atomic access". rows: index of each lane's word in `words(size)`.
+        Returns which granules of each word the lanes get to see, but nothing has written, (words,
+        granules), or None.
         """
         view = self._view(size)
         told = {"copy": "write", "matrix read": "read"}.get(action, action)
@@ -104,7 +105,7 @@ class SharedMemory(Region):
         written = view.written[rows]
         # Memory that nobody wrote may be written: only codes of writes and copies matter then.
         is_first = written >= _UNWRITTEN if action in ("write", "copy") else None
-        self._check_written(
+        unwritten = self._check_written(
             access,
             written if is_first is None else np.where(is_first, 0, written),
             value if action == "write" else None,
@@ -124,6 +125,13 @@ class SharedMemory(Region):
             self.order.weak_write(rows, view.width)
             view.written[rows] = _PENDING | position if action == "copy" else self._code(position)
             self._check_simultaneous(access, value)
+        if is_first is not None and strength.observes and is_first.any():
+            unwritten = is_first.reshape(rows.size, -1)
+        return unwritten
+
+    def is_written(self, granules: np.ndarray) -> np.ndarray:
+        """Whether granules of `data` were written, or are being copied to."""
+        return self._written[granules] < _UNWRITTEN
 
     def initialise(self, start: int, size: int) -> None:
         """Marks zeros in the shared memory of every block as written before the launch."""
@@ -180,10 +188,13 @@ class SharedMemory(Region):
             )
             self._report(RaceError, access, first, 0, int(differ.size), text)
 
-    def _check_written(self, access: _Access, codes: np.ndarray, value: np.ndarray | None) -> None:
-        """Checks an access against the last weak writes."""
+    def _check_written(
+        self, access: _Access, codes: np.ndarray, value: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Checks an access against the last weak writes; which granules there is none of, or
+        None."""
         if int(codes.max()) <= self._floor:
-            return
+            return None
         # Some granule was not written before the last barrier of all warps.
         n = access.rows.size
         codes = codes.reshape(n, -1)
@@ -197,7 +208,6 @@ class SharedMemory(Region):
             same = (words == value).reshape(n, -1).all(axis=1)
             bad &= ~(same[:, None] & (codes & _SITE_MASK == access.position) & (codes < _PENDING))
         for kind, chosen in (
-            (UninitialisedReadError, bad & (codes >= _UNWRITTEN)),
             (PendingCopyError, bad & (codes >= _PENDING) & (codes < _UNWRITTEN)),
             (RaceError, bad & (codes < _PENDING)),
         ):
@@ -212,13 +222,13 @@ class SharedMemory(Region):
                 other = f"write by {self._name(access, first, int(writer[first, column]))}"
                 self._report_race(access, first, column, other, site, count)
                 continue
-            reason = "nothing has written"
-            if kind is PendingCopyError:
-                reason = (
-                    f"the cp.async at {self.log.site(site)}\n    will write: its thread has not "
-                    "waited for it"
-                )
-            self._report(kind, access, first, column, count, f", which {reason}")
+            text = (
+                f", which the cp.async at {self.log.site(site)}\n    will write: its thread has "
+                "not waited for it"
+            )
+            self._report(kind, access, first, column, count, text)
+        unwritten = codes >= _UNWRITTEN
+        return unwritten if unwritten.any() else None
 
     def _check_history(self, access: _Access, history: _History) -> None:
         """Checks an access against those of one kind by other lanes of the block."""

@@ -24,19 +24,17 @@ def _everywhere(array: np.ndarray, machine: Machine) -> np.ndarray:
     return np.broadcast_to(array, (machine.lanes,))
 
 
-def _shfl(machine: Machine, instruction: Instruction) -> Action:
-    """shfl.sync: up, down, bfly, idx, with segments and clamping."""
-    target, a, b, c, _ = instruction.operands
-    destination, predicate = machine.destinations(target, "b32", "pred")
-    value = machine.source(a, "b32")
+def shuffled_from(
+    machine: Machine, instruction: Instruction
+) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    """For every lane, the lane that a shuffle reads from, and whether it is in range."""
+    _, _, b, c, _ = instruction.operands
     b_value, c_value = machine.source(b, "u32"), machine.source(c, "u32")
     mode = machine.one_of(("up", "down", "bfly", "idx"))
     lane = machine.lane_ids % WARP
     first = machine.lane_ids - lane
-    position = machine.position
 
     def sources() -> tuple[np.ndarray, np.ndarray]:
-        """Lane to read from, and whether it is in range, for every lane."""
         b_lane, c_bits = b_value.astype(np.int64) & 31, c_value.astype(np.int64)
         segment, clamp = c_bits >> 8 & 31, c_bits & 31
         low = lane & segment
@@ -50,10 +48,21 @@ def _shfl(machine: Machine, instruction: Instruction) -> Action:
         inside = j >= limit if mode == "up" else j <= limit
         return first + np.where(inside, j, lane), inside
 
-    fixed = sources() if isinstance(b, Immediate) and isinstance(c, Immediate) else None
+    if isinstance(b, Immediate) and isinstance(c, Immediate):
+        fixed = sources()
+        return lambda: fixed
+    return sources
+
+
+def _shfl(machine: Machine, instruction: Instruction) -> Action:
+    """shfl.sync: up, down, bfly, idx, with segments and clamping."""
+    target, a, *_ = instruction.operands
+    destination, predicate = machine.destinations(target, "b32", "pred")
+    value, sources = machine.source(a, "b32"), shuffled_from(machine, instruction)
+    position = machine.position
 
     def run_some(selection: Selection) -> None:
-        index, inside = fixed or sources()
+        index, inside = sources()
         if selection is not ALL:
             active = np.zeros(machine.lanes, bool)
             active[selection] = True
