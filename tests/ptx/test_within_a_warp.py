@@ -84,6 +84,14 @@ def test_both_lanes_are_named():
     assert (caught.value.thread.warp, caught.value.thread.lane) == (0, 0)
 
 
+def test_of_races_between_warps_and_within_one_the_former_are_told():
+    """A lane's word is read by its neighbour and by a lane of the other warp, then written."""
+    read = "xor.b32 %r9, %r5, 128;\nadd.u32 %r9, %r2, %r9;\nld.shared.u32 %r8, [%r9];"
+    with pytest.raises(RaceError, match="read by warp 0 at") as caught:
+        run(f"{FILL}ld.shared.u32 %r8, [%r6];\n{read}\nst.shared.u32 [%r3], %r0;")
+    assert caught.value.thread.warp == 1
+
+
 @pytest.mark.parametrize("action", ["ld.shared.u32 %r8, [%r3];", "st.shared.u32 [%r3], 2;"])
 def test_what_a_lane_does_to_its_own_words_is_no_race(action):
     run(f"st.shared.u32 [%r3], 1;\nld.shared.u32 %r9, [%r3];\n{action}")

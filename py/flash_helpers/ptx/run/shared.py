@@ -247,8 +247,10 @@ class SharedMemory(Region):
             hit = bad.any(axis=1)
             if not hit.any():
                 continue
-            first = int(np.flatnonzero(hit)[0])
-            column = int(np.flatnonzero(bad[first])[0])
+            # A race between warps tells more than one within a warp.
+            apart = hit & (self.warp_in_block[lanes] != warp)
+            first = int((apart if apart.any() else hit).argmax())
+            column = int(bad[first].argmax())
             code = int(codes[first, column])
             own = warp == self.warp_in_block[lanes[first]]
             who = "all lanes of the same warp" if own else f"warp {warp}"
