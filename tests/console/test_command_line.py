@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,10 @@ class TestRunTool:
 
         assert run_tool(work, OSError, ValueError) == 2
         assert capsys.readouterr() == ("", "v17 is not there\n")
+
+    def test_tells_a_warning_in_a_line_and_goes_on(self, capsys) -> None:
+        assert run_tool(lambda: warnings.warn("some is left out", UserWarning, stacklevel=1)) == 0
+        assert capsys.readouterr().err == "warning: some is left out\n"
 
     def test_lets_a_defect_through(self) -> None:
         with pytest.raises(ZeroDivisionError):

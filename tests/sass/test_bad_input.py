@@ -8,6 +8,7 @@ import random
 import signal
 import struct
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from flash_helpers.sass.read.cache import (
     encode,
     entry_key,
 )
-from flash_helpers.sass.read.containers import Member, cubins_of
+from flash_helpers.sass.read.containers import cubins_of, members_of
 from flash_helpers.sass.read.disassembler import (
     Disassembler,
     candidates,
@@ -39,8 +40,14 @@ from flash_helpers.sass.read.disassembler import (
 from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, disassemble
 from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, read_line_tables
-from flash_helpers.sass.read.reader import list_kernels, load_kernels, read_member
-from flash_helpers.sass.read.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
+from flash_helpers.sass.read.reader import list_kernels, load_kernels
+from flash_helpers.sass.read.records import (
+    INSTRUCTION_BYTES,
+    LiveRegisters,
+    Operation,
+    SassError,
+    SassWarning,
+)
 from flash_helpers.sass.read.records import SourceLine as Line
 
 pytestmark = pytest.mark.slow
@@ -128,8 +135,6 @@ class TestDisassembler:
         monkeypatch.setattr(disassembler, "candidates", lambda *_: [])
         with pytest.raises(SassError, match="pip install nvidia-cuda-nvdisasm"):
             load_kernels(planted / "one.sm_90a.cubin")
-        with pytest.raises(SassError, match="pip install nvidia-cuda-cuobjdump"):
-            load_kernels(planted / "one.o")
 
     def test_that_is_too_old_for_the_file(self, planted, tmp_path, monkeypatch) -> None:
         old = program(tmp_path, "nvdisasm", banner("12.9.88"))
@@ -170,13 +175,58 @@ class TestDisassembler:
         with pytest.raises(SassError, match="stopped by signal 11"):
             run_program(crashes, "file")
 
+    def test_that_refuses_a_file_is_followed_by_an_older_one(
+        self, planted: Path, tmp_path: Path, monkeypatch
+    ) -> None:
+        """As nvdisasm 13.5 refuses sm_70, which 13.0 reads."""
+        refusal = (
+            "echo 'nvdisasm fatal   : SM70 is deprecated. Please use 13.0 or earlier' >&2; exit 1"
+        )
+        script = f'if [ "$1" = --version ]; then {banner("99.5.37")}; else {refusal}; fi'
+        newest = program(tmp_path / "newest", "nvdisasm", script)
+        real = find_disassembler("nvdisasm")
+        path = planted / "several.sm_80.cubin"
+        cache = DisassemblyCache(tmp_path / "cache")
+        monkeypatch.setattr(disassembler, "candidates", lambda *_: [newest])
+        with pytest.raises(
+            SassError,
+            match=r"several\.sm_80\.cubin: SM70 is deprecated\. Please use 13\.0 or earlier "
+            r"\(tried nvdisasm 99\.5\.37: for another, name its toolkit in CUDA_HOME\)",
+        ):
+            load_kernels(path, cache=cache)
+        monkeypatch.setattr(disassembler, "candidates", lambda *_: [newest, real.path])
+        assert load_kernels(path, cache=cache) == load_kernels(path)
+
+    def test_whose_json_fails_is_asked_for_a_listing(self, planted: Path, tmp_path: Path) -> None:
+        """What that tells of linked code is the same."""
+        real = find_disassembler("nvdisasm")
+        script = f'[ "$1" = -json ] && kill -SEGV $$; exec {real.path} "$@"'
+        crashes = replace(real, path=program(tmp_path, "nvdisasm", script))
+        (member,) = members_of(planted / "several.sm_90.cubin")
+        cubin = member.cubin()
+        for kernel in cubin.kernels:
+            batch = Batch((Request(member, cubin, kernel),), merged=False)
+            (listed,), (told,) = (disassemble([tool], batch, tmp_path) for tool in (crashes, real))
+            assert listed.live == told.live
+            for one, other in zip(listed.operations, told.operations, strict=True):
+                if "`" in one.operands or "32@" in one.operands:  # which names symbols
+                    one, other = replace(one, operands=""), replace(other, operands="")
+                assert one == other
+
+    def test_whose_json_crashes_reads_a_file_to_be_linked(self, planted: Path) -> None:
+        """As that of nvdisasm 13.5 does at the call in `table`."""
+        kernels = {k.symbol: k for k in load_kernels(planted / "relocatable.o")}
+        (call,) = (i for i in kernels["table"].instructions if i.base == "CALL")
+        assert "_Z7collatzi" in call.operands
+        assert len(kernels["divergent"].loops) == 4
+
     def test_that_crashes_on_a_file_to_be_linked(self, planted: Path, tmp_path: Path) -> None:
         crashes = Disassembler("nvdisasm", program(tmp_path, "nvdisasm", "kill -SEGV $$"), (13, 5))
-        with cubins_of(planted / "relocatable.o") as (member,):
-            cubin = read_member(member)
-            batch = Batch((Request(member, cubin, cubin.kernels[0]),), merged=False)
-            with pytest.raises(SassError, match=r"relocatable\.o:.*-rdc=true.*link it first"):
-                disassemble(crashes, batch, tmp_path)
+        (member,) = cubins_of(planted / "relocatable.o")
+        cubin = member.cubin()
+        batch = Batch((Request(member, cubin, cubin.kernels[0]),), merged=False)
+        with pytest.raises(SassError, match=r"relocatable\.o:.*-rdc=true.*link it first"):
+            disassemble([crashes], batch, tmp_path)
 
     @pytest.mark.parametrize(
         "output",
@@ -196,9 +246,9 @@ class TestDisassembler:
         tool = Disassembler("nvdisasm", program(tmp_path, "nvdisasm", script), (99, 0))
         path = planted / "one.sm_90a.cubin"
         cubin = read_cubin(path.read_bytes(), path.name)
-        batch = Batch((Request(Member(path, path.name, None), cubin, cubin.kernels[0]),), False)
+        batch = Batch((Request(*members_of(path), cubin, cubin.kernels[0]),), False)
         with pytest.raises(SassError):
-            disassemble(tool, batch, tmp_path)
+            disassemble([tool], batch, tmp_path)
 
 
 def disassembly() -> tuple[Disassembly, bytes]:
@@ -309,13 +359,25 @@ class TestFiles:
         with pytest.raises(SassError, match="holds no device code"):
             load_kernels(Path(sys.executable))
 
-    @pytest.mark.parametrize("name", ["spills.sm_90.cubin", "one.o", "one.fatbin", "libone.so"])
+    @pytest.mark.parametrize("name", ["spills.sm_90.cubin", "one.o", "libone.so"])
     def test_that_are_cut_off(self, name: str, planted: Path, tmp_path: Path) -> None:
         data = (planted / name).read_bytes()
         for size in (1, 4, 16, 63, 64, 100, len(data) // 2, len(data) - 64):
             (tmp_path / name).write_bytes(data[:size])
             with pytest.raises(SassError):
                 load_kernels(tmp_path / name)
+
+    def test_a_fatbin_that_is_cut_off_holds_what_is_left(self, planted: Path, tmp_path) -> None:
+        data = (planted / "one.fatbin").read_bytes()
+        (tmp_path / "one.fatbin").write_bytes(data[: len(data) // 2])
+        with pytest.warns(
+            SassWarning, match=r"is truncated .* member at byte 3192 ends at byte 68"
+        ):
+            assert list_kernels(tmp_path / "one.fatbin") == [("sm_80", "one")]
+        for size in (1, 4, 16, 63, 64, 100):
+            (tmp_path / "one.fatbin").write_bytes(data[:size])
+            with pytest.raises(SassError):
+                load_kernels(tmp_path / "one.fatbin")
 
     def test_for_an_architecture_that_is_too_old(self, planted: Path) -> None:
         data = bytearray((planted / "old.sm_80.cubin").read_bytes())
@@ -339,20 +401,27 @@ class TestFiles:
             cubin = read_cubin(path.read_bytes(), path.name)
             (kernel,) = cubin.kernels
             if code is not None:
-                section = replace(kernel.section, data=code)
+                section = replace(kernel.section, content=code)
                 kernel = replace(kernel, section=section)
-            requests.append(Request(Member(path, path.name, None), cubin, kernel))
+            requests.append(Request(*members_of(path), cubin, kernel))
         tool = find_disassembler("nvdisasm")
         with pytest.raises(SassError, match=r"spills\.sm_90\.cubin"):
-            disassemble(tool, Batch(tuple(requests), merged=True), tmp_path)
+            disassemble([tool], Batch(tuple(requests), merged=True), tmp_path)
 
 
 # What is damaged, and how often: the ELF layer is cheap, disassembling is not.
 FUZZED_CUBINS = ("spills.sm_80", "filler.sm_90", "several.sm_90", "old.sm_80", "one.sm_90a")
-FUZZED_CONTAINERS = ("one.o", "one.fatbin", "libone.so", "only_ptx.fatbin")
+FUZZED_CONTAINERS = (
+    "one.o",
+    "one.fatbin",
+    "libone.so",
+    "only_ptx.fatbin",
+    "packed_lz4.fatbin",
+    "packed_zstd.fatbin",
+)
 DISASSEMBLED_CUBINS = ("spills.sm_80", "unrolled.sm_80", "filler.sm_90", "old.sm_80")
 HEADER_VARIANTS = 180  # of each cubin, without nvdisasm
-CONTAINER_VARIANTS = 30  # of each container, without nvdisasm
+CONTAINER_VARIANTS = 100  # of each container, without nvdisasm
 DISASSEMBLED_VARIANTS = 6  # of each cubin
 EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
@@ -444,12 +513,15 @@ class TestDamagedFiles:
         with time_limit(120):
             for _ in range(CONTAINER_VARIANTS):
                 path.write_bytes(damaged(data, generator))
-                try:
-                    found = list_kernels(path)
-                except SassError as error:
-                    assert str(error)
-                    continue
-                assert found == expected
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    try:
+                        found = list_kernels(path)
+                    except SassError as error:
+                        assert str(error)
+                        continue
+                assert found == [kernel for kernel in expected if kernel in found]
+                assert warned or len(found) == len(expected)
 
     @pytest.mark.parametrize("name", DISASSEMBLED_CUBINS)
     def test_disassembled(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,16 @@ from sass_text import ARCHITECTURES
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.sass.read.containers import cubins_of, ptx_of
+from flash_helpers.sass.read.containers import (
+    Member,
+    MemberKind,
+    cubins_of,
+    members_of,
+    ptx_of,
+)
 from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
-from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.read.records import SassError, SassWarning
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +37,9 @@ class TestKernelsIn:
         names = {symbol for _, symbol in list_kernels(planted / "several.sm_80.cubin")}
         assert names == {"divergent", "nested", "table", "local_array"}
 
-    @pytest.mark.parametrize("name", ["one.fatbin", "one.o"])
+    @pytest.mark.parametrize(
+        "name", ["one.fatbin", "one.o", "packed_lz4.fatbin", "packed_zstd.fatbin"]
+    )
     def test_a_file_for_two_architectures(self, name: str, planted: Path) -> None:
         assert list_kernels(planted / name) == BOTH
 
@@ -51,13 +62,6 @@ class TestKernelsIn:
     def test_a_file_to_be_linked(self, planted: Path) -> None:
         names = {symbol for _, symbol in list_kernels(planted / "relocatable.o")}
         assert names == {"divergent", "nested", "table", "local_array"}
-
-    def test_an_archive(self, planted: Path, tmp_path: Path) -> None:
-        content = (planted / "one.o").read_bytes()
-        header = f"{'one.o/':<16}{0:<12}{0:<6}{0:<6}{644:<8}{len(content):<10}`\n"
-        archive = tmp_path / "libone.a"
-        archive.write_bytes(b"!<arch>\n" + header.encode() + content)
-        assert list_kernels(archive) == BOTH
 
     def test_the_installed_library(self) -> None:
         architectures = {architecture for architecture, _ in list_kernels(installed_library())}
@@ -83,11 +87,29 @@ class TestChoice:
         with pytest.raises(SassError, match="no kernel for sm_86, only for sm_80, sm_90"):
             load_kernels(planted / "one.o", "sm_86")
 
-    def test_of_an_architecture_with_another_letter(self, planted: Path) -> None:
-        path = planted / "one.sm_90a.cubin"
-        assert list_kernels(path, "sm_90a") == [("sm_90a", "one")]
-        with pytest.raises(SassError, match="no kernel for sm_90, only for sm_90a"):
-            list_kernels(path, "sm_90")
+    @pytest.mark.parametrize(
+        ("name", "asked", "found"),
+        [
+            ("one.sm_90a.cubin", "sm_90", "sm_90a"),
+            ("variants.fatbin", "sm_90", "sm_90a"),
+            ("family.fatbin", "sm_120", "sm_120f"),
+        ],
+    )
+    def test_of_an_architecture_includes_its_variants_and_says_so(
+        self, name: str, asked: str, found: str, planted: Path
+    ) -> None:
+        with pytest.warns(SassWarning, match=f"{name}: {asked} includes .* {found} alone"):
+            assert list_kernels(planted / name, asked) == [(found, "one")]
+
+    @pytest.mark.parametrize("asked", ["sm_120", "sm_120a"])
+    def test_of_what_there_is_for_an_architecture_and_a_variant_is_exact(
+        self, asked: str, planted: Path
+    ) -> None:
+        assert list_kernels(planted / "variants.fatbin", asked) == [(asked, "one")]
+
+    def test_of_a_variant_is_of_it_alone(self, planted: Path) -> None:
+        with pytest.raises(SassError, match="no kernel for sm_90f, only for sm_90a"):
+            list_kernels(planted / "one.sm_90a.cubin", "sm_90f")
 
     def test_of_kernels_that_are_not_there_names_those_that_are(self, planted: Path) -> None:
         with pytest.raises(SassError, match="only divergent, local_array, nested, table"):
@@ -114,6 +136,11 @@ class TestArchitecture:
         assert cubin.architecture == architecture
         assert f"sm_{cubin.capability}" == architecture.rstrip("a")
 
+    def test_is_read_from_a_cubin_whose_container_tells_less(self, planted, tmp_path) -> None:
+        path = tmp_path / "old.a"
+        path.write_bytes(archive((b"old.cubin/", (planted / "old.sm_90a.cubin").read_bytes())))
+        assert {architecture for architecture, _ in list_kernels(path)} == {"sm_90a"}
+
 
 class TestAttributes:
     def test_that_are_unknown_are_passed_over(self, planted: Path) -> None:
@@ -131,21 +158,192 @@ class TestAttributes:
 
 
 class TestPtx:
-    @pytest.mark.parametrize("name", ["one.fatbin", "one.o", "only_ptx.fatbin"])
+    @pytest.mark.parametrize(
+        "name",
+        ["one.fatbin", "one.o", "only_ptx.fatbin", "packed_lz4.fatbin", "packed_zstd.fatbin"],
+    )
     def test_members(self, name: str, planted: Path) -> None:
         ((_, text),) = ptx_of(planted / name).items()
         assert ".visible .entry one(" in text
         assert ".target sm_90" in text
 
     def test_members_that_share_a_name(self, planted: Path) -> None:
-        with cubins_of(planted / "libone.so") as members:
-            assert len({member.path for member in members}) == 4
+        path = planted / "libone.so"
+        assert [".entry one(" in text for text in ptx_of(path).values()] == [True, False]
+        names = [member.name for member in members_of(path)]
+        assert names[0] == "one.sm_80.cubin"
+        assert len(set(names)) == len(names) == 6
+
+    def test_that_cuobjdump_does_not_list(self, planted: Path, cuobjdump) -> None:
+        """Of a file with linked and relocatable code it takes the linked alone."""
+        path = planted / "mixed.o"
+        assert cuobjdump("-lptx", path).split(": ")[1:] == ["mixed.1.sm_90.ptx\n"]
+        assert list(ptx_of(path)) == ["mixed.sm_90.ptx", "mixed.sm_80.ptx"]
+        assert list_kernels(path) == [("sm_90", "one"), ("sm_80", "other")]
+
+    def test_of_a_file_that_cuobjdump_gives_up(self, planted, cuobjdump, tmp_path) -> None:
+        path = tmp_path / "one.fatbin"
+        data = bytearray((planted / "one.fatbin").read_bytes())
+        data[16 + 41] = 0x20  # the first is said to be compressed by LZ4
+        path.write_bytes(data)
+        with pytest.raises(SassError, match="Invalid fatbin header"):
+            cuobjdump("-lptx", path)
+        assert list(ptx_of(path)) == ["one.sm_90.ptx"]
 
     def test_a_cubin_has_no_members(self, planted: Path) -> None:
         assert ptx_of(planted / "several.sm_90.cubin") == {}
 
 
-def test_extracted_files_vanish(planted: Path) -> None:
-    with cubins_of(planted / "one.o") as members:
-        assert all(member.path.is_file() for member in members)
-    assert not any(member.path.exists() for member in members)
+class TestLtoIr:
+    def test_is_no_machine_code(self, planted: Path) -> None:
+        path = planted / "lto.fatbin"
+        assert [member.kind for member in members_of(path)] == [MemberKind.CUBIN, MemberKind.LTO_IR]
+        assert list_kernels(path) == [("sm_80", "one")]
+        with pytest.raises(
+            SassError, match=r"no cubin for sm_90, only LTO IR for sm_90 \(no machine code: link"
+        ):
+            list_kernels(path, "sm_90")
+
+
+def archive(*members: tuple[bytes, bytes]) -> bytes:
+    """By the field of their name, the members of an archive."""
+    return b"!<arch>\n" + b"".join(
+        b"%-16s%-12d%-6d%-6d%-8d%-10d`\n" % (name, 0, 0, 0, 644, len(data))
+        + data
+        + b"\n" * (len(data) % 2)
+        for name, data in members
+    )
+
+
+class TestArchives:
+    def test_of_gnu(self, planted: Path, tmp_path: Path) -> None:
+        one, library = (planted / "one.o").read_bytes(), (planted / "libone.so").read_bytes()
+        path = tmp_path / "lib.a"
+        path.write_bytes(
+            archive(
+                (b"/", b"index"),
+                (b"//", b"an_object_with_a_long_name.o/\nanother.o/\n"),
+                (b"/0", (planted / "relocatable.o").read_bytes()),
+                (b"one.o/", one),
+                (b"one.o/", one),
+                (b"notes.txt/", b"nothing"),
+                (b"/30", library),
+            )
+        )
+        names = [member.name for member in cubins_of(path)]
+        assert names[:3] == [
+            "an_object_with_a_long_name.sm_90.cubin",
+            "one.sm_80.cubin",
+            "one.sm_90.cubin",
+        ]
+        assert len(names) == len(set(names)) == 1 + 2 + 2 + 4
+        kernels = list_kernels(path, "sm_80")
+        assert kernels == [("sm_80", name) for name in ("one", "one", "one", "other")]
+
+    def test_of_bsd(self, planted: Path, tmp_path: Path) -> None:
+        path = tmp_path / "lib.a"
+        name = b"an_object_with_a_long_name.fatbin\0\0\0"
+        path.write_bytes(
+            archive((b"#1/%d" % len(name), name + (planted / "packed_lz4.fatbin").read_bytes()))
+        )
+        assert list_kernels(path) == BOTH
+        assert cubins_of(path)[0].origin == f"{path}:an_object_with_a_long_name.sm_80.cubin"
+
+    def test_that_are_cut_off(self, planted: Path, tmp_path: Path) -> None:
+        path = tmp_path / "lib.a"
+        one = (planted / "one.o").read_bytes()
+        path.write_bytes(archive((b"one.o/", one), (b"two.o/", one))[:-1000])
+        with pytest.warns(SassWarning, match=r"lib\.a is truncated or damaged from byte 16108 on"):
+            assert list_kernels(path) == BOTH
+
+
+class TestMembersThatCannotBeRead:
+    """A warning each; the others are read."""
+
+    @staticmethod
+    def changed(planted: Path, folder: Path, name: str, at: int, value: bytes) -> Path:
+        """A file of which the bytes from `at` on in the first member's header are others."""
+        data = bytearray((planted / name).read_bytes())
+        data[16 + at : 16 + at + len(value)] = value
+        path = folder / name
+        path.write_bytes(data)
+        return path
+
+    @pytest.mark.parametrize(
+        ("name", "at", "value", "said"),
+        [
+            ("one.fatbin", 0, b"\x4d", r"one\.fatbin for sm_80 is of the unknown kind 77"),
+            ("one.fatbin", 64, b"\0", r"one\.sm_80\.cubin is not a cubin"),
+            ("one.fatbin", 28, b"\x51", r"it is for sm_80, and its fatbin says sm_81"),
+            ("packed_lz4.fatbin", 41, b"\x40", r"is compressed in a way that is not known"),
+            ("packed_lz4.fatbin", 56, b"\0", r"lz4\.sm_80\.cubin is damaged: its LZ4"),
+            ("packed_lz4.fatbin", 63, b"\x7f", r"its LZ4: \d+ bytes are more than"),
+            ("packed_zstd.fatbin", 56, b"\xff", r"its zstd: 3112 bytes instead of 3327"),
+            ("packed_zstd.fatbin", 56, b"\x00", r"its zstd: 3073 bytes instead of 3072"),
+            ("packed_zstd.fatbin", 70, b"\xff\xff\xff", r"is damaged: its zstd"),
+        ],
+    )
+    def test_one(self, name, at, value, said, planted: Path, tmp_path: Path) -> None:
+        path = self.changed(planted, tmp_path, name, at, value)
+        with pytest.warns(SassWarning) as warned:
+            found = list_kernels(path)
+        assert found == [("sm_90", "one")]
+        assert len(warned) == 1
+        assert re.search(said, str(warned[0].message))
+
+    def test_all(self, planted: Path, tmp_path: Path) -> None:
+        data = (planted / "packed_zstd.fatbin").read_bytes()
+        path = tmp_path / "packed_zstd.fatbin"
+        path.write_bytes(data.replace((0xFD2FB528).to_bytes(4, "little"), b"\0\0\0\0"))
+        with pytest.raises(SassError, match="is damaged: its zstd"):
+            list_kernels(path)
+
+    def test_because_they_are_too_old_are_one_line(self, planted: Path, tmp_path: Path) -> None:
+        path = self.changed(planted, tmp_path, "one.fatbin", 28, b"\x3d")
+        with pytest.warns(
+            SassWarning, match=r"1 cubins for sm_61 are left out: only code for sm_70"
+        ):
+            assert list_kernels(path) == [("sm_90", "one")]
+
+
+def test_sections_of_nvidias_own_kind_have_no_bytes(planted: Path) -> None:
+    """0x7000000a, in cubins of CUDA 12.0 and 12.1: of a size that goes beyond the file."""
+    data = bytearray((planted / "several.sm_90.cubin").read_bytes())
+    before = read_cubin(bytes(data), "before")
+    section = before.sections[".nv.shared.nested"]
+    (headers,) = struct.unpack_from("<Q", data, 40)
+    at = headers + section.index * 64
+    struct.pack_into("<I", data, at + 4, 0x7000000A)
+    struct.pack_into("<Q", data, at + 24, len(data) - 1)
+    after = read_cubin(bytes(data), "after")
+    assert [k.resources for k in after.kernels] == [k.resources for k in before.kernels]
+    assert not after.sections[".nv.shared.nested"].data
+
+
+def test_nothing_is_unpacked_that_is_not_asked_for(planted: Path, monkeypatch) -> None:
+    unpacked = []
+    read = Member.read
+    monkeypatch.setattr(Member, "read", lambda self: unpacked.append(self.name) or read(self))
+    load_kernels(planted / "packed_zstd.fatbin", "sm_80")
+    assert set(unpacked) == {"packed_zstd.sm_80.cubin"}
+
+
+def test_a_large_file_is_not_copied(planted: Path, tmp_path: Path) -> None:
+    """A gigabyte, which is a hole in the file, beside an object file."""
+    size = 1 << 30
+    one = (planted / "one.o").read_bytes()
+    ends = (
+        archive((b"data/", b"")).replace(b"%-10d" % 0 + b"`", b"%-10d`" % size),
+        archive((b"one.o/", one)),
+    )
+    path = tmp_path / "lib.a"
+    with path.open("wb") as file:
+        file.write(ends[0])
+        file.seek(size, os.SEEK_CUR)
+        file.write(ends[1].removeprefix(b"!<arch>\n"))
+    tracemalloc.start()
+    try:
+        assert list_kernels(path) == BOTH
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

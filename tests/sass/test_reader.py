@@ -19,7 +19,7 @@ from flash_helpers.measure.machine_code import installed_library, library_kernel
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache
-from flash_helpers.sass.read.containers import Member, cubins_of
+from flash_helpers.sass.read.containers import cubins_of, members_of
 from flash_helpers.sass.read.disassembler import find_disassembler
 from flash_helpers.sass.read.disassembly import Batch, Request, batches, disassemble
 from flash_helpers.sass.read.elf import read_cubin
@@ -353,55 +353,55 @@ class TestMerging:
         return [
             disassembly
             for request in requests
-            for disassembly in disassemble(nvdisasm, Batch((request,), merged=False), folder)
+            for disassembly in disassemble([nvdisasm], Batch((request,), merged=False), folder)
         ]
 
     def test_of_the_library_changes_nothing(self, tmp_path: Path) -> None:
-        with cubins_of(installed_library()) as members:
-            chosen = [
-                member
-                for member in members
-                if re.search(r":v(1|7)_bf16", member.origin) and member.architecture in FEW
-            ]
-            requests = [
-                Request(member, cubin, kernel)
-                for member in chosen
-                for cubin in [reader.read_member(member)]
-                for kernel in cubin.kernels
-            ]
-            planned = batches(requests, workers=1)
-            assert len(requests) > 2 * len(FEW)
-            assert [batch.merged for batch in planned] == [True] * len(FEW)  # one an architecture
-            for batch in planned:
-                merged = disassemble(find_disassembler("nvdisasm"), batch, tmp_path)
-                assert merged == self.alone(list(batch.requests), tmp_path)
+        members = cubins_of(installed_library())
+        chosen = [
+            member
+            for member in members
+            if re.search(r":v(1|7)_bf16", member.origin) and member.architecture in FEW
+        ]
+        requests = [
+            Request(member, cubin, kernel)
+            for member in chosen
+            for cubin in [member.cubin()]
+            for kernel in cubin.kernels
+        ]
+        planned = batches(requests, workers=1)
+        assert len(requests) > 2 * len(FEW)
+        assert [batch.merged for batch in planned] == [True] * len(FEW)  # one an architecture
+        for batch in planned:
+            merged = disassemble([find_disassembler("nvdisasm")], batch, tmp_path)
+            assert merged == self.alone(list(batch.requests), tmp_path)
         assert not list(tmp_path.iterdir())
 
     def test_is_not_done_with_what_needs_its_own_cubin(self, planted: Path) -> None:
         """A jump table, a function that is called, a file that is not linked."""
         cubin = read_cubin((planted / "several.sm_90.cubin").read_bytes(), "several")
         assert {k.symbol for k in cubin.kernels if not k.self_contained} == {"table"}
-        with cubins_of(planted / "relocatable.o") as (member,):
-            assert not any(kernel.self_contained for kernel in reader.read_member(member).kernels)
+        (member,) = cubins_of(planted / "relocatable.o")
+        assert not any(kernel.self_contained for kernel in member.cubin().kernels)
 
     def test_of_planted_kernels_changes_nothing(self, planted: Path, tmp_path: Path) -> None:
         requests = []
         for name in ("several.sm_80", "several.sm_90", "spills.sm_80"):
-            path = planted / f"{name}.cubin"
-            cubin = read_cubin(path.read_bytes(), name)
-            requests += [Request(Member(path, name, None), cubin, k) for k in cubin.kernels]
+            (member,) = members_of(planted / f"{name}.cubin")
+            cubin = member.cubin()
+            requests += [Request(member, cubin, k) for k in cubin.kernels]
         planned = batches(requests, workers=2)
         assert sum(len(batch.requests) for batch in planned) == len(requests)
         for batch in planned:
-            together = disassemble(find_disassembler("nvdisasm"), batch, tmp_path)
+            together = disassemble([find_disassembler("nvdisasm")], batch, tmp_path)
             assert together == self.alone(list(batch.requests), tmp_path)
 
     def test_batches_are_for_all_workers_and_of_one_architecture(self, planted: Path) -> None:
         requests = []
         for name in ("filler.sm_80", "several.sm_80", "several.sm_90"):
-            path = planted / f"{name}.cubin"
-            cubin = read_cubin(path.read_bytes(), name)
-            requests += [Request(Member(path, name, None), cubin, k) for k in cubin.kernels]
+            (member,) = members_of(planted / f"{name}.cubin")
+            cubin = member.cubin()
+            requests += [Request(member, cubin, k) for k in cubin.kernels]
         planned = batches(requests, workers=2)
         assert len(requests) == 9
         # of the four of sm_80, and of the three of sm_90, half each; and what cannot be merged

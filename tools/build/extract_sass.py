@@ -34,7 +34,7 @@ issue; the scheduler may turn to another warp; barrier 0 is raised until the res
 until the operands are read; wait for barriers 0 and 1; operand a stays in the reuse cache. Live
 registers are counted as general, predicate, uniform, uniform predicate.
 
-It needs nvdisasm and cuobjdump: pip install nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump
+It needs nvdisasm: pip install nvidia-cuda-nvdisasm
 """
 
 EXAMPLES = """\

@@ -1,5 +1,5 @@
 """Kernels compiled on the side: machine code of one architecture each, in parallel, kept by what it
-was made from. Nothing is installed. Standard library and pyelftools only.
+was made from. Nothing is installed. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.console.file_kinds import EM_CUDA, elf_machine
 from flash_helpers.console.files import write_if_different
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.sass.read.elf import read_elf
+from flash_helpers.sass.read.elf import read_sections
 
 _INCLUDE = re.compile(r'^\s*#include "(.*)"', re.MULTILINE)
 _TEXT = ".text."
@@ -101,8 +101,7 @@ def read_code(path: Path, config: Config, registers: int) -> tuple[str, str]:
     data = path.read_bytes()
     if elf_machine(data) != EM_CUDA:
         raise ValueError(f"{path} is not a cubin")
-    _, sections, _ = read_elf(data, str(path))
-    for section in sections:
+    for section in read_sections(data, str(path)):
         # the parameters' bank, which is zeros, and what nothing executes are left out
         if section.name.startswith(_TEXT):
             symbols.append(section.name.removeprefix(_TEXT))

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -114,12 +115,15 @@ def run_tool(
     """Run a tool's work and return its exit status: what the work returns, or 0 for None.
 
     It is 2 after one of `errors`, those that wrong usage or bad input raises, and 130 after Ctrl-C;
-    stderr then has a line, the error or `interrupted`. Raises any other exception of the work.
+    stderr then has a line, the error or `interrupted`; it has one of each warning, too. Raises any
+    other exception of the work.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see quiet_start
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return work() or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            return work() or 0
     except errors as error:
         named = isinstance(error, OSError) and error.filename
         print(f"{error.filename}: {error.strerror}" if named else error, file=sys.stderr)
@@ -127,6 +131,10 @@ def run_tool(
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
+
+
+def _print_warning(message: Warning | str, *_: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def typed_command(tool: str, argv: Sequence[str] | None) -> str:

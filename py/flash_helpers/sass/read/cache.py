@@ -16,13 +16,13 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
 from platformdirs import user_cache_path
 
 from flash_helpers.sass.read.disassembly import Disassembly
+from flash_helpers.sass.read.elf import Content
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     LiveRegisters,
@@ -99,7 +99,7 @@ class DisassemblyCache:
                     return
 
 
-def cubin_digest(cubin: bytes) -> str:
+def cubin_digest(cubin: Content) -> str:
     """What tells a cubin from every other."""
     return hashlib.sha256(cubin).hexdigest()
 
@@ -117,7 +117,7 @@ def encode(disassembly: Disassembly) -> bytes:
         disassembly.sources,
         disassembly.ptx_lines,
     )
-    text = json.dumps([*map(_numbered, columns)], separators=(",", ":"), default=astuple)
+    text = json.dumps([*map(_numbered, columns)], separators=(",", ":"), default=_fields)
     return zlib.compress(text.encode(), _COMPRESSION)
 
 
@@ -148,6 +148,10 @@ def decode(data: bytes, code: bytes) -> Disassembly:
         return Disassembly(operations, *columns[1:])
     except (ValueError, TypeError, KeyError, IndexError, zlib.error) as error:
         raise SassError(f"the entry was written by another version ({error!r})") from error
+
+
+def _fields(record: LiveRegisters | SourceLine) -> tuple[int | str, ...]:
+    return tuple(getattr(record, name) for name in record.__slots__)
 
 
 def _numbered(items: Iterable[H]) -> tuple[list[H], list[int]]:

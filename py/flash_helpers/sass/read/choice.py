@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.read.records import SassError, SassWarning
 
 _SHOWN = 16  # names in an error
 # Itanium C++ ABI, "Mangling": literals and substitutions, whose digits are no length; the length of
@@ -61,11 +62,19 @@ def choose(
 ) -> list[Found]:
     """The kernels of a file that are asked for, in its order.
 
-    there: all of them. architecture: None takes any. names: as for `matching`; without any, all.
+    there: all of them. architecture: None takes any; sm_120 takes kernels for its variants sm_120a
+    and sm_120f, too, that there are none of for sm_120, which a `SassWarning` tells. names: as for
+    `matching`; without any, all.
 
     Raises SassError, saying what there is, for an architecture or a name that is not there.
     """
-    here = [found for found in there if architecture in (None, found[0])]
+    own = {symbol for found, symbol in there if found == architecture}
+    here = [
+        (found, symbol)
+        for found, symbol in there
+        if architecture in (None, found)
+        or (found.rstrip("af") == architecture and symbol not in own)  # sm_90a, sm_120f
+    ]
     if not here:
         known = sorted({found or "an architecture it does not name" for found, _ in there})
         raise SassError(f"{file} holds no kernel for {architecture}, only for {', '.join(known)}")
@@ -76,7 +85,12 @@ def choose(
         if not found:
             raise SassError(f"{file} holds no kernel {name!r}, only {_listed(symbols)}")
         wanted.update(found)
-    return [found for found in here if found[1] in wanted] if wanted else here
+    chosen = [found for found in here if found[1] in wanted] if wanted else here
+    variants = sorted({found for found, _ in chosen} - {architecture})
+    if architecture is not None and variants:
+        told = f"{file}: {architecture} includes what there is for {', '.join(variants)} alone"
+        warnings.warn(told, SassWarning, stacklevel=1)
+    return chosen
 
 
 def require_one_architecture(file: str, chosen: Iterable[Found]) -> str:

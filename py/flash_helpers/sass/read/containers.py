@@ -1,21 +1,36 @@
-"""Files that hold cubins: a cubin itself, a fatbin, an object file, a library, a program.
+"""Files that hold cubins: a cubin, a fatbin, an object file, a library, a program, an archive.
 
-cuobjdump takes them apart, since members may be compressed.
+The fatbins in them are walked here, since cuobjdump extracts all that there is, writes members of
+one name over each other and gives up at what it does not know. NVIDIA does not describe their
+layout: it was read from files that nvcc 13.0 made for each kind, architecture and compression.
+Nothing is copied or unpacked until it is asked for, and what cannot be read is told by a
+`SassWarning`, while the rest of the file is read.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+import stat
 import struct
-import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+import lz4.block
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 from flash_helpers.console.file_kinds import (
     ARCHIVE_MAGIC,
+    ELF_HEADER_BYTES,
     ELF_MAGIC,
     EM_CUDA,
     FATBIN_MAGIC,
@@ -23,143 +38,342 @@ from flash_helpers.console.file_kinds import (
     elf_machine,
     mistaken,
 )
-from flash_helpers.sass.read.disassembler import Disassembler, find_disassembler, run_program
-from flash_helpers.sass.read.elf import read_elf
-from flash_helpers.sass.read.records import SassError
+from flash_helpers.sass.read.elf import (
+    FIRST_ARCHITECTURE,
+    Content,
+    Cubin,
+    cubin_capability,
+    read_cubin,
+    read_sections,
+)
+from flash_helpers.sass.read.records import SassError, SassWarning
 
-_FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the rest
-_FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
-_MEMBER = re.compile(r"^Extracting (?:ELF|PTX) file.*?\s\d+: (\S+)", re.MULTILINE)
+MAX_MEMBER_BYTES = (1 << 31) - 1  # unpacked
 
-_NO_DEVICE_CODE = "does not contain device code"
+_FORGET_EVERY = 64  # members
+
+_FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the rest
+# kind, size of this header, size of what follows it, packed size, architecture, place and size of
+# the name, flags, unpacked size
+_MEMBER = struct.Struct("<H2xIQI8xIIIQ8xQ")
+_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+_FIND_FATBIN = re.compile(re.escape(FATBIN_MAGIC))
+# of the flags
+_PACKED_BY = {0x2000: "LZ4", 0x8000: "zstd"}
+_UNKNOWN = "unknown"
+_VARIANTS, _VARIANT_BITS = {0x100000: "a", 0x200000: "f"}, 0x300000  # as in sm_90a, sm_120f
+
+_ENTRY = struct.Struct("<16s32x10s2s")  # name; date, owner, group, mode; size; end mark
+_ENTRY_END = b"`\n"
+_GNU_LONG_NAMES, _BSD_LONG_NAME = b"//", b"#1/"
 
 
-@dataclass(frozen=True)
+class MemberKind(Enum):
+    """What a member of a fatbin is. The values: the number in its header, the suffix of its name,
+    what it is called, and what makes machine code of it."""
+
+    PTX = (1, "ptx", "PTX", "compile it for an architecture")
+    CUBIN = (2, "cubin", "machine code", "")
+    LTO_IR = (8, "ltoir", "LTO IR", "no machine code: link it with nvcc -dlto")
+
+
+_KINDS = {kind.value[0]: kind for kind in MemberKind}
+
+
+@dataclass(frozen=True, eq=False)
 class Member:
-    """A cubin or a PTX module of a file.
+    """A cubin, a PTX module or LTO IR in a file.
 
-    path: where it lies now. origin: the file, and the member's name in it. architecture: as its
-    name tells, such as "sm_90a"; None if it does not.
+    path: of the file. name: tells it from every other member of the file; "" if it is the file.
+    architecture: as its header tells, such as "sm_90a"; None without one. stored: its content as it
+    lies in the file. packed_by: "LZ4", "zstd" or "unknown"; "" if it is not compressed. size: bytes
+    of what is unpacked.
     """
 
     path: Path
-    origin: str
+    name: str
+    kind: MemberKind
     architecture: str | None
+    stored: Content = field(repr=False)
+    packed_by: str = ""
+    size: int = 0
+
+    @property
+    def origin(self) -> str:
+        """The file, and the member's name in it."""
+        return f"{self.path}:{self.name}" if self.name else str(self.path)
+
+    @property
+    def capability(self) -> int:
+        """Compute capability, such as 90 for sm_90a."""
+        if self.architecture is None:
+            return cubin_capability(self.stored)
+        return int(re.sub(r"\D", "", self.architecture))
+
+    def read(self) -> Content:
+        """The content. Raises SassError if it cannot be unpacked."""
+        if not self.packed_by:
+            return self.stored
+        if self.packed_by == _UNKNOWN:
+            raise SassError(f"{self.origin} is compressed in a way that is not known here")
+        try:
+            if self.size > MAX_MEMBER_BYTES:
+                raise ValueError(f"{self.size} bytes are more than {MAX_MEMBER_BYTES}")
+            if self.packed_by == "LZ4":
+                content = lz4.block.decompress(self.stored, uncompressed_size=self.size)
+            else:
+                # one more, to tell a frame that goes on
+                content = zstd.ZstdDecompressor().decompress(self.stored, self.size + 1)
+            if len(content) != self.size:
+                raise ValueError(f"{len(content)} bytes instead of {self.size}")
+        except (ValueError, lz4.block.LZ4BlockError, zstd.ZstdError, MemoryError) as error:
+            raise SassError(f"{self.origin} is damaged: its {self.packed_by}: {error}") from error
+        return content
+
+    def cubin(self) -> Cubin:
+        """What its headers tell. Raises SassError if it is no cubin, or a damaged one."""
+        cubin = read_cubin(self.read(), self.origin, self.architecture)
+        if cubin.capability != self.capability:
+            raise SassError(
+                f"{self.origin} is damaged: it is for sm_{cubin.capability}, and its fatbin says "
+                f"{self.architecture}"
+            )
+        return cubin
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file's content. Raises SassError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SassError(f"{path} cannot be read: {error.strerror or error}") from error
+def members_of(path: Path) -> list[Member]:
+    """All that a file holds, in its order.
 
-
-@contextmanager
-def cubins_of(path: Path, required: bool = True) -> Iterator[list[Member]]:
-    """The cubins in a file; those that had to be extracted vanish afterwards.
-
-    required: whether a file that holds only PTX will not do. Raises SassError for such a file, for
-    one of another kind, one without device code, and one that is damaged.
+    Raises SassError for a file of another kind, for one without device code, and for one of which
+    nothing can be read.
     """
-    if elf_machine(_content(path)) == EM_CUDA:
-        yield [Member(path.absolute(), str(path), None)]
-        return
-    with tempfile.TemporaryDirectory(prefix="cubins-") as folder:
-        members = _extract(path, "elf", Path(folder))
-        if required and not members:
-            raise SassError(f"{path} holds no cubin, only PTX: compile it for an architecture")
-        yield members
+    file = _mapped(path)
+    head = bytes(file[:ELF_HEADER_BYTES])
+    if elf_machine(head) == EM_CUDA:
+        return [Member(path, "", MemberKind.CUBIN, None, file)]
+    if not head.startswith((ELF_MAGIC, FATBIN_MAGIC, ARCHIVE_MAGIC)):
+        raise SassError(
+            mistaken(path, bytes(file), FileKind.CUBIN)
+            or f"{path} is not an ELF file (cubin, object file, library, program), a fatbin or an "
+            "archive"
+        )
+    walk = _Walk(path)
+    if head.startswith(ARCHIVE_MAGIC):
+        walk.archive(file)
+    else:
+        walk.file(file, path.name)
+    if not walk.members:
+        raise SassError((*walk.problems, f"{path} holds no device code")[0])
+    _warn(walk.problems)
+    return walk.members
+
+
+def cubins_of(path: Path, capability: int | None = None) -> list[Member]:
+    """The cubins in a file: those for a compute capability, if there are any, or else all.
+
+    Raises SassError as `members_of` does, and for a file that holds nothing but PTX and LTO IR, or
+    nothing else for that capability.
+    """
+    members = members_of(path)
+    own = [member for member in members if capability in (None, member.capability)] or members
+    cubins = [member for member in own if member.kind is MemberKind.CUBIN]
+    if not cubins:
+        wanted = "" if capability is None else f" for sm_{capability}"
+        others = {f"{m.kind.value[2]} for {m.architecture} ({m.kind.value[3]})": None for m in own}
+        raise SassError(f"{path} holds no cubin{wanted}, only {' and '.join(others)}")
+    known = [member for member in cubins if member.capability >= FIRST_ARCHITECTURE]
+    if len(known) < len(cubins):
+        old = sorted({f"sm_{m.capability}" for m in cubins if m not in known})
+        told = f"only code for sm_{FIRST_ARCHITECTURE} and later can be read"
+        if not known:
+            raise SassError(f"{path} is for {', '.join(old)}: {told}")
+        _warn(
+            [f"{path}: {len(cubins) - len(known)} cubins for {', '.join(old)} are left out: {told}"]
+        )
+    return known
+
+
+def read_cubins(members: Iterable[Member]) -> Iterator[tuple[Member, Cubin]]:
+    """The headers of those that are cubins. Raises SassError if there are, but none can be read."""
+    problems = []
+    any_can = False
+    for number, member in enumerate(members):
+        if member.kind is not MemberKind.CUBIN:
+            continue
+        try:
+            cubin = member.cubin()
+        except SassError as error:
+            problems.append(str(error))
+        else:
+            any_can = True
+            yield member, cubin
+        _forget(number, member.stored)
+    if problems and not any_can:
+        raise SassError(problems[0])
+    _warn(problems)
 
 
 def ptx_of(path: Path) -> dict[str, str]:
     """The PTX modules that a file carries for later compilation, by the member's name.
 
-    Empty for a cubin, which has none. Raises SassError as `cubins_of` does.
+    Empty for a cubin, which has none. Raises SassError as `members_of` does.
     """
-    if elf_machine(_content(path)) == EM_CUDA:
-        return {}
-    with tempfile.TemporaryDirectory(prefix="ptx-") as folder:
-        return {
-            member.path.name: read_bytes(member.path).decode(errors="replace").rstrip("\0")
-            for member in _extract(path, "ptx", Path(folder))
-        }
+    found = {}
+    for member in members_of(path):
+        if member.kind is MemberKind.PTX:
+            try:
+                found[member.name] = bytes(member.read()).decode(errors="replace").rstrip("\0")
+            except SassError as error:
+                _warn([str(error)])
+    return found
 
 
-def _content(path: Path) -> bytes:
-    data = read_bytes(path)
-    if not data.startswith((ELF_MAGIC, FATBIN_MAGIC, ARCHIVE_MAGIC)):
-        raise SassError(
-            mistaken(path, data, FileKind.CUBIN)
-            or f"{path} is not an ELF file (cubin, object file, library, program), a fatbin or an "
-            "archive"
+def _warn(problems: Iterable[str]) -> None:
+    """Tell what could not be read; each once in a process."""
+    for problem in problems:
+        warnings.warn(problem, SassWarning, stacklevel=1)
+
+
+class _Walk:
+    """What a file holds, found on the way through it. problems: what could not be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.members: list[Member] = []
+        self.problems: list[str] = []
+        self.names: dict[str, int] = {}  # how many there are of each
+
+    def file(self, data: memoryview, name: str) -> None:
+        """A file, or a member of an archive; what is of no known kind holds nothing.
+
+        name: what its members are called by that have no name of their own.
+        """
+        head = bytes(data[:ELF_HEADER_BYTES])
+        if head.startswith(FATBIN_MAGIC):
+            self._fatbins(data, name)
+        elif elf_machine(head) == EM_CUDA:
+            self._add(MemberKind.CUBIN, f"sm_{cubin_capability(head)}", name, data, "", len(data))
+        elif head.startswith(ELF_MAGIC):
+            try:
+                sections = read_sections(data, self._within(name))
+            except SassError as error:
+                self.problems.append(str(error))
+                return
+            for section in sections:
+                if section.name in _SECTIONS:
+                    self._fatbins(memoryview(section.content), name)
+
+    def _within(self, name: str) -> str:
+        return str(self.path) if name == self.path.name else f"{self.path}:{name}"
+
+    def archive(self, data: memoryview) -> None:
+        """The layout is that of ar(5); long names are kept as GNU's or as BSD's ar does."""
+        at, long_names = len(ARCHIVE_MAGIC), b""
+        while at < len(data):
+            start = at + _ENTRY.size
+            try:
+                field, digits, end_mark = _ENTRY.unpack_from(data, at)
+                size = int(digits)
+                if end_mark != _ENTRY_END or not 0 <= size <= len(data) - start:
+                    raise ValueError
+            except (struct.error, ValueError):
+                self.problems.append(f"{self.path} is truncated or damaged from byte {at} on")
+                return
+            content, name = data[start : start + size], field.rstrip()
+            at = start + size + size % 2
+            if name == _GNU_LONG_NAMES:
+                long_names = bytes(content)
+                continue
+            if name.startswith(_BSD_LONG_NAME) and name[3:].isdigit():
+                length = int(name[3:])
+                name, content = bytes(content[:length]).rstrip(b"\0"), content[length:]
+            elif name[:1] == b"/" and name[1:].isdigit():
+                name = long_names[int(name[1:]) :].partition(b"\n")[0]
+            self.file(content, _printable(name.rstrip(b"/")))
+
+    def _fatbins(self, data: memoryview, name: str) -> None:
+        """All that begin in a section; between them may be padding."""
+        at = 0
+        while found := _FIND_FATBIN.search(data, at):
+            start = found.start()
+            at = start + _FATBIN.size
+            try:
+                _, _, header, size = _FATBIN.unpack_from(data, start)
+                end, at = start + header + size, max(at, start + header)
+                while at < min(end, len(data)):
+                    at = self._member(data, at, end, name)
+                if end > len(data):
+                    raise SassError(f"it ends at byte {end} of {len(data)}")
+            except (struct.error, SassError) as error:
+                why = error if isinstance(error, SassError) else "a header is cut off"
+                where = self._within(name)
+                problem = f"is truncated or damaged: of its fatbin at byte {start}, {why}"
+                self.problems.append(f"{where} {problem}")
+
+    def _member(self, data: memoryview, at: int, end: int, name: str) -> int:
+        """Add the one at a byte; returns where the next begins. Raises SassError, struct.error."""
+        kind, header, padded, packed, architecture, name_at, name_bytes, flags, size = (
+            _MEMBER.unpack_from(data, at)
         )
-    return data
+        stop = at + header + padded
+        if header < _MEMBER.size or stop > min(end, len(data)) or packed > padded:
+            raise SassError(f"the member at byte {at} ends at byte {stop} of {len(data)}")
+        own_name = data[at + name_at : at + min(name_at + name_bytes, header)]
+        variant = _VARIANTS.get(flags & _VARIANT_BITS, "")
+        called = _printable(bytes(own_name).rstrip(b"\0")) or name
+        packed_by = next(
+            (by for bit, by in _PACKED_BY.items() if flags & bit), _UNKNOWN if packed else ""
+        )
+        stored = data[at + header : at + header + (packed or padded)]
+        target = f"sm_{architecture}{variant}"
+        if kind not in _KINDS:
+            self.problems.append(
+                f"{self.path}: {called} for {target} is of the unknown kind {kind}: left out"
+            )
+        else:
+            self._add(
+                _KINDS[kind], target, called, stored, packed_by, size if packed_by else padded
+            )
+        return stop
+
+    def _add(
+        self,
+        kind: MemberKind,
+        architecture: str,
+        name: str,
+        stored: memoryview,
+        packed_by: str,
+        size: int,
+    ) -> None:
+        stem, suffix = PurePosixPath(name).stem, f"{architecture}.{kind.value[1]}"
+        plain = unique = f"{stem}.{suffix}"
+        while unique in self.names:
+            self.names[plain] += 1
+            unique = f"{stem}.{self.names[plain]}.{suffix}"
+        self.names[unique] = 1
+        _forget(len(self.members), stored)
+        self.members.append(Member(self.path, unique, kind, architecture, stored, packed_by, size))
 
 
-def _extract(path: Path, kind: str, folder: Path) -> list[Member]:
-    """Everything of one kind, "elf" or "ptx", in a file."""
-    cuobjdump = find_disassembler("cuobjdump")
-    names = _extract_into(cuobjdump, path.absolute(), kind, folder)
-    # A linked library may hold members of one name, of which cuobjdump leaves only the last
-    if max(Counter(names).values(), default=0) == 1:
-        return _members(path, folder, names)
-    members = []
-    for index, fatbin in enumerate(_fatbins(path)):
-        own_folder = folder / str(index)
-        own_folder.mkdir()
-        piece = own_folder / "piece.fatbin"
-        piece.write_bytes(fatbin)
-        own_names = _extract_into(cuobjdump, piece, kind, own_folder)
-        if len(set(own_names)) < len(own_names):
-            raise SassError(f"{path} holds several members of one name in one fatbin: {own_names}")
-        members += _members(path, own_folder, own_names)
-    if sorted(member.path.name for member in members) != sorted(names):
-        raise SassError(f"{path} is damaged: its fatbins do not hold what cuobjdump lists")
-    return members
+def _printable(name: bytes) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name.decode(errors="replace"))
 
 
-def _extract_into(cuobjdump: Disassembler, path: Path, kind: str, folder: Path) -> list[str]:
+def _forget(number: int, content: Content) -> None:
+    """Now and then, take what was looked at of a file out of this process's memory, which else
+    grows as large as the file; it is read again when it is looked at."""
+    file = memoryview(content).obj
+    if number % _FORGET_EVERY == 0 and isinstance(file, mmap.mmap):
+        file.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapped(path: Path) -> memoryview:
+    """The file's content, which is read where it is looked at. Raises SassError."""
     try:
-        said = run_program(cuobjdump.path, f"-x{kind}", "all", path, folder=folder)
-    except SassError as error:
-        if _NO_DEVICE_CODE in str(error):
-            data = path.read_bytes()
-            if data.startswith(ELF_MAGIC):
-                read_elf(data, str(path))  # cuobjdump says the same of a file that is cut off
-            raise SassError(f"{path} holds no device code") from error
-        raise
-    return _MEMBER.findall(said)
-
-
-def _members(path: Path, folder: Path, names: Sequence[str]) -> list[Member]:
-    members = []
-    for name in names:
-        architecture = re.search(r"\.(sm_\w+)\.\w+$", name)
-        members.append(
-            Member(folder / name, f"{path}:{name}", architecture[1] if architecture else None)
-        )
-    return members
-
-
-def _fatbins(path: Path) -> list[bytes]:
-    """The fatbins in a file's fatbin sections, or the file itself."""
-    data = read_bytes(path)
-    if data.startswith(FATBIN_MAGIC):
-        parts = [data]
-    elif data.startswith(ELF_MAGIC):
-        _, sections, _ = read_elf(data, str(path))
-        parts = [section.data for section in sections if section.name in _FATBIN_SECTIONS]
-    else:
-        raise SassError(
-            f"{path} holds several members of one name: unpack it (ar x) and name an object file"
-        )
-    fatbins = []
-    for part in parts:
-        at = part.find(FATBIN_MAGIC)
-        while at >= 0 and at + _FATBIN_HEADER.size <= len(part):
-            _, _, header_bytes, rest_bytes = _FATBIN_HEADER.unpack_from(part, at)
-            end = at + header_bytes + rest_bytes
-            fatbins.append(part[at:end])
-            at = part.find(FATBIN_MAGIC, end)
-    return fatbins
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_size:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return memoryview(file.read())
+    except OSError as error:
+        raise SassError(f"{path} cannot be read: {error.strerror or error}") from error

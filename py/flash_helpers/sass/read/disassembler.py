@@ -31,6 +31,10 @@ class Disassembler:
     def __str__(self) -> str:
         return f"{self.name} {version_text(self.version)}"
 
+    def is_new_enough(self, version: Sequence[int]) -> bool:
+        """Whether it reads what a compiler of that version writes; () is of an unknown one."""
+        return tuple(version[:2]) <= self.version[:2]
+
 
 def version_text(version: Sequence[int]) -> str:
     """A version as NVIDIA prints it, such as 13.5.37."""
@@ -61,26 +65,31 @@ def candidates(name: str) -> list[Path]:
     return list(found.values())
 
 
-def find_disassembler(name: str) -> Disassembler:
-    """The newest of the `candidates`, the first of them if they are equally new.
+def find_disassemblers(name: str) -> list[Disassembler]:
+    """The `candidates`, the newest first, one of each version.
 
-    The newest, because each reads the files of its own release and of older ones. Raises SassError
-    without any, saying what to install.
+    The newest, because each reads the files of its own release and of older ones, but for
+    architectures that were dropped. Raises SassError without any, saying what to install.
     """
-    newest: Disassembler | None = None
+    found: dict[tuple[int, ...], Disassembler] = {}
     for program in candidates(name):
         try:
             version = parse_version(run_program(program, "--version"))
         except SassError:
             continue
-        if version and (newest is None or version > newest.version):
-            newest = Disassembler(name, program, version)
-    if newest is None:
+        if version:
+            found.setdefault(version, Disassembler(name, program, version))
+    if not found:
         raise SassError(
             f"{name} is missing (looked in CUDA_HOME, among the installed packages, on PATH and in "
             f"{DEFAULT_CUDA_HOME}): pip install nvidia-cuda-{name}"
         )
-    return newest
+    return [found[version] for version in sorted(found, reverse=True)]
+
+
+def find_disassembler(name: str) -> Disassembler:
+    """The newest of `find_disassemblers`, which tells what is raised."""
+    return find_disassemblers(name)[0]
 
 
 def run_program(program: Path, *arguments: str | Path, folder: Path | None = None) -> str:
@@ -127,7 +136,7 @@ def require_new_enough(tool: Disassembler, writer: str, version: Sequence[int], 
 
     writer, version: such as "ptxas" and (13, 0, 88); nothing is said of an unknown version.
     """
-    if tuple(version[:2]) > tool.version[:2]:
+    if not tool.is_new_enough(version):
         raise SassError(
             f"{tool} is older than {writer} {version_text(version)} that wrote {file}: "
             f"pip install --upgrade nvidia-cuda-{tool.name}"

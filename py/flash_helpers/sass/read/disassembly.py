@@ -1,7 +1,9 @@
 """What nvdisasm and the line tables say of kernels.
 
-nvdisasm runs twice, side by side, on each file: as JSON for what the instructions are, and as text
-for the live registers, which JSON does not have. Control words come from the code's bytes.
+nvdisasm runs twice on each file: as JSON for what the instructions are, and as text for the live
+registers, which JSON does not have. Control words come from the code's bytes. Where JSON fails,
+such as for relocatable code with calls, on which nvdisasm 13.5 crashes, a listing tells the
+instructions; where that fails too, such as for sm_70, which 13.5 refuses, an older nvdisasm.
 
 Live registers are not told of the NOPs that fill a section, which nvdisasm leaves out of the text,
 and not of calls: there it counts what any function of the file might need, 172 between two
@@ -14,7 +16,8 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,10 @@ from typing import Any
 from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
-from flash_helpers.sass.read.elf import Cubin, CubinKernel
+from flash_helpers.sass.read.elf import Content, Cubin, CubinKernel
 from flash_helpers.sass.read.flow import BRANCHES, CALLS
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
-from flash_helpers.sass.read.listing import Kind, scan
+from flash_helpers.sass.read.listing import Kind, parse_listing, scan
 from flash_helpers.sass.read.merge import merged_cubin, merged_name
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
@@ -41,6 +44,8 @@ _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _LIVE_TABLE = "// |"
 _LIVE_COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
 _JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
+_LABEL = re.compile(r"`\((\.L_\w+)\)")
+_OFFSET = re.compile(r"^(U?R\w+) (?=[-`])")  # BRX R2 -0xa0 is R2, -0xa0
 _TARGET = re.compile(r"0x[0-9a-f]+")
 
 
@@ -82,12 +87,12 @@ def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
     """The requests in batches, of about one size for each worker."""
     planned: list[Batch] = []
     mergeable: dict[bytes, list[Request]] = {}
-    of_cubin: dict[Path, list[Request]] = {}
+    of_cubin: dict[Member, list[Request]] = {}
     for request in requests:
         if request.kernel.self_contained:
             mergeable.setdefault(request.cubin.kind, []).append(request)
         else:
-            of_cubin.setdefault(request.member.path, []).append(request)
+            of_cubin.setdefault(request.member, []).append(request)
     for together in mergeable.values():
         size = min(LARGEST_BATCH, -(-len(together) // workers))
         for start in range(0, len(together), size):
@@ -96,70 +101,108 @@ def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
     return planned
 
 
-def disassemble(nvdisasm: Disassembler, batch: Batch, folder: Path) -> list[Disassembly]:
-    """The disassembly of each request. folder: where a merged cubin may be written.
+def disassemble(tools: Sequence[Disassembler], batch: Batch, folder: Path) -> list[Disassembly]:
+    """The disassembly of each request.
 
-    Raises SassError.
+    tools: nvdisasm in all of its versions, the one to begin with first. folder: where cubins are
+    written for it. Raises SassError if none can read one.
     """
     if not batch.merged:
-        return _disassemble(nvdisasm, batch.requests)
+        return _disassemble(tools, batch.requests, folder)
+    names = [merged_name(index) for index in range(len(batch.requests))]
+    header = batch.requests[0].cubin.header
     try:
-        return _disassemble_merged(nvdisasm, batch.requests, folder)
+        with _written(merged_cubin(header, [r.kernel for r in batch.requests]), folder) as path:
+            return _read(_JSON, tools[0], path, [], batch.requests, names)
     except SassError:
         # one damaged kernel must not spoil the others, and the error must name its own cubin
-        return [d for request in batch.requests for d in _disassemble(nvdisasm, [request])]
+        return [d for request in batch.requests for d in _disassemble(tools, [request], folder)]
 
 
-def _disassemble(nvdisasm: Disassembler, requests: Sequence[Request]) -> list[Disassembly]:
+def _disassemble(
+    tools: Sequence[Disassembler], requests: Sequence[Request], folder: Path
+) -> list[Disassembly]:
     """Of kernels of one cubin."""
-    cubin, path = requests[0].cubin, requests[0].member.path
+    cubin = requests[0].cubin
     only: list[str] = []
     if len(requests) < len(cubin.kernels):
         only = ["-fun", ",".join(str(request.kernel.symbol_index) for request in requests)]
-    try:
-        functions, live = _run(nvdisasm, path, only)
-    except SassError as error:
-        reason = str(error).replace(str(path), cubin.origin)
-        if cubin.relocatable:
-            reason += (
-                " (it was compiled with -rdc=true, which nvdisasm does not always cope with: link "
-                "it first, nvcc -dlink -cubin)"
-            )
-        raise SassError(reason) from error
-    return _disassemblies(requests, [r.kernel.symbol for r in requests], functions, live)
+    names = [request.kernel.symbol for request in requests]
+    problems = []
+    with _written(requests[0].member.read(), folder) as path:
+        for tool in tools:
+            for form in (_JSON, _LISTING) if tool.is_new_enough(cubin.compiler.version) else ():
+                try:
+                    return _read(form, tool, path, only, requests, names)
+                except SassError as error:
+                    problems.append(str(error).replace(str(path), cubin.origin))
+    reason = problems[0]
+    if cubin.relocatable:
+        reason += " (it was compiled with -rdc=true: link it first, nvcc -dlink -cubin)"
+    tried = ", ".join(map(str, tools))
+    raise SassError(f"{reason} (tried {tried}: for another, name its toolkit in CUDA_HOME)")
 
 
-def _disassemble_merged(
-    nvdisasm: Disassembler, requests: Sequence[Request], folder: Path
-) -> list[Disassembly]:
-    """Of self-contained kernels of cubins of one kind."""
-    names = [merged_name(index) for index in range(len(requests))]
+@contextmanager
+def _written(cubin: Content, folder: Path) -> Iterator[Path]:
+    """A cubin as a file of its own."""
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".cubin") as file:
-        file.write(merged_cubin(requests[0].cubin.header, [r.kernel for r in requests]))
+        file.write(cubin)
         file.flush()
-        functions, live = _run(nvdisasm, Path(file.name), [])
-    return _disassemblies(requests, names, functions, live)
+        yield Path(file.name)
 
 
 Functions = dict[str, dict[str, Any]]
 LiveTables = dict[str, dict[int, LiveRegisters]]
 
 
-def _run(nvdisasm: Disassembler, path: Path, only: Sequence[str]) -> tuple[Functions, LiveTables]:
-    """The functions in nvdisasm's JSON, and their live registers by address, by name."""
-    text = run_program(nvdisasm.path, "-json", *only, path)
+def _read(
+    form: tuple[Sequence[str], Callable[[str], Functions]],
+    tool: Disassembler,
+    path: Path,
+    only: Sequence[str],
+    requests: Sequence[Request],
+    names: Sequence[str],
+) -> list[Disassembly]:
+    """The disassembly of each request, which has that name in the cubin at `path`. form: how
+    nvdisasm is asked for the functions, and what reads its answer."""
+    options, read = form
+    functions = read(run_program(tool.path, *options, *only, path))
     try:
-        _, functions = json.loads(text)
-        by_name = {function["function-name"]: function for function in functions}
-    except (ValueError, TypeError, KeyError) as error:
-        raise SassError(f"nvdisasm's JSON of {path} cannot be read: {error!r}") from error
-    try:
-        table = run_program(nvdisasm.path, "-c", "-plr", "-lrm", "count", *only, path)
+        table = run_program(tool.path, "-c", "-plr", "-lrm", "count", *only, path)
     except SassError as error:
         if _NO_LIVE_REGISTERS not in str(error):
             raise
         table = ""
-    return by_name, _live_registers(table)
+    return _disassemblies(requests, names, functions, _live_registers(table))
+
+
+def _from_json(text: str) -> Functions:
+    """By name."""
+    try:
+        _, functions = json.loads(text)
+        return {function["function-name"]: function for function in functions}
+    except (ValueError, TypeError, KeyError) as error:
+        raise SassError(f"nvdisasm's JSON cannot be read: {error!r}") from error
+
+
+def _from_listing(text: str) -> Functions:
+    """As in JSON, but for symbols in operands."""
+    found = {}
+    for function in parse_listing(text, "nvdisasm's listing"):
+        items = []
+        for o in function.operations:
+            operands = _OFFSET.sub(r"\1,", o.operands).replace(", ", ",")
+            label = _LABEL.search(operands)
+            if label and label[1] in function.labels:
+                operands = operands.replace(label[0], f"{function.labels[label[1]]:#x}")
+            items.append({"predicate": o.predicate, "opcode": o.opcode, "operands": operands})
+        found[function.name] = {"start": 0, "sass-instructions": items}
+    return found
+
+
+_JSON = (("-json",), _from_json)
+_LISTING = (("-c",), _from_listing)
 
 
 def _live_registers(text: str) -> LiveTables:
@@ -192,17 +235,17 @@ def _live_row(table: str, columns: Sequence[str]) -> LiveRegisters:
 def _disassemblies(
     requests: Sequence[Request], names: Sequence[str], functions: Functions, live: LiveTables
 ) -> list[Disassembly]:
-    tables: dict[Path, tuple[dict[int, LineTable], dict[int, LineTable]]] = {}
+    tables: dict[Member, tuple[dict[int, LineTable], dict[int, LineTable]]] = {}
     found = []
     for request, name in zip(requests, names, strict=True):
         kernel, cubin = request.kernel, request.cubin
-        if request.member.path not in tables:
-            tables[request.member.path] = (
+        if request.member not in tables:
+            tables[request.member] = (
                 read_line_tables(cubin, CUDA_LINES),
                 read_line_tables(cubin, PTX_LINES),
             )
         cuda_lines, ptx_lines = (
-            table.get(kernel.section.index, LineTable()) for table in tables[request.member.path]
+            table.get(kernel.section.index, LineTable()) for table in tables[request.member]
         )
         operations = _operations(kernel, functions.get(name), cubin.origin)
         rows = live.get(name, {})
@@ -246,7 +289,8 @@ def _operation(address: int, item: Mapping[str, Any], kernel: CubinKernel) -> Op
     target = None
     if opcode.partition(".")[0] in BRANCHES | CALLS:
         last = operands[-1]
-        target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(last)
+        name = last.removeprefix("`(").removesuffix(")")  # as a listing has it
+        target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(name)
     return Operation(address, encoding, predicate, opcode, ", ".join(operands), target)
 
 

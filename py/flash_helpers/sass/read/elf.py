@@ -1,29 +1,40 @@
 """A cubin as an ELF file: its kernels, their code, and what its headers say of them.
 
-pyelftools reads the sections and symbols. What NVIDIA put into them is described in the section
-.nv.info and was checked against `ptxas -v` and `cuobjdump -res-usage`; attributes are numbered as
-in nvdisasm's output (EIATTR_...).
+The layout is that of the System V ABI, "Object Files". What NVIDIA put into the sections is
+described in the section .nv.info and was checked against `ptxas -v` and `cuobjdump -res-usage`;
+attributes are numbered as in nvdisasm's output (EIATTR_...).
 """
 
 from __future__ import annotations
 
 import functools
-import io
 import math
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import SymbolTableSection
+from typing import NamedTuple
 
 from flash_helpers.console.file_kinds import ELF_HEADER_BYTES, ELF_MAGIC, EM_CUDA, elf_machine
 from flash_helpers.gpu import RESERVED_SMEM_BYTES
 from flash_helpers.sass.read.disassembler import parse_version
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Resources, SassError
 
+Content = bytes | memoryview
+
 FIRST_ARCHITECTURE = 70  # the first whose instructions are 16 bytes
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_64_BIT_LITTLE_ENDIAN = bytes([2, 1])  # e_ident[EI_CLASS], e_ident[EI_DATA]
+_ET_REL = 1
+_SHT_SYMTAB = 2
+_WITHOUT_BYTES = (0, 8, 0x7000000A)  # SHT_NULL, SHT_NOBITS, and NVIDIA's own of CUDA 12.0 and 12.1
+_NAMES_ELSEWHERE = 0xFFFF
+_FIRST_SPECIAL_SECTION = 0xFF00
+_STT_FUNC = 2
 
 _ABI_OF_CUDA_13 = 8
 _SPECIFIC_BEFORE_CUDA_13 = 0x800  # in e_flags: sm_90a rather than sm_90
@@ -48,21 +59,28 @@ _FORMAT_SIZED = 4  # the others hold their value in place of the size
 
 @dataclass(frozen=True)
 class Section:
-    """A section of an ELF file; data is empty where the file holds none of it."""
+    """A section of an ELF file. kind: sh_type. content: of the file, as it lies there; empty where
+    it holds none of the section."""
 
     index: int
     name: str
+    kind: int
     flags: int
+    link: int
     info: int
     size: int
-    data: bytes
+    content: Content = field(repr=False)
+
+    @functools.cached_property
+    def data(self) -> bytes:
+        """A copy of the content."""
+        return bytes(self.content)
 
 
-_NOTHING = Section(index=0, name="", flags=0, info=0, size=0, data=b"")
+_NOTHING = Section(0, "", kind=0, flags=0, link=0, info=0, size=0, content=b"")
 
 
-@dataclass(frozen=True)
-class Symbol:
+class Symbol(NamedTuple):
     """A symbol. section: index of the section that it points into, 0 if there is none."""
 
     index: int
@@ -128,85 +146,103 @@ class Cubin:
         return self.header[:20] + self.header[48:52]  # up to e_machine; e_flags
 
 
-def cubin_capability(data: bytes) -> int:
+def cubin_capability(data: Content) -> int:
     """Compute capability of a cubin, such as 90, from its first bytes."""
     return _flags(data) >> (8 if _abi(data) >= _ABI_OF_CUDA_13 else 0) & 0xFF
 
 
-def _abi(data: bytes) -> int:
+def _abi(data: Content) -> int:
     return data[8]  # e_ident[EI_ABIVERSION]
 
 
-def _flags(data: bytes) -> int:
+def _flags(data: Content) -> int:
     return int.from_bytes(data[48:52], "little")  # e_flags of a 64-bit file
 
 
-def read_elf(data: bytes, origin: str) -> tuple[ELFFile, list[Section], list[Symbol]]:
-    """The header, the sections and the symbols of a 64-bit ELF file.
+class _DamagedError(SassError):
+    """What is wrong with a file, whose name the message still lacks."""
+
+
+def read_sections(data: Content, origin: str) -> list[Section]:
+    """The sections of a 64-bit ELF file, by their index; nothing is copied but their names.
 
     Raises SassError if it is none, is cut off or is damaged.
     """
-    if not data.startswith(ELF_MAGIC):
+    file = memoryview(data)
+    if not bytes(file[:4]) == ELF_MAGIC:
         raise SassError(f"{origin} is not an ELF file")
+    if len(file) < ELF_HEADER_BYTES:
+        raise SassError(f"{origin} is truncated: its header ends at byte {len(file)}")
+    if bytes(file[4:6]) != _64_BIT_LITTLE_ENDIAN:
+        raise SassError(f"{origin} is not a 64-bit little-endian ELF file")
     try:
-        file = ELFFile(io.BytesIO(data))
-        segments_end = file["e_phoff"] + file["e_phnum"] * file["e_phentsize"]
-        if segments_end > len(data):
-            raise SassError(f"truncated: its segments end at byte {segments_end} of {len(data)}")
-        sections = [_section(file, index, data) for index in range(file.num_sections())]
-        symbols = [
-            symbol
-            for section in file.iter_sections()
-            if isinstance(section, SymbolTableSection)
-            for symbol in _symbols(section)
-        ]
-    except SassError as error:
-        raise SassError(f"{origin} is {error}") from None
-    except Exception as error:  # pyelftools raises whatever it trips over in a damaged file
-        raise SassError(
-            f"{origin} is truncated or damaged: its ELF headers cannot be read "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    return file, sections, symbols
+        return _sections(file)
+    except _DamagedError as error:
+        raise SassError(f"{origin} is truncated or damaged: {error}") from None
 
 
-def _section(file: ELFFile, index: int, data: bytes) -> Section:
-    section = file.get_section(index)
-    start, size = section["sh_offset"], section["sh_size"]
-    content = b""
-    if section["sh_type"] not in ("SHT_NOBITS", "SHT_NULL"):
-        content = data[start : start + size]
-        if start + size > len(data):
-            raise SassError(
-                f"truncated: its section {section.name!r} ends at byte {start + size} of "
-                f"{len(data)}"
+def _sections(file: memoryview) -> list[Section]:
+    *_, segments, headers, _, _, entry, count, header_bytes, number, names = _HEADER.unpack_from(
+        file
+    )
+    if (end := segments + count * entry) > len(file):
+        raise _DamagedError(f"its segments end at byte {end} of {len(file)}")
+    if not headers:
+        return []
+    if header_bytes != _SECTION_HEADER.size:
+        raise _DamagedError(f"its section headers take {header_bytes} bytes each")
+    if headers + header_bytes > len(file):
+        raise _DamagedError(f"its section headers begin at byte {headers} of {len(file)}")
+    # what does not fit into the file's header stands in the first section's
+    *_, many, many_names, _, _, _ = _SECTION_HEADER.unpack_from(file, headers)
+    number, names = number or many, many_names if names == _NAMES_ELSEWHERE else names
+    if (end := headers + number * header_bytes) > len(file):
+        raise _DamagedError(f"its section headers end at byte {end} of {len(file)}")
+    table = [*_SECTION_HEADER.iter_unpack(file[headers:end])]
+    if names >= number:
+        raise _DamagedError(f"the names of its {number} sections are said to be in section {names}")
+    texts = bytes(file[table[names][4] : table[names][4] + table[names][5]])
+    found = []
+    for index, (name, kind, flags, _, start, size, link, info, _, _) in enumerate(table):
+        held = 0 if kind in _WITHOUT_BYTES else size
+        text = _text(texts, name)
+        if start + held > len(file) and held:
+            raise _DamagedError(f"its section {text!r} ends at byte {start + size} of {len(file)}")
+        content = file[start : start + held]
+        found.append(Section(index, text, kind, flags, link, info, size, content))
+    return found
+
+
+def _text(texts: bytes, start: int) -> str:
+    """The text that begins at a byte of a string table."""
+    end = texts.find(b"\0", start)
+    if not 0 <= start <= end:
+        raise _DamagedError(f"it names byte {start} of {len(texts)} of its names")
+    return texts[start:end].decode(errors="replace")
+
+
+def _symbols(sections: Sequence[Section]) -> Iterator[Symbol]:
+    for table in sections:
+        if table.kind != _SHT_SYMTAB:
+            continue
+        if table.size % _SYMBOL.size or table.link >= len(sections):
+            raise _DamagedError(f"its symbols take {table.size} bytes, {_SYMBOL.size} each")
+        texts = sections[table.link].data
+        for index, entry in enumerate(_SYMBOL.iter_unpack(table.content)):
+            name, info, other, section, value, size = entry
+            is_function = info & 0xF == _STT_FUNC
+            yield Symbol(
+                index=index,
+                name=_text(texts, name),
+                section=section if section < _FIRST_SPECIAL_SECTION else 0,
+                value=value,
+                size=size,
+                is_function=is_function,
+                is_kernel=is_function and bool(other & _STO_CUDA_ENTRY),
             )
-    return Section(index, section.name, section["sh_flags"], section["sh_info"], size, content)
 
 
-def _symbols(section: SymbolTableSection) -> Iterator[Symbol]:
-    data, entry_bytes = section.data(), section["sh_entsize"]
-    for index, symbol in enumerate(section.iter_symbols()):
-        where = symbol["st_shndx"]
-        is_function = symbol["st_info"]["type"] == "STT_FUNC"
-        other = data[index * entry_bytes + 5]  # st_other, of which pyelftools shows a part
-        yield Symbol(
-            index=index,
-            name=symbol.name,
-            section=where if isinstance(where, int) else 0,
-            value=symbol["st_value"],
-            size=symbol["st_size"],
-            is_function=is_function,
-            is_kernel=is_function and bool(other & _STO_CUDA_ENTRY),
-        )
-
-
-class _DamagedError(SassError):
-    """What is wrong with a cubin, whose name the message still lacks."""
-
-
-@functools.cache  # a library is read once to see what it holds, and again for what is wanted
-def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cubin:
+def read_cubin(data: Content, origin: str, architecture: str | None = None) -> Cubin:
     """The kernels of a cubin, by their order in the symbol table.
 
     architecture: what the file that held the cubin calls it, such as "sm_90a". It is believed where
@@ -214,7 +250,7 @@ def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cub
 
     Raises SassError if the file is none, is damaged, or is for an architecture before sm_70.
     """
-    machine = elf_machine(data)
+    machine = elf_machine(bytes(data[:ELF_HEADER_BYTES]))
     if machine != EM_CUDA:
         found = "no machine at all" if machine is None else f"machine {machine}, not {EM_CUDA}"
         raise SassError(f"{origin} is not a cubin (an ELF file for {found})")
@@ -224,8 +260,9 @@ def read_cubin(data: bytes, origin: str, architecture: str | None = None) -> Cub
         raise SassError(f"{origin} is damaged: {error}") from None
 
 
-def _cubin(data: bytes, origin: str, architecture: str | None) -> Cubin:
-    file, sections, symbols = read_elf(data, origin)
+def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
+    sections = read_sections(data, origin)
+    symbols = tuple(_symbols(sections))
     by_name = {section.name: section for section in sections}
     if missing := [name for name in _EVERY_CUBIN_HAS if name not in by_name]:
         raise _DamagedError(f"it has no section {', '.join(missing)}")
@@ -236,8 +273,12 @@ def _cubin(data: bytes, origin: str, architecture: str | None) -> Cubin:
             "can be read"
         )
     common = _common_attributes(by_name)
-    relocatable = file.header["e_type"] == "ET_REL"
+    relocatable = int.from_bytes(data[16:18], "little") == _ET_REL
     reserved = RESERVED_SMEM_BYTES if capability >= 90 and not relocatable else 0
+    functions_of: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    for symbol in symbols:
+        if symbol.is_function:
+            functions_of[symbol.section][symbol.name] = symbol.value
     kernels = []
     for symbol in symbols:
         if not symbol.is_kernel:
@@ -247,11 +288,7 @@ def _cubin(data: bytes, origin: str, architecture: str | None) -> Cubin:
         own = {attribute: payload for attribute, payload, _ in records}
         barriers = int.from_bytes(own.get(EIATTR_NUM_BARRIERS, b"")[:1], "little")
         threads = own.get(EIATTR_REQNTID) or own.get(EIATTR_MAX_THREADS, b"")
-        functions = {
-            other.name: other.value
-            for other in symbols
-            if other.is_function and other.section == symbol.section
-        }
+        functions = functions_of[symbol.section]
         tied = any(by_name.get(f"{p}{section.name}", _NOTHING).size for p in _RELOCATIONS)
         tied = tied or relocatable or EIATTR_INDIRECT_BRANCH_TARGETS in own or len(functions) > 1
         kernels.append(
@@ -282,22 +319,22 @@ def _cubin(data: bytes, origin: str, architecture: str | None) -> Cubin:
     ptx = by_name.get(".nv_debug_ptx_txt", _NOTHING).data.decode(errors="replace")
     return Cubin(
         origin=origin,
-        header=data[:ELF_HEADER_BYTES],
+        header=bytes(data[:ELF_HEADER_BYTES]),
         relocatable=relocatable,
         architecture=_architecture(data, compiler, architecture),
         compiler=compiler,
         kernels=tuple(kernels),
         ptx=ptx.replace("\0", "\n") or None,
         sections=by_name,
-        symbols=tuple(symbols),
+        symbols=symbols,
     )
 
 
-def _architecture(data: bytes, compiler: Compiler, told: str | None) -> str:
+def _architecture(data: Content, compiler: Compiler, told: str | None) -> str:
     plain = f"sm_{cubin_capability(data)}"
     named = re.search(r"-arch[ =](sm_\w+)", compiler.options)
     for name in (named[1] if named else None, told):
-        if name is not None and re.fullmatch(rf"{plain}[a-z]?", name):
+        if name is not None and re.fullmatch(rf"{plain}[a-z]", name):
             return name
     specific = _abi(data) < _ABI_OF_CUDA_13 and _flags(data) & _SPECIFIC_BEFORE_CUDA_13
     return plain + ("a" if specific else "")
@@ -311,7 +348,7 @@ def _code_section(sections: Sequence[Section], symbol: Symbol) -> Section:
         raise _DamagedError(
             f"the kernel {symbol.name} is said to lie at byte {symbol.value} of {section.name!r}"
         )
-    size = len(section.data)
+    size = len(section.content)
     if not size or size % INSTRUCTION_BYTES or size != symbol.size:
         raise _DamagedError(
             f"the code of {symbol.name} is {size} bytes by its section and {symbol.size} by its "

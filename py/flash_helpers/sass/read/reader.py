@@ -15,11 +15,14 @@ from flash_helpers.gpu import capability_of
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_digest, entry_key
 from flash_helpers.sass.read.choice import Found, choose, require_one
-from flash_helpers.sass.read.containers import Member, cubins_of, read_bytes
+from flash_helpers.sass.read.containers import Member, cubins_of, read_cubins
 from flash_helpers.sass.read.control import decode_control
-from flash_helpers.sass.read.disassembler import Disassembler, find_disassembler, require_new_enough
+from flash_helpers.sass.read.disassembler import (
+    Disassembler,
+    find_disassemblers,
+    require_new_enough,
+)
 from flash_helpers.sass.read.disassembly import Disassembly, Request, batches, disassemble
-from flash_helpers.sass.read.elf import Cubin, cubin_capability, read_cubin
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Instruction,
@@ -36,8 +39,7 @@ def list_kernels(
 
     architecture, names: as for `load_kernels`, which also tells what is raised.
     """
-    with cubins_of(path) as members:
-        return [request.found for request in _chosen(path, members, architecture, names)]
+    return [found for _, found in _chosen(path, architecture, names)]
 
 
 def load_kernels(
@@ -58,8 +60,7 @@ def load_kernels(
     Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
     architecture or a name that is not in it, and for a disassembler that is missing or too old.
     """
-    with cubins_of(path) as members:
-        return _load(_chosen(path, members, architecture, names), cache, progress)
+    return _load(_chosen(path, architecture, names), cache, progress)
 
 
 def load_kernel(
@@ -73,61 +74,68 @@ def load_kernel(
 
     Raises SassError as that does, and if several are left.
     """
-    with cubins_of(path) as members:
-        chosen = _chosen(path, members, architecture, names)
-        require_one(str(path), [request.found for request in chosen])
-        return _load(chosen, None, progress)[0]
-
-
-def read_member(member: Member) -> Cubin:
-    """The headers of a cubin of a file. Raises SassError."""
-    return read_cubin(read_bytes(member.path), member.origin, member.architecture)
+    chosen = _chosen(path, architecture, names)
+    require_one(str(path), [found for _, found in chosen])
+    return _load(chosen, None, progress)[0]
 
 
 def _chosen(
-    path: Path, members: Sequence[Member], architecture: str | None, names: Iterable[str]
-) -> list[Request]:
+    path: Path, architecture: str | None, names: Iterable[str]
+) -> list[tuple[Member, Found]]:
     try:
         capability = None if architecture is None else capability_of(architecture)
     except ValueError as error:
         raise SassError(str(error)) from error
-    own = [m for m in members if capability in (None, cubin_capability(read_bytes(m.path)))]
     # all of them only to say what there is
-    requests = _requests(own, architecture) or _requests(members)
-    if not requests:
+    there = _kernels_of(cubins_of(path, capability)) or _kernels_of(cubins_of(path))
+    if not there:
         raise SassError(f"{path} holds device code, but no kernel")
-    wanted = set(choose(str(path), [r.found for r in requests], architecture, names))
-    return [request for request in requests if request.found in wanted]
+    wanted = set(choose(str(path), [found for _, found in there], architecture, names))
+    return [(member, found) for member, found in there if found in wanted]
 
 
-def _requests(members: Iterable[Member], architecture: str | None = None) -> list[Request]:
+def _kernels_of(members: Iterable[Member]) -> list[tuple[Member, Found]]:
     return [
-        Request(member, cubin, kernel)
-        for member in members
-        for cubin in [read_member(member)]
-        if architecture in (None, cubin.architecture)
+        (member, (cubin.architecture, kernel.symbol))
+        for member, cubin in read_cubins(members)
         for kernel in cubin.kernels
     ]
 
 
+def _requests(chosen: Sequence[tuple[Member, Found]]) -> list[Request]:
+    """Cubins are read again: those of a large file that are not wanted take no memory."""
+    symbols: dict[Member, set[str]] = {}
+    for member, (_, symbol) in chosen:
+        symbols.setdefault(member, set()).add(symbol)
+    return [
+        Request(member, cubin, kernel)
+        for member, wanted in symbols.items()
+        for cubin in [member.cubin()]
+        for kernel in cubin.kernels
+        if kernel.symbol in wanted
+    ]
+
+
 def _load(
-    requests: Sequence[Request], cache: DisassemblyCache | None, progress: Progress | None
+    chosen: Sequence[tuple[Member, Found]],
+    cache: DisassemblyCache | None,
+    progress: Progress | None,
 ) -> list[Kernel]:
     cache = cache or DisassemblyCache(cache_folder())
-    nvdisasm = find_disassembler("nvdisasm")
-    digest = functools.cache(lambda path: cubin_digest(read_bytes(path)))
+    tools = find_disassemblers("nvdisasm")
+    digest = functools.cache(lambda member: cubin_digest(member.read()))
     keys: dict[Request, str] = {}
-    for request in requests:
+    for request in _requests(chosen):
         cubin = request.cubin
-        require_new_enough(nvdisasm, cubin.compiler.name, cubin.compiler.version, cubin.origin)
-        keys[request] = entry_key(digest(request.member.path), request.kernel.symbol, str(nvdisasm))
+        require_new_enough(tools[0], cubin.compiler.name, cubin.compiler.version, cubin.origin)
+        keys[request] = entry_key(digest(request.member), request.kernel.symbol, str(tools[0]))
     found = {
         request: disassembly
         for request, key in keys.items()
         if (disassembly := cache.read(key, request.kernel.code)) is not None
     }
     missing = [request for request in keys if request not in found]
-    for request, disassembly in _disassemble(nvdisasm, missing):
+    for request, disassembly in _disassemble(tools, missing):
         cache.write(keys[request], disassembly)
         found[request] = disassembly
         if progress is not None:
@@ -138,7 +146,7 @@ def _load(
 
 
 def _disassemble(
-    nvdisasm: Disassembler, requests: Sequence[Request]
+    tools: Sequence[Disassembler], requests: Sequence[Request]
 ) -> Iterator[tuple[Request, Disassembly]]:
     """The disassemblies in batches, as they come."""
     workers = len(os.sched_getaffinity(0))
@@ -147,7 +155,7 @@ def _disassemble(
         ThreadPoolExecutor(workers) as pool,
     ):
         running = {
-            pool.submit(disassemble, nvdisasm, batch, Path(folder)): batch
+            pool.submit(disassemble, tools, batch, Path(folder)): batch
             for batch in batches(requests, workers)
         }
         try:
@@ -161,7 +169,7 @@ def _disassemble(
 def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
     """The kernel with all that follows from its instructions."""
     cubin, kernel = request.cubin, request.kernel
-    operations = disassembly.operations
+    operations, capability = disassembly.operations, cubin.capability
     blocks, loops = flow.control_flow(operations)
     loop_of: dict[int, int] = {}
     for loop in sorted(loops, key=lambda loop: loop.depth):
@@ -180,8 +188,8 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
             ptx_line,
             block,
             loop_of.get(block),
-            opcodes.pipe(o.opcode, cubin.capability),
-            opcodes.cost(o.opcode, cubin.capability),
+            opcodes.pipe(o.opcode, capability),
+            opcodes.cost(o.opcode, capability),
         )
         for o, block, live, source, ptx_line in zip(
             operations,

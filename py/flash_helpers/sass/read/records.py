@@ -14,6 +14,11 @@ class SassError(ValueError):
     out. Tools print it and exit with 2."""
 
 
+class SassWarning(UserWarning):
+    """A part of a file that cannot be read, or more than was asked for: tools print it on a line of
+    stderr and go on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Control:
     """The scheduling fields of an instruction word, bits 105 to 124.

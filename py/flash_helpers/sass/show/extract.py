@@ -11,9 +11,8 @@ from pathlib import Path
 
 from flash_helpers.console.files import write_if_different
 from flash_helpers.sass.read.choice import Found, choose
-from flash_helpers.sass.read.containers import cubins_of, ptx_of
+from flash_helpers.sass.read.containers import members_of, ptx_of, read_cubins
 from flash_helpers.sass.read.control import control_text
-from flash_helpers.sass.read.reader import read_member
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Block,
@@ -263,8 +262,7 @@ def ptx_texts(path: Path, architecture: str | None, names: Iterable[str]) -> lis
 
 
 def _embedded(path: Path) -> list[PtxText]:
-    with cubins_of(path, required=False) as members:
-        cubins = [read_member(member) for member in members]
+    cubins = [cubin for _, cubin in read_cubins(members_of(path))]
     return [
         PtxText(symbols[0], cubin.architecture, cubin.ptx, symbols)
         for cubin in cubins
