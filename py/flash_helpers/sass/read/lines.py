@@ -5,7 +5,7 @@ an extended opcode of NVIDIA's, 0x90: the rows that follow were inlined, at the 
 whose number in the sequence, counted from 1, is its first operand; 0 ends that. Its second operand
 is the callee's name in .debug_str. .nv_debug_line_sass is the same without files: its lines are
 those of .nv_debug_ptx_txt. Both readings are checked against `nvdisasm -gi` and `-gp` in the tests.
-pyelftools reads headers and numbers; it would skip NVIDIA's opcode, so that the program runs here.
+pyelftools reads headers; it would skip NVIDIA's opcode, so that the program runs here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PTX_LINES = ".nv_debug_line_sass"
 
 _FORMAT = DWARFStructs(little_endian=True, dwarf_format=32, address_size=8)
 _VERSIONS = (2, 3, 4)
+_LONGEST_NUMBER = 70  # bits, in bytes of 7
 _DEEPEST = 200  # calls inlined in each other
 
 _COPY, _ADVANCE_PC, _ADVANCE_LINE, _SET_FILE = 1, 2, 3, 4
@@ -133,8 +134,23 @@ class _Unit:
     def _byte(self) -> int:
         return self.stream.read(1)[0]
 
+    def _number(self) -> tuple[int, int]:
+        """A LEB128 number, unsigned, and its bits."""
+        value = bits = 0
+        while bits < _LONGEST_NUMBER:
+            byte = self._byte()
+            value |= (byte & 0x7F) << bits
+            bits += 7
+            if byte < 0x80:
+                return value, bits
+        raise ValueError(f"a number of more than {_LONGEST_NUMBER} bits")
+
     def _unsigned(self) -> int:
-        return struct_parse(_FORMAT.the_Dwarf_uleb128, self.stream)
+        return self._number()[0]
+
+    def _signed(self) -> int:
+        value, bits = self._number()
+        return value - (1 << bits) if value >> (bits - 1) else value
 
     def run(self, found: defaultdict[int, dict[int, Chain]]) -> None:
         """Execute the program; what it says is added by section and address."""
@@ -174,7 +190,7 @@ class _Unit:
             elif opcode == _ADVANCE_PC:
                 address += self._unsigned() * header.minimum_instruction_length
             elif opcode == _ADVANCE_LINE:
-                line += struct_parse(_FORMAT.the_Dwarf_sleb128, stream)
+                line += self._signed()
             elif opcode == _SET_FILE:
                 file = self._unsigned()
             elif opcode == _CONST_ADD_PC:
