@@ -194,6 +194,8 @@ class TestDamagedTables:
             (b"\x04\x07\x01", "file 7 of 1"),
             (b"\x03\x70\x01", "line -15"),
             (b"\x03\x80", "cannot be read"),  # cut off in a number
+            (b"\x03" + b"\x80" * 10 + b"\x00", "a number of more than 70 bits"),
+            (b"\x03\x7f\x01", None),  # line 0: -1 from the first
             (b"\x00\x30\x02", "does not end"),
         ],
     )
