@@ -38,7 +38,7 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-LARGEST_BATCH = 16  # kernels: a second's work
+LARGEST_BATCH = 32  # kernels: some seconds of work, of which the start is half a second
 
 _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _LIVE_TABLE = "// |"
