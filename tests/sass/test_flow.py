@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sass_text import loops_as_addresses, operations
 
-from flash_helpers.sass.read.flow import control_flow, padding_start
+from flash_helpers.sass.read.flow import calls_itself, control_flow, padding_start
 from flash_helpers.sass.read.reader import load_kernels
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Operation
 
@@ -99,6 +99,45 @@ def test_a_computed_jump_has_no_known_successors_but_its_targets_are_analysed():
     """
     assert successors(text) == [[], [1, 3], [], []]
     assert loops_as_addresses(operations(text)) == [(1, {1}, 1)]
+
+
+def test_a_computed_jump_goes_where_its_table_says():
+    text = """
+        loop: BRX R2, -0x10
+        FADD R1, R1, R1
+        BRA loop
+        FADD R2, R2, R2
+        @P0 BRX R4, -0x40
+        EXIT
+    """
+    blocks, loops = control_flow(operations(text), {0: (0x10, 0x30), 0x40: (0, 0x9990)})
+    assert [b.start // INSTRUCTION_BYTES for b in blocks] == [0, 1, 3, 5]
+    assert [b.successors for b in blocks] == [(1, 2), (0,), (0, 3), ()]
+    assert [(loop.header, loop.blocks) for loop in loops] == [(0, {0, 1, 2})]
+
+
+def test_a_trap_ends_the_way_and_a_break_point_does_not():
+    assert successors("BPT.TRAP 0x1\nMOV R1, R2\nEXIT") == [[], []]
+    assert successors("@P0 BPT.TRAP 0x1\nMOV R1, R2\nEXIT") == [[1], []]
+    assert successors("BPT.INT 0x1\nMOV R1, R2\nEXIT") == [[]]
+
+
+def test_recursion_is_a_routine_that_calls_itself_be_it_through_another():
+    once = """
+        CALL.REL.NOINC routine
+        EXIT
+        routine: @P0 BRA end
+        CALL.REL.NOINC other
+        end: RET.REL.NODEC R2, kernel
+        other: FADD R1, R1, R1
+        RET.REL.NODEC R2, kernel
+    """
+    assert not calls_itself(operations(once))
+    again = once.replace("other: FADD R1, R1, R1", "other: CALL.REL.NOINC routine")
+    assert calls_itself(operations(again))
+    # a loop that calls is no recursion
+    looping = "loop: CALL.REL.NOINC routine\n@P0 BRA loop\nEXIT\nroutine: RET.REL.NODEC R2, kernel"
+    assert not calls_itself(operations(looping))
 
 
 def test_a_target_outside_the_kernel_leaves_it():

@@ -34,15 +34,21 @@ pytestmark = pytest.mark.slow
 
 HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 SPILLS_IN_LOOP = f"""
-    STL.64 [R1], R2
+    STL.64 [R1], R2 ; spill=1
     loop: {HMMA} ; live=20 stall=9
-    LDL R5, [R1] ; live=24
+    LDL R5, [R1] ; live=24 spill=1
     @!PT LDL RZ, [RZ]
     @P0 BRA loop ; live=18
-    LDL.128 R8, [R1] ; live=7
+    LDL.128 R8, [R1] ; live=7 spill=1
     EXIT
 """
-SPILLS_OUTSIDE = f"STL [R1], R2\nloop: {HMMA}\n@P0 BRA loop\nLDL R2, [R1]\nEXIT"
+SPILLS_OUTSIDE = f"""
+    STL [R1], R2 ; spill=1
+    loop: {HMMA}
+    @P0 BRA loop
+    LDL R2, [R1] ; spill=1
+    EXIT
+"""
 PLANTED = Path(__file__).parent / "kernels/spills.sm_90.cubin"
 BIG_TILE = "v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
 
@@ -73,6 +79,37 @@ def test_spills_in_the_main_loop_are_told_by_iteration():
     found = verdict(SPILLS_IN_LOOP)
     assert "the main loop: 0 bytes stored and 4 loaded in each iteration" in found
     assert "(8 bytes of local stores and 20 of local loads a thread in all)" in found
+
+
+def test_an_array_in_local_memory_is_no_spill():
+    text = f"loop: {HMMA}\nSTL [R5], R2\n@P0 BRA loop\nLDL.64 R2, [R5]\nEXIT"
+    assert verdict(text).startswith("No spills: local memory holds arrays")
+    assert "4 bytes of local stores and 8 of local loads a thread" in verdict(text)
+    report = report_of(kernel(text))
+    assert report.spills == ()
+    assert "In loop 0: 1 local loads and stores, no spills, 4 bytes stored" in report_text(report)
+
+
+def test_what_an_older_compiler_spilled_is_not_known():
+    unmarked = kernel("STL [R5], R2\nEXIT")
+    unmarked = replace(
+        unmarked,
+        resources=replace(unmarked.resources, spill_store_bytes=None, spill_load_bytes=None),
+    )
+    assert "which of it spills registers is not known" in verdicts(report_of(unmarked))[0]
+
+
+def test_spills_into_shared_memory_are_told():
+    text = "STS [R5], R2 ; spill=1\nSTS [R6], R3\nLDS R2, [R5] ; spill=1\nEXIT"
+    assert "2 loads and stores of shared memory spill" in report_text(report_of(kernel(text)))
+
+
+def test_a_stub_that_only_traps_is_called_so():
+    text = "LDC R1, c[0x0][0x28]\nBPT.TRAP 0x1\nself: BRA self\nNOP"
+    assert verdict(text).startswith("The kernel is a stub, which only traps (BPT.TRAP)")
+    assert "for sm_90" in verdict(text)
+    for working in ("@P0 BPT.TRAP 0x1\nEXIT", "EXIT", "BPT.TRAP 0x1\nEXIT", "self: BRA self"):
+        assert "stub" not in verdict(working)
 
 
 def test_the_planted_kernel_spills_in_its_loop():

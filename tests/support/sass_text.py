@@ -86,7 +86,7 @@ def operations(text: str) -> list[Operation]:
 
 def kernel(text: str, architecture: str = "sm_90", registers: int = 32) -> Kernel:
     """A kernel of such lines. After a semicolon: stall=, write= and read= scoreboards, wait= for
-    scoreboards (as digits), live= registers, ptx= and source= lines."""
+    scoreboards (as digits), live= registers, ptx= and source= lines, spill= anything."""
     listed, notes = _parse(text)
     blocks, loops = control_flow(listed)
     block_of = [b.index for b in blocks for _ in range(b.start, b.end, INSTRUCTION_BYTES)]
@@ -116,6 +116,7 @@ def kernel(text: str, architecture: str = "sm_90", registers: int = 32) -> Kerne
                 loop_of.get(block),
                 opcodes.pipe(o.opcode, capability),
                 opcodes.cost(o.opcode, capability),
+                "spill" in note,
             )
             for o, note, block in zip(listed, notes, block_of, strict=True)
         ),

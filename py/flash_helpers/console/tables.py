@@ -85,6 +85,11 @@ def _finite_or_null(value: Any) -> Any:
     return value
 
 
+def known(value: object) -> str:
+    """As text; "unknown" for None."""
+    return "unknown" if value is None else str(value)
+
+
 def number(value: float | None, digits: int = 0) -> str:
     """With commas between thousands; a dash where there is none."""
     return DASH if value is None else f"{value:,.{digits}f}"

@@ -23,6 +23,7 @@ from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
 FORMAT = 1
+_MAY_BE_UNKNOWN = ("blocks_per_sm", "stack_bytes", "spill_store_bytes", "spill_load_bytes")
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,18 @@ class KernelFigures:
     """One kernel compiled for one architecture.
 
     kernel: its config's short form. architecture: such as "sm_90". registers, stack_bytes and
-    spill bytes: a thread. smem_bytes: a block, static and dynamic. blocks_per_sm: resident at a
-    time; None for an architecture of which the limits are not known. loop_instructions: those
-    in the text of the main loop that are executed or predicated; loop_hmma: the tensor instructions
-    among them. Both are 0 in a kernel without a loop.
+    spill bytes: a thread; None as in `Resources`. smem_bytes: a block, static and dynamic.
+    blocks_per_sm: resident at a time; None for an architecture of which the limits are not known.
+    loop_instructions: those in the text of the main loop that are executed or predicated;
+    loop_hmma: the tensor instructions among them. Both are 0 in a kernel without a loop.
     """
 
     kernel: str
     architecture: str
     registers: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
+    stack_bytes: int | None
+    spill_store_bytes: int | None
+    spill_load_bytes: int | None
     smem_bytes: int
     blocks_per_sm: int | None
     loop_instructions: int
@@ -163,7 +164,7 @@ def _figures(row: dict[str, Any]) -> KernelFigures:
     figures = read_record(KernelFigures, row)
     for name, value in row.items():
         wanted = str if name in ("kernel", "architecture") else int
-        unknown = name == "blocks_per_sm" and value is None
+        unknown = name in _MAY_BE_UNKNOWN and value is None
         if not unknown and type(value) is not wanted:
             raise ValueError(f"{name} {value!r} of {row['kernel']!r} is no {wanted.__name__}")
     return figures

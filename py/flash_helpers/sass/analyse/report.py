@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,14 +11,14 @@ from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction, 
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import Unrolling, main_loop, unrolling
 from flash_helpers.sass.analyse.stalls import Wait, body_of, scoreboard_waits
-from flash_helpers.sass.read.flow import may_execute
+from flash_helpers.sass.read.flow import is_trap_stub, may_execute
 from flash_helpers.sass.read.reader import local_bytes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
 
 
 @dataclass(frozen=True)
-class SpillSite:
-    """The local loads and stores of one loop, or outside all loops.
+class LocalSite:
+    """Local loads and stores of one loop, or outside all loops.
 
     loop: None outside. instructions: loads and stores. store_bytes, load_bytes: a thread, each
     instruction once.
@@ -73,21 +74,30 @@ class KernelReport:
         return max(known, key=lambda i: i.live.general if i.live else 0, default=None)
 
     @cached_property
-    def spills(self) -> tuple[SpillSite, ...]:
-        """By loop, those outside loops first."""
-        sites: dict[int, list[Instruction]] = defaultdict(list)
-        for i in self.kernel.instructions:
-            if i.base in ("LDL", "STL") and may_execute(i):
-                sites[-1 if i.loop is None else i.loop].append(i)
-        return tuple(
-            SpillSite(
-                None if loop < 0 else loop,
-                len(found),
-                local_bytes(found, "STL"),
-                local_bytes(found, "LDL"),
-            )
-            for loop, found in sorted(sites.items())
+    def spills(self) -> tuple[LocalSite, ...]:
+        """Those that the cubin marks as spills: by loop, those outside loops first."""
+        return _local_sites(i for i in self.kernel.instructions if i.is_spill)
+
+    @cached_property
+    def local_accesses(self) -> tuple[LocalSite, ...]:
+        """Those that it does not: of arrays, where it marks spills (see `Resources`)."""
+        return _local_sites(i for i in self.kernel.instructions if not i.is_spill)
+
+
+def _local_sites(instructions: Iterable[Instruction]) -> tuple[LocalSite, ...]:
+    sites: dict[int, list[Instruction]] = defaultdict(list)
+    for i in instructions:
+        if i.base in ("LDL", "STL") and may_execute(i):
+            sites[-1 if i.loop is None else i.loop].append(i)
+    return tuple(
+        LocalSite(
+            None if loop < 0 else loop,
+            len(found),
+            local_bytes(found, "STL"),
+            local_bytes(found, "LDL"),
         )
+        for loop, found in sorted(sites.items())
+    )
 
 
 def report_on(facts: KernelFacts, loop: int | None = None) -> KernelReport:
@@ -106,6 +116,11 @@ def report_on(facts: KernelFacts, loop: int | None = None) -> KernelReport:
 
 def verdicts(report: KernelReport) -> list[str]:
     """What the numbers come to, a sentence or two each."""
+    if is_trap_stub(report.kernel):
+        return [
+            f"The kernel is a stub, which only traps (BPT.TRAP): for {report.kernel.architecture} "
+            "its author left the code out."
+        ]
     found = [_spill_verdict(report)]
     if report.bound is not None:
         found += [_bound_verdict(report, report.bound), _wait_verdict(report)]
@@ -120,12 +135,23 @@ def verdicts(report: KernelReport) -> list[str]:
 
 
 def _spill_verdict(report: KernelReport) -> str:
-    if not report.spills:
+    if not report.spills and not report.local_accesses:
         return "No spills: local memory is not accessed."
-    inside = [site for site in report.spills if site.loop is not None]
-    stores = sum(site.store_bytes for site in report.spills)
-    loads = sum(site.load_bytes for site in report.spills)
+    sites = report.spills or report.local_accesses
+    inside = [site for site in sites if site.loop is not None]
+    stores = sum(site.store_bytes for site in sites)
+    loads = sum(site.load_bytes for site in sites)
     total = f"{stores} bytes of local stores and {loads} of local loads a thread"
+    if report.kernel.resources.spill_store_bytes is None:
+        return (
+            f"Local memory is accessed, {total}; which of it spills registers is not known, as "
+            "ptxas marks that only from CUDA 12.6 on."
+        )
+    if not report.spills:
+        return (
+            "No spills: local memory holds arrays, or registers that a called function saves, "
+            f"{total}."
+        )
     if not report.kernel.loops:
         return f"Spills: {total}; the kernel has no loop, so that each is paid once a thread."
     if not inside:

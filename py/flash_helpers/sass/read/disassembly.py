@@ -287,11 +287,19 @@ def _operation(address: int, item: Mapping[str, Any], kernel: CubinKernel) -> Op
     listed = _JOINED.sub(r"\1,", item.get("operands", ""))
     predicate, operands = _guard_and_operands(item.get("predicate", ""), listed.split(","))
     target = None
+    if opcode.startswith("BREAK"):
+        operands.sort(key=_is_barrier)
     if opcode.partition(".")[0] in BRANCHES | CALLS:
         last = operands[-1]
         name = last.removeprefix("`(").removesuffix(")")  # as a listing has it
         target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(name)
     return Operation(address, encoding, predicate, opcode, ", ".join(operands), target)
+
+
+def _is_barrier(operand: str) -> bool:
+    """Whether it is the register that BREAK takes lanes out of: the last operand as text, but the
+    first in the JSON of nvdisasm 13.5."""
+    return operand.startswith("B")
 
 
 def _guard_and_operands(predicate: str, operands: list[str]) -> tuple[str, list[str]]:

@@ -51,9 +51,12 @@ EIATTR_MIN_STACK_SIZE = 0x12
 EIATTR_INDIRECT_BRANCH_TARGETS = 0x34
 EIATTR_REGCOUNT = 0x2F
 EIATTR_NUM_BARRIERS = 0x4C
+EIATTR_ANNOTATIONS = 0x55
 _RELOCATIONS = (".rel", ".rela")
 _EVERY_CUBIN_HAS = (".shstrtab", ".strtab", ".symtab")
 _PARAMETERS = ".nv.constant0."
+_SPILL_REFILL = 1  # of the kinds of annotations
+_MARKS_SPILLS = (13,)  # ptxas of CUDA 12.6 to 12.9 does too, but does not leave its version
 _FORMAT_SIZED = 4  # the others hold their value in place of the size
 
 
@@ -99,8 +102,10 @@ class CubinKernel:
     symbol_index: in the symbol table. attributes: its section .nv.info, without what refers to the
     cubin's symbols. functions: what its section holds, by address from its start.
     self_contained: the code needs nothing outside of its section to be understood: it has no
-    relocations, no jump tables, and calls no other function. Spill bytes in `resources` are 0: only
-    the code tells them.
+    relocations, no jump tables, and calls no other function. spills: addresses of the instructions
+    that spill a register or bring it back; None where the compiler did not mark them. Spill bytes
+    in `resources` are 0: only the code tells them. jump_tables: the targets of each computed jump
+    by its address, from the start of the section.
     """
 
     symbol: str
@@ -110,6 +115,8 @@ class CubinKernel:
     attributes: bytes
     functions: Mapping[str, int]
     self_contained: bool
+    spills: frozenset[int] | None
+    jump_tables: Mapping[int, tuple[int, ...]]
 
     @property
     def code(self) -> bytes:
@@ -273,6 +280,7 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
             "can be read"
         )
     common = _common_attributes(by_name)
+    compiler = _compiler(by_name)
     relocatable = int.from_bytes(data[16:18], "little") == _ET_REL
     reserved = RESERVED_SMEM_BYTES if capability >= 90 and not relocatable else 0
     functions_of: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -308,6 +316,8 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
                 attributes=b"".join(r for number, _, r in records if number != EIATTR_PARAM_CBANK),
                 functions=functions,
                 self_contained=not tied,
+                spills=_spills(own, compiler),
+                jump_tables=_jump_tables(own.get(EIATTR_INDIRECT_BRANCH_TARGETS, b"")),
             )
         )
     known = {kernel.symbol for kernel in kernels}
@@ -315,7 +325,6 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
         owner = name.removeprefix(_PARAMETERS)
         if owner != name and f".text.{owner}" in by_name and owner not in known:
             raise _DamagedError(f"{owner} has parameters, but is no kernel")
-    compiler = _compiler(by_name)
     ptx = by_name.get(".nv_debug_ptx_txt", _NOTHING).data.decode(errors="replace")
     return Cubin(
         origin=origin,
@@ -406,11 +415,35 @@ def _registers(attributes: Mapping[tuple[int, int], int], symbol: Symbol, sectio
     return told
 
 
-def _stack(attributes: Mapping[tuple[int, int], int], symbol: Symbol) -> int:
-    """The kernel's own frame, or with those of what it calls, where the compiler could tell."""
+def _stack(attributes: Mapping[tuple[int, int], int], symbol: Symbol) -> int | None:
+    """The kernel's own frame with those of what it calls; None where the compiler could not tell,
+    as with recursion."""
     frame = attributes.get((EIATTR_FRAME_SIZE, symbol.index), 0)
     with_calls = attributes.get((EIATTR_MIN_STACK_SIZE, symbol.index), 0)
-    return frame if with_calls == _UNKNOWN_STACK else max(frame, with_calls)
+    return None if with_calls == _UNKNOWN_STACK else max(frame, with_calls)
+
+
+def _spills(own: Mapping[int, bytes], compiler: Compiler) -> frozenset[int] | None:
+    """Addresses in EIATTR_ANNOTATIONS, which holds pairs of a kind and an address."""
+    if EIATTR_ANNOTATIONS not in own:
+        return frozenset() if compiler.version >= _MARKS_SPILLS else None
+    words = _words(own[EIATTR_ANNOTATIONS])
+    pairs = zip(words[::2], words[1::2], strict=False)
+    return frozenset(address for kind, address in pairs if kind == _SPILL_REFILL)
+
+
+def _jump_tables(payload: bytes) -> dict[int, tuple[int, ...]]:
+    """Of EIATTR_INDIRECT_BRANCH_TARGETS: for each jump its address, a word of flags, the number of
+    its targets, and these."""
+    words, found = _words(payload), {}
+    at = 0
+    while at + 3 <= len(words):
+        end = at + 3 + words[at + 2]
+        if end > len(words):
+            raise _DamagedError(f"the jump table of {words[at]:#06x} ends behind its attribute")
+        found[words[at]] = words[at + 3 : end]
+        at = end
+    return found
 
 
 def _static_smem(sections: Mapping[str, Section], kernel: str, reserved: int) -> int:

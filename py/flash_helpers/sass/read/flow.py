@@ -8,8 +8,10 @@ What ends a block and what does not, since Volta:
   `BRA.CONV ~URZ, ...`) may fall through, although it has no guard.
 - CALL goes to a routine in the same section, which ends with RET. But ptxas for sm_80 to sm_89 also
   leaves loops with `@P0 CALL.REL.NOINC`, to code that never returns: that is a plain jump.
-- A computed jump (BRX, JMX, and CALL without a known target) has no known successors. The code that
-  only such jumps reach is analysed too, as if it were entered from outside.
+- A computed jump (BRX, JMX) goes where the cubin's jump table for it says. Without one, and as
+  CALL, it has no known successors; the code that only such jumps reach is analysed too, as if it
+  were entered from outside.
+- BPT.TRAP ends the launch; what stands behind it is not reached from there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_helpers.ptx.read.graph import strongly_connected_components
-from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Loop, Operation
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Kernel, Loop, Operation
 
 NEVER = ("@!PT", "@!UPT")
 ALWAYS = ("", "@PT", "@UPT")
@@ -28,6 +30,7 @@ BRANCHES = frozenset({"BRA", "JMP"})
 CALLS = frozenset({"CALL", "JCAL"})
 _COMPUTED = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
 _ENDS = frozenset({"EXIT", "RET", "KILL"})
+_TRAP = "BPT.TRAP"
 _JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
 
 
@@ -38,7 +41,7 @@ def may_execute(operation: Operation) -> bool:
 
 def is_jump(operation: Operation) -> bool:
     """True for what may continue elsewhere than at the next instruction, or not at all."""
-    return operation.base in _JUMPS and may_execute(operation)
+    return (operation.base in _JUMPS or operation.opcode == _TRAP) and may_execute(operation)
 
 
 def reach(start: int, neighbours: Callable[[int], Iterable[int]]) -> set[int]:
@@ -70,10 +73,21 @@ def padding_start(operations: Sequence[Operation]) -> int:
     return len(operations) if jumps or runs_on else start
 
 
-def control_flow(operations: Sequence[Operation]) -> tuple[tuple[Block, ...], tuple[Loop, ...]]:
+def is_trap_stub(kernel: Kernel) -> bool:
+    """Whether a kernel does nothing but trap, as where its author left out an architecture: before
+    the padding it has one block, which ends with BPT.TRAP."""
+    code = kernel.instructions[: padding_start(kernel.instructions)]
+    jumps = [operation for operation in code if is_jump(operation)]
+    return len(jumps) == 1 and jumps[0].opcode == _TRAP and not _falls_through(jumps[0])
+
+
+def control_flow(
+    operations: Sequence[Operation], jump_tables: Mapping[int, Sequence[int]] | None = None
+) -> tuple[tuple[Block, ...], tuple[Loop, ...]]:
     """The basic blocks of a kernel, by address, and its loops, by the address of their headers.
 
-    operations: the whole kernel, in order of address. Every instruction is in a block.
+    operations: the whole kernel, in order of address. Every instruction is in a block. jump_tables:
+    the targets of computed jumps, by the address of the jump.
 
     A loop is a set of blocks of which each can reach each other, all loops with one header merged.
     Where control can enter such a set at several blocks, the first that is reached from the entry
@@ -81,8 +95,30 @@ def control_flow(operations: Sequence[Operation]) -> tuple[tuple[Block, ...], tu
     """
     if not operations:
         return (), ()
-    graph = _Graph.of(operations)
+    graph = _Graph.of(operations, jump_tables or {})
     return graph.blocks, _loops(graph)
+
+
+def calls_itself(
+    operations: Sequence[Operation], jump_tables: Mapping[int, Sequence[int]] | None = None
+) -> bool:
+    """Whether a routine of a kernel calls itself, be it through others. The arguments are those of
+    `control_flow`."""
+    if not any(operation.base in CALLS for operation in operations):
+        return False
+    graph = _Graph.of(operations, jump_tables or {})
+
+    def own(block: int) -> Iterable[int]:
+        return (block + 1,) if block in graph.calls else graph.successors[block]
+
+    def callees(routine: int) -> Iterable[int]:
+        return [graph.calls[n] for n in reach(routine, own) if n in graph.calls]
+
+    return any(
+        routine in reach(callee, callees)
+        for routine in set(graph.calls.values())
+        for callee in callees(routine)
+    )
 
 
 def _falls_through(operation: Operation) -> bool:
@@ -114,9 +150,9 @@ class _Graph:
     padding: int
 
     @classmethod
-    def of(cls, operations: Sequence[Operation]) -> _Graph:
+    def of(cls, operations: Sequence[Operation], tables: Mapping[int, Sequence[int]]) -> _Graph:
         padding = padding_start(operations)
-        leaders = _leaders(operations, padding)
+        leaders = _leaders(operations, padding, tables)
         number = {operations[first].address: n for n, first in enumerate(leaders)}
         lasts = [first - 1 for first in [*leaders[1:], len(operations)]]
         jumps: list[list[int]] = []
@@ -127,7 +163,10 @@ class _Graph:
             target = number.get(operation.target) if operation.target is not None else None
             jumps.append([])
             falls.append(_falls_through(operation) and n + 1 < len(lasts))
-            if not is_jump(operation) or operation.base in _COMPUTED | _ENDS:
+            if operation.base in _COMPUTED and is_jump(operation):
+                told = tables.get(operation.address, ())
+                jumps[n] += [number[address] for address in told if address in number]
+            if not is_jump(operation) or operation.base not in BRANCHES | CALLS:
                 continue
             if target is not None:
                 jumps[n].append(target)
@@ -158,7 +197,9 @@ class _Graph:
         )
 
 
-def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
+def _leaders(
+    operations: Sequence[Operation], padding: int, tables: Mapping[int, Sequence[int]]
+) -> list[int]:
     """Indices of the instructions that blocks begin with."""
     index = {operation.address: n for n, operation in enumerate(operations)}
     leaders = {0}
@@ -171,6 +212,9 @@ def _leaders(operations: Sequence[Operation], padding: int) -> list[int]:
             leaders.add(n + 1)
         if operation.base in BRANCHES | CALLS and operation.target in index:
             leaders.add(index[operation.target])
+        if operation.base in _COMPUTED:
+            told = tables.get(operation.address, ())
+            leaders.update(index[address] for address in told if address in index)
     return sorted(leaders)
 
 

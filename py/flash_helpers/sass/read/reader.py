@@ -170,7 +170,8 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
     """The kernel with all that follows from its instructions."""
     cubin, kernel = request.cubin, request.kernel
     operations, capability = disassembly.operations, cubin.capability
-    blocks, loops = flow.control_flow(operations)
+    spills = kernel.spills or frozenset()
+    blocks, loops = flow.control_flow(operations, kernel.jump_tables)
     loop_of: dict[int, int] = {}
     for loop in sorted(loops, key=lambda loop: loop.depth):
         loop_of.update(dict.fromkeys(loop.blocks, loop.index))
@@ -190,6 +191,7 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
             loop_of.get(block),
             opcodes.pipe(o.opcode, capability),
             opcodes.cost(o.opcode, capability),
+            o.address in spills,
         )
         for o, block, live, source, ptx_line in zip(
             operations,
@@ -200,6 +202,10 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
             strict=True,
         )
     )
+    recursive = flow.calls_itself(operations, kernel.jump_tables)
+    of_local = [i for i in instructions if i.base in ("LDL", "STL") and flow.may_execute(i)]
+    untold = bool(of_local) and kernel.spills is None
+    spilling = [i for i in of_local if i.is_spill]
     return Kernel(
         symbol=kernel.symbol,
         architecture=cubin.architecture,
@@ -207,8 +213,9 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
         compiler=cubin.compiler,
         resources=replace(
             kernel.resources,
-            spill_store_bytes=local_bytes(operations, "STL"),
-            spill_load_bytes=local_bytes(operations, "LDL"),
+            stack_bytes=None if recursive else kernel.resources.stack_bytes,
+            spill_store_bytes=None if untold else local_bytes(spilling, "STL"),
+            spill_load_bytes=None if untold else local_bytes(spilling, "LDL"),
         ),
         instructions=instructions,
         blocks=blocks,
@@ -221,8 +228,8 @@ _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 def local_bytes(operations: Iterable[Operation], base: str) -> int:
-    """Bytes that the instructions "STL" or "LDL" of a listing move for a thread, each counted once,
-    as ptxas counts spills; those that never execute are left out."""
+    """Bytes that the instructions "STL" or "LDL" among some move for a thread, each counted once;
+    those that never execute are left out."""
     return sum(
         next((_WIDTHS[part] for part in operation.opcode.split(".") if part in _WIDTHS), 4)
         for operation in operations

@@ -98,7 +98,8 @@ class Instruction(Operation):
     at, outermost last; empty without line information. ptx_line: of the kernel's embedded PTX,
     counted from 1. block: index into `Kernel.blocks`. loop: index into `Kernel.loops` of the
     innermost loop around it. pipe: what executes it, "unknown" where no source tells. cost: cycles
-    of an SM for one warp instruction (see `opcodes`); None where unknown.
+    of an SM for one warp instruction (see `opcodes`); None where unknown. is_spill: the cubin marks
+    it as spilling a register, or as bringing it back.
     """
 
     control: Control
@@ -109,13 +110,14 @@ class Instruction(Operation):
     loop: int | None
     pipe: str
     cost: float | None
+    is_spill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A basic block: the instructions from address `start` up to, not including, `end`.
 
-    successors, predecessors: indices of blocks. A computed jump has no known successors.
+    successors, predecessors: indices of blocks. A computed jump has those that the cubin tells.
     """
 
     index: int
@@ -157,19 +159,21 @@ class Compiler:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a kernel takes, from the cubin's headers and from the widths of its local accesses.
+    """What a kernel takes, from the cubin's headers and from the widths of its spills.
 
     registers: a thread. static_smem_bytes: a block, without what the driver reserves.
-    stack_bytes: local memory a thread. spill_store_bytes, spill_load_bytes: widths of the local
-    stores and loads a thread, which is what ptxas calls spills as long as local memory holds
-    nothing else. barriers: named barriers a block. max_threads: a block's limit, if it has one.
+    stack_bytes: local memory a thread; None with recursion, which has no limit.
+    spill_store_bytes, spill_load_bytes: widths of the local stores and loads a thread that the
+    cubin marks as spills, as ptxas counts them; None where the code accesses local memory and the
+    compiler, of CUDA 12.5 or older, does not mark what is a spill. barriers: named barriers a
+    block. max_threads: a block's limit, if it has one.
     """
 
     registers: int
     static_smem_bytes: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
+    stack_bytes: int | None
+    spill_store_bytes: int | None
+    spill_load_bytes: int | None
     barriers: int
     max_threads: int | None
 

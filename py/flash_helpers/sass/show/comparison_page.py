@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flash_helpers.console.tables import known
 from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
 from flash_helpers.sass.show.page import PageKernel, page_html
@@ -13,11 +14,12 @@ from flash_helpers.sass.show.picture import overview_html
 def page_facts(facts: KernelFacts, timed: str) -> list[tuple[str, str]]:
     """What is told of a kernel above its panes. timed: the launch whose speed is told, in words."""
     resources, loop, occupancy = facts.kernel.resources, facts.phases.main_loop, facts.occupancy
+    stored, loaded = resources.spill_store_bytes, resources.spill_load_bytes
     found = [
         ("architecture", facts.kernel.architecture),
         *((name, value) for name, value in facts.identity.items() if name == "dtype"),
         ("registers per thread", str(resources.registers)),
-        ("spilled bytes", f"{resources.spill_store_bytes} out, {resources.spill_load_bytes} in"),
+        ("spilled bytes", f"{known(stored)} out, {known(loaded)} in"),
         ("shared memory per block", f"{facts.smem_bytes:,} bytes"),
     ]
     if occupancy is not None:

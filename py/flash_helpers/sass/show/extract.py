@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.console.files import write_if_different
+from flash_helpers.console.tables import known
 from flash_helpers.sass.read.choice import Found, choose
 from flash_helpers.sass.read.containers import members_of, ptx_of, read_cubins
 from flash_helpers.sass.read.control import control_text
@@ -79,8 +80,9 @@ def _header(kernel: Kernel) -> list[str]:
         f"// origin {kernel.origin}",
         f"// compiler {kernel.compiler} {kernel.compiler.options}".rstrip(),
         f"// registers {resources.registers}, static shared memory {resources.static_smem_bytes}, "
-        f"stack {resources.stack_bytes}, spill stores {resources.spill_store_bytes}, "
-        f"spill loads {resources.spill_load_bytes}, barriers {resources.barriers}, "
+        f"stack {known(resources.stack_bytes)}, "
+        f"spill stores {known(resources.spill_store_bytes)}, "
+        f"spill loads {known(resources.spill_load_bytes)}, barriers {resources.barriers}, "
         f"threads {threads}",
         f"// instructions {len(kernel.instructions)}, blocks {len(kernel.blocks)}, "
         f"loops {len(kernel.loops)}",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flash_helpers.console.tables import DASH, Table, number, percent, records_csv
+from flash_helpers.console.tables import DASH, Table, known, number, percent, records_csv
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
@@ -33,8 +33,8 @@ def _resource_row(name: str, facts: KernelFacts) -> list[str]:
     return [
         name,
         str(resources.registers),
-        f"{resources.spill_store_bytes}/{resources.spill_load_bytes}",
-        str(resources.stack_bytes),
+        f"{known(resources.spill_store_bytes)}/{known(resources.spill_load_bytes)}",
+        known(resources.stack_bytes),
         number(facts.smem_bytes),
         *(
             [str(held.blocks), f"{held.warps}/{held.max_warps}", ", ".join(held.limiters)]

@@ -86,6 +86,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
         and peak.live
         and {"registers": peak.live.general, "address": peak.address, "loop": peak.loop},
         "spills": [asdict(site) for site in report.spills],
+        "local_accesses": [asdict(site) for site in report.local_accesses],
         "phases": {name: counts_as_dict(counts) for name, counts in _phase_counts(report).items()},
         "loop": loop
         and {
@@ -141,10 +142,11 @@ def _instruction_json(instruction: Instruction) -> dict[str, Any]:
 def _headline(report: KernelReport) -> str:
     kernel = report.kernel
     resources = kernel.resources
+    stack = "an unknown number of" if resources.stack_bytes is None else resources.stack_bytes
     parts = [
         report.facts.name,
         f"{kernel.architecture}, {kernel.compiler}, from {kernel.origin}",
-        f"{resources.registers} registers, {resources.stack_bytes} bytes of stack, "
+        f"{resources.registers} registers, {stack} bytes of stack, "
         f"{resources.static_smem_bytes} bytes of static shared memory, "
         f"{resources.barriers} barriers",
     ]
@@ -211,12 +213,18 @@ def _register_sentences(report: KernelReport) -> Iterator[str]:
             f"At most {peak.live.general} of {registers} registers are live, first at "
             f"{peak.address:#06x}, {where}: {peak.text}"
         )
-    for site in report.spills:
-        where = "Outside loops" if site.loop is None else f"In loop {site.loop}"
-        yield (
-            f"{where}: {site.instructions} local loads and stores, {site.store_bytes} bytes stored "
-            f"and {site.load_bytes} loaded a thread."
-        )
+    known = report.kernel.resources.spill_store_bytes is not None
+    no_spills = ", no spills" if known else ""
+    for sites, kind in ((report.spills, ""), (report.local_accesses, no_spills)):
+        for site in sites:
+            where = "Outside loops" if site.loop is None else f"In loop {site.loop}"
+            yield (
+                f"{where}: {site.instructions} local loads and stores{kind}, {site.store_bytes} "
+                f"bytes stored and {site.load_bytes} loaded a thread."
+            )
+    shared = sum(i.is_spill and i.base in ("LDS", "STS") for i in report.kernel.instructions)
+    if shared:
+        yield f"{shared} loads and stores of shared memory spill registers, too."
 
 
 def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
