@@ -2,7 +2,8 @@
 
 CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; reserved shared
 memory from "Shared Memory" of the sections on compute capability 8.x and 9.0; parameters from the
-PTX ISA, "Parameter State Space".
+PTX ISA, "Parameter State Space". What an SM of compute capability 11.0 and 12.1 holds is from
+CCCL's arch_traits; barriers and granularities are from CUDA 13.0's cuda_occupancy.h.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ MAX_LOCAL_BYTES = 512 * 1024  # of a thread
 MAX_CONSTANT_BYTES = 64 * 1024  # of a module
 MAX_PARAMETER_BYTES = 32764  # of a kernel
 
-# Of an SM, from 8.0 to 9.0.
+# Of an SM, from 7.5 to 12.1.
 SUB_PARTITIONS = 4
 REGISTERS_PER_SM = 64 * 1024
 REGISTERS_ALLOCATED_AT_ONCE = 256  # to a warp
-SMEM_ALLOCATED_AT_ONCE = 128  # to a block
-RESERVED_SMEM_BYTES = 1024  # of a block, which the driver takes besides the block's own
+SMEM_ALLOCATED_AT_ONCE = 128  # to a block, from 8.0 on; twice that before
+RESERVED_SMEM_BYTES = 1024  # of a block, which the driver takes from 8.0 on besides its own
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,26 @@ class Limits:
 # By compute capability, as in sm_80.
 LIMITS: Mapping[int, Limits] = MappingProxyType(
     {
+        75: Limits(64 * 1024, warps=32, blocks=16),
         80: Limits(163 * 1024, warps=64, blocks=32),
         86: Limits(99 * 1024, warps=48, blocks=16),
         87: Limits(163 * 1024, warps=48, blocks=16),
         89: Limits(99 * 1024, warps=48, blocks=24),
         90: Limits(227 * 1024, warps=64, blocks=32, barriers=64),
+        100: Limits(227 * 1024, warps=64, blocks=32, barriers=64),
+        103: Limits(227 * 1024, warps=64, blocks=32, barriers=64),
+        110: Limits(227 * 1024, warps=48, blocks=24, barriers=24),
+        120: Limits(99 * 1024, warps=48, blocks=24, barriers=24),
+        121: Limits(99 * 1024, warps=48, blocks=24, barriers=24),
     }
 )
 
-# Shared memory of a block, at most. Those that `LIMITS` has not: guides of CUDA 12 and 13.
+# Shared memory of a block, at most. Those that `LIMITS` has not: guide of CUDA 12.
 SMEM_BYTES: Mapping[int, int] = MappingProxyType(
     {
         **dict.fromkeys((50, 52, 53, 60, 61, 62), 48 * 1024),
         **dict.fromkeys((70, 72), 96 * 1024),
-        75: 64 * 1024,
         **{capability: limits.smem_bytes for capability, limits in LIMITS.items()},
-        **dict.fromkeys((100, 103, 110), 227 * 1024),
-        **dict.fromkeys((120, 121), 99 * 1024),
     }
 )
 

@@ -13,6 +13,7 @@ from flash_helpers.sass.read.opcodes import (
     classify,
     cost,
     pipe,
+    tensor_operations,
     throughput,
 )
 
@@ -149,7 +150,111 @@ def test_tensor_costs_are_those_of_the_peak_rates():
     flops_a_cycle = 312e12 / 108 / 1.41e9
     assert cost("HMMA.16816.F32", 80) == pytest.approx(2 * 16 * 8 * 16 / flops_a_cycle, rel=0.01)
     assert cost("HMMA.16816.F32.BF16", 90) == cost("HMMA.16816.F32", 90)
-    assert cost("HMMA.16816.F16", 90) is None
+    # H100: 989.4 TFLOP/s dense in 16 bits with 132 SMs at 1.83 GHz
+    flops_a_cycle = 989.4e12 / 132 / 1.83e9
+    assert flops_a_cycle == pytest.approx(4096, rel=0.01)
+    for n in (8, 64, 128, 256):
+        of_group = 2 * 64 * n * 16 / 4096
+        assert cost(f"HGMMA.64x{n}x16.F32.BF16", 90) == of_group / 4 == n / 8
+        # of 8 bits twice as deep, and of 32 half as deep, in the same time
+        assert cost(f"QGMMA.64x{n}x32.F32.E4M3.E4M3", 90) == n / 8
+        assert cost(f"IGMMA.64x{n}x32.S8.S8", 90) == n / 8
+        assert cost(f"HGMMA.64x{n}x8.F32.TF32", 90) == n / 8
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operations", "cycles"),
+    (
+        # of 7.5, 8.0, 8.6, 8.9 and 9.0
+        ("HMMA.1688.F32", 2048, (4, 1, 4, 4, 0.5)),
+        ("HMMA.1688.F16", 2048, (2, 1, 2, 2, 0.5)),
+        ("HMMA.16816.F16", 4096, (4, 2, 4, 4, 1)),
+        ("HMMA.1684.F32.TF32", 1024, (None, 1, 4, 4, 0.5)),
+        ("IMMA.8816.S8.S8", 2048, (1, 0.5, 1, 1, 0.25)),
+        ("IMMA.16832.S8.U8", 8192, (4, 2, 4, 4, 1)),
+        ("IMMA.16864.S4.S4", 16384, (4, 2, 4, 4, None)),
+        ("DMMA.884", 512, (None, 4, None, None, 2)),
+        ("DMMA.16x8x8", 2048, (None, 16, None, None, 8)),
+        ("QMMA.16832.F32.E4M3.E4M3", 8192, (None, None, None, 8, 1)),
+        ("QMMA.16832.F16.E4M3.E5M2", 8192, (None, None, None, 4, 1)),
+        ("HGMMA.64x128x16.F16", 65536, (None, None, None, None, 16)),
+        ("BMMA.168256.AND.POPC", 65536, (None,) * 5),
+        # sparse ones, and those whose shape stands in a descriptor
+        ("HMMA.SP.16832.F32", None, (None,) * 5),
+        ("UTCHMMA", None, (None,) * 5),
+        ("HMMA.884.F32.F32.STEP0", None, (None,) * 5),
+    ),
+)
+def test_tensor_instructions_cost_by_shape_and_type(opcode, operations, cycles):
+    assert tensor_operations(opcode) == operations
+    assert tuple(cost(opcode, capability) for capability in (75, *CAPABILITIES)) == cycles
+    for capability in (100, 103, 110, 120, 121):
+        assert cost(opcode, capability) is None
+
+
+def test_what_was_measured_or_is_documented_for_sure_is_told_from_the_rest():
+    def certain(opcode: str, capability: int) -> bool:
+        found = throughput(opcode, capability)
+        assert found is not None and found.source
+        return found.certain
+
+    assert certain("HGMMA.64x128x16.F32.BF16", 90)
+    assert certain("DMMA.16x8x8", 90)
+    assert certain("IMMA.16832.S8.S8", 80)
+    # cards for professionals differ, and an H100's mma.sync stays below its peak
+    assert not certain("IMMA.16832.S8.S8", 89)
+    assert not certain("HMMA.16816.F16", 90)
+
+
+@pytest.mark.parametrize(
+    "opcode", ("UTMALDG.5D", "UTMASTG.2D", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "R2UR", "USETMAXREG")
+)
+def test_what_no_source_tells_has_no_cost(opcode):
+    assert cost(opcode, 90) is None
+
+
+# as ptxas 13.0 makes them of wgmma, tcgen05, cp.async.bulk, mbarrier and cluster instructions
+@pytest.mark.parametrize(
+    ("opcode", "name"),
+    (
+        ("HGMMA.64x128x16.F32.BF16", "tensor"),
+        ("QGMMA.64x128x32.F32.E4M3.E4M3", "tensor"),
+        ("UTCHMMA", "tensor"),
+        ("UTCIMMA", "tensor"),
+        ("UTCQMMA", "tensor"),
+        ("UTCOMMA", "tensor"),
+        ("LDTM.x2", "tensor memory"),
+        ("STTM", "tensor memory"),
+        ("UTCCP.T.S", "tensor memory"),
+        ("UTCSHIFT.DOWN", "tensor memory"),
+        ("UTCATOMSWS.FIND_AND_SET.ALIGN", "tensor memory"),
+        ("UVIRTCOUNT.DEALLOC.SMPOOL", "tensor memory"),
+        ("UTMALDG.2D", "bulk copy"),
+        ("UTMASTG.2D", "bulk copy"),
+        ("UTMAREDG.2D.ADD", "bulk copy"),
+        ("UTMAPF.L2.2D", "bulk copy"),
+        ("UTMACCTL.PF", "bulk copy"),
+        ("UTMACMDFLUSH", "bulk copy"),
+        ("UBLKCP.S.G", "bulk copy"),
+        ("STAS", "async copy"),
+        ("SYNCS.ARRIVE.TRANS64.A1T0", "barrier"),
+        ("UTCBAR", "barrier"),
+        ("WARPGROUP.ARRIVE", "barrier"),
+        ("USETMAXREG.DEALLOC.CTAPOOL", "barrier"),
+        ("FENCE.VIEW.ASYNC.S", "barrier"),
+        ("UCGABAR_ARV", "barrier"),
+        ("UCGABAR_WAIT", "barrier"),
+        ("CGAERRBAR", "barrier"),
+        ("ACQBULK", "barrier"),
+        ("PREEXIT", "barrier"),
+        ("UGETNEXTWORKID.SELFCAST", "barrier"),
+        ("ELECT", "vote"),
+        ("LDCU.64", "constant load"),
+        ("FFMA2", "fp32"),
+    ),
+)
+def test_the_class_of_an_opcode_of_hopper_and_blackwell(opcode, name):
+    assert classify(opcode) == name
 
 
 def test_f2fp_is_unknown_since_sources_differ():

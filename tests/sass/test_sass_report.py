@@ -10,6 +10,7 @@ import pytest
 from fake_backend import load_tool
 from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version, progression_kernels
 
+from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
 from flash_helpers.measure.machine_code import (
     config_facts,
@@ -18,8 +19,9 @@ from flash_helpers.measure.machine_code import (
     predict_config,
 )
 from flash_helpers.measure.results import load_results
-from flash_helpers.sass.analyse.bound import Chip, Launch
+from flash_helpers.sass.analyse.bound import Chip, Launch, predict
 from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.sass.analyse.phases import NotDeterminedError
 from flash_helpers.sass.analyse.report import KernelReport, report_on, verdicts
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
@@ -110,6 +112,47 @@ def test_a_stub_that_only_traps_is_called_so():
     assert "for sm_90" in verdict(text)
     for working in ("@P0 BPT.TRAP 0x1\nEXIT", "EXIT", "BPT.TRAP 0x1\nEXIT", "self: BRA self"):
         assert "stub" not in verdict(working)
+
+
+@pytest.mark.parametrize("capability", (75, 100, 103, 110, 120, 121))
+def test_an_architecture_that_is_not_measured_is_reported_all_the_same(capability):
+    planted = kernel("loop: FADD R1, R1, R1\n@P0 BRA loop\nEXIT", f"sm_{capability}")
+    text = report_text(report_of(planted, launch=Launch(256)))
+    assert f"of {LIMITS[capability].warps} warps" in text
+    unknown = f"costs of instructions: unknown for sm_{capability}"
+    assert (unknown in text) == (capability > 90)
+
+
+def test_without_limits_a_line_says_so_above_the_report():
+    planted = kernel("FADD R1, R1, R1\nEXIT", "sm_70")
+    text = report_text(report_of(planted, launch=Launch(256)))
+    assert "occupancy: unknown, since the limits of sm_70 are not known" in text
+    assert "Instructions" in text
+
+
+@pytest.mark.parametrize("opcode", ("UTCHMMA", "HMMA.SP.16832.F32", "BMMA.168256.AND.POPC"))
+def test_an_unknown_cost_on_the_tensor_pipe_leaves_no_bound(opcode):
+    planted = kernel(f"loop: {opcode} R4, R8, R12, R4\nFADD R1, R1, R1\n@P0 BRA loop\nEXIT")
+    report = report_of(planted)
+    text = report_text(report)
+    assert "No bound: what 1 of the tensor instructions take is not known for sm_90" in text
+    assert "Bound by" not in text and "Lower bounds" not in text
+    assert report_json(report)["bound"]["cycles"] is None
+    assert report.facts.bound_cycles is None
+    with pytest.raises(NotDeterminedError, match="the least time of a launch cannot be told"):
+        predict(planted, {0: 3}, Launch(32), Chip(1, 1000.0))
+
+
+def test_figures_of_other_shapes_are_per_4096_operations():
+    wide = kernel("loop: HGMMA.64x128x16.F32.BF16 R4, R8, gdesc[UR4]\n@P0 BRA loop\nEXIT")
+    loop = report_of(wide).facts.phases.main_loop
+    # 64 x 128 x 16 multiplications and additions, of which each of four warps issues a quarter
+    assert loop.tensor_operations == 2 * 64 * 128 * 16 // 4 == 16 * 4096
+    assert loop.per_tensor(loop.work) == 2 / 16
+    assert "work per 4096 tensor operations" in report_text(report_of(wide))
+    usual = report_of(kernel(f"loop: {HMMA}\n@P0 BRA loop\nEXIT"))
+    assert usual.facts.phases.main_loop.per_tensor(2) == 2
+    assert "work per tensor instruction" in report_text(usual)
 
 
 def test_the_planted_kernel_spills_in_its_loop():

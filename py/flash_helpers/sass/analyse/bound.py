@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from flash_helpers.gpu import WARP
 from flash_helpers.sass.analyse.counts import WORK, Bucket, with_buckets
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
-from flash_helpers.sass.analyse.phases import block_executions
+from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions
 from flash_helpers.sass.analyse.stalls import stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
@@ -58,7 +58,7 @@ class Bound:
     rows: by class and cost, the most cycles first, unknown costs last. issued: instructions, filler
     included. pipes: cycles of the SM by pipe, of the instructions whose cost is known. issue:
     cycles of the SM. stall: cycles that the control words alone make the warp take. tensor_chain:
-    most tensor instructions of which each adds to the result of the one before it. straight: every
+    most HMMA of which each adds to the result of the one before it. straight: every
     block counted is executed each time; otherwise these are no bounds, but the cost of the text.
     """
 
@@ -74,6 +74,12 @@ class Bound:
     def unknown(self) -> int:
         """Instructions whose cost is not known."""
         return sum(row.number for row in self.rows if row.cycles is None)
+
+    @property
+    def tells_tensor(self) -> bool:
+        """Whether the costs of all tensor instructions are known. Without them these are no bounds:
+        what takes longest is left out."""
+        return all(row.cycles is not None for row in self.rows if row.name == opcodes.TENSOR)
 
     @property
     def chain_cycles(self) -> tuple[int, int]:
@@ -174,10 +180,15 @@ def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip
 
     trips: of the loops, as `phases.block_executions` takes them.
 
-    Raises NotDeterminedError where the text does not tell what is executed, and SassError for a
-    kernel that does not fit on an SM.
+    Raises NotDeterminedError where the text does not tell what is executed, or a tensor instruction
+    has no known cost, and SassError for a kernel that does not fit on an SM.
     """
     found = kernel_bound(kernel, trips)
+    if not found.tells_tensor:
+        raise NotDeterminedError(
+            f"{kernel.symbol} has tensor instructions whose cost is not known for "
+            f"{kernel.architecture}: the least time of a launch cannot be told"
+        )
     held = kernel_occupancy(kernel, launch.threads, launch.dynamic_smem_bytes)
     if not held.blocks:
         raise SassError(
@@ -257,7 +268,7 @@ def _tensor_chain(executed: Sequence[tuple[Instruction, int]]) -> int:
     for instruction, number in executed:
         operands = [operand.strip() for operand in instruction.operands.split(",")]
         registers = _REGISTER.findall(instruction.operands)
-        if opcodes.classify(instruction.opcode) == opcodes.TENSOR and len(operands) > 3:
+        if instruction.base == "HMMA" and len(operands) > 3:
             before = _REGISTER.findall(operands[3])
             length[registers[0]] = number + (length.get(before[0], 0) if before else 0)
             longest = max(longest, length[registers[0]])

@@ -27,6 +27,10 @@ class Bucket(Enum):
     PADDING = "padding"
 
 
+# What one tensor instruction of the most frequent shape takes, m16n8k16: figures per tensor
+# instruction are figures per so many operations, so that other shapes can stand beside it.
+UNIT_OPERATIONS = 4096
+
 WORK = (Bucket.EXECUTED, Bucket.PREDICATED)
 
 
@@ -54,12 +58,14 @@ class Counts:
 
     by_bucket: all of them. by_opcode, by_base and by_class: the work only, that is what is executed
     or predicated; most first, the opcode with its modifiers, without them, and its class.
+    tensor_operations: of the tensor instructions; None where an opcode does not tell.
     """
 
     by_bucket: Mapping[Bucket, int]
     by_opcode: Mapping[str, int]
     by_base: Mapping[str, int]
     by_class: Mapping[str, int]
+    tensor_operations: int | None
 
     @property
     def work(self) -> int:
@@ -71,9 +77,15 @@ class Counts:
         """Tensor-core instructions."""
         return self.by_class.get(opcodes.TENSOR, 0)
 
+    @property
+    def is_usual_tensor(self) -> bool:
+        """Whether tensor instructions, if any, take UNIT_OPERATIONS each."""
+        return self.tensor_operations == self.tensor * UNIT_OPERATIONS
+
     def per_tensor(self, number: float) -> float | None:
-        """A number of instructions for each tensor-core instruction; None if there is none."""
-        return number / self.tensor if self.tensor else None
+        """A number of instructions for each UNIT_OPERATIONS of the tensor cores; None if there are
+        none, or they are not known."""
+        return number * UNIT_OPERATIONS / self.tensor_operations if self.tensor_operations else None
 
 
 def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
@@ -88,11 +100,18 @@ def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
             by_opcode[operation.opcode] += times
             by_base[operation.base] += times
             by_class[opcodes.classify(operation.opcode, operation.operands)] += times
+    shapes = [
+        (opcodes.tensor_operations(opcode), n)
+        for opcode, n in by_opcode.items()
+        if opcodes.classify(opcode) == opcodes.TENSOR
+    ]
+    known = [operations * n for operations, n in shapes if operations is not None]
     return Counts(
         by_bucket=MappingProxyType({kind: by_bucket[kind] for kind in Bucket}),
         by_opcode=_ordered(by_opcode),
         by_base=_ordered(by_base),
         by_class=_ordered(by_class),
+        tensor_operations=sum(known) if len(known) == len(shapes) else None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
+from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import Bound, Launch, Measured, Prediction, loop_bound
 from flash_helpers.sass.analyse.counts import count_changes
 from flash_helpers.sass.analyse.occupancy import Occupancy, kernel_occupancy
@@ -75,14 +76,15 @@ class KernelFacts:
 
     @cached_property
     def occupancy(self) -> Occupancy | None:
-        """Blocks and warps that an SM holds; None if it is not known how the kernel is launched.
+        """Blocks and warps that an SM holds; None if it is not known how the kernel is launched, or
+        what an SM of its architecture holds.
 
-        Raises SassError for a launch that is none, and for an architecture that is not known.
+        Raises SassError for a launch that is none.
         """
         launch, most = self.launch, self.kernel.resources.max_threads
         if launch is None and most is not None:
             launch = Launch(most)
-        if launch is None:
+        if launch is None or self.kernel.capability not in LIMITS:
             return None
         return kernel_occupancy(self.kernel, launch.threads, launch.dynamic_smem_bytes)
 
@@ -105,8 +107,10 @@ class KernelFacts:
 
     @property
     def bound_cycles(self) -> Mapping[str, float] | None:
-        """Lower bounds of an iteration of all resident warps, as `Bound.cycles` gives them."""
-        return self.loop.cycles(self.resident_warps) if self.loop else None
+        """Lower bounds of an iteration of all resident warps, as `Bound.cycles` gives them; None
+        where a tensor instruction's cost is not known, too."""
+        known = self.loop is not None and self.loop.tells_tensor
+        return self.loop.cycles(self.resident_warps) if self.loop and known else None
 
     @cached_property
     def groups(self) -> Mapping[str, int]:
@@ -121,7 +125,7 @@ class KernelFacts:
         return {**found, OTHER: counts.work - sum(found.values())}
 
     def per_hmma(self, number: float) -> float | None:
-        """A number of the main loop for each of its tensor-core instructions; None without any."""
+        """A number of the main loop as `Counts.per_tensor` tells it."""
         counts = self.phases.main_loop
         return counts.per_tensor(number) if counts else None
 
@@ -168,17 +172,17 @@ class Matrix:
 def opcode_changes(before: KernelFacts, after: KernelFacts) -> list[tuple[str, float]]:
     """Opcodes of the main loop whose number changed, the largest change first.
 
-    Differences of numbers where both loops have as many tensor instructions; else of numbers per
-    tensor instruction.
+    Differences of numbers where both loops take as many tensor operations; else of numbers as
+    `Counts.per_tensor` tells them.
     """
     old, new = before.phases.main_loop, after.phases.main_loop
     if old is None or new is None:
         return []
-    if old.tensor == new.tensor:
+    if (old.tensor_operations, old.tensor) == (new.tensor_operations, new.tensor):
         found = count_changes(old.by_opcode, new.by_opcode)
-    elif old.tensor and new.tensor:
+    elif old.tensor_operations and new.tensor_operations:
         found = count_changes(
-            *({o: n / c.tensor for o, n in c.by_opcode.items()} for c in (old, new))
+            *({o: c.per_tensor(n) or 0 for o, n in c.by_opcode.items()} for c in (old, new))
         )
     else:
         found = []

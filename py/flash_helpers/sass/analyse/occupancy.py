@@ -1,7 +1,7 @@
 """How many blocks of a kernel an SM holds at a time. Standard library only.
 
-The rules are those of CUDA's own calculator, `cuda_occupancy.h`, for compute capability 8.0, 8.6,
-8.9 and 9.0; the limits those of the CUDA C++ Programming Guide, "Technical Specifications per
+The rules are those of CUDA's own calculator, `cuda_occupancy.h`, for compute capability 7.5 to
+12.1; the limits those of the CUDA C++ Programming Guide, "Technical Specifications per
 Compute Capability". The driver is taken to give an SM as much shared memory as it needs, up to the
 largest carve-out, which is what it does unless told otherwise.
 """
@@ -28,7 +28,7 @@ class Occupancy:
     """Resident blocks and warps of one kernel on an SM.
 
     by_limit: blocks that each resource would allow: "warps", "blocks", "registers", "shared memory"
-        and, from 9.0 on, "barriers". max_warps: that the SM holds of any kernel.
+        if any is taken, and, from 9.0 on, "barriers". max_warps: that the SM holds of any kernel.
     """
 
     blocks: int
@@ -63,8 +63,9 @@ def occupancy(
         "warps": limits.warps // warps,
         "blocks": limits.blocks,
         "registers": _blocks_by_registers(registers, warps),
-        "shared memory": _blocks_by_smem(limits.smem_bytes, smem_bytes),
     }
+    if capability >= 80 or smem_bytes:
+        by_limit["shared memory"] = _blocks_by_smem(capability, smem_bytes)
     if limits.barriers is not None and barriers:
         by_limit["barriers"] = limits.barriers // barriers
     blocks = min(by_limit.values())
@@ -96,8 +97,12 @@ def _blocks_by_registers(registers: int, warps: int) -> int:
     return REGISTERS_PER_SM // SUB_PARTITIONS // per_warp * SUB_PARTITIONS // warps
 
 
-def _blocks_by_smem(most: int, smem_bytes: int) -> int:
-    if smem_bytes > most:
+def _blocks_by_smem(capability: int, smem_bytes: int) -> int:
+    limits = gpu.LIMITS[capability]
+    if smem_bytes > limits.smem_bytes:
         return 0
-    each = _round_up(smem_bytes + RESERVED_SMEM_BYTES, SMEM_ALLOCATED_AT_ONCE)
-    return (most + RESERVED_SMEM_BYTES) // each
+    reserved, at_once = RESERVED_SMEM_BYTES, SMEM_ALLOCATED_AT_ONCE
+    if capability < 80:
+        reserved, at_once = 0, 2 * SMEM_ALLOCATED_AT_ONCE
+    each = _round_up(smem_bytes + reserved, at_once)
+    return (limits.smem_bytes + reserved) // each

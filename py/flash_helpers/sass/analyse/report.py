@@ -11,6 +11,7 @@ from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction, 
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import Unrolling, main_loop, unrolling
 from flash_helpers.sass.analyse.stalls import Wait, body_of, scoreboard_waits
+from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import is_trap_stub, may_execute
 from flash_helpers.sass.read.reader import local_bytes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
@@ -167,6 +168,12 @@ def _spill_verdict(report: KernelReport) -> str:
 
 def _bound_verdict(report: KernelReport, bound: Bound) -> str:
     warps = report.facts.resident_warps
+    if not bound.tells_tensor:
+        without = [row for row in bound.rows if row.name == opcodes.TENSOR and row.cycles is None]
+        return (
+            f"No bound: what {sum(row.number for row in without)} of the tensor instructions take "
+            f"is not known for {report.kernel.architecture}."
+        )
     (name, cycles), *others = bound.cycles(warps).items()
     share = ", ".join(f"{other} {100 * value / cycles:.0f}%" for other, value in others[:3])
     unknown = (

@@ -14,7 +14,13 @@ Sources, as the rows below name them:
   halves, of which FMA heavy executes IMAD and FP32, FMA lite FP32 only, and FP16 takes both.
 - XLA: its device description of the A100.
 - measured: mma.sync on an H100, instructions and cycles as Nsight Compute counts them
-  (benchmarks/mma_cycles.py).
+  (benchmarks/mma_cycles.py); wgmma there, by the SM's own clock: 4096 operations a cycle in every
+  shape and with either operand A, once two warp groups issue.
+- white papers: NVIDIA's of the A100, the H100, the Turing and the Ada GPUs, dense peak rates over
+  SMs and clock. Of GeForce cards those of the Ada paper, which repeats them for Ampere; cards for
+  professionals accumulate in fp32 twice as fast.
+- utilities: CUDA Binary Utilities 13, "Instruction Set Reference", for the classes. Those of Hopper
+  and Blackwell were compared with what ptxas 13.0 makes of the PTX instructions.
 
 A source that ends in a question mark is from memory or deduced; nothing else may rest on it.
 """
@@ -22,6 +28,8 @@ A source that ends in a question mark is from memory or deduced; nothing else ma
 from __future__ import annotations
 
 import functools
+import math
+import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -43,21 +51,32 @@ def _class(name: str, pipe: str, opcodes: str = "") -> str:
     return name
 
 
-TENSOR = _class("tensor", "tensor", "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA")
+TENSOR = _class(
+    "tensor",
+    "tensor",
+    "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA UTCHMMA UTCIMMA UTCQMMA UTCOMMA",
+)
+TENSOR_MEMORY = _class(
+    "tensor memory",
+    UNKNOWN_PIPE,
+    "LDT LDTM STT STTM UTCCP UTCSHIFT UTCATOMSWS UTCSTSWS UVIRTCOUNT",
+)
 LDMATRIX = _class("ldmatrix", "lsu", "LDSM")
-ASYNC_COPY = _class("async copy", "lsu", "LDGSTS")
+ASYNC_COPY = _class("async copy", "lsu", "LDGSTS STAS REDAS")
 SHARED_LOAD = _class("shared load", "lsu", "LDS")
 SHARED_STORE = _class("shared store", "lsu", "STS STSM")
 GLOBAL_LOAD = _class("global load", "lsu", "LDG LD")
 GLOBAL_STORE = _class("global store", "lsu", "STG ST")
 LOCAL_LOAD = _class("local load", "lsu", "LDL")
 LOCAL_STORE = _class("local store", "lsu", "STL")
-FP32 = _class("fp32", "fma", "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD")
+FP32 = _class(
+    "fp32", "fma", "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD FFMA2 FADD2 FMUL2 FHADD FHFMA"
+)
 FP32_MINMAX = _class("fp32 min/max", "alu", "FMNMX FMNMX3")
 FP16 = _class("fp16", "fma", "HADD2 HMUL2 HFMA2 HMNMX2 HADD2_32I HMUL2_32I HFMA2_32I VHMNMX")
 FP64 = _class("fp64", "fp64", "DADD DMUL DFMA")
 MUFU = _class("special function", "xu", "MUFU")
-CONVERSION = _class("conversion", "xu", "F2F F2FP F2I I2F I2FP FRND I2I")
+CONVERSION = _class("conversion", "xu", "F2F F2FP F2I F2IP I2F I2FP FRND I2I I2IP")
 INTEGER_ADD = _class("integer add", "alu", "IADD3 IADD IADD32I VIADD")
 INTEGER_OTHER = _class(
     "integer other",
@@ -79,13 +98,14 @@ UNIFORM = _class(
     "uniform",
     "R2UR UBMSK UBREV UCLEA UFLO UIADD3 UIMAD UIADD UISETP ULEA ULOP ULOP3 ULOP32I UMOV UP2UR "
     "UPLOP3 UPOPC UPRMT UPSETP UR2UP USEL USGXT USHF USHL USHR UVIADD UVIMNMX UF2FP UFADD UFMUL "
-    "UFFMA UFSETP UFSEL UFMNMX UI2F UF2I ULEPC UMEMBAR UIABS",
+    "UFFMA UFSETP UFSEL UFMNMX UI2F UF2I ULEPC UMEMBAR UIABS UI2FP UI2I UI2IP UF2IP UFRND UIMNMX "
+    "UVIADDR UVIMNMX3",
 )
 PREDICATE = _class(
-    "predicate", "alu", "ISETP FSETP DSETP HSETP2 PLOP3 PSETP P2R R2P FSET HSET2 FCHK"
+    "predicate", "alu", "ISETP FSETP DSETP HSETP2 PLOP3 PSETP P2R R2P FSET HSET2 FCHK QSPC"
 )
 SHUFFLE = _class("shuffle", "lsu", "SHFL")
-VOTE = _class("vote", UNKNOWN_PIPE, "VOTE VOTEU MATCH REDUX ELECT")
+VOTE = _class("vote", UNKNOWN_PIPE, "VOTE VOTEU MATCH REDUX CREDUX ELECT")
 ATOMIC = _class("atomic", "lsu", "ATOM ATOMG ATOMS RED REDG REDS")
 TEXTURE = _class("texture", "tex", "TEX TLD TLD4 TMML TXD TXQ SULD SUST SUATOM SURED SUQUERY")
 BULK_COPY = _class(
@@ -97,16 +117,17 @@ BARRIER = _class(
     "barrier",
     UNKNOWN_PIPE,
     "BAR B2R R2B DEPBAR LDGDEPBAR LDTRAM MEMBAR ERRBAR CCTL CCTLL CCTLT FENCE SYNCS ARRIVES "
-    "WARPGROUP WARPGROUPSET USETMAXREG UCGABAR_ARV UCGABAR_WAIT ACQBULK PREEXIT",
+    "WARPGROUP WARPGROUPSET USETMAXREG UCGABAR_ARV UCGABAR_WAIT UCGABAR_SET UCGABAR_GET UTCBAR "
+    "CGAERRBAR ACQBULK PREEXIT ACQSHMINIT USETSHMSZ UGETNEXTWORKID",
 )
 CONTROL_FLOW = _class(
     "control flow",
     "cbu",
     "BRA BRX BRXU JMP JMX JMXU CALL JCAL RET EXIT KILL BSSY BSYNC BREAK WARPSYNC BMOV RPCMOV "
-    "YIELD NANOSLEEP BPT RTT PMTRIG",
+    "YIELD NANOSLEEP BPT RTT PMTRIG ENDCOLLECTIVE",
 )
 CONSTANT_LOAD = _class("constant load", "adu", "LDC ULDC LDCU")
-SPECIAL_REGISTER = _class("special register", "lsu", "S2R S2UR")
+SPECIAL_REGISTER = _class("special register", "lsu", "S2R S2UR CS2UR")
 NOP = _class("nop", UNKNOWN_PIPE, "NOP")
 OTHER = _class("other", UNKNOWN_PIPE)
 CLASSES = tuple(_PIPE_OF)
@@ -119,7 +140,7 @@ IMAD_CLASSES = (IMAD, *_IMAD_FORMS.values())
 # before 8.6 and on the ALU from then on, but is listed with a quarter of the ALU's throughput too.
 _WITHOUT_PIPE = frozenset(
     {"F2FP", "I2FP", "I2I", "FCHK", "DSETP", "HSET2", "HSETP2", "R2UR", "S2UR", "ULDC", "LDCU"}
-    | {"MOVM", "IDP", "LEPC", "ULEPC"}
+    | {"MOVM", "IDP", "LEPC", "ULEPC", "F2IP", "I2IP", "QSPC", "STAS", "REDAS", "CS2UR"}
 )
 _GUIDE_AT_64 = frozenset(
     {"IADD3", "IADD", "IADD32I", "VIADD", "LOP3", "LOP", "LOP32I", "SHF", "SHL", "SHR"}
@@ -140,7 +161,61 @@ class Throughput:
     certain: bool = True
 
 
+KNOWN = (75, 80, 86, 89, 90)  # compute capabilities
+
+# What four warps execute together, each issuing it.
+GROUP_TENSOR = frozenset({"HGMMA", "IGMMA", "QGMMA", "BGMMA"})
+GROUP_WARPS = 4
+
+# Rows, columns and depth of a tile: printed without what parts them, but for some.
+_LONG_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+_SHAPES = {
+    "884": (8, 8, 4),
+    "8816": (8, 8, 16),
+    "8832": (8, 8, 32),
+    "88128": (8, 8, 128),
+    "1684": (16, 8, 4),
+    "1688": (16, 8, 8),
+    "16816": (16, 8, 16),
+    "16832": (16, 8, 32),
+    "16864": (16, 8, 64),
+    "168128": (16, 8, 128),
+    "168256": (16, 8, 256),
+}
+# Operations an SM and cycle by what `_kind` tells.
+_GEFORCE = {"f16 f16": 1024, "f16 f32": 512, "i8": 2048, "i4": 4096}
+_TENSOR_RATES = {
+    (capability, kind): rate
+    for capability, rates in {
+        75: _GEFORCE,
+        80: {
+            "f16 f16": 2048, "f16 f32": 2048, "tf32": 1024, "i8": 4096, "i4": 8192, "f64": 128,
+        },
+        86: {**_GEFORCE, "tf32": 256},
+        89: {**_GEFORCE, "tf32": 256, "f8 f16": 2048, "f8 f32": 1024},
+        90: {
+            "f16 f16": 4096, "f16 f32": 4096, "tf32": 2048, "i8": 8192, "f8 f16": 8192,
+            "f8 f32": 8192, "f64": 256,
+        },
+    }.items()
+    for kind, rate in rates.items()
+}  # fmt: skip
+_RATE_SOURCES = {
+    75: "white paper of Turing, GeForce",
+    80: "white paper of the A100, dense peak",
+    86: "white paper of Ada, GeForce",
+    89: "white paper of Ada, GeForce",
+    90: "white paper of the H100, dense peak",
+}
+_MEASURED_WGMMA = "measured with wgmma on an H100"
+
 _GUIDE = "CUDA C++ Programming Guide 12.6, arithmetic instructions"
+_HMMA_16816_F32 = {
+    80: Throughput(2.0, "XLA's device description of the A100"),
+    86: Throughput(8.0, "half of the professional cards' rate, 4 cycles?", certain=False),
+    89: Throughput(8.0, "half of the professional cards' rate, 4 cycles?", certain=False),
+    90: Throughput(1.5, "measured with mma.sync on an H100"),
+}
 _SHARED = "wavefronts of 128 bytes, one a clock?"
 _IMAD_SOURCE = "as integer instructions?"
 
@@ -181,12 +256,13 @@ def pipe(opcode: str, capability: int) -> str:
 def throughput(opcode: str, capability: int) -> Throughput | None:
     """What one warp instruction costs its pipe, with the source; None where nothing is known.
 
-    Shared-memory accesses are taken to be free of bank conflicts. Tensor instructions of 8.6 and
-    8.9 are those of GeForce: cards for professionals take half as long.
+    Shared-memory accesses are taken to be free of bank conflicts. Tensor instructions of 7.5, 8.6
+    and 8.9 are those of GeForce: cards for professionals take half as long. An instruction of a
+    warp group, which each of its four warps issues, costs each of them a quarter.
 
-    capability: such as 90; for others than 80, 86, 89 and 90 nothing is known.
+    capability: such as 90; for others than KNOWN nothing is known.
     """
-    if capability not in (80, 86, 89, 90):
+    if capability not in KNOWN:
         return None
     base = opcode.partition(".")[0]
     name = classify(opcode)
@@ -195,7 +271,7 @@ def throughput(opcode: str, capability: int) -> Throughput | None:
     if name in (LDMATRIX, SHARED_LOAD, SHARED_STORE):
         return _shared_throughput(opcode)
     if name == FP32:
-        return Throughput(0.5 if capability == 80 else 0.25, _GUIDE)
+        return Throughput(0.5 if capability <= 80 else 0.25, _GUIDE)
     if base in _GUIDE_AT_64:
         return Throughput(0.5, _GUIDE)
     if base == "IMAD":
@@ -213,14 +289,52 @@ def cost(opcode: str, capability: int) -> float | None:
     return found.cycles if found else None
 
 
-def _tensor_throughput(opcode: str, capability: int) -> Throughput | None:
-    if not opcode.startswith("HMMA.16816.F32"):
+def tensor_operations(opcode: str) -> int | None:
+    """Operations of a dense tensor instruction, multiplications and additions both counted, that
+    one warp issues: a quarter of those of a warp group. None where the opcode does not tell, as
+    for sparse ones, and those that read their shape from a descriptor."""
+    base, *modifiers = opcode.split(".")
+    if not modifiers or classify(opcode) != TENSOR:
         return None
-    if capability == 80:
-        return Throughput(2.0, "XLA's device description of the A100")
-    if capability == 90:
-        return Throughput(1.5, "measured with mma.sync on an H100")
-    return Throughput(8.0, "half of the professional cards' rate, 4 cycles?", certain=False)
+    shape = None if opcode.startswith("HMMA.884") else _SHAPES.get(modifiers[0])  # of Volta
+    if match := _LONG_SHAPE.fullmatch(modifiers[0]):
+        shape = (int(match[1]), int(match[2]), int(match[3]))
+    if shape is None:
+        return None
+    return 2 * math.prod(shape) // (GROUP_WARPS if base in GROUP_TENSOR else 1)
+
+
+def _tensor_throughput(opcode: str, capability: int) -> Throughput | None:
+    operations = tensor_operations(opcode)
+    if opcode.startswith("HMMA.16816.F32") and capability in _HMMA_16816_F32:
+        return _HMMA_16816_F32[capability]
+    rate = _TENSOR_RATES.get((capability, _kind(opcode)))
+    if operations is None or rate is None:
+        return None
+    base, kind = opcode.partition(".")[0], _kind(opcode)
+    if base in GROUP_TENSOR and capability != 90:
+        return None
+    if base == "HGMMA" and kind != "tf32":
+        return Throughput(operations / rate, _MEASURED_WGMMA)
+    # of an H100, HMMA was measured to stay below the peak, which is that of wgmma
+    certain = capability == 80 or base in GROUP_TENSOR or kind == "f64"
+    return Throughput(operations / rate, _RATE_SOURCES[capability], certain)
+
+
+def _kind(opcode: str) -> str:
+    """What the rate of a tensor instruction depends on besides the GPU: such as "f16 f32"."""
+    base, *modifiers = opcode.split(".")
+    if base == "DMMA":
+        return "f64"
+    if base in ("IMMA", "IGMMA"):
+        return "i4" if {"S4", "U4"} & {*modifiers} else "i8"
+    if base in ("QMMA", "QGMMA"):
+        return "f8 f32" if "F32" in modifiers else "f8 f16"
+    if base not in ("HMMA", "HGMMA"):
+        return base
+    if "TF32" in modifiers:
+        return "tf32"
+    return "f16 f32" if "F32" in modifiers else "f16 f16"
 
 
 def _shared_throughput(opcode: str) -> Throughput:

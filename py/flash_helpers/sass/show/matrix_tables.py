@@ -9,7 +9,7 @@ from typing import Any
 
 from flash_helpers.console.tables import DASH, Table, known, number, percent, records_csv
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
-from flash_helpers.sass.analyse.counts import Bucket, Counts
+from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
     GROUP_NAMES,
     MEANING,
@@ -155,6 +155,11 @@ def heading(matrix: Matrix) -> list[str]:
 def footnotes(matrix: Matrix) -> list[str]:
     """What has to be said about the numbers."""
     notes = [f"{MEANING}."]
+    loops = [facts.phases.main_loop for facts in matrix.rows]
+    if not all(counts is None or counts.is_usual_tensor for counts in loops):
+        notes.append(
+            f"Per HMMA is per {UNIT_OPERATIONS} tensor operations, since the shapes differ."
+        )
     notes.append(
         "Bounds leave out instructions whose cost no source tells (unknown), latency of memory and "
         "bank conflicts; predicated instructions count as executed, filler only as issued."

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flash_helpers.console.tables import Table, percent
+from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Measured, Prediction
-from flash_helpers.sass.analyse.counts import Bucket, Counts, count_all, count_loop
+from flash_helpers.sass.analyse.counts import (
+    UNIT_OPERATIONS,
+    Bucket,
+    Counts,
+    count_all,
+    count_loop,
+)
 from flash_helpers.sass.analyse.report import KernelReport, verdicts, warps_text
 from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_cycles
 from flash_helpers.sass.read import opcodes
@@ -104,7 +111,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
             "tensor_chain": bound.tensor_chain,
             "straight": bound.straight,
             "resident_warps": warps,
-            "cycles": bound.cycles(warps),
+            "cycles": bound.cycles(warps) if bound.tells_tensor else None,
         },
         "waits": [
             {
@@ -151,13 +158,20 @@ def _headline(report: KernelReport) -> str:
         f"{resources.barriers} barriers",
     ]
     held = report.facts.occupancy
-    if held is None:
+    if kernel.capability not in LIMITS:
+        parts.append(f"occupancy: unknown, since the limits of {kernel.architecture} are not known")
+    elif held is None:
         parts.append("occupancy: unknown, since it is not told how the kernel is launched")
     else:
         limits = " and ".join(held.limiters)
         parts.append(
             f"occupancy: {held.blocks} blocks an SM, {held.warps} of {held.max_warps} warps, "
             f"limited by {limits}"
+        )
+    if kernel.capability not in opcodes.KNOWN:
+        parts.append(
+            f"costs of instructions: unknown for {kernel.architecture}; bounds are of issue and "
+            "latency alone"
         )
     return "\n".join(parts)
 
@@ -172,7 +186,9 @@ def _sections(report: KernelReport, source: SourceText | None) -> Iterator[tuple
         return
     yield "Loop", _loop_sentences(report, report.loop)
     warps = report.facts.resident_warps
-    yield f"Lower bounds of an iteration, {warps_text(warps)}", _bound_table(report.bound, warps)
+    if report.bound.tells_tensor:
+        title = f"Lower bounds of an iteration, {warps_text(warps)}"
+        yield title, _bound_table(report.bound, warps)
     yield "Costs", _cost_table(report.bound)
     if prediction := report.facts.prediction:
         yield "Lower bounds of a launch", _prediction_table(prediction, report.facts.measurement)
@@ -198,7 +214,9 @@ def _phase_table(report: KernelReport) -> Table:
         for name in opcodes.CLASSES
         if any(counts.by_class.get(name) for counts in columns.values())
     ]
-    per_tensor = ["work per tensor instruction", *("" if r is None else f"{r:.2f}" for r in ratios)]
+    usual = all(counts.is_usual_tensor for counts in columns.values())
+    unit = "tensor instruction" if usual else f"{UNIT_OPERATIONS} tensor operations"
+    per_tensor = [f"work per {unit}", *("" if r is None else f"{r:.2f}" for r in ratios)]
     return Table(["", *columns], [*buckets, per_tensor, *classes])
 
 
