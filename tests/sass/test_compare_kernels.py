@@ -138,7 +138,7 @@ class TestUsage:
         "arguments",
         [
             [],
-            ["8", "--arch", "sm_75"],
+            ["8", "--arch", "sm_70"],
             ["8", "--csv", "--json"],
             ["8", "9", "--csv", "--sass"],
             ["8", "9", "--fold-namespace"],

@@ -247,6 +247,7 @@ class TestChanges:
             counts,
             by_opcode={opcode: 2 * number for opcode, number in counts.by_opcode.items()},
             by_class={name: 2 * number for name, number in counts.by_class.items()},
+            tensor_operations=2 * counts.tensor_operations,
         )
         twice = replace(one)
         vars(twice)["phases"] = replace(one.phases, main_loop=doubled)

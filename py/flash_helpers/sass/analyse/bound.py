@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from flash_helpers.gpu import WARP
 from flash_helpers.sass.analyse.counts import WORK, Bucket, with_buckets
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
-from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions
+from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions, cold_blocks
 from flash_helpers.sass.analyse.stalls import stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.records import Instruction, Kernel, Loop, SassError
@@ -163,9 +163,10 @@ class Prediction:
 
 
 def loop_bound(kernel: Kernel, loop: Loop) -> Bound:
-    """One pass through a loop's body, each block once."""
-    times = [int(block.index in loop.blocks) for block in kernel.blocks]
-    inside = (set(kernel.blocks[n].successors) & loop.blocks - {loop.header} for n in loop.blocks)
+    """One pass through a loop's body, each block once, without those that only wait."""
+    body = loop.blocks - cold_blocks(kernel, loop)
+    times = [int(block.index in body) for block in kernel.blocks]
+    inside = (set(kernel.blocks[n].successors) & body - {loop.header, n} for n in body)
     return _bound(kernel, times, straight=all(len(found) <= 1 for found in inside))
 
 

@@ -13,8 +13,9 @@ from flash_helpers.sass.analyse.bound import Bound, Launch, Measured, Prediction
 from flash_helpers.sass.analyse.counts import count_changes
 from flash_helpers.sass.analyse.occupancy import Occupancy, kernel_occupancy
 from flash_helpers.sass.analyse.phases import PhaseCounts, Unit, count_phases, main_loop
+from flash_helpers.sass.analyse.roles import Role, roles
 from flash_helpers.sass.read import opcodes
-from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.read.records import Kernel, Loop
 
 # The classes of opcodes, in the groups that a table or a picture has room for.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -93,6 +94,22 @@ class KernelFacts:
         """Warps of an SM that bounds are told for; 1 if the occupancy is not known."""
         return self.occupancy.warps if self.occupancy and self.occupancy.warps else 1
 
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """Of the warps of a block; empty if all run the same loops, or if it is not known how the
+        kernel is launched."""
+        most = self.kernel.resources.max_threads
+        threads = self.launch.threads if self.launch else most
+        return () if threads is None else roles(self.kernel, threads)
+
+    def loop_warps(self, loop: Loop) -> int:
+        """Warps of an SM that run a loop: those of its roles in all resident blocks."""
+        running = [role for role in self.roles if loop.index in role.loops]
+        if not running:
+            return self.resident_warps
+        blocks = self.occupancy.blocks if self.occupancy else 1
+        return max(blocks, 1) * sum(len(role.warps) for role in running)
+
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a block, static and dynamic."""
@@ -107,10 +124,12 @@ class KernelFacts:
 
     @property
     def bound_cycles(self) -> Mapping[str, float] | None:
-        """Lower bounds of an iteration of all resident warps, as `Bound.cycles` gives them; None
-        where a tensor instruction's cost is not known, too."""
-        known = self.loop is not None and self.loop.tells_tensor
-        return self.loop.cycles(self.resident_warps) if self.loop and known else None
+        """Lower bounds of an iteration of the main loop by all warps of an SM that run it, as
+        `Bound.cycles` gives them; None where a tensor instruction's cost is not known, too."""
+        main, bound = main_loop(self.kernel), self.loop
+        if main is None or bound is None or not bound.tells_tensor:
+            return None
+        return bound.cycles(self.loop_warps(main))
 
     @cached_property
     def groups(self) -> Mapping[str, int]:

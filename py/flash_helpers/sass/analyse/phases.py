@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_helpers.sass.analyse.counts import Counts, count_blocks
@@ -27,6 +27,15 @@ _ONE_TO_ONE = (
     opcodes.SHUFFLE,
     opcodes.FP32,
 )
+
+
+# What a wait asks, and what else may stand in it.
+_ASKING = ("SYNCS.PHASECHK", "USETMAXREG.TRY_ALLOC", ".STRONG.")
+_WITHOUT_WORK = (
+    opcodes.BARRIER, opcodes.CONTROL_FLOW, opcodes.NOP, opcodes.PREDICATE, opcodes.VOTE,
+    opcodes.UNIFORM, opcodes.MOVE, opcodes.IMAD_MOVE, opcodes.SPECIAL_REGISTER,
+    opcodes.CONSTANT_LOAD, opcodes.INTEGER_ADD, opcodes.LOGIC,
+)  # fmt: skip
 
 
 class NotDeterminedError(ValueError):
@@ -92,10 +101,58 @@ def code_of(kernel: Kernel) -> tuple[Block, ...]:
     return tuple(block for block in kernel.blocks if block.start < padding)
 
 
-def main_loop(kernel: Kernel) -> Loop | None:
-    """The loop with the most tensor instructions of its own, those of loops inside it left out.
+def is_wait(kernel: Kernel, loop: Loop) -> bool:
+    """Whether a loop only waits: it asks again and again whether an mbarrier's phase is over, for
+    registers, or for a word in memory, and does no work."""
+    body = [i for i in kernel.instructions if i.block in loop.blocks and may_execute(i)]
+    asks = [i for i in body if any(part in i.opcode for part in _ASKING)]
+    return bool(asks) and all(
+        i in asks or opcodes.classify(i.opcode, i.operands) in _WITHOUT_WORK for i in body
+    )
 
-    Without tensor instructions the longest; among equals the innermost, then the first.
+
+def is_replay(kernel: Kernel, loop: Loop) -> bool:
+    """Whether a loop only executes an instruction of the uniform datapath once for each value that
+    lanes have of its operand: ptxas makes it where it does not know that there is but one."""
+    last = kernel.instructions[kernel.blocks[max(loop.blocks)].end // INSTRUCTION_BYTES - 1]
+    return last.opcode == "BRA.U.ANY" and last.target == kernel.blocks[loop.header].start
+
+
+def cold_blocks(kernel: Kernel, loop: Loop) -> frozenset[int]:
+    """Blocks of a loop that only wait, and that an iteration without waiting passes by."""
+    cold: set[int] = set()
+    for other in kernel.loops:
+        if other.blocks < loop.blocks and is_wait(kernel, other):
+            cold |= other.blocks if _turns_without(kernel, loop, other.blocks) else set()
+    grown = True
+    while grown:
+        only = {
+            n
+            for n in loop.blocks - cold
+            if kernel.blocks[n].predecessors and cold.issuperset(kernel.blocks[n].predecessors)
+        }
+        cold |= only
+        grown = bool(only)
+    return frozenset(cold)
+
+
+def _turns_without(kernel: Kernel, loop: Loop, blocks: frozenset[int]) -> bool:
+    """Whether an iteration can pass by some blocks of a loop."""
+
+    def following(n: int) -> list[int]:
+        return [m for m in kernel.blocks[n].successors if m in loop.blocks - blocks]
+
+    return loop.header not in blocks and any(
+        loop.header in reach(n, following) for n in following(loop.header)
+    )
+
+
+def main_loop(kernel: Kernel) -> Loop | None:
+    """The innermost of the loops that have at least half as many tensor instructions of their own,
+    those of loops inside left out, as the one with the most; it is run most often.
+
+    Among equals the one with the most; without tensor instructions the longest, then the innermost.
+    Waits are left out.
     """
     own: Counter[int] = Counter()
     tensor: Counter[int] = Counter()
@@ -103,11 +160,22 @@ def main_loop(kernel: Kernel) -> Loop | None:
         if instruction.loop is not None and may_execute(instruction):
             own[instruction.loop] += 1
             tensor[instruction.loop] += opcodes.classify(instruction.opcode) == opcodes.TENSOR
-    return max(
-        kernel.loops,
-        key=lambda loop: (tensor[loop.index], own[loop.index], loop.depth, -loop.index),
-        default=None,
-    )
+    return working_loop([n for n in kernel.loops if not is_wait(kernel, n)], tensor, own)
+
+
+def working_loop(
+    loops: Sequence[Loop], wanted: Mapping[int, int], own: Mapping[int, int]
+) -> Loop | None:
+    """The loop where the work is done: see `main_loop`. wanted: instructions that are the work, by
+    index of the loop. own: all instructions."""
+    most = max((wanted[loop.index] for loop in loops), default=0)
+
+    def rank(loop: Loop) -> tuple[int, ...]:
+        found = wanted[loop.index]
+        depth = loop.depth if most and 2 * found >= most else 0
+        return depth, found, own[loop.index], loop.depth, -loop.index
+
+    return max(loops, key=rank, default=None)
 
 
 def phases(kernel: Kernel) -> Phases:
@@ -164,7 +232,7 @@ def trip_counts(kernel: Kernel, unit: Unit, number: int) -> dict[int, int]:
                 f"{kernel.symbol} has {tensor} tensor instructions {place}, but a {unit.name} "
                 f"takes {unit.tensor}: how many of them these are cannot be told"
             )
-    unknown = [loop.index for loop in kernel.loops if not total[loop.index]]
+    unknown = [n.index for n in kernel.loops if not total[n.index] and not is_wait(kernel, n)]
     if unknown:
         raise NotDeterminedError(
             f"loop {unknown[0]} of {kernel.symbol} has no tensor instruction of its own: how often "

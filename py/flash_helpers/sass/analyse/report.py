@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Prediction, loop_bound
 from flash_helpers.sass.analyse.matrix import KernelFacts
-from flash_helpers.sass.analyse.phases import Unrolling, main_loop, unrolling
+from flash_helpers.sass.analyse.phases import Unrolling, is_wait, main_loop, unrolling
+from flash_helpers.sass.analyse.roles import Role
 from flash_helpers.sass.analyse.stalls import Wait, body_of, scoreboard_waits
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import is_trap_stub, may_execute
@@ -57,6 +58,16 @@ class KernelReport:
     def bound(self) -> Bound | None:
         """Of one iteration of the loop."""
         return loop_bound(self.kernel, self.loop) if self.loop else None
+
+    @property
+    def warps(self) -> int:
+        """Of an SM that run the loop; 1 without a loop."""
+        return self.facts.loop_warps(self.loop) if self.loop else 1
+
+    @cached_property
+    def n_waits(self) -> int:
+        """Loops of the kernel that only wait."""
+        return sum(is_wait(self.kernel, loop) for loop in self.kernel.loops)
 
     @cached_property
     def unrolling(self) -> Unrolling | None:
@@ -122,7 +133,8 @@ def verdicts(report: KernelReport) -> list[str]:
             f"The kernel is a stub, which only traps (BPT.TRAP): for {report.kernel.architecture} "
             "its author left the code out."
         ]
-    found = [_spill_verdict(report)]
+    found = [_role_verdict(report.facts.roles)] if report.facts.roles else []
+    found.append(_spill_verdict(report))
     if report.bound is not None:
         found += [_bound_verdict(report, report.bound), _wait_verdict(report)]
         if not report.bound.straight:
@@ -133,6 +145,24 @@ def verdicts(report: KernelReport) -> list[str]:
     if report.facts.prediction is not None:
         found.append(_launch_verdict(report.facts, report.facts.prediction))
     return found
+
+
+def _role_verdict(found: Sequence[Role]) -> str:
+    told = [
+        f"{role.name} ({numbers_text('warp', role.warps)}, {role.registers} registers, "
+        f"{'no loop' if role.working_loop is None else f'loop {role.working_loop}'})"
+        for role in found
+    ]
+    return f"The warps of a block have {len(found)} roles: {', '.join(told)}."
+
+
+def numbers_text(name: str, numbers: Sequence[int]) -> str:
+    """Such as "warp 0" or "warps 4 to 11"; ascending numbers."""
+    if len(numbers) == 1:
+        return f"{name} {numbers[0]}"
+    if numbers[-1] - numbers[0] + 1 == len(numbers):
+        return f"{name}s {numbers[0]} to {numbers[-1]}"
+    return f"{name}s {', '.join(map(str, numbers))}"
 
 
 def _spill_verdict(report: KernelReport) -> str:
@@ -167,7 +197,7 @@ def _spill_verdict(report: KernelReport) -> str:
 
 
 def _bound_verdict(report: KernelReport, bound: Bound) -> str:
-    warps = report.facts.resident_warps
+    warps = report.warps
     if not bound.tells_tensor:
         without = [row for row in bound.rows if row.name == opcodes.TENSOR and row.cycles is None]
         return (
@@ -182,13 +212,13 @@ def _bound_verdict(report: KernelReport, bound: Bound) -> str:
     if name == LATENCY:
         return (
             f"Bound by latency: a warp alone takes {cycles:,.0f} cycles for an iteration, more "
-            f"than any pipe needs for {warps_text(warps)} ({share} of that{unknown})."
+            f"than any pipe needs for {warps_text(report)} ({share} of that{unknown})."
         )
     if any(row.pipe == name and row.cycles and not row.certain for row in bound.rows):
         unknown += "; its costs are not certain"
     return (
-        f"Bound by {_limit_text(name)}: {warps_text(warps)} take {cycles:,.0f} cycles of an SM for "
-        f"an iteration ({share} of that{unknown})."
+        f"Bound by {_limit_text(name)}: {warps_text(report)} take {cycles:,.0f} cycles of an SM "
+        f"for an iteration ({share} of that{unknown})."
     )
 
 
@@ -196,9 +226,12 @@ def _limit_text(name: str) -> str:
     return name if name in (ISSUE, LATENCY) else f"the {name} pipe"
 
 
-def warps_text(number: int) -> str:
-    """As in a sentence."""
-    return "one warp" if number == 1 else f"{number} resident warps"
+def warps_text(report: KernelReport) -> str:
+    """The warps that the loop's bounds are told for, as in a sentence."""
+    number = report.warps
+    if number == 1:
+        return "one warp"
+    return f"{number} warps that run the loop" if report.facts.roles else f"{number} resident warps"
 
 
 def _wait_verdict(report: KernelReport) -> str:

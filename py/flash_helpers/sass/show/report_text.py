@@ -7,9 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.console.tables import Table, percent
+from flash_helpers.console.tables import DASH, Table, percent
 from flash_helpers.gpu import LIMITS
-from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Measured, Prediction
+from flash_helpers.sass.analyse.bound import (
+    ISSUE,
+    LATENCY,
+    Bound,
+    Measured,
+    Prediction,
+    loop_bound,
+)
 from flash_helpers.sass.analyse.counts import (
     UNIT_OPERATIONS,
     Bucket,
@@ -17,7 +24,7 @@ from flash_helpers.sass.analyse.counts import (
     count_all,
     count_loop,
 )
-from flash_helpers.sass.analyse.report import KernelReport, verdicts, warps_text
+from flash_helpers.sass.analyse.report import KernelReport, numbers_text, verdicts, warps_text
 from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_cycles
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.control import control_text
@@ -74,7 +81,7 @@ def _body_text(body: _Body, table_text: Callable[[Table], str]) -> str:
 def report_json(report: KernelReport) -> dict[str, Any]:
     """The report for a machine."""
     kernel, held, loop, bound = report.kernel, report.facts.occupancy, report.loop, report.bound
-    peak, warps = report.peak, report.facts.resident_warps
+    peak, warps = report.peak, report.warps
     prediction, measurement = report.facts.prediction, report.facts.measurement
     return {
         "name": report.facts.name,
@@ -94,6 +101,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
         and {"registers": peak.live.general, "address": peak.address, "loop": peak.loop},
         "spills": [asdict(site) for site in report.spills],
         "local_accesses": [asdict(site) for site in report.local_accesses],
+        "roles": [asdict(role) for role in report.facts.roles],
         "phases": {name: counts_as_dict(counts) for name, counts in _phase_counts(report).items()},
         "loop": loop
         and {
@@ -110,7 +118,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
             "stall": bound.stall,
             "tensor_chain": bound.tensor_chain,
             "straight": bound.straight,
-            "resident_warps": warps,
+            "warps": warps,
             "cycles": bound.cycles(warps) if bound.tells_tensor else None,
         },
         "waits": [
@@ -179,16 +187,17 @@ def _headline(report: KernelReport) -> str:
 def _sections(report: KernelReport, source: SourceText | None) -> Iterator[tuple[str, _Body]]:
     """Titles, and what stands below them."""
     yield "Verdicts", verdicts(report)
+    if report.facts.roles:
+        yield "Warp roles", _role_table(report)
     yield "Instructions", _phase_table(report)
     yield "Registers and spills", _register_sentences(report)
     if report.loop is None or report.bound is None:
         yield "Loops", ["The kernel has no loop."]
         return
     yield "Loop", _loop_sentences(report, report.loop)
-    warps = report.facts.resident_warps
     if report.bound.tells_tensor:
-        title = f"Lower bounds of an iteration, {warps_text(warps)}"
-        yield title, _bound_table(report.bound, warps)
+        title = f"Lower bounds of an iteration, {warps_text(report)}"
+        yield title, _bound_table(report.bound, report.warps)
     yield "Costs", _cost_table(report.bound)
     if prediction := report.facts.prediction:
         yield "Lower bounds of a launch", _prediction_table(prediction, report.facts.measurement)
@@ -253,6 +262,8 @@ def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
         f"basic blocks {len(loop.blocks)}: {counts.work} instructions and "
         f"{counts.by_bucket[Bucket.FILLER]} of filler, {counts.tensor} tensor instructions."
     )
+    if report.n_waits:
+        yield f"{report.n_waits} of the loops only wait, and are not told as loops below."
     if unit := report.facts.unit:
         yield (
             f"A {unit.name} takes {unit.tensor} tensor instructions of a warp, so that an "
@@ -273,16 +284,44 @@ def _loop_sentences(report: KernelReport, loop: Loop) -> Iterator[str]:
         )
 
 
+def _role_table(report: KernelReport) -> Table:
+    """A row a role; the bound is that of its working loop."""
+    kernel, facts = report.kernel, report.facts
+    rows = []
+    for role in facts.roles:
+        loop, bound = DASH, DASH
+        if role.working_loop is not None:
+            working = kernel.loops[role.working_loop]
+            loop = f"{working.index}, from {kernel.blocks[working.header].start:#06x}"
+            found = loop_bound(kernel, working)
+            if found.tells_tensor:
+                name, cycles = next(iter(found.cycles(facts.loop_warps(working)).items()))
+                bound = f"{name}, {cycles:,.0f} cycles"
+        rows.append(
+            [
+                role.name,
+                numbers_text("warp", role.warps),
+                str(role.registers),
+                ", ".join(map(str, role.loops)) or DASH,
+                str(role.waits),
+                loop,
+                bound,
+            ]
+        )
+    headers = ["role", "warps of a block", "registers", "loops", "waits", "working loop"]
+    return Table([*headers, "bound of an iteration"], rows, "llrlrll")
+
+
 def _bound_table(bound: Bound, warps: int) -> Table:
     each = {**bound.pipes, ISSUE: bound.issue}
     low, high = bound.chain_cycles
+    has_tensor = any(row.name == opcodes.TENSOR for row in bound.rows)
     rows = []
     for name, cycles in bound.cycles(warps).items():
         if name == LATENCY:
-            note = (
-                f"{bound.stall:,} cycles of stalls; {bound.tensor_chain} tensor instructions in a "
-                f"chain: {low} to {high}"
-            )
+            note = f"{bound.stall:,} cycles of stalls"
+            if bound.tensor_chain or not has_tensor:
+                note += f"; {bound.tensor_chain} tensor instructions in a chain: {low} to {high}"
             rows.append(["latency of one warp", "", f"{cycles:,.0f}", note])
         else:
             label = ISSUE if name == ISSUE else f"{name} pipe"

@@ -1,0 +1,299 @@
+"""Which blocks a warp of a thread block may execute, from what its number decides.
+
+A kernel with warp roles branches on its threads' number. Followed for one warp, most of the
+registers hold what nobody knows, but those that come from the number alone hold a small range, and
+so the branch is decided. What is not known may be anything: a warp is only ever kept from a block
+that it cannot reach. Blocks are taken to have one dimension. Standard library only.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flash_helpers.gpu import WARP
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.flow import ALWAYS, BRANCHES, CALLS, NEVER
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
+
+_Range = tuple[int, int]  # the least and the largest value that lanes of the warp may hold
+
+_REGISTER = re.compile(r"(-?)(U?R)(\d+|Z)(?:\.reuse)?")
+_PREDICATE = re.compile(r"(!?)(U?P)([0-9T])")
+_NUMBER = re.compile(r"-?0x[0-9a-f]+")
+_COMPARISONS = {
+    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
+    "EQ": operator.eq, "NE": operator.ne,
+}  # fmt: skip
+_LARGEST = 2**31 - 1
+_AND = 0xC0  # as table of truth, of operands a, b, c: a and b
+_MOVES = frozenset({"MOV", "UMOV", "R2UR"})
+_ADDITIONS = frozenset({"IADD3", "UIADD3", "VIADD", "IADD", "UIADD"})
+_SHIFTS = frozenset({"SHF", "USHF"})
+# Of these opcodes a result is one register unless a modifier says more; of others four at most, but
+# for the accumulators of warp groups and what comes from tensor memory.
+_NARROW = frozenset(opcodes.CLASSES) - {
+    opcodes.TENSOR, opcodes.TENSOR_MEMORY, opcodes.LDMATRIX, opcodes.FP64, opcodes.TEXTURE,
+    opcodes.ATOMIC, opcodes.BARRIER, opcodes.BULK_COPY, opcodes.OTHER,
+}  # fmt: skip
+_WIDTHS = {"64": 2, "WIDE": 2, "F64": 2, "S64": 2, "U64": 2, "128": 4, "256": 8}
+_WIDEST = 128
+_WRITES_NOTHING = BRANCHES | frozenset(
+    {"BAR", "DEPBAR", "WARPSYNC", "BSSY", "BSYNC", "BREAK", "RET", "EXIT", "BRX", "NANOSLEEP"}
+)  # though a register or a predicate may stand first
+
+
+@dataclass
+class _State:
+    """What is known before an instruction: registers, without sign, and predicates by name."""
+
+    registers: dict[str, _Range] = field(default_factory=dict)
+    predicates: dict[str, bool] = field(default_factory=dict)
+
+    def copy(self) -> _State:
+        return _State(dict(self.registers), dict(self.predicates))
+
+    def meet(self, other: _State) -> bool:
+        """Keep what both know. True if that is less than before."""
+        before = len(self.registers) + len(self.predicates)
+        self.registers = dict(self.registers.items() & other.registers.items())
+        self.predicates = dict(self.predicates.items() & other.predicates.items())
+        return len(self.registers) + len(self.predicates) < before
+
+    def value(self, operand: str) -> _Range | None:
+        """Of a register or a constant."""
+        if _NUMBER.fullmatch(operand):
+            number = int(operand, 16)
+            return number, number
+        match = _REGISTER.fullmatch(operand)
+        if match is None:
+            return None
+        low_high = (0, 0) if match[3] == "Z" else self.registers.get(match[2] + match[3])
+        if low_high is None or not match[1]:
+            return low_high
+        return -low_high[1], -low_high[0]
+
+    def truth(self, operand: str) -> bool | None:
+        """Of a predicate."""
+        match = _PREDICATE.fullmatch(operand)
+        if match is None:
+            return None
+        known = True if match[3] == "T" else self.predicates.get(match[2] + match[3])
+        return known if known is None else known != bool(match[1])
+
+
+def is_one_dimensional(kernel: Kernel) -> bool:
+    """Whether the kernel asks for no other coordinate of a thread than the first."""
+    return not any(
+        "SR_TID.Y" in i.operands or "SR_TID.Z" in i.operands for i in kernel.instructions
+    )
+
+
+def blocks_of_warp(kernel: Kernel, warp: int) -> frozenset[int]:
+    """Indices of the blocks that a warp of a thread block may execute. warp: its number."""
+    before: dict[int, _State] = {0: _State()}
+    pending = [0]
+    while pending:
+        block = kernel.blocks[pending.pop()]
+        state = before[block.index].copy()
+        first, end = block.start // INSTRUCTION_BYTES, block.end // INSTRUCTION_BYTES
+        for instruction in kernel.instructions[first:end]:
+            _execute(instruction, state, warp)
+        for n in _following(block, kernel.instructions[end - 1], state):
+            if n not in before:
+                before[n] = state.copy()
+            elif not before[n].meet(state):
+                continue
+            pending.append(n)
+    return frozenset(before)
+
+
+def _following(block: Block, last: Instruction, state: _State) -> tuple[int, ...]:
+    """The blocks that may come next."""
+    if last.base not in BRANCHES | {"EXIT", "RET"}:
+        return block.successors
+    conditions = [state.truth(last.predicate.removeprefix("@"))] if last.predicate else []
+    if last.base in BRANCHES and "," in last.operands:
+        conditions.append(state.truth(_operands(last)[0]))
+    if ".ANY" in last.opcode or ".DIV" in last.opcode or ".CONV" in last.opcode:
+        conditions.append(None)
+    behind = block.index + 1
+    if False in conditions:
+        return (behind,) if behind in block.successors else ()
+    if None in conditions or last.target == block.end:
+        return block.successors
+    return tuple(n for n in block.successors if n != behind)
+
+
+def _operands(instruction: Instruction) -> list[str]:
+    return [operand.strip() for operand in instruction.operands.split(",")]
+
+
+def _execute(instruction: Instruction, state: _State, warp: int) -> None:
+    """Change what is known by what an instruction writes."""
+    guard = instruction.predicate
+    certain = True if guard in ALWAYS else state.truth(guard.removeprefix("@"))
+    if guard in NEVER or certain is False:
+        return
+    if instruction.base in CALLS:
+        state.registers.clear()
+        state.predicates.clear()
+        return
+    operands = _operands(instruction)
+    registers, predicates = _written(instruction, operands)
+    found = _result(instruction, operands, state, warp)
+    truths = _truths(instruction, operands, state)
+    for name in registers:
+        known = found if name == registers[0] else None
+        if known is None or (certain is None and state.registers.get(name) != known):
+            state.registers.pop(name, None)
+        else:
+            state.registers[name] = known
+    for name in predicates:
+        truth = truths.get(name)
+        if truth is None or (certain is None and state.predicates.get(name) is not truth):
+            state.predicates.pop(name, None)
+        else:
+            state.predicates[name] = truth
+
+
+def _written(instruction: Instruction, operands: list[str]) -> tuple[list[str], list[str]]:
+    """Names of the registers and predicates that it may write: what stands first, a register, and
+    the predicates beside it."""
+    if instruction.base in _WRITES_NOTHING:
+        return [], []
+    if instruction.base in ("R2P", "UR2UP"):
+        return [], [f"{'U' * (instruction.base[0] == 'U')}P{n}" for n in range(7)]
+    registers: list[str] = []
+    predicates: list[str] = []
+    sets = "SETP" in instruction.base or "PLOP3" in instruction.base
+    for operand in operands:
+        if match := _PREDICATE.fullmatch(operand):
+            predicates.append(match[2] + match[3])
+        elif (match := _REGISTER.fullmatch(operand)) and not registers and not sets:
+            number = 0 if match[3] == "Z" else int(match[3])
+            names = [f"{match[2]}{number + k}" for k in range(_width(instruction))]
+            registers = names if match[3] != "Z" else [match[2] + "Z"]
+        else:
+            break
+    return registers, predicates
+
+
+def _width(instruction: Instruction) -> int:
+    """Registers that a result takes at most."""
+    base, *modifiers = instruction.opcode.split(".")
+    name = opcodes.classify(instruction.opcode)
+    if base in opcodes.GROUP_TENSOR or name == opcodes.TENSOR_MEMORY:
+        return _WIDEST
+    told = [_WIDTHS[modifier] for modifier in modifiers if modifier in _WIDTHS]
+    narrow = name in _NARROW and base != "CS2R" and not base.endswith("2")
+    return max(told, default=1 if narrow else 4)
+
+
+def _truths(
+    instruction: Instruction, operands: list[str], state: _State
+) -> Mapping[str, bool | None]:
+    """The predicates that a comparison or a table of truth writes, as far as they are known."""
+    base, *modifiers = instruction.opcode.split(".")
+    target = operands[0]
+    if base in ("ISETP", "UISETP") and len(operands) >= 5 and "EX" not in modifiers:
+        compared = _compared(modifiers, state.value(operands[2]), state.value(operands[3]))
+        other = state.truth(operands[4])
+        # what decides alone: False of what must both hold, True of what either may
+        decides = "OR" in modifiers
+        if not decides and "AND" not in modifiers:
+            return {}
+        known = [compared, other]
+        return {target: decides if decides in known else None if None in known else not decides}
+    if base in ("PLOP3", "UPLOP3") and len(operands) >= 6:
+        known = [state.truth(operand) for operand in operands[2:5]]
+        table = state.value(operands[5])
+        if table is None:
+            return {}
+        ways = {
+            table[0] >> n & 1
+            for n in range(8)
+            if all(k is None or k == bool(n >> 2 - at & 1) for at, k in enumerate(known))
+        }
+        return {target: bool(ways.pop())} if len(ways) == 1 else {}
+    if base in ("LOP3", "ULOP3") and _PREDICATE.fullmatch(target):
+        result = _anded(operands[2:], state)
+        if result is not None and (result[0] > 0 or result == (0, 0)):
+            return {target: result[0] > 0}
+    return {}
+
+
+def _compared(modifiers: list[str], a: _Range | None, b: _Range | None) -> bool | None:
+    """Whether all lanes' values compare so; None if some may and some may not."""
+    holds = next((_COMPARISONS[m] for m in modifiers if m in _COMPARISONS), None)
+    if holds is None or a is None or b is None or ("U32" in modifiers and min(*a, *b) < 0):
+        return None
+    # none of the comparisons changes more than once between the ends, but for the equal one
+    if holds in (operator.eq, operator.ne):
+        if a[1] < b[0] or b[1] < a[0]:
+            return holds is operator.ne
+        return holds is operator.eq if a == b and a[0] == a[1] else None
+    ways = {holds(x, y) for x in a for y in b}
+    return ways.pop() if len(ways) == 1 else None
+
+
+def _result(
+    instruction: Instruction, operands: list[str], state: _State, warp: int
+) -> _Range | None:
+    """The register that an instruction writes, as far as it is known."""
+    base, *modifiers = instruction.opcode.split(".")
+    if base in ("S2R", "S2UR"):
+        return (WARP * warp, WARP * warp + WARP - 1) if operands[-1] == "SR_TID.X" else None
+    if base in _MOVES:
+        return state.value(operands[1]) if len(operands) == 2 else None
+    if base == "SHFL":  # what some lane of the warp holds
+        return state.value(operands[2])
+    found: _Range | None = None
+    if base in ("LOP3", "ULOP3") and "LUT" in modifiers:
+        found = _anded(operands[1 + bool(_PREDICATE.fullmatch(operands[0])) :], state)
+    elif base in _SHIFTS and len(operands) == 4:
+        found = _shifted(modifiers, [state.value(operand) for operand in operands[1:]])
+    elif base in _ADDITIONS and not {"X", "64"} & {*modifiers}:
+        terms = [state.value(o) for o in operands[1:] if not _PREDICATE.fullmatch(o)]
+        known = [term for term in terms if term is not None]
+        if len(known) == len(terms):
+            found = (sum(low for low, _ in known), sum(high for _, high in known))
+    elif base == "IMAD" and not {"X", "WIDE", "HI"} & {*modifiers} and len(operands) == 4:
+        a, b, c = (state.value(operand) for operand in operands[1:])
+        if a == (0, 0) or b == (0, 0):
+            found = c
+        elif a and b and c and min(a[0], b[0]) >= 0:
+            found = (a[0] * b[0] + c[0], a[1] * b[1] + c[1])
+    elif base in ("LEA", "ULEA") and "HI" in modifiers and len(operands) == 5:
+        # how a signed number is divided: nothing is added to one that is not negative
+        found = state.value(operands[2]) if state.value(operands[1]) == (0, 0) else None
+    return found if found and -_LARGEST <= found[0] <= found[1] <= _LARGEST else None
+
+
+def _shifted(modifiers: list[str], sources: list[_Range | None]) -> _Range | None:
+    """Of a funnel shift of one word: to the right the upper one, to the left the lower one."""
+    low, by, high = sources
+    if by is None or by[0] != by[1] or not 0 <= by[0] < 32:
+        return None
+    if "R" in modifiers and "HI" in modifiers and high and high[0] >= 0:
+        return high[0] >> by[0], high[1] >> by[0]
+    if "L" in modifiers and "HI" not in modifiers and low and low[0] >= 0:
+        return low[0] << by[0], low[1] << by[0]
+    return None
+
+
+def _anded(operands: list[str], state: _State) -> _Range | None:
+    """The range of `a & b`, if that is what the table of truth behind three operands says."""
+    if len(operands) < 4 or state.value(operands[3]) != (_AND, _AND):
+        return None
+    a, b = state.value(operands[0]), state.value(operands[1])
+    if a is None or b is None or b[0] != b[1]:
+        return None
+    if a[0] < 0:
+        return None
+    mask = b[0] & 0xFFFFFFFF
+    # the upper bits that all values have in common, and any lower ones
+    any_below = (1 << (a[0] ^ a[1]).bit_length()) - 1
+    return a[0] & ~any_below & mask, (a[0] | any_below) & mask

@@ -1,0 +1,277 @@
+"""Warp roles: which warps run what, with how many registers, and what bounds them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_backend import load_tool
+from sass_text import kernel
+
+from flash_helpers.sass.analyse.bound import Launch, loop_bound
+from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.sass.analyse.phases import cold_blocks, is_replay, is_wait, main_loop
+from flash_helpers.sass.analyse.report import report_on, verdicts
+from flash_helpers.sass.analyse.roles import Role, roles
+from flash_helpers.sass.analyse.warp_values import blocks_of_warp
+from flash_helpers.sass.read.reader import load_kernel
+from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.show.report_text import report_json, report_text
+
+PLANTED = Path(__file__).parent / "kernels/roles.sm_90a.cubin"
+HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24"
+# one warp group copies, the others multiply; each waits for the other
+SPECIALISED = f"""
+    S2R R2, SR_TID.X
+    SHF.R.U32.HI R3, RZ, 0x7, R2
+    ISETP.NE.AND P0, PT, R3, RZ, PT
+    @P0 BRA multiply
+    USETMAXREG.DEALLOC.CTAPOOL 0x18
+    LOP3.LUT P1, RZ, R2, 0x60, RZ, 0xc0, !PT
+    @P1 EXIT
+    copy: SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4+0x10], R4
+    @!P2 BRA slot
+    filled: UTMALDG.2D [UR8], [UR6]
+    @P3 BRA copy
+    EXIT
+    multiply: USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0
+    PLOP3.LUT P0, PT, PT, PT, UP0, 0x80, 0x0
+    @!P0 BRA multiply
+    tile: SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4], R4
+    @!P2 BRA data
+    there: {HGMMA}
+    {HGMMA}
+    FADD R5, R5, R5
+    @P3 BRA tile
+    EXIT
+    slot: SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4+0x10], R4
+    @!P2 BRA slot
+    BRA filled
+    data: SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4], R4
+    @!P2 BRA data
+    BRA there
+"""
+
+
+def facts_of(found: Kernel, threads: int = 384) -> KernelFacts:
+    return KernelFacts(kernel=found, name="planted", launch=Launch(threads))
+
+
+def warps_at(text: str, warps: int = 8) -> list[int]:
+    """The warps that may execute the FADD of a kernel."""
+    found = kernel(text)
+    (block,) = {i.block for i in found.instructions if i.base == "FADD"}
+    return [warp for warp in range(warps) if block in blocks_of_warp(found, warp)]
+
+
+def named(found: Kernel, threads: int) -> dict[str, Role]:
+    return {role.name: role for role in roles(found, threads)}
+
+
+def test_producer_and_consumers_have_their_warps_registers_and_loops():
+    found = named(kernel(SPECIALISED), 384)
+    assert list(found) == ["producer", "idle", "consumer"]
+    producer, idle, consumer = found.values()
+    assert (producer.warps, producer.registers, producer.waits) == ((0,), 0x18, 1)
+    assert (idle.warps, idle.registers, idle.working_loop) == ((1, 2, 3), 0x18, None)
+    assert (consumer.warps, consumer.registers) == (tuple(range(4, 12)), 0xF0)
+    assert consumer.waits == 2  # for registers, and for a tile
+    assert producer.loops == (producer.working_loop,) != consumer.loops
+
+
+def test_a_bound_counts_the_warps_that_run_the_loop():
+    facts = facts_of(kernel(SPECIALISED, registers=128))
+    loop = main_loop(facts.kernel)
+    assert loop is not None and facts.resident_warps == 12
+    assert facts.loop_warps(loop) == 8
+    # two HGMMA of 64x128x16, 64 cycles each, of two warp groups
+    assert facts.bound_cycles is not None
+    assert next(iter(facts.bound_cycles.items())) == ("tensor", 2 * 2 * 64)
+    text = report_text(report_on(facts))
+    assert "Bound by the tensor pipe: 8 warps that run the loop take 256 cycles" in text
+    assert "Lower bounds of an iteration, 8 warps that run the loop" in text
+    # two blocks an SM run it twice
+    assert facts_of(kernel(SPECIALISED, registers=64)).loop_warps(loop) == 16
+
+
+def test_waits_are_no_loops_and_cost_nothing():
+    found = kernel(SPECIALISED)
+    waits = [loop for loop in found.loops if is_wait(found, loop)]
+    assert len(found.loops) == 5 and len(waits) == 3
+    loop = main_loop(found)
+    assert loop is not None and loop not in waits
+    bound = loop_bound(found, loop)
+    # the way through the loop without waiting: six instructions, none of them twice
+    assert (bound.issued, bound.straight) == (6, True)
+    assert cold_blocks(found, loop) == {i.block for i in found.instructions if i.address >= 25 * 16}
+
+
+def test_a_wait_that_every_iteration_passes_is_counted_once():
+    found = kernel(f"""
+        tile: FADD R1, R1, R1
+        wait: SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4], R4
+        @!P2 BRA wait
+        {HGMMA}
+        @P0 BRA tile
+        EXIT
+    """)
+    loop = main_loop(found)
+    assert loop is not None and loop.depth == 1
+    bound = loop_bound(found, loop)
+    assert (bound.issued, bound.straight) == (5, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    (
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R4", True),
+        ("USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0\nPLOP3.LUT P0, PT, PT, PT, UP0, 0x80, 0x0", True),
+        ("LDG.E.STRONG.GPU R4, [R2.64]\nISETP.NE.AND P0, PT, R4, RZ, PT", True),
+        ("FADD R1, R1, R1", False),
+        ("NOP", False),
+        (f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R4\n{HGMMA}", False),
+        ("LDG.E.STRONG.GPU R4, [R2.64]\nSTG.E [R6.64], R4", False),
+    ),
+)
+def test_a_wait_asks_and_does_no_work(body, waits):
+    found = kernel(f"loop: YIELD\n{body}\n@!P0 BRA loop\nEXIT")
+    (loop,) = found.loops
+    assert is_wait(found, loop) == waits
+    assert (main_loop(found) is None) == waits
+
+
+@pytest.mark.parametrize(
+    ("decision", "warps"),
+    (
+        # warp, warp group, half of the block
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nISETP.EQ.AND P0, PT, R3, 0x2, PT", [2]),
+        ("SHF.R.U32.HI R3, RZ, 0x7, R2\nISETP.EQ.AND P0, PT, R3, 0x1, PT", [4, 5, 6, 7]),
+        ("ISETP.GE.U32.AND P0, PT, R2, 0x80, PT", [4, 5, 6, 7]),
+        ("ISETP.GT.U32.AND P0, PT, R2, 0x7f, PT", [4, 5, 6, 7]),
+        ("LOP3.LUT P0, RZ, R2, 0xffffff80, RZ, 0xc0, !PT", [4, 5, 6, 7]),
+        ("LOP3.LUT R3, R2, 0x7f, RZ, 0xc0, !PT\nISETP.LT.AND P0, PT, R3, 0x20, PT", [0, 4]),
+        # a lane among others may
+        ("ISETP.EQ.AND P0, PT, R2, RZ, PT", [0]),
+        ("ISETP.EQ.AND P0, PT, R2, 0x21, PT", [1]),
+        # the same number in every lane, and in a uniform register
+        ("SHF.R.U32.HI R3, RZ, 0x5, R2\nSHFL.IDX PT, R4, R3, RZ, 0x1f\nR2UR UR5, R4\n"
+         "UISETP.NE.AND UP0, UPT, UR5, 0x1, UPT\nPLOP3.LUT P0, PT, PT, PT, UP0, 0x80, 0x0",
+         [0, 2, 3, 4, 5, 6, 7]),
+        # a signed number is divided by 128 so
+        ("SHF.R.S32.HI R4, RZ, 0x1f, R2\nLEA.HI R4, R4, R2, RZ, 0x7\n"
+         "SHF.R.S32.HI R4, RZ, 0x7, R4\nISETP.NE.AND P0, PT, R4, RZ, PT", [4, 5, 6, 7]),
+        ("IADD3 R3, R2, -0x40, RZ\nISETP.LT.AND P0, PT, R3, RZ, PT", [0, 1]),
+        # with what nobody knows
+        ("ISETP.NE.AND P1, PT, R9, RZ, PT\nISETP.LT.AND P0, PT, R2, 0x40, P1", [0, 1]),
+        ("ISETP.NE.AND P1, PT, R9, RZ, PT\nISETP.GE.OR P0, PT, R2, 0x40, P1", list(range(8))),
+        ("ISETP.NE.AND P0, PT, R9, RZ, PT", list(range(8))),
+        ("LDG.E R2, [R4.64]\nISETP.LT.AND P0, PT, R2, 0x40, PT", list(range(8))),
+        ("LDG.E.128 R0, [R4.64]\nISETP.LT.AND P0, PT, R2, 0x40, PT", list(range(8))),
+        (f"{HGMMA.replace('R24', 'R0')}\nISETP.LT.AND P0, PT, R2, 0x40, PT", list(range(8))),
+        ("@P5 IADD3 R2, R2, 0x40, RZ\nISETP.LT.AND P0, PT, R2, 0x40, PT", list(range(8))),
+        ("CALL.ABS.NOINC R20\nISETP.LT.AND P0, PT, R2, 0x40, PT", list(range(8))),
+        ("ISETP.LT.AND P0, PT, R2, 0x40, PT\nR2P PR, R9, 0x7f", list(range(8))),
+    ),
+)  # fmt: skip
+def test_a_branch_on_the_threads_number_decides_for_a_warp(decision, warps):
+    text = f"S2R R2, SR_TID.X\n{decision}\n@!P0 BRA end\nFADD R1, R1, R1\nend: EXIT"
+    assert warps_at(text) == warps
+
+
+def test_what_a_loop_changes_is_not_known_behind_it():
+    text = """
+        S2R R2, SR_TID.X
+        loop: IADD3 R2, R2, -0x20, RZ
+        @P1 BRA loop
+        ISETP.EQ.AND P0, PT, R2, 0x41, PT
+        @!P0 BRA end
+        FADD R1, R1, R1
+        end: EXIT
+    """
+    assert warps_at(text) == list(range(8))
+
+
+def test_a_guarded_exit_ends_the_way_of_the_warps_that_it_holds_for():
+    text = "S2R R2, SR_TID.X\nISETP.GE.AND P0, PT, R2, 0x40, PT\n@P0 EXIT\nFADD R1, R1, R1\nEXIT"
+    assert warps_at(text) == [0, 1]
+
+
+def test_warps_that_run_the_same_loops_have_no_roles():
+    same = "S2R R2, SR_TID.X\nISETP.LT.AND P0, PT, R2, 0x40, PT\n@P0 BRA loop\nNOP\n"
+    same += "loop: FADD R1, R1, R1\n@P1 BRA loop\nEXIT"
+    assert roles(kernel(same), 256) == ()
+    assert roles(kernel("EXIT"), 256) == ()
+    # one warp, or numbers of which one coordinate does not tell
+    assert roles(kernel(SPECIALISED), 32) == ()
+    assert roles(kernel(f"S2R R9, SR_TID.Y\n{SPECIALISED}"), 384) == ()
+
+
+def test_roles_of_one_kind_are_numbered():
+    text = f"""
+        S2R R2, SR_TID.X
+        ISETP.LT.AND P0, PT, R2, 0x80, PT
+        @P0 BRA second
+        first: {HGMMA}
+        @P1 BRA first
+        EXIT
+        second: {HGMMA}
+        @P1 BRA second
+        EXIT
+    """
+    found = named(kernel(text), 256)
+    assert list(found) == ["consumer 1", "consumer 2"]
+    assert found["consumer 1"].warps == (0, 1, 2, 3)
+
+
+# -- of a compiled kernel --------------------------------------------------------------------------
+
+
+def test_a_compiled_kernel_is_shown_by_its_roles():
+    found = load_kernel(PLANTED, names=["roles"])
+    report = report_on(KernelFacts(kernel=found, name=found.symbol))
+    producer, idle, consumer = report.facts.roles
+    # as roles.cu has it: setmaxnreg 40 and 232, one thread that copies, two warp groups
+    assert (producer.name, producer.warps, producer.registers) == ("producer", (0,), 40)
+    assert (idle.name, idle.warps) == ("idle", (1, 2, 3))
+    assert (consumer.name, consumer.warps) == ("consumer", tuple(range(4, 12)))
+    assert consumer.registers == 232
+    assert report.loop is not None and consumer.working_loop == report.loop.index
+    text = report_text(report)
+    assert (
+        "The warps of a block have 3 roles: producer (warp 0, 40 registers, loop 2), idle (warps "
+        "1 to 3, 40 registers, no loop), consumer (warps 4 to 11, 232 registers, loop 1)."
+    ) in text
+    # four HGMMA of 64x64x16 an iteration, 32 cycles each, of two warp groups
+    assert "Bound by the tensor pipe: 8 warps that run the loop take 256 cycles" in text
+    row = next(line for line in text.splitlines() if line.startswith("consumer"))
+    assert "tensor, 256 cycles" in row
+    assert "3 of the loops only wait" in text
+    assert report_json(report)["roles"][0]["name"] == "producer"
+
+
+def test_a_loop_over_the_values_of_a_uniform_operand_is_a_replay():
+    found = load_kernel(PLANTED, names=["roles"])
+    (replay,) = [loop for loop in found.loops if is_replay(found, loop)]
+    inside = {i.base for i in found.instructions if i.block in replay.blocks}
+    assert {"UTMALDG", "ELECT"} <= inside
+    assert all(replay.index not in role.loops for role in roles(found, 384))
+
+
+def test_polling_a_word_is_a_wait_before_the_loop():
+    found = load_kernel(PLANTED, names=["polls"])
+    (wait,) = [loop for loop in found.loops if is_wait(found, loop)]
+    main = main_loop(found)
+    assert main is not None and main != wait
+    assert roles(found, 128) == ()
+
+
+def test_the_tool_names_producer_and_consumers(capsys):
+    tool = load_tool("tools/analysis/sass_report.py")
+    assert tool.main([str(PLANTED), "--kernel", "roles", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [role["name"] for role in told["roles"]] == ["producer", "idle", "consumer"]
+    assert told["bound"]["warps"] == 8
+    assert verdicts(report_on(facts_of(load_kernel(PLANTED, names=["roles"]))))[0].startswith(
+        "The warps of a block have 3 roles"
+    )
