@@ -59,6 +59,7 @@ def test_the_main_loop_is_the_innermost_with_at_least_half_the_tensor_instructio
     assert header(f"{HMMA}\n{HMMA}") == [8]
     # but one is little beside three
     assert header(HMMA) == [0]
+    assert main_loop(kernel("MOV R1, R2\nEXIT")) is None
 
 
 def test_without_tensor_instructions_the_longest_loop_is_the_main_loop():

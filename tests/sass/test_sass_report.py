@@ -121,6 +121,8 @@ def test_an_architecture_that_is_not_measured_is_reported_all_the_same(capabilit
     assert f"of {LIMITS[capability].warps} warps" in text
     unknown = f"costs of instructions: unknown for sm_{capability}"
     assert (unknown in text) == (capability > 90)
+    assert ("Bound by" in text) == (capability == 75)
+    assert ("No bound: what instructions cost on" in text) == (capability > 90)
 
 
 def test_without_limits_a_line_says_so_above_the_report():

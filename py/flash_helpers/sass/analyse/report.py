@@ -204,6 +204,12 @@ def _bound_verdict(report: KernelReport, bound: Bound) -> str:
             f"No bound: what {sum(row.number for row in without)} of the tensor instructions take "
             f"is not known for {report.kernel.architecture}."
         )
+    if report.kernel.capability not in opcodes.KNOWN:
+        return (
+            f"No bound: what instructions cost on {report.kernel.architecture} is not known. To "
+            f"issue an iteration of {warps_text(report)} takes {warps * bound.issue:,.0f} cycles "
+            "of an SM."
+        )
     (name, cycles), *others = bound.cycles(warps).items()
     share = ", ".join(f"{other} {100 * value / cycles:.0f}%" for other, value in others[:3])
     unknown = (
