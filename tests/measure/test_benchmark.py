@@ -578,6 +578,7 @@ BEFORE_THE_LOOP = (
     "kernel_count",
     "kernel_name",
     "launch",
+    "knows_exchange",
     "encode_tensor_map",
     "kernel_resources",
 )
