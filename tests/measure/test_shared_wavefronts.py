@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import shared_wavefronts as tool
 
 COUNTED = tool.SharedWavefronts.load(ROOT / tool.RESULTS)
-# ptxas makes it a loop, in which the two halves of a warp may part: not all of it is simulated.
+# ptxas makes it a loop, the turns of which depend on the values too: an estimate.
 LOOPS = {"red_max_u64"}
 
 
@@ -55,7 +55,9 @@ def test_the_simulator_counts_what_nsight_compute_counts(kernels, access) -> Non
     ours = {launch.pattern: simulated(kernels, launch) for launch in launches}
     theirs = {launch.pattern: launch.wavefronts for launch in launches}
     if access in LOOPS:
-        assert all(ours[pattern] <= theirs[pattern] for pattern in theirs)
+        assert all(
+            theirs[pattern] / 2 <= ours[pattern] <= 2 * theirs[pattern] for pattern in theirs
+        )
         assert ours["linear"] == theirs["linear"] == 4
     else:
         assert ours == theirs

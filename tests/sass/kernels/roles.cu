@@ -6,15 +6,15 @@
 
 constexpr int kStages = 2;
 constexpr int kTileBytes = 64 * 64 * 2;
-constexpr uint64_t kDescriptor = 0x4000004000010000;  // 128-byte swizzle, 1024 bytes to the next rows
+constexpr uint64_t kDescriptor =
+    0x4000004000010000; // 128-byte swizzle, 1024 bytes to the next rows
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again; }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
 }
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {
@@ -22,11 +22,10 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 }
 
 __device__ __forceinline__ void load(uint32_t tile, const void *map, int row, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3}], [%4];" ::"r"(tile),
-        "l"(map), "r"(0), "r"(row), "r"(barrier)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(tile),
+                 "l"(map), "r"(0), "r"(row), "r"(barrier)
+                 : "memory");
 }
 
 __device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b) {
@@ -37,9 +36,9 @@ __device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b)
         "%32, %33, 1, 1, 1, 0, 0;"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
           "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-          "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(a), "l"(b));
 }
 
