@@ -161,10 +161,12 @@ class Reader:
         return self.driver.find_elements("css selector", selector)
 
     def wait(self, selector: str) -> Any:
-        """An element that a script is about to make."""
+        """An element that a script is about to make, or to show."""
         from selenium.webdriver.support.ui import WebDriverWait
 
-        return WebDriverWait(self.driver, 10).until(lambda _: next(iter(self.all(selector)), None))
+        return WebDriverWait(self.driver, 10).until(
+            lambda _: next((e for e in self.all(selector) if e.is_displayed()), None)
+        )
 
     def show(self, element: Any) -> None:
         """Scroll to it, at once."""
@@ -206,7 +208,7 @@ class Reader:
 
     def turn_theme(self) -> str:
         """Press the button once; returns the mode that it is in now."""
-        next(button for button in self.all(".theme-toggle") if button.is_displayed()).click()
+        self.wait(".theme-toggle").click()
         return self.js("return document.body.dataset.theme")
 
     def choose_theme(self, mode: str) -> None:
