@@ -161,12 +161,13 @@ class Reader:
         return self.driver.find_elements("css selector", selector)
 
     def wait(self, selector: str) -> Any:
-        """An element that a script is about to make, or to show."""
+        """An element that a script is about to make, make anew, or show."""
+        from selenium.common.exceptions import StaleElementReferenceException
         from selenium.webdriver.support.ui import WebDriverWait
 
-        return WebDriverWait(self.driver, 10).until(
-            lambda _: next((e for e in self.all(selector) if e.is_displayed()), None)
-        )
+        return WebDriverWait(
+            self.driver, 10, ignored_exceptions=[StaleElementReferenceException]
+        ).until(lambda _: next((e for e in self.all(selector) if e.is_displayed()), None))
 
     def show(self, element: Any) -> None:
         """Scroll to it, at once."""
