@@ -1,0 +1,114 @@
+"""Matrices of `wgmma` in shared memory: from a 64-bit descriptor to the address of every element.
+
+PTX ISA 9.0, "Shared Memory Matrix Layout" of the asynchronous warpgroup instructions, with its
+"Canonical Layouts" and "Matrix Descriptor Format". Elements have 16 bits and are read in chunks of
+16 bytes: 8 neighbours in K of a K-major matrix, 8 neighbours in M or N of an MN-major one. With L
+the leading and S the stride byte offset, a chunk lies behind the start address at
+
+| | no swizzle | W = 32, 64 or 128 bytes |
+| --- | --- | --- |
+| K-major, row r, chunk c of K | 16 (r % 8) + S (r / 8) + L c | W (r % 8) + S (r / 8) + 16 c |
+| MN-major, k, chunk q of M or N | 16 (k % 8) + L (k / 8) + S q | W (k % 8) + S (k / 8) + \
+16 (q % w) + L (q / w), w = W / 16 |
+
+The swizzle exchanges the chunks of each row of W bytes by the number of the row: address bits from
+4 on are combined by xor with as many bits from 7 on, which count rows of 128 bytes from where the
+pattern starts. Patterns start at multiples of 8 W, or as far behind one as the base offset says, in
+units of 128 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+K = 16
+"""Of one instruction with elements of 16 bits."""
+CHUNK = 16
+"""Bytes."""
+_PER_CHUNK = 8  # elements
+
+_SWIZZLE_BYTES = (0, 128, 64, 32)  # by the descriptor's upper two bits
+_FIELDS = ((0, 14), (16, 14), (32, 14), (49, 3), (62, 2))
+_RESERVED = (1 << 64) - 1 - sum((1 << size) - 1 << first for first, size in _FIELDS)
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A descriptor's fields. start, leading, stride: in bytes. base_offset: in units of 128 bytes.
+    swizzle: the width of its pattern in bytes, 0 for none."""
+
+    start: int
+    leading: int
+    stride: int
+    base_offset: int
+    swizzle: int
+
+    @classmethod
+    def decode(cls, bits: int) -> Descriptor:
+        """Raises ValueError, with the reason, for bits that are no descriptor."""
+        if bits & _RESERVED:
+            raise ValueError(
+                f"the matrix descriptor {bits:#018x} has bits set that belong to none of its fields"
+                f" ({bits & _RESERVED:#x}): an offset that was added to it ran over, or its parts "
+                "overlap"
+            )
+        start, leading, stride, base_offset, mode = (
+            bits >> first & (1 << size) - 1 for first, size in _FIELDS
+        )
+        found = cls(
+            *(CHUNK * x for x in (start, leading, stride)), base_offset, _SWIZZLE_BYTES[mode]
+        )
+        if base_offset and not found.swizzle:
+            raise ValueError(
+                f"the matrix descriptor {bits:#018x} has base offset {base_offset} and no swizzle"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The A or B of an instruction. rows: of M (64) or N. k_major: the elements of a row are
+    neighbours; else those of a column."""
+
+    rows: int
+    k_major: bool
+
+    def addresses(self, bits: int) -> np.ndarray:
+        """Shared addresses of the chunks that a descriptor names, int64: (rows, 2) of a K-major
+        matrix, (16, rows / 8) of an MN-major one. Not to be changed. Raises ValueError as
+        `Descriptor.decode` does."""
+        return _addresses(self, bits)
+
+    def matrix(self, chunks: np.ndarray) -> np.ndarray:
+        """The elements as a matrix (..., rows, 16) of their 16 bits. chunks: the bytes at the
+        addresses, uint32 (..., as those, 4)."""
+        halves = np.ascontiguousarray(chunks).view(np.uint16)
+        if not self.k_major:
+            # (..., k, chunk, row in it) to (..., chunk, row in it, k)
+            halves = np.moveaxis(halves, -3, -1)
+        return halves.reshape(*chunks.shape[:-3], -1, K)
+
+
+@lru_cache(maxsize=4096)
+def _addresses(operand: Operand, bits: int) -> np.ndarray:
+    descriptor = Descriptor.decode(bits)
+    leading, stride, width = descriptor.leading, descriptor.stride, descriptor.swizzle
+    if operand.k_major:
+        row, chunk = np.ix_(np.arange(operand.rows), np.arange(K // _PER_CHUNK))
+        offsets = (width or CHUNK) * (row % 8) + stride * (row // 8)
+        offsets = offsets + (CHUNK if width else leading) * chunk
+    else:
+        k, chunk = np.ix_(np.arange(K), np.arange(operand.rows // _PER_CHUNK))
+        offsets = (width or CHUNK) * (k % 8) + (stride if width else leading) * (k // 8)
+        across = width // CHUNK or 1
+        offsets = offsets + CHUNK * (chunk % across)
+        offsets = offsets + (leading if width else stride) * (chunk // across)
+    found = descriptor.start + offsets
+    if width:
+        rows = (found >> 7) - descriptor.base_offset
+        found ^= (rows & (width // CHUNK - 1)) << 4
+    found.setflags(write=False)
+    return found
