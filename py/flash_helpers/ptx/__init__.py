@@ -33,6 +33,7 @@ from flash_helpers.ptx.errors import (
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.ptx.run.counters import Counters, Counts, LineCounts
+from flash_helpers.ptx.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
@@ -65,6 +66,7 @@ __all__ = [
     "RaceError",
     "Run",
     "SimulatorError",
+    "TensorMap",
     "TrapError",
     "UninitialisedReadError",
     "UnsupportedInstruction",

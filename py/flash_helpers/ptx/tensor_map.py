@@ -1,0 +1,248 @@
+"""Tensor maps: what a tensor copy (TMA) knows of a tensor in global memory.
+
+A kernel gets the address of 128 bytes that cuTensorMapEncodeTiled has written, and only hands it
+to the copy. What those bytes hold is not published, so the simulator has a record of its own;
+`TensorMap` keeps the driver's rules (CUDA Driver API, "Tensor Map Object Management",
+cuTensorMapEncodeTiled), and PTX ISA 9.0, "Tensors", says what a map means.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "u8": 1,
+        "u16": 2,
+        "u32": 4,
+        "s32": 4,
+        "u64": 8,
+        "s64": 8,
+        "f16": 2,
+        "f32": 4,
+        "f64": 8,
+        "bf16": 2,
+    }
+)
+"""Bytes of one element, by type."""
+
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_REFUSED = {
+    "dtype": "f32_ftz tf32 tf32_ftz u4_align8 u4_align16 u6_align16",
+    "interleave": "16B 32B",
+    "swizzle": "128B_atom_32B 128B_atom_32B_flip_8B 128B_atom_64B 96B",
+}
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "dtype": tuple(ELEMENT_BYTES),
+    "interleave": ("none",),
+    "swizzle": ("none", "32B", "64B", "128B"),
+    "l2_promotion": ("none", "64B", "128B", "256B"),
+    "fill": ("zeros", "nan"),
+}
+
+_MAGIC = b"FH-TMAP1"
+_MOST = 5  # dimensions
+_RECORD = struct.Struct(f"<8s6B2xQ{_MOST}Q{_MOST - 1}Q{_MOST}H{_MOST}B")
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor in global memory, and the box of it that one tensor copy moves.
+
+    Dimension 0 is the one whose elements lie side by side. dtype: a key of `ELEMENT_BYTES`.
+    address: of the first element. dims: elements along each of one to five dimensions. box: of
+    them, those that a copy traverses. strides: bytes from one element to the next along each
+    dimension but 0; if left out, those of a tensor without gaps. element_strides: the step from one
+    element of the box that is copied to the next along each dimension; if left out, 1, as it always
+    is of dimension 0. interleave: "none". swizzle: "none", "32B", "64B" or "128B". l2_promotion:
+    "none", "64B", "128B" or "256B", a hint. fill: what lies outside of the tensor is read as,
+    "zeros" or "nan".
+
+    Raises ValueError for what cuTensorMapEncodeTiled refuses, and for what is not simulated.
+    """
+
+    dtype: str
+    address: int
+    dims: tuple[int, ...]
+    box: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    element_strides: tuple[int, ...] = ()
+    interleave: str = "none"
+    swizzle: str = "none"
+    l2_promotion: str = "none"
+    fill: str = "zeros"
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        if not 1 <= len(self.dims) <= _MOST:
+            raise ValueError(f"{len(self.dims)} dimensions: a tensor map has 1 to {_MOST}")
+        self._default("strides", self._packed_strides())
+        self._default("element_strides", (1,) * self.rank)
+        self._check_lengths()
+        self._check_numbers()
+        self._check_row()
+        # The driver ignores that of dimension 0.
+        object.__setattr__(self, "element_strides", (1, *self.element_strides[1:]))
+
+    def _default(self, name: str, value: tuple[int, ...]) -> None:
+        given = tuple(getattr(self, name))
+        object.__setattr__(self, name, given or value)
+
+    def _packed_strides(self) -> tuple[int, ...]:
+        return tuple(self.element_bytes * math.prod(self.dims[:n]) for n in range(1, self.rank))
+
+    # -- the driver's rules ------------------------------------------------------------------------
+
+    def _check_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value in _REFUSED.get(name, "").split():
+                raise ValueError(
+                    f"{name} {value!r} of a tensor map is not simulated: use one of "
+                    f"{', '.join(choices)}"
+                )
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}: give one of {', '.join(choices)}")
+        if self.fill == "nan" and self.dtype not in _FLOATS:
+            raise ValueError(
+                f"fill 'nan' of {self.dtype}: only a tensor of {', '.join(_FLOATS)} can be filled "
+                "with NaN, use 'zeros'"
+            )
+
+    def _check_lengths(self) -> None:
+        for name, length in (
+            ("box", self.rank),
+            ("strides", self.rank - 1),
+            ("element_strides", self.rank),
+        ):
+            found = len(getattr(self, name))
+            if found != length:
+                raise ValueError(
+                    f"{found} numbers in {name}: {length} are due for {self.rank} dimensions"
+                )
+
+    def _check_numbers(self) -> None:
+        if self.address % 16:
+            raise ValueError(
+                f"the tensor begins at address {self.address:#x}, which is not a multiple of 16 "
+                "bytes: align it, or begin the tensor earlier and shift the coordinates"
+            )
+        for name, most in (("dims", 1 << 32), ("box", 256), ("element_strides", 8)):
+            for n, value in enumerate(getattr(self, name)):
+                if not 1 <= value <= most:
+                    raise ValueError(f"{name}[{n}] is {value}: give 1 to {most}")
+        for n, stride in enumerate(self.strides):
+            if stride % 16 or not 0 <= stride < 1 << 40:
+                raise ValueError(
+                    f"strides[{n}] is {stride} bytes: give a multiple of 16 below 2^40, padding "
+                    "the rows of the tensor if need be"
+                )
+
+    def _check_row(self) -> None:
+        if self.row_bytes % 16:
+            raise ValueError(
+                f"a row of the box is {self.box[0]} x {self.element_bytes} = {self.row_bytes} "
+                "bytes: give a box whose rows are a multiple of 16 bytes"
+            )
+        if self.swizzle_bytes and self.row_bytes > self.swizzle_bytes:
+            raise ValueError(
+                f"a row of the box is {self.box[0]} x {self.element_bytes} = {self.row_bytes} "
+                f"bytes, but swizzle {self.swizzle} allows {self.swizzle_bytes}: split the box, "
+                "or choose a wider swizzle"
+            )
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.dims)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the box that lie side by side in global memory."""
+        return self.box[0] * self.element_bytes
+
+    @property
+    def swizzle_bytes(self) -> int:
+        """Bytes within which the swizzle permutes, 0 for none."""
+        return 0 if self.swizzle == "none" else int(self.swizzle[:-1])
+
+    @cached_property
+    def moved(self) -> tuple[int, ...]:
+        """Elements that a copy moves along each dimension."""
+        pairs = zip(self.box, self.element_strides, strict=True)
+        return tuple(-(-size // stride) for size, stride in pairs)
+
+    @cached_property
+    def box_bytes(self) -> int:
+        """Bytes of shared memory that one copy fills or reads, elements outside of the tensor
+        included."""
+        return self.element_bytes * math.prod(self.moved)
+
+    def __str__(self) -> str:
+        def times(numbers: Iterable[int]) -> str:
+            return " x ".join(map(str, numbers))
+
+        swizzle = "" if self.swizzle == "none" else f", swizzle {self.swizzle}"
+        return (
+            f"tensor map of {times(self.dims)} {self.dtype} at {self.address:#x}, box "
+            f"{times(self.box)}{swizzle}"
+        )
+
+    # -- the record --------------------------------------------------------------------------------
+
+    def encode(self) -> bytes:
+        """The 128 bytes that stand for the map in the simulator. A kernel gets them as an argument
+        (`__grid_constant__ const CUtensorMap`), or in global or constant memory."""
+
+        def padded(numbers: Sequence[int], size: int) -> list[int]:
+            return [*numbers, *[0] * (size - len(numbers))]
+
+        record = _RECORD.pack(
+            _MAGIC,
+            self.rank,
+            *(choices.index(getattr(self, name)) for name, choices in _CHOICES.items()),
+            self.address,
+            *padded(self.dims, _MOST),
+            *padded(self.strides, _MOST - 1),
+            *padded(self.box, _MOST),
+            *padded(self.element_strides, _MOST),
+        )
+        return record.ljust(TENSOR_MAP_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, record: bytes) -> TensorMap:
+        """The map that 128 bytes stand for. Raises ValueError for any others."""
+        if len(record) != TENSOR_MAP_BYTES or not record.startswith(_MAGIC):
+            raise ValueError(
+                f"{len(record)} bytes that TensorMap.encode has not made: pass its "
+                f"{TENSOR_MAP_BYTES} bytes as the kernel's tensor map"
+            )
+        _, rank, *numbers = _RECORD.unpack_from(record)
+        if not 1 <= rank <= _MOST:
+            raise ValueError(f"a tensor map of {rank} dimensions: its bytes were overwritten")
+        fields: dict = {}
+        for (name, choices), index in zip(_CHOICES.items(), numbers, strict=False):
+            if index >= len(choices):
+                raise ValueError(f"{name} {index} of a tensor map: its bytes were overwritten")
+            fields[name] = choices[index]
+        numbers = numbers[len(_CHOICES) :]
+        fields["address"] = numbers.pop(0)
+        for name, size in (("dims", 0), ("strides", -1), ("box", 0), ("element_strides", 0)):
+            values, numbers = numbers[: _MOST + size], numbers[_MOST + size :]
+            fields[name] = tuple(values[: rank + size])
+        return cls(**fields)
