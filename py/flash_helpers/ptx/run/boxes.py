@@ -1,0 +1,177 @@
+"""Where a tensor copy finds and puts the bytes of a box.
+
+In shared memory a box lies without gaps, dimension 0 fastest, whatever of it is outside of the
+tensor (PTX ISA 9.0, "Tiled Mode"). A swizzle exchanges 16-byte chunks: bits of the shared address
+from bit 4 on are XORed with as many from bit 7 on ("Swizzling Modes"), so that its pattern hangs
+on multiples of 256, 512 or 1024 bytes, not on where the box begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from flash_helpers.ptx.tensor_map import TensorMap
+
+CHUNK = 16
+"""Bytes that a swizzle leaves together."""
+SECTOR = 32
+
+# Canonical NaNs; which one the hardware fills with is not published.
+_NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFF_FFFF, "f64": 0x7FFF_FFFF_FFFF_FFFF}
+
+
+class Box:
+    """A box of a tensor whose first element has given coordinates, which may lie outside.
+
+    coordinates: one for each dimension, dimension 0 first. low, high: along each dimension, which
+    of the elements that are moved lie inside of the tensor.
+    """
+
+    def __init__(self, tensor_map: TensorMap, coordinates: Sequence[int]) -> None:
+        self.map = tensor_map
+        self.coordinates = tuple(coordinates)
+        low, high = [], []
+        for start, step, size, count in zip(
+            self.coordinates,
+            tensor_map.element_strides,
+            tensor_map.dims,
+            tensor_map.moved,
+            strict=True,
+        ):
+            low.append(min(max(-(start // step), 0), count))
+            high.append(max(min(-((start - size) // step), count), low[-1]))
+        self.low, self.high = tuple(low), tuple(high)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it lies inside of the tensor."""
+        return self.high == self.map.moved and not any(self.low)
+
+    @cached_property
+    def is_outside(self) -> bool:
+        """Whether nothing of it lies inside."""
+        return any(low == high for low, high in zip(self.low, self.high, strict=True))
+
+    # -- global memory -----------------------------------------------------------------------------
+
+    @cached_property
+    def address(self) -> int:
+        """Of the first element inside."""
+        return self.map.address + sum(
+            (start + low * step) * stride
+            for start, low, step, stride in zip(
+                self.coordinates, self.low, self.map.element_strides, self._strides, strict=True
+            )
+        )
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of each row that lie inside."""
+        return (self.high[0] - self.low[0]) * self.map.element_bytes
+
+    @cached_property
+    def end(self) -> int:
+        """Address behind the last element inside."""
+        last = sum((n - 1) * step for n, step in zip(*self._outer, strict=True))
+        return self.address + last + self.row_bytes
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Addresses of the rows, without what is outside, in the order of the box: int64 (rows,)"""
+        if self.is_outside:
+            return np.zeros(0, np.int64)
+        rows = np.array([self.address])
+        for count, step in zip(*self._outer, strict=True):
+            rows = (np.arange(count)[:, None] * step + rows).reshape(-1)
+        return rows
+
+    @property
+    def sectors(self) -> int:
+        """Sectors of global memory, 32 bytes each, that hold something of the box."""
+        rows = np.sort(self.rows)
+        if not rows.size:
+            return 0
+        first, last = rows // SECTOR, (rows + self.row_bytes - 1) // SECTOR
+        seen = np.maximum.accumulate(np.r_[first[0] - 1, last[:-1]])
+        return int(np.maximum(last - np.maximum(first - 1, seen), 0).sum())
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        return (self.map.element_bytes, *self.map.strides)
+
+    @cached_property
+    def _outer(self) -> tuple[list[int], list[int]]:
+        """Of each dimension but 0: elements inside, bytes from one that is moved to the next."""
+        counts = [high - low for low, high in zip(self.low, self.high, strict=True)]
+        pairs = zip(self._strides, self.map.element_strides, strict=True)
+        return counts[1:], [stride * step for stride, step in pairs][1:]
+
+    def view(self, memory: np.ndarray, base: int, dtype: np.dtype | str = np.uint8) -> np.ndarray:
+        """The elements inside as a view of global memory, dimension 0 last.
+
+        memory: its bytes, uint8, from address `base` on, which must hold all of them. dtype: one
+        as wide as the elements, or uint8 for their bytes.
+        """
+        dtype = np.dtype(dtype)
+        counts, steps = self._outer
+        shape = (*reversed(counts), self.row_bytes // dtype.itemsize)
+        start = self.address - base
+        return np.lib.stride_tricks.as_strided(
+            memory[start : start + self.row_bytes].view(dtype),
+            shape,
+            (*reversed(steps), dtype.itemsize),
+        )
+
+    def inside(self, data: np.ndarray) -> np.ndarray:
+        """Of data of the whole box, in its order, the part that lies inside, as `view` has it."""
+        per_element = data.size // (self.map.box_bytes // self.map.element_bytes)
+        shape = (*reversed(self.map.moved[1:]), self.map.moved[0] * per_element)
+        ranges = list(zip(self.low, self.high, strict=True))
+        low, high = ranges[0]
+        slices = [slice(*limits) for limits in reversed(ranges[1:])]
+        return data.reshape(shape)[(*slices, slice(low * per_element, high * per_element))]
+
+    def read(self, memory: np.ndarray, base: int) -> np.ndarray:
+        """The bytes of the box in its order, uint8 (box_bytes,), filled where outside."""
+        if self.is_whole:
+            return self.view(memory, base).reshape(-1)  # a copy, unless it lies in one piece
+        data = _filling(self.map).copy()
+        if not self.is_outside:
+            self.inside(data)[...] = self.view(memory, base)
+        return data
+
+    @property
+    def filled(self) -> np.ndarray:
+        """Which bytes of the box lie outside of the tensor, bool (box_bytes,)."""
+        mask = np.ones(self.map.box_bytes, bool)
+        if not self.is_outside:
+            self.inside(mask)[...] = False
+        return mask
+
+
+@lru_cache(maxsize=64)
+def _filling(tensor_map: TensorMap) -> np.ndarray:
+    """A box that lies outside of the tensor."""
+    size = tensor_map.element_bytes
+    value = _NANS[tensor_map.dtype] if tensor_map.fill == "nan" else 0
+    return np.full(tensor_map.box_bytes // size, value, f"u{size}").view(np.uint8)
+
+
+def swizzled(addresses: np.ndarray, swizzle_bytes: int) -> np.ndarray:
+    """Shared addresses under a swizzle of 0, 32, 64 or 128 bytes; its own inverse."""
+    bits = max(swizzle_bytes // CHUNK - 1, 0)
+    return addresses ^ ((addresses >> 7 & bits) << 4)
+
+
+@lru_cache(maxsize=256)
+def shared_chunks(start: int, size: int, swizzle_bytes: int) -> np.ndarray:
+    """Where the 16-byte chunks of a box lie, in its order: shared address / 16 of each.
+
+    start: shared address of the box, a multiple of 128. size: bytes. Not to be written to.
+    """
+    chunks = swizzled(np.arange(start, start + size, CHUNK), swizzle_bytes) // CHUNK
+    chunks.flags.writeable = False
+    return chunks
