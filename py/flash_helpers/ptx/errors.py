@@ -150,6 +150,16 @@ class BarrierOperandError(BarrierError):
     title = "impossible barrier"
 
 
+class MbarrierError(SimulatorError):
+    """An operation on an mbarrier object that the PTX ISA leaves undefined: before mbarrier.init or
+    after mbarrier.inval, mbarrier.init of a live object, counts out of their range, and bytes that
+    come in another phase than the one that was told to expect them; or another instruction that
+    touches the object (PTX ISA 9.0, "Parallel Synchronization and Communication Instructions:
+    mbarrier")."""
+
+    title = "mbarrier misused"
+
+
 class MissingLanesError(SimulatorError):
     """A warp-wide instruction executed without lanes that it needs."""
 
