@@ -306,7 +306,7 @@ class Machine:
     @cached_property
     def thread_ids(self) -> np.ndarray:
         """Linear thread index in the block, of each lane (padding lanes beyond the block too)."""
-        return self.lane_ids % self.geometry.lanes_per_block
+        return self.geometry.thread_of(self.lane_ids)
 
     @cached_property
     def absent_lanes(self) -> np.ndarray:
@@ -323,9 +323,7 @@ class Machine:
         n = "xyzw".find(axis) if axis else 0
         lane = self.lane_ids % WARP
         x, y, _ = self.launch.block
-        ids = np.array(self.geometry.blocks, np.uint32).repeat(
-            self.geometry.lanes_per_block, axis=0
-        )
+        ids = np.array(self.geometry.blocks, np.uint32)[self.geometry.block_of(self.lane_ids)]
         threads = (self.thread_ids % x, self.thread_ids // x % y, self.thread_ids // (x * y))
         block, grid = (*self.launch.block, 1)[n], (*self.launch.grid, 1)[n]
         thread, block_id = (*threads, 0 * lane)[n], 0 * lane if n == 3 else ids[:, n]

@@ -26,13 +26,12 @@ class Observation:
     def blocks(self) -> np.ndarray:
         """`ctaid` of each lane's block, (lanes, 3)."""
         geometry = self.machine.geometry
-        return np.array(geometry.blocks)[self.lanes // geometry.lanes_per_block]
+        return np.array(geometry.blocks)[geometry.block_of(self.lanes)]
 
     @property
     def warps(self) -> np.ndarray:
         """Each lane's warp, numbered within its block."""
-        geometry = self.machine.geometry
-        return self.lanes % geometry.lanes_per_block // 32
+        return self.machine.geometry.warp_of(self.lanes)
 
     def value(self, operand: Operand, type_name: str) -> np.ndarray:
         """An operand as a PTX type, one element a lane; registers written hold their new value.

@@ -70,9 +70,9 @@ class Order:
         self.now = 1
         self.floor = 0
         """Time up to which all lanes of every block know each other."""
-        per_block = geometry.warps_per_block
-        self._own = (np.arange(geometry.warps), np.arange(geometry.warps) % per_block)
-        self._warps = np.zeros((geometry.warps, per_block), np.int64)
+        self._place = geometry.place_of(np.arange(geometry.lanes))
+        self._own = (np.arange(geometry.warps), self._place[::WARP] // WARP)
+        self._warps = np.zeros((geometry.warps, geometry.warps_per_cluster), np.int64)
         self._lanes: np.ndarray | None = None
         # What every lane knew when it last executed a fence, and has observed by strong reads.
         self._fenced: np.ndarray | None = None
@@ -87,7 +87,7 @@ class Order:
         known = self._warps[(lanes // WARP)[:, None], others // WARP]
         if self._lanes is not None:
             known = np.maximum(known, self._known_to(lanes[:, None], others))
-        known[others == (lanes % self.geometry.lanes_per_block)[:, None]] = _OWN
+        known[others == self._place[lanes][:, None]] = _OWN
         return known
 
     def known_to_all(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ class Order:
             return known
         warp = (lanes // WARP * WARP)[:, None] + np.arange(WARP)
         each = self._known_to(warp[:, None, :], others[:, :, None])
-        each[warp[:, None, :] % self.geometry.lanes_per_block == others[:, :, None]] = _OWN
+        each[self._place[warp][:, None, :] == others[:, :, None]] = _OWN
         return np.maximum(known, each.min(axis=2))
 
     def unknown(
@@ -173,7 +173,7 @@ class Order:
                 members = np.flatnonzero(int(mask) >> np.arange(WARP) & 1)
                 together = warps[:, None] * WARP + members
                 known = self._share(together)
-                columns = together % known.shape[1]
+                columns = self._place[together] % known.shape[1]
                 known[together[:, :, None], columns[:, None, :]] = self.now
         self.now += 1
 
@@ -195,7 +195,7 @@ class Order:
             known[lanes] = np.maximum(known[lanes], self._observed[lanes])
         if releases:
             if self._fenced is None:
-                self._fenced = self._table(self.geometry.lanes_per_block)
+                self._fenced = self._table(self.geometry.lanes_per_cluster)
             self._fenced[lanes] = self._all_known(lanes)
             self.now += 1
 
@@ -240,7 +240,7 @@ class Order:
 
     def _observe(self, lanes: np.ndarray, released: np.ndarray, acquires: bool) -> None:
         if self._observed is None:
-            self._observed = self._table(self.geometry.lanes_per_block)
+            self._observed = self._table(self.geometry.lanes_per_cluster)
         self._observed[lanes] = np.maximum(self._observed[lanes], released)
         if acquires:
             known = self._block_table()
@@ -251,7 +251,7 @@ class Order:
         known = self._warps[lanes // WARP].repeat(WARP, axis=1)
         if self._lanes is not None:
             known = np.maximum(known, self._block_table()[lanes])
-        known[np.arange(lanes.size), lanes % self.geometry.lanes_per_block] = self.now
+        known[np.arange(lanes.size), self._place[lanes]] = self.now
         return known
 
     # -- what single lanes know --------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Order:
 
     @property
     def _is_block_wide(self) -> bool:
-        return self._lanes is not None and self._lanes.shape[1] == self.geometry.lanes_per_block
+        return self._lanes is not None and self._lanes.shape[1] == self.geometry.lanes_per_cluster
 
     def _lane_table(self) -> np.ndarray:
         if self._lanes is None:
@@ -273,8 +273,8 @@ class Order:
         known = self._lane_table()
         if not self._is_block_wide:
             lanes = np.arange(self.geometry.lanes)[:, None]
-            first = lanes % self.geometry.lanes_per_block // WARP * WARP
-            self._lanes = self._table(self.geometry.lanes_per_block)
+            first = self._place[lanes] // WARP * WARP
+            self._lanes = self._table(self.geometry.lanes_per_cluster)
             self._lanes[lanes, first + np.arange(WARP)] = known
         return self._lanes
 
@@ -282,5 +282,5 @@ class Order:
         """Up to which time lanes of the batch know other lanes of their block, by `_lanes`."""
         if self._is_block_wide:
             return self._lanes[lanes, others]
-        own = lanes % self.geometry.lanes_per_block // WARP == others // WARP
+        own = self._place[lanes] // WARP == others // WARP
         return np.where(own, self._lanes[lanes, others % WARP], 0)

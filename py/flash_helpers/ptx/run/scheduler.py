@@ -231,7 +231,7 @@ class Scheduler:
     @property
     def n_live_blocks(self) -> int:
         """Blocks with such lanes."""
-        return np.unique(self.live_lanes // self.machine.geometry.lanes_per_block).size
+        return np.unique(self.machine.geometry.block_of(self.live_lanes)).size
 
     @property
     def is_late(self) -> bool:
@@ -508,8 +508,7 @@ class Scheduler:
             self.pc[lanes] = block.end - 1
         else:
             self._go(lanes, block.next)
-        geometry = self.machine.geometry
-        owners = lanes // geometry.lanes_per_block
+        owners = self.machine.geometry.block_of(lanes)
         for owner in np.unique(owners):
             for name in np.unique(names[owners == owner]):
                 chosen = lanes[(owners == owner) & (names == name)]
@@ -577,14 +576,12 @@ class Scheduler:
         that have not ended; one of a number of threads for so many warps, and in each for the
         threads that have not ended (PTX ISA 9.0, "barrier", "exit")."""
         geometry = self.machine.geometry
-        per_block = geometry.lanes_per_block
-        mine = slice(owner * per_block, (owner + 1) * per_block)
-        arrived = np.zeros(per_block, bool)
+        arrived = np.zeros(geometry.lanes_per_block, bool)
         for arrival in arrivals:
-            arrived[arrival.lanes - mine.start] = True
-        gone = self.status[mine] == _DONE
+            arrived[geometry.thread_of(arrival.lanes)] = True
+        gone = self.status[geometry.lanes_of(owner)] == _DONE
         if self.strict_barriers:
-            gone = np.arange(per_block) >= geometry.threads
+            gone = np.arange(gone.size) >= geometry.threads
         newest = arrivals[-1]
         if newest.barrier.count is None:
             return bool((arrived | gone).all())
@@ -596,7 +593,7 @@ class Scheduler:
     def _ended(self, owner: int) -> np.ndarray:
         """Lanes of a block whose threads have ended."""
         geometry = self.machine.geometry
-        lanes = owner * geometry.lanes_per_block + np.arange(geometry.threads)
+        lanes = geometry.lanes_of(owner)[: geometry.threads]
         return lanes[self.status[lanes] == _DONE]
 
     def _expected(self, barrier: Barrier, lanes: np.ndarray) -> int:
@@ -650,8 +647,9 @@ class Scheduler:
             return
         waiting = np.flatnonzero(self.status == _AT_BARRIER)
         geometry = self.machine.geometry
-        owner = int(waiting[0]) // geometry.lanes_per_block
-        mine = waiting[waiting // geometry.lanes_per_block == owner]
+        owners = geometry.block_of(waiting)
+        owner = int(owners[0])
+        mine = waiting[owners == owner]
         position = int(self.pc[mine].min())
         here = mine[self.pc[mine] == position]
         ended = self._ended(owner).size

@@ -51,14 +51,14 @@ class SharedMemory(Region):
         self.log = log
         self.granule = granule
         self.stride = max(128, -(-size // 128) * 128)
-        blocks, warps = len(geometry.blocks), geometry.warps_per_block
+        blocks, warps = len(geometry.blocks), geometry.warps_per_cluster
         self.lane_ids = np.arange(geometry.lanes)
-        base = self.lane_ids // geometry.lanes_per_block * self.stride
+        base = geometry.block_of(self.lane_ids) * self.stride
         super().__init__(np.zeros(blocks * self.stride, np.uint8), size, base, "shared memory")
         granules = blocks * self.stride // granule
         self.order = Order(geometry)
-        self.lane_in_block = (self.lane_ids % geometry.lanes_per_block).astype(np.uint16)
-        self.warp_in_block = self.lane_in_block // WARP
+        self.place = geometry.place_of(self.lane_ids).astype(np.uint16)
+        self.warp_place = self.place // WARP
         self._lane_bits = np.uint32(1) << (self.lane_ids % WARP).astype(np.uint32)
         self._written = np.full(granules, _UNWRITTEN, np.int64)
         self._writer = np.zeros(granules, np.uint16)
@@ -167,7 +167,7 @@ class SharedMemory(Region):
         of them performs the final write is undefined (CUDA Programming Guide, "SIMT
         Architecture")."""
         view, rows = access.view, access.rows
-        lanes = self.lane_in_block[access.selection]
+        lanes = self.place[access.selection]
         lanes = lanes[:, None] if view.width > 1 else lanes
         view.writer[rows] = lanes
         lost = np.flatnonzero((view.writer[rows] != lanes).reshape(rows.size, -1).any(axis=1))
@@ -177,7 +177,8 @@ class SharedMemory(Region):
         chosen = self.lane_ids[access.selection]
         index_of = np.zeros(self.lane_ids.size, np.int64)
         index_of[chosen] = np.arange(chosen.size)
-        won = index_of[chosen[lost] - self.lane_in_block[chosen[lost]] + winners]
+        clusters = self.geometry.cluster_of(chosen[lost])
+        won = index_of[self.geometry.lane_at(clusters, winners.astype(np.int64))]
         differ = np.flatnonzero((value[lost] != value[won]).reshape(lost.size, -1).any(axis=1))
         if differ.size:
             first = int(lost[differ[0]])
@@ -235,7 +236,7 @@ class SharedMemory(Region):
         if history.newest <= self._floor:
             return
         all_codes, all_masks = access.view.of(history)
-        for warp in range(self.geometry.warps_per_block):
+        for warp in range(self.geometry.warps_per_cluster):
             index = access.view.warp_rows[warp] + access.rows
             codes = all_codes[index]
             if int(codes.max()) <= self._floor:
@@ -248,11 +249,11 @@ class SharedMemory(Region):
             if not hit.any():
                 continue
             # A race between warps tells more than one within a warp.
-            apart = hit & (self.warp_in_block[lanes] != warp)
+            apart = hit & (self.warp_place[lanes] != warp)
             first = int((apart if apart.any() else hit).argmax())
             column = int(bad[first].argmax())
             code = int(codes[first, column])
-            own = warp == self.warp_in_block[lanes[first]]
+            own = warp == self.warp_place[lanes[first]]
             who = "all lanes of the same warp" if own else f"warp {warp}"
             if own and masks is not None:
                 each = masks[first, column] & self._lane_bits[:WARP, None]
@@ -301,8 +302,8 @@ class SharedMemory(Region):
         if int(times.max()) <= self.order.floor:
             return
         keep = np.zeros(times.shape, bool)
-        for warp in np.unique(self.warp_in_block[lanes]).tolist():
-            mine = np.flatnonzero(self.warp_in_block[lanes] == warp)
+        for warp in np.unique(self.warp_place[lanes]).tolist():
+            mine = np.flatnonzero(self.warp_place[lanes] == warp)
             others = old_masks.reshape(shape)[mine]
             keep[mine] = self.order.unknown(lanes[mine], warp, times[mine], others)
         if keep.any():
@@ -322,7 +323,7 @@ class SharedMemory(Region):
     def _name(self, access: _Access, first: int, other: int) -> str:
         """A lane of the block, as seen from the lane that makes an access."""
         warp, lane = divmod(other, WARP)
-        own = self.warp_in_block[access.selection][first]
+        own = self.warp_place[access.selection][first]
         return f"lane {lane} of the same warp" if warp == own else f"warp {warp}"
 
     def _report(
@@ -369,8 +370,8 @@ class _Views:
             for history in shared._histories.values()
         }
         per_warp = len(self.written)
-        self.lane_rows = shared.warp_in_block.astype(np.int64) * per_warp
-        self.warp_rows = np.arange(shared.geometry.warps_per_block) * per_warp
+        self.lane_rows = shared.warp_place.astype(np.int64) * per_warp
+        self.warp_rows = np.arange(shared.geometry.warps_per_cluster) * per_warp
 
     def of(self, history: _History) -> tuple[np.ndarray, np.ndarray | None]:
         """Codes and masks."""
