@@ -1,4 +1,4 @@
-"""What happened before what, among the lanes of a block.
+"""What happened before what, among the lanes of a cluster and the agents that work for them.
 
 Order is tracked with vector clocks (Lamport 1978; FastTrack, Flanagan and Freund 2009). Time is the
 number of synchronising events so far. Everything that a lane did up to some time is known to
@@ -8,11 +8,21 @@ Order"):
 - `bar` and `barrier` order the warps that take part, and the lanes of each;
 - `bar.warp.sync` orders the lanes of its mask;
 - a release pattern on a word of shared memory orders its lane before the acquire pattern of a lane
-  that reads the word, directly or through atomics of others ("Release and Acquire Patterns").
+  that reads the word, directly or through atomics of others ("Release and Acquire Patterns");
+- what holds knowledge for those who come, such as an mbarrier, takes it with `knowledge` and gives
+  it with `acquire`.
 
 Shuffles, votes and matrix instructions make lanes wait for each other but order no memory: "These
 intrinsics do not imply a memory barrier" (CUDA Programming Guide, "Warp Shuffle Functions"), and
 the PTX ISA calls `ldmatrix`, which all lanes make together, a weak memory operation.
+
+An agent is what carries out asynchronous operations one after the other: it has a clock as a lane
+has. Lanes know of it what they have waited for.
+
+Agents access memory through the async proxy, lanes through the generic one. What a lane wrote is
+visible to an agent if a `fence.proxy.async` stands somewhere on the chain between them (PTX ISA
+9.0, "Async Proxy"; "membar/fence": it orders both proxies for the thread that executes it, and
+composes with other synchronisation). So beside what is known there is what is known to be visible.
 """
 
 from __future__ import annotations
@@ -29,6 +39,8 @@ _OWN = 1 << 40
 """Later than any time: what a lane knows of itself."""
 
 _FULL = 0xFFFF_FFFF
+_MORE = 32
+"""Columns that are made at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,32 +60,49 @@ WEAK = Strength()
 
 @dataclass(frozen=True)
 class Knowledge:
-    """A time for every warp of a block; for every lane of it, where single lanes know more than
-    that; and what they released by fences."""
+    """What was known at some moment in a cluster, (planes, columns) as `Order` has them: times,
+    first of what is known, then of what is known to be visible to agents. fenced: the same, of what
+    fences had released; None if they had nothing."""
 
-    of_warps: np.ndarray
-    of_lanes: np.ndarray | None
-    fenced: np.ndarray | None
+    known: np.ndarray
+    fenced: np.ndarray | None = None
+
+
+def join(several: Sequence[Knowledge]) -> Knowledge:
+    """What somebody knows who knows all of these, of which there is at least one."""
+    fenced = [k.fenced for k in several if k.fenced is not None]
+    return Knowledge(_latest([k.known for k in several]), _latest(fenced) if fenced else None)
 
 
 class Order:
-    """What each lane of a batch knows of the other lanes of its block.
+    """What each lane of a batch knows of the lanes and agents of its cluster.
 
-    `_warps[w, v]` is the time up to which every lane of warp w knows all lanes of warp v; where v
-    is w itself, up to which its lanes know each other. Single lanes may know more: `_lanes`, made
-    when this happens first, has a row for every lane, and a column for every lane of its warp; of
-    its block, once flags have ordered lanes of different warps.
+    `_table[0, r, c]` is the time up to which row r knows all of column c; `_table[1]`, made by the
+    first proxy fence, that up to which it knows that to be visible to agents. There is a row for
+    each warp; a lane that knows more than its warp has one of its own. There is a column for each
+    warp of a cluster: in a warp's row, that of the warp itself says up to when its lanes know each
+    other. Behind these stand the columns of agents, and of lanes that have released something
+    alone; the same for all clusters, by the rank of the block.
     """
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
         self.now = 1
         self.floor = 0
-        """Time up to which all lanes of every block know each other."""
-        self._place = geometry.place_of(np.arange(geometry.lanes))
+        """Time up to which all lanes of every cluster know each other."""
+        lanes = np.arange(geometry.lanes)
+        self._place = geometry.place_of(lanes)
         self._own = (np.arange(geometry.warps), self._place[::WARP] // WARP)
-        self._warps = np.zeros((geometry.warps, geometry.warps_per_cluster), np.int64)
-        self._lanes: np.ndarray | None = None
+        self._n_columns = geometry.warps_per_cluster
+        self._table = np.zeros((1, geometry.warps, self._n_columns), np.int64)
+        self._row_of = lanes // WARP
+        self._rows_used: np.ndarray | None = self._own[0]
+        # A place's own column, or that of its warp.
+        self._column_of = np.arange(geometry.lanes_per_cluster) // WARP
+        self._agents: dict[tuple[int, str], int] = {}
+        self._has_lane_rows = self._has_lane_columns = False
+        # What every lane knows of the lanes of its warp beyond that, by barriers of some of them.
+        self._mates: np.ndarray | None = None
         # What every lane knew when it last executed a fence, and has observed by strong reads.
         self._fenced: np.ndarray | None = None
         self._observed: np.ndarray | None = None
@@ -83,22 +112,19 @@ class Order:
     # -- questions ---------------------------------------------------------------------------------
 
     def known(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Up to which time lanes (n,) of the batch know other lanes (n, k) of their block."""
-        known = self._warps[(lanes // WARP)[:, None], others // WARP]
-        if self._lanes is not None:
-            known = np.maximum(known, self._known_to(lanes[:, None], others))
+        """Up to which time lanes (n,) of the batch know others (n, k), places of their cluster."""
+        known = self._known(lanes[:, None], others)
         known[others == self._place[lanes][:, None]] = _OWN
         return known
 
     def known_to_all(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
         """As `known`, to all lanes of the warps of lanes, the others themselves left out."""
-        known = self._warps[(lanes // WARP)[:, None], others // WARP]
-        if self._lanes is None:
-            return known
-        warp = (lanes // WARP * WARP)[:, None] + np.arange(WARP)
-        each = self._known_to(warp[:, None, :], others[:, :, None])
-        each[self._place[warp][:, None, :] == others[:, :, None]] = _OWN
-        return np.maximum(known, each.min(axis=2))
+        if not self._has_lane_rows and self._mates is None:
+            return self._known(lanes[:, None], others)
+        warp = _lanes_of_warps(lanes // WARP)[:, None, :]
+        each = self._known(warp, others[:, :, None])
+        each[self._place[warp] == others[:, :, None]] = _OWN
+        return each.min(axis=2)
 
     def unknown(
         self, lanes: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
@@ -106,54 +132,104 @@ class Order:
         """Whether accesses by lanes of one warp are unknown to lanes (n,) of the batch, other than
         those that made them.
 
-        warp: of the block. times, masks: (n, k), when, and the lanes that made the access; None if
-        all lanes of the warp did.
+        warp: of the cluster. times, masks: (n, k), when, and the lanes that made the access; None
+        if all lanes of the warp did.
         """
-        unknown = times > self._warps[lanes // WARP, warp][:, None]
+        unknown = times > self._table[0, self._row_of[lanes], warp][:, None]
         if not unknown.any():
             return unknown
         if masks is None:
             masks = np.full(times.shape, _FULL, np.uint32)
-        own = self._own[1][lanes // WARP] == warp
+        own = self._place[lanes] // WARP == warp
         itself = np.where(own, np.uint32(1) << (lanes % WARP).astype(np.uint32), np.uint32(0))
         masks = masks & ~itself[:, None]
         unknown &= masks != 0
-        if self._lanes is not None and unknown.any():
+        if (self._has_lane_columns or self._mates is not None) and unknown.any():
             i, j = np.nonzero(unknown)
-            known = self._known_to(lanes[i][:, None], warp * WARP + np.arange(WARP))
-            made = masks[i, j][:, None] >> np.arange(WARP, dtype=np.uint32) & 1
-            unknown[i, j] = ((known < times[i, j][:, None]) & (made != 0)).any(axis=1)
+            known = self._known(lanes[i][:, None], warp * WARP + np.arange(WARP))
+            unknown[i, j] = _is_missed(known, times[i, j], masks[i, j])
         return unknown
 
-    # -- barriers ----------------------------------------------------------------------------------
+    def known_of_agents(
+        self, lanes: np.ndarray, agents: np.ndarray, *, is_of_warp: bool = False
+    ) -> np.ndarray:
+        """Up to which time lanes (n,) of the batch know agents (n, k); is_of_warp: all lanes of
+        their warps."""
+        if is_of_warp and self._has_lane_rows:
+            warp = _lanes_of_warps(lanes // WARP)[:, None, :]
+            return self._table[0, self._row_of[warp], agents[:, :, None]].min(axis=2)
+        return self._table[0, self._row_of[lanes][:, None], agents]
 
-    def barrier_all(self) -> None:
-        """All warps of all blocks pass a barrier."""
-        self._warps[:] = self.floor = self.now
+    def _known(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        rows = self._row_of[lanes]
+        known = self._table[0, rows, others // WARP]
+        if self._has_lane_columns:
+            known = np.maximum(known, self._table[0, rows, self._column_of[others]])
+        if self._mates is not None:
+            own = self._place[lanes] // WARP == others // WARP
+            known = np.maximum(known, np.where(own, self._mates[lanes, others % WARP], 0))
+        return known
+
+    # -- what is taken along -----------------------------------------------------------------------
+
+    def knowledge(self, lanes: np.ndarray) -> Knowledge:
+        """What any of lanes of the batch, all of one cluster, knows now, and what they did: what a
+        release by them tells."""
+        warps, alone = _whole_warps(lanes)
+        if alone.size:
+            self._give_columns(self._place[alone])
+            self._tell_of_mates(alone)
+        columns = np.concatenate([self._own[1][warps], self._column_of[self._place[alone]]])
+        return self._taken(lanes, columns)
+
+    def common_knowledge(self, lanes: np.ndarray) -> Knowledge:
+        """What all lanes of whole warps, of one cluster, know now, and what their warps did: what
+        an instruction may rely on that they execute together."""
+        warps, _ = _whole_warps(lanes)
+        lanes = _lanes_of_warps(warps)
+        rows, first = np.unique(self._row_of[lanes], return_index=True)
+        known = self._table[:, rows]
+        known[0, np.arange(rows.size), self._place[lanes.reshape(-1)[first]] // WARP] = self.now
+        if self._has_lane_columns:
+            # Who knows a warp knows its lanes, so that the least of each column says what all know.
+            places = np.flatnonzero(self._column_of >= self.geometry.warps_per_cluster)
+            columns = self._column_of[places]
+            known[..., columns] = np.maximum(known[..., columns], known[..., places // WARP])
         self.now += 1
+        return Knowledge(known.min(axis=1))
+
+    def acquire(self, lanes: np.ndarray, several: Sequence[Knowledge]) -> None:
+        """Lanes of one cluster learn what is known."""
+        _, alone = _whole_warps(lanes)
+        self._give_rows(alone)
+        self._learn(lanes, join(several))
 
     def arrive(self, lanes: np.ndarray) -> Knowledge:
-        """What lanes of the batch know, all of one block, when they arrive at a barrier."""
+        """What warps of one block know, of which lanes arrive at a barrier, and what they did."""
         warps = np.unique(lanes // WARP)
-        known = self._warps[warps].copy()
-        known[np.arange(warps.size), self._own[1][warps]] = self.now
-        of_lanes = self._lanes[lanes].max(axis=0) if self._is_block_wide else None
-        fenced = None if self._fenced is None else self._fenced[lanes].max(axis=0)
-        # What a lane does after it arrived without waiting is not part of what it knows.
-        self.now += 1
-        return Knowledge(known.max(axis=0), of_lanes, fenced)
+        return self._taken(lanes, self._own[1][warps])
 
     def release(self, arrived: Sequence[Knowledge], lanes: np.ndarray) -> None:
         """Lanes of a block leave a barrier, knowing what all that arrived there knew."""
-        warps = np.unique(lanes // WARP)
-        of_warps = np.max([knowledge.of_warps for knowledge in arrived], axis=0)
-        self._warps[warps] = np.maximum(self._warps[warps], of_warps)
-        for knowledge in arrived:
-            if knowledge.of_lanes is not None:
-                self._lanes[lanes] = np.maximum(self._lanes[lanes], knowledge.of_lanes)
-            if knowledge.fenced is not None:
-                self._fenced[lanes] = np.maximum(self._fenced[lanes], knowledge.fenced)
-        self.floor = int(self._warps.min())
+        if self._has_lane_rows:
+            warps, _ = _whole_warps(lanes)
+            self._share(warps)
+        self._learn(lanes, join(arrived))
+
+    def barrier_all(self) -> None:
+        """All warps of every block pass a barrier of the block."""
+        geometry = self.geometry
+        if self._has_lane_rows or len(self._table) * self._n_columns > geometry.warps_per_block:
+            self._share(self._own[0])
+            shape = (len(self._table), -1, len(geometry.blocks), self._table.shape[2])
+            of_warps = self._table[:, : geometry.warps].reshape(shape)
+            of_warps[:] = of_warps.max(axis=1, keepdims=True)
+            rank = np.arange(len(geometry.blocks)) % geometry.cluster
+            columns = rank[:, None] * geometry.warps_per_block + np.arange(geometry.warps_per_block)
+            of_warps[0, :, np.arange(len(rank))[:, None], columns] = self.now
+            self._raise_floor()
+        else:
+            self._table[0] = self.floor = self.now
         self.now += 1
 
     def sync_warps(self, lanes: np.ndarray, masks: np.ndarray) -> None:
@@ -161,29 +237,114 @@ class Order:
         element a lane, or one for all. Those of them that have ended count as arrived."""
         if int(masks.min()) == _FULL:
             warps = self._own[0] if lanes.size == self.geometry.lanes else np.unique(lanes // WARP)
-            self._warps[warps, self._own[1][warps]] = self.now
-            if self._own[1][-1] == 0:  # blocks of one warp
-                self.floor = int(self._warps.min())
-            if self._is_block_wide or self._fenced is not None:
-                self._share(warps[:, None] * WARP + np.arange(WARP))
+            if self._has_lane_rows:
+                self._share(warps)
+            self._table[0, warps, self._own[1][warps]] = self.now
+            if self.geometry.warps_per_cluster == 1:
+                self._raise_floor()
+            if self._fenced is not None:
+                together = _lanes_of_warps(warps)
+                self._fenced[:, together] = self._fenced[:, together].max(axis=2, keepdims=True)
         else:
             all_masks = np.broadcast_to(masks, lanes.shape)
             for mask in np.unique(all_masks):
                 warps = np.unique(lanes[all_masks == mask] // WARP)
-                members = np.flatnonzero(int(mask) >> np.arange(WARP) & 1)
-                together = warps[:, None] * WARP + members
-                known = self._share(together)
-                columns = self._place[together] % known.shape[1]
-                known[together[:, :, None], columns[:, None, :]] = self.now
+                self._sync_some(_lanes_of_warps(warps), np.flatnonzero(int(mask) >> _BITS & 1))
         self.now += 1
 
-    def _share(self, together: np.ndarray) -> np.ndarray:
-        """Lets the lanes of each row know what any of them knows, and has fenced."""
-        known = self._lane_table()
-        known[together] = known[together].max(axis=1, keepdims=True)
+    def _sync_some(self, warps: np.ndarray, members: np.ndarray) -> None:
+        """warps: the lanes of each, (n, 32). members: which of them pass the barrier."""
+        together = warps[:, members]
+        if self._has_lane_rows:
+            apart = (self._row_of[together] != self._row_of[together[:, :1]]).any(axis=1)
+            self._give_rows(together[apart].reshape(-1))
+            rows = self._row_of[together[apart]]
+            self._table[:, rows] = self._table[:, rows].max(axis=2, keepdims=True)
+        if self._mates is None:
+            self._mates = np.zeros((self.geometry.lanes, WARP), np.int64)
+        self._mates[together] = self._mates[together].max(axis=1, keepdims=True)
+        self._mates[together[:, :, None], members] = self.now
         if self._fenced is not None:
-            self._fenced[together] = self._fenced[together].max(axis=1, keepdims=True)
-        return known
+            self._fenced[:, together] = self._fenced[:, together].max(axis=2, keepdims=True)
+
+    def _taken(self, lanes: np.ndarray, columns: np.ndarray) -> Knowledge:
+        """columns: of what lanes did."""
+        known = self._table[:, np.unique(self._row_of[lanes])].max(axis=1)
+        known[0, columns] = self.now
+        fenced = None if self._fenced is None else self._fenced[:, lanes].max(axis=1)
+        # What a lane does after it arrived without waiting is not part of what it knows.
+        self.now += 1
+        return Knowledge(known, fenced)
+
+    def _learn(self, lanes: np.ndarray, knowledge: Knowledge) -> None:
+        self._table = _fit(self._table, (len(knowledge.known), 0, 0))
+        rows = np.unique(self._row_of[lanes])
+        _raise_to(self._table, rows, knowledge.known)
+        if knowledge.fenced is not None:
+            self._fenced = self._of_lanes(self._fenced)
+            _raise_to(self._fenced, lanes, knowledge.fenced)
+        self._raise_floor()
+        self.now += 1
+
+    # -- agents ------------------------------------------------------------------------------------
+
+    def agent(self, block: int, name: str) -> int:
+        """The column of an agent of a block of the batch, for whose errors it has a name: the same
+        for its namesakes in all clusters."""
+        key = (block % self.geometry.cluster, name)
+        if key not in self._agents:
+            self._agents[key] = int(self._new_columns(1)[0])
+        return self._agents[key]
+
+    def agent_name(self, agent: int) -> str:
+        """Its name, with the rank of its block where there are several in a cluster."""
+        rank, name = next(key for key, column in self._agents.items() if column == agent)
+        return name if self.geometry.cluster == 1 else f"{name} of the block of rank {rank}"
+
+    def agent_knowledge(self, agent: int, issued: Knowledge) -> Knowledge:
+        """What somebody knows who has waited for all that an agent did until now. issued: what it
+        was issued with."""
+        known = _fit(issued.known, (1, self._n_columns)).copy()
+        known[0, agent] = max(known[0, agent], self.now)
+        self.now += 1
+        return Knowledge(known)
+
+    def proxy_fence(self, lanes: np.ndarray) -> None:
+        """Lanes of the batch execute `fence.proxy.async`: all that they know and did is visible to
+        agents for whoever knows of the fence."""
+        self._table = _fit(self._table, (2, 0, 0))
+        warps, alone = _whole_warps(lanes)
+        if alone.size:
+            self._give_columns(self._place[alone])
+            self._give_rows(alone)
+            self._tell_of_mates(alone)
+        rows = np.unique(self._row_of[lanes])
+        self._table[1, rows] = np.maximum(self._table[1, rows], self._table[0, rows])
+        whole = _lanes_of_warps(warps)
+        self._table[1, self._row_of[whole], self._place[whole] // WARP] = self.now
+        self._table[1, self._row_of[alone], self._column_of[self._place[alone]]] = self.now
+        self.now += 1
+
+    def stacked(self, several: Sequence[Knowledge]) -> np.ndarray:
+        """Knowledge of several moments as one array, (2, n, columns)."""
+        shape = (2, self._n_columns)
+        return np.stack([_fit(knowledge.known, shape) for knowledge in several], axis=1)
+
+    def lanes_in(self, known: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Times of places (n, k) in one plane (n, columns) of `stacked`."""
+        rows = np.arange(len(known))[:, None]
+        return np.maximum(known[rows, places // WARP], known[rows, self._column_of[places]])
+
+    def unknown_in(
+        self, known: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
+    ) -> np.ndarray:
+        """As `unknown`, in one plane (n, columns) of `stacked`."""
+        unknown = times > known[:, warp][:, None]
+        if masks is not None and self._has_lane_columns and unknown.any():
+            i, j = np.nonzero(unknown)
+            columns = self._column_of[warp * WARP + np.arange(WARP)]
+            unknown[i, j] = _is_missed(known[i[:, None], columns], times[i, j], masks[i, j])
+        return unknown
 
     # -- flags -------------------------------------------------------------------------------------
 
@@ -191,12 +352,11 @@ class Order:
         """Lanes of the batch execute a fence: what they observed by strong reads before it is known
         to them after it, and what they know is released by a strong write after it."""
         if acquires and self._observed is not None:
-            known = self._block_table()
-            known[lanes] = np.maximum(known[lanes], self._observed[lanes])
+            self._learn_alone(lanes, self._observed[:, lanes])
         if releases:
-            if self._fenced is None:
-                self._fenced = self._table(self.geometry.lanes_per_cluster)
-            self._fenced[lanes] = self._all_known(lanes)
+            known = self._all_known(lanes)
+            self._fenced = self._of_lanes(self._fenced)
+            self._fenced[:, lanes] = known
             self.now += 1
 
     def strong_read(self, lanes: np.ndarray, words: np.ndarray, *, acquires: bool) -> None:
@@ -222,11 +382,11 @@ class Order:
                 self._observe(np.array([lane]), before, strength.acquires)
             known = None
             if strength.releases:
-                known = self._all_known(np.array([lane]))[0]
+                known = self._all_known(np.array([lane]))[:, 0]
             elif self._fenced is not None:
-                known = self._fenced[lane].copy()
+                known = self._fenced[:, lane].copy()
             if before is not None and (strength.updates or writer == lane):
-                known = before if known is None else np.maximum(known, before)
+                known = before if known is None else _latest([known, before])
             if known is not None:
                 self._released[word] = lane, known
         self.now += 1
@@ -239,48 +399,137 @@ class Order:
                 del self._released[word]
 
     def _observe(self, lanes: np.ndarray, released: np.ndarray, acquires: bool) -> None:
-        if self._observed is None:
-            self._observed = self._table(self.geometry.lanes_per_cluster)
-        self._observed[lanes] = np.maximum(self._observed[lanes], released)
+        self._observed = self._of_lanes(self._observed)
+        _raise_to(self._observed, lanes, released)
         if acquires:
-            known = self._block_table()
-            known[lanes] = np.maximum(known[lanes], released)
+            self._learn_alone(lanes, released[:, None])
+
+    def _learn_alone(self, lanes: np.ndarray, known: np.ndarray) -> None:
+        """Lanes learn what is known, (planes, n or 1, columns), each for itself."""
+        self._table = _fit(self._table, (len(known), 0, 0))
+        self._give_rows(lanes)
+        part = (slice(len(known)), self._row_of[lanes], slice(known.shape[2]))
+        self._table[part] = np.maximum(self._table[part], known)
 
     def _all_known(self, lanes: np.ndarray) -> np.ndarray:
-        """What lanes of the batch know of every lane of their block: (n, lanes of a block)."""
-        known = self._warps[lanes // WARP].repeat(WARP, axis=1)
-        if self._lanes is not None:
-            known = np.maximum(known, self._block_table()[lanes])
-        known[np.arange(lanes.size), self._place[lanes]] = self.now
+        """What lanes of the batch know and did, (planes, n, columns)."""
+        self._give_columns(self._place[lanes])
+        self._tell_of_mates(lanes)
+        known = self._table[:, self._row_of[lanes]]
+        known[0, np.arange(lanes.size), self._column_of[self._place[lanes]]] = self.now
         return known
 
-    # -- what single lanes know --------------------------------------------------------------------
+    # -- the table ---------------------------------------------------------------------------------
 
-    def _table(self, columns: int) -> np.ndarray:
-        return np.zeros((self.geometry.lanes, columns), np.int64)
+    def _of_lanes(self, array: np.ndarray | None) -> np.ndarray:
+        """An array as large as the table, with a row for every lane."""
+        shape = (len(self._table), self.geometry.lanes, self._table.shape[2])
+        return np.zeros(shape, np.int64) if array is None else _fit(array, shape)
 
-    @property
-    def _is_block_wide(self) -> bool:
-        return self._lanes is not None and self._lanes.shape[1] == self.geometry.lanes_per_cluster
+    def _new_columns(self, count: int) -> np.ndarray:
+        first, self._n_columns = self._n_columns, self._n_columns + count
+        if self._n_columns > self._table.shape[2]:
+            self._table = _fit(self._table, (0, 0, self._n_columns + _MORE))
+            if self._fenced is not None:
+                self._fenced = self._of_lanes(self._fenced)
+            if self._observed is not None:
+                self._observed = self._of_lanes(self._observed)
+        return np.arange(first, self._n_columns)
 
-    def _lane_table(self) -> np.ndarray:
-        if self._lanes is None:
-            self._lanes = self._table(WARP)
-        return self._lanes
+    def _give_columns(self, places: np.ndarray) -> None:
+        """Gives places columns of their own."""
+        new = np.unique(places[self._column_of[places] < self.geometry.warps_per_cluster])
+        if new.size:
+            self._column_of[new] = self._new_columns(new.size)
+            self._has_lane_columns = True
 
-    def _block_table(self) -> np.ndarray:
-        """`_lanes` with columns for all lanes of the block."""
-        known = self._lane_table()
-        if not self._is_block_wide:
-            lanes = np.arange(self.geometry.lanes)[:, None]
-            first = self._place[lanes] // WARP * WARP
-            self._lanes = self._table(self.geometry.lanes_per_cluster)
-            self._lanes[lanes, first + np.arange(WARP)] = known
-        return self._lanes
+    def _give_rows(self, lanes: np.ndarray) -> None:
+        """Gives lanes rows of their own."""
+        warps = self.geometry.warps
+        new = lanes[self._row_of[lanes] < warps]
+        if new.size:
+            self._table = _fit(self._table, (0, warps + self.geometry.lanes, 0))
+            self._table[:, warps + new] = self._table[:, self._row_of[new]]
+            self._row_of[new] = warps + new
+            self._rows_used = None
+            self._has_lane_rows = True
 
-    def _known_to(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Up to which time lanes of the batch know other lanes of their block, by `_lanes`."""
-        if self._is_block_wide:
-            return self._lanes[lanes, others]
-        own = self._place[lanes] // WARP == others // WARP
-        return np.where(own, self._lanes[lanes, others % WARP], 0)
+    def _share(self, warps: np.ndarray) -> None:
+        """Lets the lanes of each warp know what any of them knows."""
+        lanes = _lanes_of_warps(warps)
+        rows = self._row_of[lanes]
+        apart = (rows != warps[:, None]).any(axis=1)
+        if apart.any():
+            self._table[:, warps[apart]] = self._table[:, rows[apart]].max(axis=2)
+            self._row_of[lanes] = warps[:, None]
+            self._rows_used = None
+            self._has_lane_rows = bool((self._row_of >= self.geometry.warps).any())
+
+    def _tell_of_mates(self, lanes: np.ndarray) -> None:
+        """Moves what lanes know of single lanes of their warp to the table."""
+        if self._mates is None:
+            return
+        own = self._place[lanes] // WARP
+        known = self._table[0, self._row_of[lanes], own]
+        i, j = np.nonzero(self._mates[lanes] > known[:, None])
+        if i.size:
+            places = own[i] * WARP + j
+            self._give_columns(places)
+            self._give_rows(lanes[i])
+            part = (0, self._row_of[lanes[i]], self._column_of[places])
+            self._table[part] = np.maximum(self._table[part], self._mates[lanes[i], j])
+
+    def _raise_floor(self) -> None:
+        if self._rows_used is None:
+            self._rows_used = np.unique(self._row_of)
+        self.floor = int(self._table[0, self._rows_used, : self.geometry.warps_per_cluster].min())
+
+
+_BITS = np.arange(WARP)
+
+
+def _lanes_of_warps(warps: np.ndarray) -> np.ndarray:
+    """(warps, 32)."""
+    return warps[:, None] * WARP + _BITS
+
+
+def _whole_warps(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The warps all of whose lanes are among these, and the lanes of the others."""
+    if lanes.size % WARP == 0:
+        warps = lanes[::WARP] // WARP
+        if (lanes.reshape(-1, WARP) == _lanes_of_warps(warps)).all():
+            return warps, lanes[:0]
+    if lanes.size == 1:
+        return lanes[:0], lanes
+    warps, index, counts = np.unique(lanes // WARP, return_inverse=True, return_counts=True)
+    whole = counts == WARP
+    return warps[whole], lanes[~whole[index]]
+
+
+def _is_missed(known: np.ndarray, times: np.ndarray, masks: np.ndarray) -> np.ndarray:
+    """Whether lanes of masks (n,) acted at times (n,) that are not known, (n, 32)."""
+    made = masks[:, None] >> _BITS.astype(np.uint32) & 1
+    return ((known < times[:, None]) & (made != 0)).any(axis=1)
+
+
+def _fit(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The array with zeros behind it so that it has at least this shape."""
+    larger = tuple(map(max, array.shape, shape))
+    if larger == array.shape:
+        return array
+    result = np.zeros(larger, array.dtype)
+    result[tuple(map(slice, array.shape))] = array
+    return result
+
+
+def _latest(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The latest of times (planes, columns); what is not there is 0."""
+    shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    return np.max([_fit(array, shape) for array in arrays], axis=0)
+
+
+def _raise_to(table: np.ndarray, rows: np.ndarray, known: np.ndarray) -> None:
+    """Raises rows of a table to what is known, (planes, columns), at least."""
+    planes, columns = known.shape
+    part = (slice(planes), rows, slice(columns))
+    table[part] = np.maximum(table[part], known[:, None])
