@@ -138,6 +138,15 @@ class RaceError(SimulatorError):
     title = "shared-memory race"
 
 
+class ProxyError(SimulatorError):
+    """An agent touches shared memory that a thread has written, and no `fence.proxy.async` stands
+    between the two: the write is in order, but may not be visible to the agent (PTX ISA 9.0, "Async
+    Proxy": accessing the same memory location across multiple proxies needs a cross-proxy fence).
+    """
+
+    title = "missing proxy fence"
+
+
 class BarrierError(SimulatorError):
     """A barrier that not all of its threads reach."""
 

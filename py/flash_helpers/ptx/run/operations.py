@@ -34,17 +34,28 @@ def _no_effect(machine: Machine, instruction: Instruction) -> Action:
 
 def _fence(machine: Machine, instruction: Instruction) -> Action:
     """membar and fence. Memory is in order here: only what the watcher knows changes. Fences
-    between proxies, and for what clusters and barriers need, order nothing of that."""
+    between other proxies than generic and async, and for what clusters and barriers need, order
+    nothing of that."""
+    order = machine.shared.order
+    if _makes_visible(instruction):
+        return machine.from_some(lambda selection: order.proxy_fence(machine.lanes_of(selection)))
     others = ("proxy", "mbarrier_init", "op_restrict")
     if not machine.launch.has_flags or any(m.startswith(others) for m in instruction.modifiers):
         return _no_effect(machine, instruction)
     acquires, releases = not instruction.has("release"), not instruction.has("acquire")
-    order = machine.shared.order
 
     def run_some(selection: Selection) -> None:
         order.fence(machine.lanes_of(selection), acquires=acquires, releases=releases)
 
     return machine.from_some(run_some)
+
+
+def _makes_visible(instruction: Instruction) -> bool:
+    """Whether a fence lets the async proxy see what the generic one wrote to shared memory: not if
+    it names global memory, or only acquires (PTX ISA 9.0, "membar/fence")."""
+    if instruction.has("async::generic"):
+        return instruction.has("release")
+    return instruction.has("proxy") and instruction.has("async") and not instruction.has("global")
 
 
 def _warp_barrier(machine: Machine, instruction: Instruction) -> Action:

@@ -8,10 +8,16 @@ one that the simulator happened to choose.
 
 A granule is as wide as the narrowest shared access of the kernel, so no two accesses that touch
 different bytes can be taken for a conflict.
+
+What agents do (`order`) takes time: it begins, and touches the same granules until it ends. Bytes
+that an agent is writing are nobody's to touch, and those that it is reading nobody's to write; then
+it depends on who knows the agent. For reads by an agent there is one more row of granules, made
+when it first reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +25,19 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
     PendingCopyError,
+    ProxyError,
     RaceError,
     SimulatorError,
+    Site,
 )
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import Region, Selection
-from flash_helpers.ptx.run.order import WEAK, Order, Strength
+from flash_helpers.ptx.run.order import WEAK, Knowledge, Order, Strength
 
 # A code says when and where: time above, the instruction's position below.
 _SITE_BITS = 20
 _SITE_MASK = (1 << _SITE_BITS) - 1
+_BY_AGENT = 1 << 60
 _PENDING = 1 << 61
 _UNWRITTEN = 1 << 62
 
@@ -66,6 +75,7 @@ class SharedMemory(Region):
             name: _History(warps * granules, name)
             for name in ("read", "matrix read", "strong read", "strong write")
         }
+        self._agent_reads: dict[int, np.ndarray] = {}
         self._views: dict[int, _Views] = {}
 
     def outside(self, address: int, size: int) -> str:
@@ -113,6 +123,8 @@ class SharedMemory(Region):
         kind = "read" if action in ("read", "matrix read") else "write"
         for name in _CONFLICTS[kind, strength.is_strong]:
             self._check_history(access, self._histories[name])
+        if kind == "write":
+            self._check_reads_by_agents(access)
         if strength.is_strong:
             self._order_flags(access, strength, kind)
             if is_first is not None and is_first.any():
@@ -141,6 +153,218 @@ class SharedMemory(Region):
     def end_copy(self, position: int, rows: np.ndarray, size: int) -> None:
         """Marks words as written now by the copy that was issued at a position."""
         self._view(size).written[rows] = self._code(position)
+
+    # -- agents ------------------------------------------------------------------------------------
+
+    def granules_at(self, blocks: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Granules of `size` bytes at each of several addresses: (n, all of a row), of addresses
+        (n, k) in blocks (n,) of the batch."""
+        first = (blocks[:, None] * self.stride + addresses) // self.granule
+        count = -(-size // self.granule)
+        return (first[:, :, None] + np.arange(count)).reshape(len(first), -1)
+
+    def begin_write(
+        self,
+        position: int,
+        agents: np.ndarray,
+        lanes: np.ndarray,
+        issued: Sequence[Knowledge],
+        granules: np.ndarray,
+    ) -> list[AgentAccess]:
+        """Checks and records n writes that agents begin; until they `end` their bytes are pending.
+
+        agents: (n,), columns of `order`. lanes: (n,), for whom they work. issued: what each knows
+        of what was before: what those know who issue it. granules: (n, m), from `granules_at`.
+        """
+        access = self._agent_access("write", position, agents, lanes, issued, granules)
+        self._check_agent_writes(access)
+        for name in _CONFLICTS["write", False]:
+            self._check_agent_history(access, self._histories[name])
+        self._check_agent_reads(access)
+        codes = self._pending_codes(access)
+        self.order.weak_write(granules.reshape(-1), 1)
+        self._written[granules] = codes[:, None]
+        self._writer[granules] = agents[:, None]
+        twice = self._written[granules] != codes[:, None]
+        if twice.any():
+            first, column = np.argwhere(twice)[0]
+            text = " twice\n    in the same instruction: which of the two stays is undefined"
+            self._report_agent(RaceError, access, first, column, int(twice.any(1).sum()), text)
+        return self._begun(access, codes)
+
+    def begin_read(
+        self,
+        position: int,
+        agents: np.ndarray,
+        lanes: np.ndarray,
+        issued: Sequence[Knowledge],
+        granules: np.ndarray,
+    ) -> tuple[list[AgentAccess], np.ndarray | None]:
+        """As `begin_write`, of reads: until they `end`, nobody may write the bytes. Also returns
+        which granules nothing has written, (n, m), or None."""
+        access = self._agent_access("read", position, agents, lanes, issued, granules)
+        self._check_agent_writes(access)
+        for name in _CONFLICTS["read", False]:
+            self._check_agent_history(access, self._histories[name])
+        codes = self._pending_codes(access)
+        for agent, mine, code in zip(agents.tolist(), granules, codes.tolist(), strict=True):
+            if agent not in self._agent_reads:
+                self._agent_reads[agent] = np.zeros_like(self._written)
+            self._agent_reads[agent][mine] = code
+        unwritten = self._written[granules] == _UNWRITTEN
+        return self._begun(access, codes), unwritten if unwritten.any() else None
+
+    def end(self, access: AgentAccess) -> Knowledge:
+        """An agent has done what it began; what those know who have waited for it."""
+        code, flag = self._code(access.position), 0
+        codes = self._written
+        if access.action == "read":
+            codes = self._agent_reads[access.agent]
+        else:
+            flag = _BY_AGENT
+        # A later access may have taken some of them.
+        codes[access.granules[codes[access.granules] == access.code]] = code | flag
+        return self.order.agent_knowledge(access.agent, access.issued)
+
+    def _agent_access(
+        self,
+        action: str,
+        position: int,
+        agents: np.ndarray,
+        lanes: np.ndarray,
+        issued: Sequence[Knowledge],
+        granules: np.ndarray,
+    ) -> _AgentAccesses:
+        known, visible = self.order.stacked(issued)
+        return _AgentAccesses(action, position, agents, lanes, issued, granules, known, visible)
+
+    def _pending_codes(self, access: _AgentAccesses) -> np.ndarray:
+        """One for each access, unlike all others."""
+        times = self.order.now + np.arange(len(access.agents))
+        self.order.now += len(times)
+        flags = _PENDING | (_BY_AGENT if access.action == "write" else 0)
+        return times << _SITE_BITS | access.position | flags
+
+    def _begun(self, accesses: _AgentAccesses, codes: np.ndarray) -> list[AgentAccess]:
+        a = accesses
+        columns = zip(a.agents.tolist(), a.issued, a.granules, codes.tolist(), strict=True)
+        return [AgentAccess(a.action, a.position, *column) for column in columns]
+
+    def _check_agent_writes(self, access: _AgentAccesses) -> None:
+        """Checks accesses by agents against the last weak writes."""
+        codes = self._written[access.granules]
+        codes[codes == _UNWRITTEN] = 0
+        if not codes.any():
+            return
+        by_agent = codes & _BY_AGENT != 0
+        codes &= ~_BY_AGENT
+        times = codes >> _SITE_BITS
+        writers = self._writer[access.granules]
+        places = np.where(by_agent, 0, writers)
+        known = self.order.lanes_in(access.known, places)
+        if by_agent.any():
+            agents = np.where(by_agent, writers, 0)
+            of_agents = np.take_along_axis(access.known, agents.astype(np.int64), axis=1)
+            known = np.where(by_agent, of_agents, known)
+        bad, pending = times > known, codes >= _PENDING
+        hidden = ~bad & ~by_agent & (times > self.order.lanes_in(access.visible, places))
+        for kind, chosen in (
+            (PendingCopyError, pending),
+            (RaceError, bad & ~pending),
+            (ProxyError, hidden),
+        ):
+            hit = chosen.any(axis=1)
+            if not hit.any():
+                continue
+            i = int(hit.argmax())
+            j = int(chosen[i].argmax())
+            site, writer = self.log.site(int(codes[i, j]) & _SITE_MASK), int(writers[i, j])
+            who = f"warp {writer // WARP}"
+            if by_agent[i, j]:
+                who = self.order.agent_name(writer)
+            if kind is PendingCopyError:
+                text = _will_write(who if by_agent[i, j] else None, site)
+            else:
+                text = f" and write by {who} at {site}\n    " + _between(kind, by_agent[i, j])
+            self._report_agent(kind, access, i, j, int(hit.sum()), text)
+
+    def _check_agent_history(self, access: _AgentAccesses, history: _History) -> None:
+        """Checks accesses by agents against those of one kind by lanes."""
+        if not history.newest:
+            return
+        for warp in range(self.geometry.warps_per_cluster):
+            index = warp * self._written.size + access.granules
+            codes = history.codes[index]
+            if not codes.any():
+                continue
+            masks = None if history.masks is None else history.masks[index]
+            times = codes >> _SITE_BITS
+            unknown = self.order.unknown_in
+            bad = unknown(access.known, warp, times, masks)
+            kind = RaceError
+            if not bad.any() and history.action == "write":
+                bad, kind = unknown(access.visible, warp, times, masks), ProxyError
+            hit = bad.any(axis=1)
+            if not hit.any():
+                continue
+            i = int(hit.argmax())
+            j = int(bad[i].argmax())
+            site = self.log.site(int(codes[i, j]) & _SITE_MASK)
+            text = f" and {history.action} by warp {warp} at {site}\n    {_between(kind, False)}"
+            self._report_agent(kind, access, i, j, int(hit.sum()), text)
+
+    def _check_agent_reads(self, access: _AgentAccesses) -> None:
+        """Checks writes by agents against reads by agents."""
+        for agent, reads in self._agent_reads.items():
+            codes = reads[access.granules]
+            bad = codes >> _SITE_BITS > access.known[:, agent][:, None]
+            if bad.any():
+                i, j, count, text = self._read_by_agent(agent, codes, bad)
+                self._report_agent(RaceError, access, i, j, count, text)
+
+    def _check_reads_by_agents(self, access: _Access) -> None:
+        """Checks writes by lanes against reads by agents."""
+        lanes = self.lane_ids[access.selection]
+        for agent, reads in self._agent_reads.items():
+            codes = reads.reshape(-1, access.view.width)[access.rows]
+            if not codes.any():
+                continue
+            known = self.order.known_of_agents(lanes, np.full((lanes.size, 1), agent))
+            bad = codes >> _SITE_BITS > known
+            if bad.any():
+                i, j, count, text = self._read_by_agent(agent, codes, bad)
+                self._report(RaceError, access, i, j, count, text)
+
+    def _read_by_agent(
+        self, agent: int, codes: np.ndarray, bad: np.ndarray
+    ) -> tuple[int, int, int, str]:
+        """The first of reads by an agent that nobody waited for: row and column, how many rows
+        there are, and what is said of it."""
+        hit = bad.any(axis=1)
+        i = int(hit.argmax())
+        j = int(bad[i].argmax())
+        code = int(codes[i, j])
+        how = "which may still be going on" if code >= _PENDING else _between(RaceError, True)
+        site, name = self.log.site(code & _SITE_MASK), self.order.agent_name(agent)
+        return i, j, int(hit.sum()), f" and read by {name} at {site}\n    {how}"
+
+    def _report_agent(
+        self,
+        kind: type[SimulatorError],
+        access: _AgentAccesses,
+        first: int,
+        column: int,
+        count: int,
+        text: str,
+    ) -> None:
+        """As `_report`."""
+        address = int(access.granules[first, column]) * self.granule % self.stride
+        name = self.order.agent_name(int(access.agents[first]))
+        detail = f"{access.action} by {name} of shared address {address}{text}"
+        thread = self.geometry.thread(access.lanes[first])
+        self.log.report(kind, detail, access.position, thread, address, count)
+
+    # -- lanes -------------------------------------------------------------------------------------
 
     def _order_flags(self, access: _Access, strength: Strength, kind: str) -> None:
         lanes, words = self.lane_ids[access.selection], access.rows * access.view.width
@@ -201,7 +425,14 @@ class SharedMemory(Region):
         codes = codes.reshape(n, -1)
         writer = access.view.writer[access.rows].reshape(n, -1)
         known_to = self.order.known_to_all if access.is_of_warp else self.order.known
-        known = known_to(self.lane_ids[access.selection], writer)
+        lanes = self.lane_ids[access.selection]
+        by_agent = codes & _BY_AGENT != 0
+        known = known_to(lanes, np.where(by_agent, 0, writer) if by_agent.any() else writer)
+        if by_agent.any():
+            agents = np.where(by_agent, writer, 0)
+            of_agents = self.order.known_of_agents(lanes, agents, is_of_warp=access.is_of_warp)
+            known = np.where(by_agent, of_agents, known)
+            codes = codes & ~_BY_AGENT
         bad = (codes >> _SITE_BITS) > known
         if value is not None and bad.any():
             # As in `_check_simultaneous`, where the lanes came at different times.
@@ -218,15 +449,13 @@ class SharedMemory(Region):
             first = int(np.flatnonzero(hit)[0])
             column = int(np.flatnonzero(chosen[first])[0])
             site = int(codes[first, column]) & _SITE_MASK
-            count = int(hit.sum())
+            count, who = int(hit.sum()), int(writer[first, column])
+            agent = self.order.agent_name(who) if by_agent[first, column] else None
             if kind is RaceError:
-                other = f"write by {self._name(access, first, int(writer[first, column]))}"
-                self._report_race(access, first, column, other, site, count)
+                other = f"write by {agent or self._name(access, first, who)}"
+                self._report_race(access, first, column, other, site, count, agent is not None)
                 continue
-            text = (
-                f", which the cp.async at {self.log.site(site)}\n    will write: its thread has "
-                "not waited for it"
-            )
+            text = _will_write(agent, self.log.site(site))
             self._report(kind, access, first, column, count, text)
         unwritten = codes >= _UNWRITTEN
         return unwritten if unwritten.any() else None
@@ -313,11 +542,20 @@ class SharedMemory(Region):
             masks.reshape(-1)[flat] |= old_masks.reshape(shape)[i, j]
 
     def _report_race(
-        self, access: _Access, first: int, column: int, other: str, site: int, count: int
+        self,
+        access: _Access,
+        first: int,
+        column: int,
+        other: str,
+        site: int,
+        count: int,
+        by_agent: bool = False,
     ) -> None:
-        """other: the earlier access, in words."""
-        barrier = "__syncwarp" if "same warp" in other else "barrier"
-        text = f" and {other} at {self.log.site(site)}\n    with no {barrier} between them"
+        """other: the earlier access, in words. by_agent: who made it."""
+        how = _between(RaceError, by_agent)
+        if "same warp" in other:
+            how = "with no __syncwarp between them"
+        text = f" and {other} at {self.log.site(site)}\n    {how}"
         self._report(RaceError, access, first, column, count, text)
 
     def _name(self, access: _Access, first: int, other: int) -> str:
@@ -389,3 +627,45 @@ class _Access:
     view: _Views
     selection: Selection
     is_of_warp: bool
+
+
+@dataclass(frozen=True)
+class AgentAccess:
+    """What an agent has begun to do to granules (m,) and not ended. action: "read" or "write".
+    issued: what was known to it. code: marks its granules until it ends."""
+
+    action: str
+    position: int
+    agent: int
+    issued: Knowledge
+    granules: np.ndarray
+    code: int
+
+
+@dataclass(frozen=True)
+class _AgentAccesses:
+    """n accesses that begin together, as `begin_write` has them. known, visible: what was issued
+    with them, (n, columns)."""
+
+    action: str
+    position: int
+    agents: np.ndarray
+    lanes: np.ndarray
+    issued: Sequence[Knowledge]
+    granules: np.ndarray
+    known: np.ndarray
+    visible: np.ndarray
+
+
+def _will_write(agent: str | None, site: Site) -> str:
+    """What is said of bytes that an agent, or a cp.async if none, has not written yet."""
+    if agent is None:
+        return f", which the cp.async at {site}\n    will write: its thread has not waited for it"
+    return f", which {agent} at {site}\n    will write: nobody has waited for it"
+
+
+def _between(kind: type[SimulatorError], by_agent: bool) -> str:
+    """What is missing after an access, by an agent or a lane."""
+    if kind is ProxyError:
+        return "with no fence.proxy.async between them"
+    return f"with no {'wait for it' if by_agent else 'barrier'} between them"
