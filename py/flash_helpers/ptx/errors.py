@@ -169,6 +169,12 @@ class MbarrierError(SimulatorError):
     title = "mbarrier misused"
 
 
+class DeadlockError(SimulatorError):
+    """Threads that sleep, and nobody who could wake them. The message tells who waits for what."""
+
+    title = "deadlock"
+
+
 class MissingLanesError(SimulatorError):
     """A warp-wide instruction executed without lanes that it needs."""
 

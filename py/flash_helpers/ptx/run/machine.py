@@ -51,6 +51,18 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """An instruction at which lanes sleep until something has happened.
+
+    is_ready: for each of some lanes, whether it may execute the instruction now. reason: of lanes
+    of one block that may not, whom or what they wait for, in words.
+    """
+
+    is_ready: Callable[[np.ndarray], np.ndarray]
+    reason: Callable[[np.ndarray], str]
+
+
+@dataclass(frozen=True)
 class Alu:
     """An instruction that computes registers from registers.
 
@@ -158,6 +170,8 @@ class Machine:
         """Index of the instruction that is being bound."""
         self.refused: set[int] = set()
         """Those of instructions that cannot be run."""
+        self.waits: dict[int, Wait] = {}
+        """By the index of the instruction, set while it is bound."""
         self._registers = self._allocate_registers()
         self._specials: dict[str, np.ndarray] = {}
         self.carry = np.zeros(self.lanes, np.uint32)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flash_helpers.ptx.errors import MissingLanesError, TrapError, UnsupportedInstruction
-from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.read.module import Instruction, Register
 from flash_helpers.ptx.run import (
     access,
     compare,
@@ -19,7 +21,7 @@ from flash_helpers.ptx.run import (
     wmma,
 )
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
-from flash_helpers.ptx.run.machine import Action, Alu, Machine, pick
+from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
 from flash_helpers.ptx.run.memory import Selection
 
 WITHOUT_EFFECT = (
@@ -117,7 +119,14 @@ def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray
         action, members = refusing(machine, refusal), None
     if instruction.guard is not None:
         action = machine.guarded(action, instruction.guard)
+        if wait := machine.waits.get(machine.position):
+            machine.waits[machine.position] = _guarded(machine, wait, instruction.guard)
     return action, members
+
+
+def _guarded(machine: Machine, wait: Wait, guard: Register) -> Wait:
+    holds = machine.predicate(guard)
+    return replace(wait, is_ready=lambda lanes: ~holds(lanes) | wait.is_ready(lanes))
 
 
 def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:

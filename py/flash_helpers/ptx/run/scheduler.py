@@ -3,7 +3,8 @@
 Every thread has its own program counter, as since compute capability 7.0. While all threads stand
 at the same block, whole arrays are run without any selection. Otherwise the threads whose block
 comes first in the program's order run, each warp on its own; instructions that need other lanes of
-the warp wait for them, and barriers wait for the threads of the block.
+the warp wait for them, and barriers wait for the threads of the block. Instructions that wait for
+something else (`machine.Wait`) put threads to sleep until it has happened.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
     BarrierError,
     BarrierOperandError,
+    DeadlockError,
     InstructionLimitError,
     MissingLanesError,
     OutOfBoundsError,
@@ -35,7 +37,7 @@ from flash_helpers.ptx.run.order import Knowledge
 from flash_helpers.ptx.run.spread import Spread
 from flash_helpers.ptx.run.warps import MATRIX
 
-_RUNNING, _AT_SYNC, _AT_BARRIER, _DONE = 0, 1, 2, 3
+_RUNNING, _AT_SYNC, _AT_BARRIER, _ASLEEP, _DONE = range(5)
 
 BARRIERS_OF_BLOCK = 16
 
@@ -44,7 +46,8 @@ NO_END = 1 << 62
 _WAITING_STEPS = 4 * 256
 
 _FAIRNESS = 256
-"""Every so many steps the threads that waited longest run, so that spinning on others ends."""
+"""Every so many steps the threads that waited longest run, so that spinning on others ends. Those
+that sleep are looked after then, too."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,9 @@ class Scheduler:
             for position in self.members
             if self.program.instructions[position].name in BARRIERS
         ]
+        self.sleeps = machine.waits
+        self.sleeping_blocks = {self.program.block_of[position] for position in self.sleeps}
+        """Of the program: where threads may fall asleep."""
         n = machine.lanes
         self.pc = np.zeros(n, np.int64)
         self.status = np.zeros(n, np.int8)
@@ -256,6 +262,10 @@ class Scheduler:
                 self._at = index
                 return
             block = blocks[index]
+            if index in self.sleeping_blocks:
+                self.pc[:] = block.start
+                self._run_group(block, block.start, machine.lane_ids)
+                return
             issued[block.start : block.end] += warps
             self._spend(block, block.end - block.start)
             for run in self.full[index]:
@@ -331,12 +341,14 @@ class Scheduler:
             if not running.any():
                 if (self.status == _DONE).all():
                     return
-                self._resolve_deadlock()
+                if not self._wake():
+                    self._resolve_deadlock()
                 continue
             self._steps += 1
             if self._steps % self.fairness:
                 position = int(self.pc[running].min())
             else:
+                self._wake()
                 oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
                 position = int(self.pc[oldest])
             here = self.pc == position
@@ -360,6 +372,12 @@ class Scheduler:
         for i in range(position, end):
             if not whole and i in self.members:
                 lanes = self._join(i, lanes)
+                if lanes.size == 0:
+                    return
+                selection, whole = _as_selection(lanes), _whole_warps(lanes)
+                warps = _warp_count(lanes)
+            if i in self.sleeps:
+                lanes = self._those_ready(i, lanes)
                 if lanes.size == 0:
                     return
                 selection, whole = _as_selection(lanes), _whole_warps(lanes)
@@ -404,6 +422,22 @@ class Scheduler:
                 for other in np.unique(self.pc[met]).tolist():
                     self._step_past(other, met[self.pc[met] == other])
         return lanes[ready]
+
+    def _those_ready(self, position: int, lanes: np.ndarray) -> np.ndarray:
+        """Lanes that may execute an instruction that waits; the others fall asleep."""
+        ready = self.sleeps[position].is_ready(lanes)
+        asleep = lanes[~ready]
+        self.pc[asleep] = position
+        self.status[asleep] = _ASLEEP
+        return lanes[ready]
+
+    def _wake(self) -> bool:
+        """Lets lanes go on that need not sleep any more; whether there are any."""
+        asleep = np.flatnonzero(self.status == _ASLEEP)
+        for position in np.unique(self.pc[asleep]).tolist():
+            lanes = asleep[self.pc[asleep] == position]
+            self.status[lanes[self.sleeps[position].is_ready(lanes)]] = _RUNNING
+        return bool((self.status[asleep] == _RUNNING).any())
 
     def _at_other_warp_barriers(self, position: int) -> np.ndarray:
         """Of each lane the mask of the bar.warp.sync at which it waits, unless it is the one at the
@@ -467,6 +501,8 @@ class Scheduler:
         """Runs a little; whether every thread that runs has come back to where it was, with the
         same registers, while shared memory stayed as it was and global memory was read: if that
         stays as it is too, this goes on for ever."""
+        if self._wake():
+            return False
         machine, lanes = self.machine, self.machine.lanes
         files = [file[:, :lanes] for file in machine.register_files]
         before = [file.copy() for file in files]
@@ -634,7 +670,12 @@ class Scheduler:
     # -- when nobody can run -----------------------------------------------------------------------
 
     def _resolve_deadlock(self) -> None:
-        """Reports why nobody can run; if faults are collected, lets the waiting go on."""
+        """Reports why nobody can run; if faults are collected, lets the waiting go on, or end where
+        some sleep."""
+        asleep = np.flatnonzero(self.status == _ASLEEP)
+        if asleep.size:
+            self._end_cluster(asleep)
+            return
         at_sync = np.flatnonzero(self.status == _AT_SYNC)
         if at_sync.size:
             position = int(self.pc[at_sync].min())
@@ -652,10 +693,8 @@ class Scheduler:
         mine = waiting[owners == owner]
         position = int(self.pc[mine].min())
         here = mine[self.pc[mine] == position]
-        ended = self._ended(owner).size
         elsewhere = mine[self.pc[mine] != position]
-        expected = self._expected(self.barriers[position], here)
-        detail = f"{here.size} of {expected} threads wait, {ended} have ended"
+        detail = self._missing_at_barrier(position, here)
         if elsewhere.size:
             detail += (
                 f", {elsewhere.size} wait at {self.machine.log.site(int(self.pc[elsewhere[0]]))}"
@@ -664,6 +703,44 @@ class Scheduler:
         for key in [k for k in self.arrivals if k[0] == owner]:
             del self.arrivals[key]
         self._release(mine)
+
+    def _missing_at_barrier(self, position: int, here: np.ndarray) -> str:
+        """here: lanes of one block that wait at the barrier."""
+        expected = self._expected(self.barriers[position], here)
+        ended = self._ended(int(self.machine.geometry.block_of(here[0]))).size
+        return f"{here.size} of {expected} threads wait, {ended} have ended"
+
+    def _end_cluster(self, asleep: np.ndarray) -> None:
+        """Reports who waits for what in the first cluster with lanes that sleep, and ends it."""
+        geometry, log = self.machine.geometry, self.machine.log
+        cluster = geometry.cluster_of(asleep[0])
+        stuck = np.flatnonzero(self.status != _DONE)
+        stuck = stuck[geometry.cluster_of(stuck) == cluster]
+        groups = np.stack([geometry.block_of(stuck), self.pc[stuck], self.status[stuck]])
+        told = []
+        for group in np.unique(groups, axis=1).T:
+            owner, position, status = group.tolist()
+            lanes = stuck[(groups == group[:, None]).all(axis=0)]
+            if status == _ASLEEP:
+                reason = self.sleeps[position].reason(lanes)
+            elif status == _AT_SYNC:
+                reason = "for the other lanes of the warp"
+            else:
+                reason = self._missing_at_barrier(position, lanes)
+            warps = np.unique(geometry.warp_of(lanes)).tolist()
+            named = f"warp {warps[0]}" if len(warps) == 1 else f"warps {', '.join(map(str, warps))}"
+            told.append(
+                f"{lanes.size} threads ({named} of block {geometry.blocks[owner]}) wait\n"
+                f"      {reason}\n      at {log.site(position)}"
+            )
+        owners = range(cluster * geometry.cluster, (cluster + 1) * geometry.cluster)
+        ended = sum(self._ended(owner).size for owner in owners)
+        detail = "\n    ".join(["nobody can go on", *told, f"{ended} threads have ended"])
+        first = int(asleep[0])
+        log.report(DeadlockError, detail, int(self.pc[first]), geometry.thread(first))
+        for key in [k for k in self.arrivals if k[0] in owners]:
+            del self.arrivals[key]
+        self._go(stuck, -1)
 
     def _report_missing(self, position: int, lanes: np.ndarray) -> None:
         needed = int(_for_each(self.members[position], lanes)[0])
