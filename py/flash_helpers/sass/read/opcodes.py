@@ -289,19 +289,24 @@ def cost(opcode: str, capability: int) -> float | None:
     return found.cycles if found else None
 
 
-def tensor_operations(opcode: str) -> int | None:
-    """Operations of a dense tensor instruction, multiplications and additions both counted, that
-    one warp issues: a quarter of those of a warp group. None where the opcode does not tell, as
-    for sparse ones, and those that read their shape from a descriptor."""
-    base, *modifiers = opcode.split(".")
+def tensor_shape(opcode: str) -> tuple[int, int, int] | None:
+    """Rows, columns and depth of what a dense tensor instruction multiplies. None where the opcode
+    does not tell, as for sparse ones, and those that read their shape from a descriptor."""
+    _, *modifiers = opcode.split(".")
     if not modifiers or classify(opcode) != TENSOR:
         return None
-    shape = None if opcode.startswith("HMMA.884") else _SHAPES.get(modifiers[0])  # of Volta
     if match := _LONG_SHAPE.fullmatch(modifiers[0]):
-        shape = (int(match[1]), int(match[2]), int(match[3]))
+        return int(match[1]), int(match[2]), int(match[3])
+    return None if opcode.startswith("HMMA.884") else _SHAPES.get(modifiers[0])  # of Volta
+
+
+def tensor_operations(opcode: str) -> int | None:
+    """Operations of a dense tensor instruction, multiplications and additions both counted, that
+    one warp issues: a quarter of those of a warp group. None as for `tensor_shape`."""
+    shape = tensor_shape(opcode)
     if shape is None:
         return None
-    return 2 * math.prod(shape) // (GROUP_WARPS if base in GROUP_TENSOR else 1)
+    return 2 * math.prod(shape) // (GROUP_WARPS if opcode[:5] in GROUP_TENSOR else 1)
 
 
 def _tensor_throughput(opcode: str, capability: int) -> Throughput | None:
