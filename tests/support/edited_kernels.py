@@ -87,10 +87,11 @@ def edit_all(kernel: Kernel, change: Callable[[Instruction], Instruction]) -> Ke
 
 
 def rename_registers(instruction: Instruction) -> Instruction:
-    """The instruction with other registers: numbers n become n ^ 1."""
+    """The instruction with other registers: numbers n become n ^ 4, so that the two or four of one
+    operand stay side by side."""
 
     def renamed(match: re.Match[str]) -> str:
-        return f"{match[1]}{int(match[2]) ^ 1}"
+        return f"{match[1]}{int(match[2]) ^ 4}"
 
     operands = re.sub(r"\b(UR|R)(\d+)\b", renamed, instruction.operands)
     if operands == instruction.operands:

@@ -95,6 +95,14 @@ class Matching:
             )
             self._take((a[i], b[j]) for i, j in found)
 
+    def release(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Part pairs again."""
+        for i, j in pairs:
+            del self.partner[j]
+            self.moved.discard(j)
+            self.free[0].add(i)
+            self.free[1].add(j)
+
     def relocate(self, keys: Keys) -> None:
         """Match what is free and has equal keys wherever it stands, those of one phase first."""
         before, after = self._phases

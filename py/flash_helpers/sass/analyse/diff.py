@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -16,8 +16,21 @@ from flash_helpers.sass.analyse.alignment import Keys, Matching, common_subseque
 from flash_helpers.sass.analyse.counts import Bucket, count_changes, with_buckets
 from flash_helpers.sass.analyse.phases import phases
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
+from flash_helpers.sass.analyse.values import (
+    Value,
+    agrees,
+    is_fixed,
+    one_to_one,
+    register_values,
+)
 from flash_helpers.sass.read.opcodes import classify
-from flash_helpers.sass.read.records import Instruction, Kernel, SassError
+from flash_helpers.sass.read.records import (
+    INSTRUCTION_BYTES,
+    Instruction,
+    Kernel,
+    SassError,
+)
+from flash_helpers.sass.read.registers import operation_accesses
 
 FILLER = "filler"
 
@@ -31,6 +44,7 @@ _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _HEXADECIMAL = re.compile(r"0x[0-9a-f]+")
 _PTX_REGISTER = re.compile(r"%([a-z]+)(?:\d+\b|<\d+>)")
 _PTX_LABEL = re.compile(r"\$\w+")
+_PTX_NAME = re.compile(rf"{_PTX_REGISTER.pattern}|{_PTX_LABEL.pattern}")
 _NAMESPACE = re.compile(r"_ZN(?P<length>\d+)(?P<rest>\w+)")
 
 
@@ -50,8 +64,8 @@ MEANING = {
     Likeness.IDENTICAL: "the same 16 bytes",
     Likeness.SCHEDULED: "the same but for the control word",
     Likeness.ENCODED: "the same text, yet other bits besides the control word",
-    Likeness.RENAMED: "the same but for registers, labels and addresses",
-    Likeness.CHANGED: "the same opcode of the same PTX, with other operands or modifiers",
+    Likeness.RENAMED: "the same but for labels, addresses and registers, renamed one to one",
+    Likeness.CHANGED: "the same opcode, with other values, operands or modifiers",
     Likeness.ADDED: "no counterpart before",
     Likeness.REMOVED: "no counterpart after",
 }
@@ -205,6 +219,11 @@ def normalised_ptx(text: str, symbol: str) -> str:
     return _PTX_LABEL.sub("$", text)
 
 
+def ptx_names(text: str) -> tuple[str, ...]:
+    """The registers and labels of a PTX instruction, which `normalised_ptx` leaves out."""
+    return tuple(match[0] for match in _PTX_NAME.finditer(text))
+
+
 def _likeness(before: Instruction, after: Instruction) -> Likeness:
     """Of two instructions whose normalised texts agree."""
     if before.encoding == after.encoding:
@@ -310,8 +329,9 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     (moved); in order what says the same; what came from the same PTX with the same opcode
     (changed); and out of order what says the same and came from PTX that reads the same (moved).
 
-    Which register holds what is not followed: two instructions that differ only in registers are
-    called renamed, even if they read other values.
+    Registers are renamed consistently: two instructions say the same if one renaming of all values
+    of the first kernel (`values.one_to_one`) makes the one of the other. Where it does not, they
+    are matched anew, those first that it makes equal; what is then left differs (changed).
     """
     sides = (_sides(before), _sides(after))
     rows = (_ptx_rows(before), _ptx_rows(after))
@@ -326,18 +346,121 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
         [[side.phase for side in of] for of in sides],
         [sorted(range(len(of)), key=lambda n, of=of: of[n].instruction.address) for of in sides],
     )
-    matching.align(text_and_ptx)
-    matching.relocate(text_and_ptx)
-    matching.align(text)
-    matching.align(opcode_and_ptx)
-    matching.relocate(opcode_and_ptx)
-    matching.relocate(text_and_ptx_text)
-    return KernelDiff(before, after, tuple(_changes(sides, matching, text)), by_ptx)
+
+    def match() -> None:
+        matching.align(text_and_ptx)
+        matching.relocate(text_and_ptx)
+        matching.align(text)
+        matching.align(opcode_and_ptx)
+        matching.relocate(opcode_and_ptx)
+        matching.relocate(text_and_ptx_text)
+
+    match()
+    values = _Values(sides, (before, after), text)
+    matching.release(values.contradictions(matching, values.renaming(matching)))
+    renamed = values.keys(values.followed(matching, values.renaming(matching)))
+    matching.align(renamed)
+    matching.relocate(renamed)
+    match()
+    different = values.contradictions(matching, values.renaming(matching))
+    return KernelDiff(before, after, tuple(_changes(sides, matching, text, different)), by_ptx)
+
+
+class _Values:
+    """What must be renamed consistently in the instructions of two kernels: the values that they
+    read and write, and where they jump to. texts: normalised."""
+
+    def __init__(
+        self, sides: Sequence[Sequence[Side]], kernels: Sequence[Kernel], texts: Keys
+    ) -> None:
+        self._sides, self._texts = sides, texts
+        self._of: list[list[tuple[Value, ...]]] = []
+        for of, kernel in zip(sides, kernels, strict=True):
+            found = register_values(kernel)
+            self._of.append(
+                [
+                    (*found[i.address // INSTRUCTION_BYTES], *_labels(i))
+                    for i in (side.instruction for side in of)
+                ]
+            )
+        self._fixed = {v for of in self._of for values in of for v in values if is_fixed(v)}
+
+    def _pair(self, i: int, j: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        return self._of[0][i], self._of[1][j]
+
+    def _alike(self, matching: Matching) -> Iterator[tuple[int, int]]:
+        """The pairs of one text, in order."""
+        before, after = self._texts
+        return ((i, j) for j, i in sorted(matching.partner.items()) if before[i] == after[j])
+
+    def renaming(self, matching: Matching) -> dict[Value, Value]:
+        """Of the first kernel's values those of the second."""
+        return one_to_one((self._pair(i, j) for i, j in self._alike(matching)), self._fixed)
+
+    def contradictions(
+        self, matching: Matching, renaming: Mapping[Value, Value]
+    ) -> set[tuple[int, int]]:
+        """The pairs of one text that print other registers than a renaming would."""
+        return {
+            (i, j)
+            for i, j in self._alike(matching)
+            if _likeness(self._sides[0][i].instruction, self._sides[1][j].instruction)
+            is Likeness.RENAMED
+            and not agrees(renaming, self._pair(i, j))
+        }
+
+    def followed(self, matching: Matching, renaming: dict[Value, Value]) -> dict[Value, Value]:
+        """A renaming, with the results of free instructions that say and read the same."""
+        results: dict[tuple[Hashable, tuple[Value | None, ...]], list[list[Value]]]
+        results = defaultdict(list)
+        taken = set(renaming.values())
+        for j in sorted(matching.free[1]):
+            reads, written = self._split(1, j)
+            if taken.isdisjoint(written):
+                results[self._texts[1][j], tuple(reads)].append(written)
+        for i in sorted(matching.free[0]):
+            reads, written = self._split(0, i)
+            renamed = tuple(renaming.get(value) for value in reads)
+            there = results[self._texts[0][i], renamed]
+            if reads and there and not any(value in renaming for value in written):
+                renaming.update(zip(written, there.pop(0), strict=True))
+        return renaming
+
+    def _split(self, which: int, n: int) -> tuple[list[Value], list[Value]]:
+        """The values that an instruction of a kernel reads, and those that it writes."""
+        found = operation_accesses(self._sides[which][n].instruction)
+        parts: tuple[list[Value], list[Value]] = ([], [])
+        values = self._of[which][n]
+        for access, value in zip(found, values, strict=False):
+            parts[access.is_written].append(value)
+        parts[0].extend(values[len(found) :])
+        return parts
+
+    def keys(self, renaming: Mapping[Value, Value]) -> Keys:
+        """Of each instruction its text and values, those of the first kernel renamed; None without
+        a value, or with one that has no other name."""
+        named = [[[renaming.get(v) for v in values] for values in self._of[0]], self._of[1]]
+        return [
+            [
+                (text, *values) if values and None not in values else None
+                for text, values in zip(texts, of, strict=True)
+            ]
+            for texts, of in zip(self._texts, named, strict=True)
+        ]
+
+
+def _labels(instruction: Instruction) -> tuple[Value, ...]:
+    """Where it jumps to, as if that were a value."""
+    return () if instruction.target is None else ((instruction.target, "label"),)
 
 
 def _changes(
-    sides: tuple[Sequence[Side], Sequence[Side]], matching: Matching, texts: Keys
+    sides: tuple[Sequence[Side], Sequence[Side]],
+    matching: Matching,
+    texts: Keys,
+    different: Container[tuple[int, int]],
 ) -> Iterator[Change]:
+    """different: pairs of one text that are not alike all the same."""
     before, after = sides
     removed = deque(sorted(matching.free[0]))
     phases = [_PHASES.index(side.phase) for side in before]
@@ -354,7 +477,7 @@ def _changes(
             yield Change(Likeness.ADDED, False, None, side)
             continue
         likeness = Likeness.CHANGED
-        if texts[0][i] == texts[1][j]:
+        if texts[0][i] == texts[1][j] and (i, j) not in different:
             likeness = _likeness(before[i].instruction, side.instruction)
         yield Change(likeness, moved, before[i], side)
     yield from gone(len(before))

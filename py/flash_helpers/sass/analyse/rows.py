@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from flash_helpers.sass.analyse.alignment import Keys, Matching, common_subsequence
 from flash_helpers.sass.analyse.diff import ALIKE, Change, KernelDiff, Likeness
+from flash_helpers.sass.analyse.values import agrees, one_to_one
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES
 
 
@@ -29,11 +30,11 @@ class Mark(str, Enum):
 MARK_MEANING: Mapping[Mark, str] = {
     Mark.ADDED: "added",
     Mark.REMOVED: "removed",
-    Mark.CHANGED: "changed: other operands",
+    Mark.CHANGED: "changed: other values or operands",
     Mark.MOVED: "moved here",
     Mark.MOVED_AND_CHANGED: "moved here, and changed",
     Mark.LEFT: "moved away from here",
-    Mark.RENAMED: "renamed: other registers, labels, addresses or names",
+    Mark.RENAMED: "renamed: other names one to one, of registers, labels or addresses",
 }
 _MOVED = {Mark.CHANGED: Mark.MOVED_AND_CHANGED}
 
@@ -52,12 +53,14 @@ class Row(NamedTuple):
 class Line(NamedTuple):
     """A line of a text. text: as it stands. alike: equal in lines that differ in names only.
     opcode: of an instruction; of two lines that only share it, one is the other, changed. phase:
-    lines of the same one are matched first."""
+    lines of the same one are matched first. names: what `alike` leaves out and must be renamed
+    consistently, such as registers, in order."""
 
     text: str
     alike: str
     opcode: str | None = None
     phase: Hashable = None
+    names: tuple[str, ...] = ()
 
 
 def _has_words(text: str) -> bool:
@@ -67,7 +70,8 @@ def _has_words(text: str) -> bool:
 def line_rows(before: Sequence[Line], after: Sequence[Line]) -> list[Row]:
     """The rows of two texts. Lines of one `alike` are matched in order, those with words first,
     so that brackets and empty lines follow the others; then, out of order, those that no other
-    unmatched line resembles (moved); then in order those of one opcode (changed)."""
+    unmatched line resembles (moved); then in order those of one opcode (changed). Changed are also
+    lines whose names contradict those of others, as `values.one_to_one` renames them."""
     texts = (before, after)
     matching = Matching(
         [[line.phase for line in text] for text in texts], [range(len(text)) for text in texts]
@@ -78,6 +82,12 @@ def line_rows(before: Sequence[Line], after: Sequence[Line]) -> list[Row]:
     matching.align(alike)
     matching.relocate(_unique(matching, worded))
     matching.align([[line.opcode for line in text] for text in texts])
+    pairs = {
+        j: (before[i].names, after[j].names)
+        for j, i in sorted(matching.partner.items())
+        if before[i].alike == after[j].alike
+    }
+    renaming = one_to_one(pairs.values())
     marks = []
     for j, line in enumerate(after):
         i = matching.partner.get(j)
@@ -86,7 +96,8 @@ def line_rows(before: Sequence[Line], after: Sequence[Line]) -> list[Row]:
         elif line.text == before[i].text:
             marks.append(Mark.ALIKE)
         else:
-            marks.append(Mark.RENAMED if line.alike == before[i].alike else Mark.CHANGED)
+            renamed = j in pairs and agrees(renaming, pairs[j])
+            marks.append(Mark.RENAMED if renamed else Mark.CHANGED)
     return _rows(matching.partner, matching.moved, marks, len(before))
 
 

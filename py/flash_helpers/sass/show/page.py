@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
-from flash_helpers.sass.analyse.diff import block_phases, diff_kernels, normalised_ptx
+from flash_helpers.sass.analyse.diff import block_phases, diff_kernels, normalised_ptx, ptx_names
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
 from flash_helpers.sass.analyse.rows import MARK_MEANING, Line, Row, line_rows, sass_rows
 from flash_helpers.sass.read.choice import identifiers
@@ -309,7 +309,7 @@ def _ptx_lines(kernel: Kernel) -> list[tuple[int, Line]]:
         if shown:
             opcode = _INSTRUCTION.match(shown)
             alike = normalised_ptx(text, kernel.symbol)
-            found.append((number, Line(shown, alike, opcode and opcode[1], phase)))
+            found.append((number, Line(shown, alike, opcode and opcode[1], phase, ptx_names(text))))
     return found[::-1]
 
 
