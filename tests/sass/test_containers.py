@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from archives import archive
 from sass_text import ARCHITECTURES
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
@@ -61,7 +62,7 @@ class TestKernelsIn:
 
     def test_a_file_to_be_linked(self, planted: Path) -> None:
         names = {symbol for _, symbol in list_kernels(planted / "relocatable.o")}
-        assert names == {"divergent", "nested", "table", "local_array"}
+        assert names == {"divergent", "nested", "table", "local_array", "_Z7collatzi"}
 
     def test_the_installed_library(self) -> None:
         architectures = {architecture for architecture, _ in list_kernels(installed_library())}
@@ -163,13 +164,16 @@ class TestPtx:
         ["one.fatbin", "one.o", "only_ptx.fatbin", "packed_lz4.fatbin", "packed_zstd.fatbin"],
     )
     def test_members(self, name: str, planted: Path) -> None:
-        ((_, text),) = ptx_of(planted / name).items()
+        ((_, text),) = ptx_of(members_of(planted / name)).items()
         assert ".visible .entry one(" in text
         assert ".target sm_90" in text
 
     def test_members_that_share_a_name(self, planted: Path) -> None:
         path = planted / "libone.so"
-        assert [".entry one(" in text for text in ptx_of(path).values()] == [True, False]
+        assert [".entry one(" in text for text in ptx_of(members_of(path)).values()] == [
+            True,
+            False,
+        ]
         names = [member.name for member in members_of(path)]
         assert names[0] == "one.sm_80.cubin"
         assert len(set(names)) == len(names) == 6
@@ -178,7 +182,7 @@ class TestPtx:
         """Of a file with linked and relocatable code it takes the linked alone."""
         path = planted / "mixed.o"
         assert cuobjdump("-lptx", path).split(": ")[1:] == ["mixed.1.sm_90.ptx\n"]
-        assert list(ptx_of(path)) == ["mixed.sm_90.ptx", "mixed.sm_80.ptx"]
+        assert list(ptx_of(members_of(path))) == ["mixed.sm_90.ptx", "mixed.sm_80.ptx"]
         assert list_kernels(path) == [("sm_90", "one"), ("sm_80", "other")]
 
     def test_of_a_file_that_cuobjdump_gives_up(self, planted, cuobjdump, tmp_path) -> None:
@@ -188,10 +192,10 @@ class TestPtx:
         path.write_bytes(data)
         with pytest.raises(SassError, match="Invalid fatbin header"):
             cuobjdump("-lptx", path)
-        assert list(ptx_of(path)) == ["one.sm_90.ptx"]
+        assert list(ptx_of(members_of(path))) == ["one.sm_90.ptx"]
 
     def test_a_cubin_has_no_members(self, planted: Path) -> None:
-        assert ptx_of(planted / "several.sm_90.cubin") == {}
+        assert ptx_of(members_of(planted / "several.sm_90.cubin")) == {}
 
 
 class TestLtoIr:
@@ -203,16 +207,6 @@ class TestLtoIr:
             SassError, match=r"no cubin for sm_90, only LTO IR for sm_90 \(no machine code: link"
         ):
             list_kernels(path, "sm_90")
-
-
-def archive(*members: tuple[bytes, bytes]) -> bytes:
-    """By the field of their name, the members of an archive."""
-    return b"!<arch>\n" + b"".join(
-        b"%-16s%-12d%-6d%-6d%-8d%-10d`\n" % (name, 0, 0, 0, 644, len(data))
-        + data
-        + b"\n" * (len(data) % 2)
-        for name, data in members
-    )
 
 
 class TestArchives:

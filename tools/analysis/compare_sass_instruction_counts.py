@@ -9,10 +9,10 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.progress import progress_bar
+from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.count_comparison import (
     compare_counts,
@@ -35,6 +35,8 @@ examples:
     python tools/analysis/compare_sass_instruction_counts.py before.sass after.sass
   two versions, for a commit message:
     python tools/analysis/compare_sass_instruction_counts.py v2.cubin v3.cubin --base --markdown
+  two kernels of a library:
+    python tools/analysis/compare_sass_instruction_counts.py libgemm.so#tiled libgemm.so#naive
   counts that were kept, with what did not change:
     python tools/analysis/compare_sass_instruction_counts.py before.txt after.txt --all
 
@@ -45,8 +47,8 @@ exit status: 0 compared, 2 wrong usage, or a file that cannot be counted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("before", type=Path, metavar="BEFORE")
-    parser.add_argument("after", type=Path, metavar="AFTER")
+    for name in ("before", "after"):
+        parser.add_argument(name, type=KernelPath.parse, metavar=name.upper(), help=NAMED_SO)
     parser.add_argument("--all", action="store_true", help="also the opcodes that did not change")
     add_choice_arguments(parser)
     machine = parser.add_mutually_exclusive_group()
@@ -59,9 +61,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def compare(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
     sides = []
-    for path in (arguments.before, arguments.after):
+    for where in (arguments.before, arguments.after):
         with progress_bar("reading") as progress:
-            counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
+            counts = load_counts(
+                where.path,
+                where.name or arguments.function,
+                arguments.arch,
+                where.member,
+                progress=progress,
+            )
         sides.append(counts.base() if arguments.base else counts)
     comparison = compare_counts(*sides)
     if arguments.csv:

@@ -9,11 +9,11 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.measure.machine_code import kernel_names
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
+from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.read.reader import load_kernel
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.ptx_links_text import LinkFormat, fan_out_text, slice_text
@@ -36,8 +36,8 @@ examples:
   only the PTX, six steps back:
     python tools/analysis/ptx_sass_filter.py kernel.cubin 838 -ptx --depth 6
   what became of the PTX of version 9:
-    python tools/analysis/ptx_sass_filter.py flash_attention/libflash_attention.so --arch sm_90 \\
-        --kernel v9_bf16_d128_Br64 --fan-out
+    python tools/analysis/ptx_sass_filter.py --arch sm_90 --fan-out \\
+        flash_attention/libflash_attention.so#v9_bf16_d128_Br64
 
 exit status: 0 shown, 2 wrong usage or a file that will not do, 130 interrupted
 """
@@ -46,7 +46,7 @@ exit status: 0 shown, 2 wrong usage or a file that will not do, 130 interrupted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
     parser.add_argument("line", metavar="LINE", type=int, nargs="?", help="of the PTX, from 1")
     parser.add_argument("-ptx", action="store_true", help="print only PTX")
     parser.add_argument("-sass", action="store_true", help="print only SASS")
@@ -66,8 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--kernel",
         action="append",
         default=[],
-        help="if it holds several kernels: a symbol, a name in it, such as a config's short form, "
-        "or a part of it",
+        help="a NAME if it holds several kernels, or a step of this library",
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.fan_out == (arguments.line is not None):
@@ -81,7 +80,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def links(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    kernel = load_kernel(arguments.file, arguments.arch, kernel_names(arguments.kernel))
+    where = arguments.file
+    names = kernel_names([*where.names, *arguments.kernel])
+    kernel = load_kernel(where.path, arguments.arch, names, where.member)
     ptx = read_kernel_ptx(kernel)
     shape = LinkFormat(ptx=not arguments.sass, sass=not arguments.ptx, numbers=arguments.n)
     if arguments.fan_out:

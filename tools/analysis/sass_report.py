@@ -33,6 +33,7 @@ from flash_helpers.registry.selection import UsageError, choose_kernels, require
 from flash_helpers.sass.analyse.bound import Chip, Launch
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.report import report_on
+from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.read.reader import load_kernel
 from flash_helpers.sass.show.report_text import (
     SourceText,
@@ -65,9 +66,9 @@ examples:
   where a tile of 128 rows spills:
     python tools/analysis/sass_report.py v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma
   anybody's kernel, launched with 256 threads and 48 KiB of dynamic shared memory:
-    python tools/analysis/sass_report.py gemm.cubin --kernel gemm --threads 256 --smem 49152
+    python tools/analysis/sass_report.py gemm.cubin#gemm --threads 256 --smem 49152
   the second loop of it, for a page:
-    python tools/analysis/sass_report.py gemm.cubin --kernel gemm --loop 1 --markdown > gemm.md
+    python tools/analysis/sass_report.py gemm.cubin#gemm --loop 1 --markdown > gemm.md
 
 exit status: 0 reported, 2 wrong usage or a file that cannot be read, 130 interrupted
 """  # noqa: E501
@@ -80,12 +81,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "kernel_or_file",
         metavar="STEP|FILE",
         help="a step (7 or v7: its config in the progression), the short form of a config, or a "
-        "file that holds machine code",
+        f"file that holds machine code: {NAMED_SO}",
     )
     parser.add_argument(
         "--kernel",
         metavar="NAME",
-        help="of a FILE: a kernel's symbol, a name in it, such as a namespace, or a part of it",
+        help="of a FILE: another way to give the NAME",
     )
     parser.add_argument(
         "--arch",
@@ -144,17 +145,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_kernel(arguments: argparse.Namespace) -> KernelFacts:
     """The kernel that is named, of a file or of the installed library. Raises UsageError, SassError
     and ValueError."""
-    path = Path(arguments.kernel_or_file)
+    where = KernelPath.parse(arguments.kernel_or_file)
+    path = where.path
     results = load_results(arguments.results) if arguments.results.is_file() else None
     if path.is_file():
-        names = kernel_names([arguments.kernel] if arguments.kernel else [])
+        names = kernel_names([*where.names, *filter(None, [arguments.kernel])])
         with progress_bar("disassembling") as progress:
-            kernel = with_own_paths(load_kernel(path, arguments.arch, names, progress=progress))
+            found = load_kernel(path, arguments.arch, names, where.member, progress=progress)
+        kernel = with_own_paths(found)
         config = find_config(kernel.symbol)
         if config is None:
-            return KernelFacts(kernel=kernel, name=kernel.symbol)
+            return KernelFacts(kernel=kernel, name=kernel.name)
         return config_facts(config, kernel, results)
-    if path.name != arguments.kernel_or_file or path.suffix[1:].isalpha():
+    if str(where) != path.name or path.suffix[1:].isalpha():
         raise UsageError(f"{path} is not a file that is there")
     architecture = arguments.arch or default_architecture()
     dtype = DType.from_name(arguments.dtype)

@@ -9,12 +9,12 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, output_folder, print_text, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
-from flash_helpers.sass.read.reader import list_kernels, load_kernels
+from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
+from flash_helpers.sass.read.reader import find_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import (
     file_names,
@@ -44,6 +44,8 @@ examples:
   step 16, a file for each of its kernels:
     python tools/build/extract_sass.py flash_attention/libflash_attention.so --arch sm_90 \\
         --kernel v16 -o sass
+  one kernel of somebody's library, by its name in C++ or a part of it:
+    python tools/build/extract_sass.py 'libgemm.so#gemm<float, 64>'
   two cubins compared with nothing but diff:
     python tools/build/extract_sass.py --no-offsets before.cubin > before.sass
     python tools/build/extract_sass.py --no-offsets after.cubin > after.sass
@@ -58,17 +60,22 @@ exit status: 0 done, 2 wrong usage or a file that will not do, 130 interrupted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
     parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
     parser.add_argument(
         "--kernel",
         action="append",
         default=[],
-        help="a symbol, a name in it, such as a namespace, or a part of it; a pattern with * or ?; "
-        "a step of this library (7 or v7..v9); several may be given (default: all)",
+        help="a NAME, a pattern with * or ?, or a step of this library (7 or v7..v9); several may "
+        "be given (default: all)",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="only name architectures and kernels")
+    what.add_argument(
+        "--list",
+        action="store_true",
+        help="only name architectures, kernels and device functions, those of one name with their "
+        "members",
+    )
     what.add_argument(
         "--cfg", action="store_true", help="instead: basic blocks and loops as a Graphviz graph"
     )
@@ -90,9 +97,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def extract(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    chosen = arguments.file, arguments.arch, kernel_names(arguments.kernel)
+    where = arguments.file
+    names = kernel_names([*where.names, *arguments.kernel])
+    chosen = where.path, arguments.arch, names, where.member
     if arguments.list:
-        return kernel_list_text(list_kernels(*chosen), readable_name)
+        return kernel_list_text(find_kernels(*chosen), readable_name)
     with progress_bar("disassemble") as progress:
         kernels = [with_own_paths(kernel) for kernel in load_kernels(*chosen, progress=progress)]
     make, suffix = (graph_text, ".dot") if arguments.cfg else (listing_text, ".sass")

@@ -9,10 +9,10 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, output_folder, print_text, run_tool
 from flash_helpers.measure.machine_code import kernel_names, readable_name
+from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import file_names, ptx_texts, write_files
 
@@ -38,15 +38,14 @@ exit status: 0 done, 2 wrong usage or a file without PTX, 130 interrupted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=KernelPath.parse, help=NAMED_SO)
     parser.add_argument("--arch", metavar="sm_NN", help="one architecture (default: all)")
     parser.add_argument(
         "--kernel",
         action="append",
         default=[],
-        help="modules with this kernel: a symbol, a name in it, such as a namespace, or a part of "
-        "it; a pattern with * or ?; a step of this library (7 or v7..v9); several may be given "
-        "(default: all)",
+        help="modules with this kernel: a NAME, a pattern with * or ?, or a step of this library "
+        "(7 or v7..v9); several may be given (default: all)",
     )
     parser.add_argument(
         "-o",
@@ -60,13 +59,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def extract(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    modules = ptx_texts(arguments.file, arguments.arch, kernel_names(arguments.kernel))
+    where = arguments.file
+    names = kernel_names([*where.names, *arguments.kernel])
+    modules = ptx_texts(where.path, arguments.arch, names, where.member)
     texts = [module.text for module in modules]
     if arguments.output is None:
         return "".join(texts)
     found = [(module.architecture, module.name) for module in modules]
-    names = file_names(found, ".ptx", readable_name)
-    return write_files(arguments.output, dict(zip(names, texts, strict=True)))
+    files = file_names(found, ".ptx", readable_name)
+    return write_files(arguments.output, dict(zip(files, texts, strict=True)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

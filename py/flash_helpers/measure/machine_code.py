@@ -29,6 +29,7 @@ from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_cou
 from flash_helpers.sass.read.lines import relative_to_repository
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import Kernel, SassError
+from flash_helpers.sass.read.symbols import plain_name
 from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
 
@@ -118,9 +119,9 @@ def with_own_paths(kernel: Kernel) -> Kernel:
 
 
 def readable_name(symbol: str) -> str:
-    """The short form of a kernel of this library; for others, the symbol."""
+    """The short form of a kernel of this library; for others, the name in C++."""
     config = find_config(symbol)
-    return config.short_form() if config else symbol
+    return config.short_form() if config else plain_name(symbol)
 
 
 def kernel_names(selectors: Iterable[str]) -> list[str]:
@@ -166,7 +167,7 @@ def trips(kernel: Kernel, config: Config, seq_len: int) -> dict[int, int]:
     try:
         return trip_counts(kernel, unit_of(config), len(config.key_blocks(seq_len)))
     except NotDeterminedError as error:
-        text = str(error).replace(kernel.symbol, config.short_form())
+        text = str(error).replace(kernel.name, config.short_form())
         raise NotDeterminedError(f"{text} (seq_len {seq_len})") from error
 
 

@@ -187,13 +187,13 @@ def predict(kernel: Kernel, trips: Mapping[int, int], launch: Launch, chip: Chip
     found = kernel_bound(kernel, trips)
     if not found.tells_tensor:
         raise NotDeterminedError(
-            f"{kernel.symbol} has tensor instructions whose cost is not known for "
+            f"{kernel.name} has tensor instructions whose cost is not known for "
             f"{kernel.architecture}: the least time of a launch cannot be told"
         )
     held = kernel_occupancy(kernel, launch.threads, launch.dynamic_smem_bytes)
     if not held.blocks:
         raise SassError(
-            f"{kernel.symbol} does not fit on an SM of {kernel.architecture}: its "
+            f"{kernel.name} does not fit on an SM of {kernel.architecture}: its "
             f"{' and '.join(held.limiters)} leave room for no block"
         )
     warps = -(-launch.threads // WARP)

@@ -229,13 +229,13 @@ def trip_counts(kernel: Kernel, unit: Unit, number: int) -> dict[int, int]:
         if tensor % unit.tensor:
             place = "outside loops" if where is None else f"in loop {where}"
             raise NotDeterminedError(
-                f"{kernel.symbol} has {tensor} tensor instructions {place}, but a {unit.name} "
+                f"{kernel.name} has {tensor} tensor instructions {place}, but a {unit.name} "
                 f"takes {unit.tensor}: how many of them these are cannot be told"
             )
     unknown = [n.index for n in kernel.loops if not total[n.index] and not is_wait(kernel, n)]
     if unknown:
         raise NotDeterminedError(
-            f"loop {unknown[0]} of {kernel.symbol} has no tensor instruction of its own: how often "
+            f"loop {unknown[0]} of {kernel.name} has no tensor instruction of its own: how often "
             "it is run cannot be told"
         )
     left = number - total[None] // unit.tensor
@@ -244,7 +244,7 @@ def trip_counts(kernel: Kernel, unit: Unit, number: int) -> dict[int, int]:
         trips[loop.index], left = divmod(max(left, 0), total[loop.index] // unit.tensor)
     if left or any(loop.parent is not None for loop in kernel.loops):
         raise NotDeterminedError(
-            f"the loops of {kernel.symbol} do not add up to {number} times a {unit.name}: how "
+            f"the loops of {kernel.name} do not add up to {number} times a {unit.name}: how "
             "often they are run cannot be told"
         )
     return trips
@@ -277,7 +277,7 @@ def block_executions(kernel: Kernel, trips: Mapping[int, int]) -> list[int]:
             iterations[loop] = 0
             loop = kernel.loops[loop].parent
         at = following
-    raise NotDeterminedError(f"a warp executes more than {_MOST_STEPS} blocks of {kernel.symbol}")
+    raise NotDeterminedError(f"a warp executes more than {_MOST_STEPS} blocks of {kernel.name}")
 
 
 def unrolling(kernel: Kernel, loop: Loop) -> Unrolling:
@@ -323,7 +323,7 @@ def _choose(
     if len(candidates) > 1:
         last: Instruction = kernel.instructions[block.end // INSTRUCTION_BYTES - 1]
         raise NotDeterminedError(
-            f"the branch at {last.address:#06x} of {kernel.symbol} ({last.text}) does not depend "
+            f"the branch at {last.address:#06x} of {kernel.name} ({last.text}) does not depend "
             "on the number of trips alone: what a warp executes cannot be told from the text"
         )
     return candidates[0]

@@ -104,13 +104,11 @@ def read_kernel_ptx(kernel: Kernel) -> KernelPtx:
     Raises SassError if it holds none, or holds PTX that cannot be read.
     """
     if not kernel.ptx:
-        raise SassError(
-            f"{kernel.origin} holds no PTX of {kernel.symbol}: compile it with -lineinfo"
-        )
+        raise SassError(f"{kernel.origin} holds no PTX of {kernel.name}: compile it with -lineinfo")
     try:
         return _kernel_ptx(kernel.ptx, kernel.symbol)
     except KeyError:
-        raise SassError(f"the PTX in {kernel.origin} has no kernel {kernel.symbol}") from None
+        raise SassError(f"the PTX in {kernel.origin} has no kernel {kernel.name}") from None
     except PtxError as error:
         raise SassError(f"the PTX in {kernel.origin} cannot be read: {error}") from error
 

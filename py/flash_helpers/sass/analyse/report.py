@@ -122,7 +122,7 @@ def report_on(facts: KernelFacts, loop: int | None = None) -> KernelReport:
         return KernelReport(facts, main_loop(facts.kernel))
     if not 0 <= loop < len(loops):
         there = f"they are 0 to {len(loops) - 1}" if loops else "it has no loop"
-        raise SassError(f"loop {loop} is not in {facts.kernel.symbol}: {there}")
+        raise SassError(f"loop {loop} is not in {facts.kernel.name}: {there}")
     return KernelReport(facts, loops[loop])
 
 

@@ -1,21 +1,73 @@
-"""Which kernels of a file are meant by a name. Standard library only."""
+"""Which kernels of a file are meant by a name. Standard library only, but for names in C++."""
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from flash_helpers.sass.read.records import SassError, SassWarning
+from flash_helpers.sass.read.symbols import demangled, plain_name
+
+# What a tool's help says of the file and the kernel that it takes.
+NAMED_SO = (
+    "FILE#NAME is a kernel of a file, FILE@MEMBER#NAME that of one cubin in it; NAME: its symbol, "
+    "its name in C++, or a part of either"
+)
 
 _SHOWN = 16  # names in an error
 # Itanium C++ ABI, "Mangling": literals and substitutions, whose digits are no length; the length of
 # a name, which may be the type of a literal.
 _MANGLED = re.compile(r"L[a-z]n?\d+E|[ST][0-9A-Z]*_|(?P<literal>L)?(?P<length>\d+)")
+_OF_ANY_SYMBOL = re.compile(r"[\w$.]*")
 
 Found = tuple[str, str]  # architecture such as "sm_90", and symbol; "" where a listing tells none
+
+
+@dataclass(frozen=True)
+class KernelPath:
+    """A file, and which of its kernels. member: (a part of) the name of a cubin in the file. name:
+    of the kernel, as `matching` takes it. Each is "" for any."""
+
+    path: Path
+    member: str = ""
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> KernelPath:
+        """FILE, FILE#NAME or FILE@MEMBER#NAME. Of what can be read in several ways, the one whose
+        file is there, since names of files, as those in C++, may hold a # and an @."""
+        ways = [cls(Path(text)), *_ways(text)]
+        # Path.is_file raises OSError for a name that is too long, as those in C++ may be
+        there = (way for way in ways if os.path.isfile(way.path))  # noqa: PTH113
+        return next(there, ways["#" in text])
+
+    @property
+    def names(self) -> list[str]:
+        """The name, if there is one."""
+        return [self.name] if self.name else []
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}{'@' * bool(self.member)}{self.member}{'#' * bool(self.name)}{self.name}"
+        )
+
+
+def _ways(text: str) -> Iterator[KernelPath]:
+    """In which a text can be read that holds a # or an @."""
+    for number in re.finditer("#", text):
+        before, name = text[: number.start()], text[number.end() :]
+        yield KernelPath(Path(before), "", name)
+        for at in re.finditer("@", before):
+            yield KernelPath(Path(before[: at.start()]), before[at.end() :], name)
+    for at in re.finditer("@", text):
+        yield KernelPath(Path(text[: at.start()]), text[at.end() :])
 
 
 @functools.cache
@@ -36,22 +88,45 @@ def identifiers(symbol: str) -> tuple[str, ...]:
 
 
 def matching(symbols: Sequence[str], name: str) -> list[str]:
-    """The symbols that a name means: those that a pattern with * or ? matches; otherwise itself, or
-    else those of which it is an identifier, or else those of which it is a part that cuts no number
-    in two: v1 is no part of v11."""
+    """The symbols that a name means: itself, mangled or in C++; otherwise those that a pattern with
+    * or ? matches; or else those of which it is an identifier, or else those of which, or of whose
+    name in C++, it is a part that cuts no number in two: v1 is no part of v11. Blanks in C++ do not
+    matter."""
+    if name in symbols:
+        return [symbol for symbol in symbols if symbol == name]
+    if _OF_ANY_SYMBOL.fullmatch(name.replace("*", "").replace("?", "")):
+        shown, wanted = _as_it_is, name
+    else:
+        shown, wanted = _in_cpp, _without_blanks(name)
+    if found := [symbol for symbol in symbols if wanted == shown(symbol)]:
+        return found
+    before = r"(?<!\d)" if wanted[:1].isdigit() else ""
+    after = r"(?!\d)" if wanted[-1:].isdigit() else ""
+    part = re.compile(before + re.escape(wanted) + after)
+    tests: list[Callable[[str], bool]] = [
+        lambda symbol: wanted in identifiers(symbol),
+        lambda symbol: any(map(part.search, (*identifiers(symbol), shown(symbol)))),
+    ]
     if "*" in name or "?" in name:
-        return [symbol for symbol in symbols if fnmatchcase(symbol, name)]
-    before = r"(?<!\d)" if name[:1].isdigit() else ""
-    after = r"(?!\d)" if name[-1:].isdigit() else ""
-    part = re.compile(before + re.escape(name) + after)
-    for is_meant in (
-        lambda symbol: name == symbol,
-        lambda symbol: name in identifiers(symbol),
-        lambda symbol: any(map(part.search, (*identifiers(symbol), symbol))),
-    ):
+        # in C++ an asterisk may be one
+        tests = [*tests[: 2 * (shown is _in_cpp)], lambda s: fnmatchcase(shown(s), wanted)]
+    for is_meant in tests:
         if found := [symbol for symbol in symbols if is_meant(symbol)]:
             return found
     return []
+
+
+def _as_it_is(symbol: str) -> str:
+    return symbol
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _in_cpp(symbol: str) -> str:
+    return _without_blanks(demangled(symbol))
 
 
 def choose(
@@ -102,22 +177,48 @@ def require_one_architecture(file: str, chosen: Iterable[Found]) -> str:
 
 
 def require_one(file: str, chosen: Sequence[Found]) -> None:
-    """Raise SassError, saying what they can be told apart by, if several kernels are chosen."""
+    """Raise SassError, saying what they can be told apart by, if several kernels are chosen, of one
+    symbol or of several."""
     require_one_architecture(file, chosen)
-    if len(chosen) > 1:
-        listed = _listed([symbol for _, symbol in chosen])
-        raise SassError(f"{file} holds {len(chosen)} such kernels: name one of {listed}")
+    symbols = list(dict.fromkeys(symbol for _, symbol in chosen))
+    if len(symbols) > 1:
+        raise SassError(f"{file} holds {len(symbols)} such kernels: name one of {_listed(symbols)}")
+
+
+def require_one_member(file: str, symbol: str, members: Sequence[str]) -> None:
+    """Raise SassError if a kernel is in several members of a file."""
+    if len(members) > 1:
+        shown = ", ".join(members[:_SHOWN]) + _and_more(members)
+        raise SassError(
+            f"{file} holds {len(members)} kernels {plain_name(symbol)}, in {shown}: name one of "
+            f"these, such as {file}@{members[0]}#{symbol}"
+        )
+
+
+def members_named(file: str, there: Sequence[str], name: str) -> set[str]:
+    """Which of a file's members a name means: itself, or else those of which it is a part. Raises
+    SassError without any."""
+    found = {member for member in there if member == name}
+    found = found or {member for member in there if name in member}
+    if not found:
+        known = ", ".join(there[:_SHOWN]) + _and_more(there)
+        raise SassError(f"{file} has no member {name!r}, only {known or 'itself'}")
+    return found
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
 
 
 def _listed(symbols: Sequence[str]) -> str:
-    """The symbols, each by the longest identifier that it alone has, if there is one."""
+    """The symbols, each by the longest identifier that it alone has, or else by its name in C++."""
+    count = Counter(name for symbol in symbols for name in set(identifiers(symbol)))
     names = [
         max(
-            (name for name in identifiers(symbol) if matching(symbols, name) == [symbol]),
+            (name for name in identifiers(symbol) if count[name] == 1),
             key=len,
-            default=symbol,
+            default=plain_name(symbol),
         )
         for symbol in symbols[:_SHOWN]
     ]
-    more = f" and {len(symbols) - _SHOWN} more" if len(symbols) > _SHOWN else ""
-    return ", ".join(names) + more
+    return ", ".join(names) + _and_more(symbols)

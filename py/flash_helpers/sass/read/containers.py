@@ -213,13 +213,10 @@ def read_cubins(members: Iterable[Member]) -> Iterator[tuple[Member, Cubin]]:
     _warn(problems)
 
 
-def ptx_of(path: Path) -> dict[str, str]:
-    """The PTX modules that a file carries for later compilation, by the member's name.
-
-    Empty for a cubin, which has none. Raises SassError as `members_of` does.
-    """
+def ptx_of(members: Iterable[Member]) -> dict[str, str]:
+    """The PTX modules among members, which are for later compilation, by the member's name."""
     found = {}
-    for member in members_of(path):
+    for member in members:
         if member.kind is MemberKind.PTX:
             try:
                 found[member.name] = bytes(member.read()).decode(errors="replace").rstrip("\0")

@@ -44,7 +44,7 @@ _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _LIVE_TABLE = "// |"
 _LIVE_COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
 _JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
-_LABEL = re.compile(r"`\((\.L_\w+)\)")
+_LABEL = re.compile(r"`\((\.L_\w+)\)|(?<= )(\.L_\w+)@srel")
 _OFFSET = re.compile(r"^(U?R\w+) (?=[-`])")  # BRX R2 -0xa0 is R2, -0xa0
 _TARGET = re.compile(r"0x[0-9a-f]+")
 
@@ -193,9 +193,10 @@ def _from_listing(text: str) -> Functions:
         items = []
         for o in function.operations:
             operands = _OFFSET.sub(r"\1,", o.operands).replace(", ", ",")
-            label = _LABEL.search(operands)
-            if label and label[1] in function.labels:
-                operands = operands.replace(label[0], f"{function.labels[label[1]]:#x}")
+            for label in _LABEL.finditer(operands):
+                name = label[1] or label[2]
+                if name in function.labels:
+                    operands = operands.replace(label[0], f"{function.labels[name]:#x}")
             items.append({"predicate": o.predicate, "opcode": o.opcode, "operands": operands})
         found[function.name] = {"start": 0, "sass-instructions": items}
     return found

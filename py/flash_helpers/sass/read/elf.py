@@ -97,18 +97,19 @@ class Symbol(NamedTuple):
 
 @dataclass(frozen=True)
 class CubinKernel:
-    """One kernel as the headers describe it.
+    """One kernel, or a device function that has a section of its own, as the headers describe it.
 
-    symbol_index: in the symbol table. attributes: its section .nv.info, without what refers to the
-    cubin's symbols. functions: what its section holds, by address from its start.
-    self_contained: the code needs nothing outside of its section to be understood: it has no
-    relocations, no jump tables, and calls no other function. spills: addresses of the instructions
-    that spill a register or bring it back; None where the compiler did not mark them. Spill bytes
-    in `resources` are 0: only the code tells them. jump_tables: the targets of each computed jump
-    by its address, from the start of the section.
+    is_function: it is no kernel. symbol_index: in the symbol table. attributes: its section
+    .nv.info, without what refers to the cubin's symbols. functions: what its section holds, by
+    address from its start. self_contained: the code needs nothing outside of its section to be
+    understood: it has no relocations, no jump tables, and calls no other function. spills:
+    addresses of the instructions that spill a register or bring it back; None where the compiler
+    did not mark them. Spill bytes in `resources` are 0: only the code tells them. jump_tables: the
+    targets of each computed jump by its address, from the start of the section.
     """
 
     symbol: str
+    is_function: bool
     symbol_index: int
     section: Section
     resources: Resources
@@ -250,7 +251,7 @@ def _symbols(sections: Sequence[Section]) -> Iterator[Symbol]:
 
 
 def read_cubin(data: Content, origin: str, architecture: str | None = None) -> Cubin:
-    """The kernels of a cubin, by their order in the symbol table.
+    """The kernels and device functions of a cubin, by their order in the symbol table.
 
     architecture: what the file that held the cubin calls it, such as "sm_90a". It is believed where
     the cubin itself does not tell, and has the same number.
@@ -289,7 +290,7 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
             functions_of[symbol.section][symbol.name] = symbol.value
     kernels = []
     for symbol in symbols:
-        if not symbol.is_kernel:
+        if not (symbol.is_kernel or _is_own_section(sections, symbol)):
             continue
         section = _code_section(sections, symbol)
         records = list(_records(by_name.get(f".nv.info.{symbol.name}", _NOTHING)))
@@ -302,6 +303,7 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
         kernels.append(
             CubinKernel(
                 symbol=symbol.name,
+                is_function=not symbol.is_kernel,
                 symbol_index=symbol.index,
                 section=section,
                 resources=Resources(
@@ -320,7 +322,7 @@ def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
                 jump_tables=_jump_tables(own.get(EIATTR_INDIRECT_BRANCH_TARGETS, b"")),
             )
         )
-    known = {kernel.symbol for kernel in kernels}
+    known = {kernel.symbol for kernel in kernels if not kernel.is_function}
     for name in by_name:
         owner = name.removeprefix(_PARAMETERS)
         if owner != name and f".text.{owner}" in by_name and owner not in known:
@@ -347,6 +349,13 @@ def _architecture(data: Content, compiler: Compiler, told: str | None) -> str:
             return name
     specific = _abi(data) < _ABI_OF_CUDA_13 and _flags(data) & _SPECIFIC_BEFORE_CUDA_13
     return plain + ("a" if specific else "")
+
+
+def _is_own_section(sections: Sequence[Section], symbol: Symbol) -> bool:
+    """Whether a section is named after a function."""
+    where = symbol.section
+    named = 0 < where < len(sections) and sections[where].name == f".text.{symbol.name}"
+    return symbol.is_function and named
 
 
 def _code_section(sections: Sequence[Section], symbol: Symbol) -> Section:

@@ -9,12 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flash_helpers.console.progress import Progress
 from flash_helpers.gpu import capability_of
 from flash_helpers.sass.read import flow, opcodes
 from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_digest, entry_key
-from flash_helpers.sass.read.choice import Found, choose, require_one
+from flash_helpers.sass.read.choice import (
+    Found,
+    choose,
+    members_named,
+    require_one,
+    require_one_member,
+)
 from flash_helpers.sass.read.containers import Member, cubins_of, read_cubins
 from flash_helpers.sass.read.control import decode_control
 from flash_helpers.sass.read.disassembler import (
@@ -32,6 +39,21 @@ from flash_helpers.sass.read.records import (
 )
 
 
+class FoundKernel(NamedTuple):
+    """A kernel or a device function of a file. member: the cubin that it is in; "" if that is the
+    file."""
+
+    architecture: str
+    symbol: str
+    member: str
+    is_function: bool
+
+    @property
+    def found(self) -> Found:
+        """What the kernel is chosen by."""
+        return self[:2]
+
+
 def list_kernels(
     path: Path, architecture: str | None = None, names: Iterable[str] = ()
 ) -> list[Found]:
@@ -39,49 +61,62 @@ def list_kernels(
 
     architecture, names: as for `load_kernels`, which also tells what is raised.
     """
-    return [found for _, found in _chosen(path, architecture, names)]
+    return [kernel.found for kernel in find_kernels(path, architecture, names)]
+
+
+def find_kernels(
+    path: Path, architecture: str | None = None, names: Iterable[str] = (), member: str = ""
+) -> list[FoundKernel]:
+    """The kernels and device functions in a file, without disassembling; the arguments are those of
+    `load_kernels`, which also tells what is raised."""
+    return [kernel for _, kernel in _chosen(path, architecture, names, member)]
 
 
 def load_kernels(
     path: Path,
     architecture: str | None = None,
     names: Iterable[str] = (),
+    member: str = "",
     *,
     cache: DisassemblyCache | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
-    """The kernels in a cubin, fatbin, object file, library or program.
+    """The kernels and device functions in a cubin, fatbin, object file, library or program.
 
     architecture: such as "sm_90"; None takes all. names: which kernels to take, as
-    `choice.matching` takes them; without any, all. cache: None takes the one in the user's cache
-    folder, see `cache.cache_folder`. progress: called with the number of kernels that are read and
-    of all, while they are being disassembled.
+    `choice.matching` takes them; without any, all. member: name of a cubin in the file, or a part
+    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. progress:
+    called with the number of kernels that are read and of all, while they are being disassembled.
 
     Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
-    architecture or a name that is not in it, and for a disassembler that is missing or too old.
+    architecture, a member or a name that is not in it, and for a disassembler that is missing or
+    too old.
     """
-    return _load(_chosen(path, architecture, names), cache, progress)
+    return _load(_chosen(path, architecture, names, member), cache, progress)
 
 
 def load_kernel(
     path: Path,
     architecture: str | None = None,
     names: Iterable[str] = (),
+    member: str = "",
     *,
     progress: Progress | None = None,
 ) -> Kernel:
     """The one kernel of a file that is asked for; the arguments are those of `load_kernels`.
 
-    Raises SassError as that does, and if several are left.
+    Raises SassError as that does, and if several are left, be they of one name in several members.
     """
-    chosen = _chosen(path, architecture, names)
-    require_one(str(path), [found for _, found in chosen])
+    chosen = _chosen(path, architecture, names, member)
+    require_one(str(path), [kernel.found for _, kernel in chosen])
+    require_one_member(str(path), chosen[0][1].symbol, [kernel.member for _, kernel in chosen])
     return _load(chosen, None, progress)[0]
 
 
-def _chosen(
-    path: Path, architecture: str | None, names: Iterable[str]
-) -> list[tuple[Member, Found]]:
+_Chosen = Sequence[tuple[Member, FoundKernel]]
+
+
+def _chosen(path: Path, architecture: str | None, names: Iterable[str], member: str) -> _Chosen:
     try:
         capability = None if architecture is None else capability_of(architecture)
     except ValueError as error:
@@ -90,23 +125,30 @@ def _chosen(
     there = _kernels_of(cubins_of(path, capability)) or _kernels_of(cubins_of(path))
     if not there:
         raise SassError(f"{path} holds device code, but no kernel")
-    wanted = set(choose(str(path), [found for _, found in there], architecture, names))
-    return [(member, found) for member, found in there if found in wanted]
+    if member:
+        known = list(dict.fromkeys(kernel.member for _, kernel in there))
+        members = members_named(str(path), known, member)
+        there = [pair for pair in there if pair[1].member in members]
+    wanted = set(choose(str(path), [k.found for _, k in there], architecture, names))
+    return [(cubin, kernel) for cubin, kernel in there if kernel.found in wanted]
 
 
-def _kernels_of(members: Iterable[Member]) -> list[tuple[Member, Found]]:
+def _kernels_of(members: Iterable[Member]) -> _Chosen:
     return [
-        (member, (cubin.architecture, kernel.symbol))
+        (
+            member,
+            FoundKernel(cubin.architecture, kernel.symbol, member.name, kernel.is_function),
+        )
         for member, cubin in read_cubins(members)
         for kernel in cubin.kernels
     ]
 
 
-def _requests(chosen: Sequence[tuple[Member, Found]]) -> list[Request]:
+def _requests(chosen: _Chosen) -> list[Request]:
     """Cubins are read again: those of a large file that are not wanted take no memory."""
     symbols: dict[Member, set[str]] = {}
-    for member, (_, symbol) in chosen:
-        symbols.setdefault(member, set()).add(symbol)
+    for member, kernel in chosen:
+        symbols.setdefault(member, set()).add(kernel.symbol)
     return [
         Request(member, cubin, kernel)
         for member, wanted in symbols.items()
@@ -117,7 +159,7 @@ def _requests(chosen: Sequence[tuple[Member, Found]]) -> list[Request]:
 
 
 def _load(
-    chosen: Sequence[tuple[Member, Found]],
+    chosen: _Chosen,
     cache: DisassemblyCache | None,
     progress: Progress | None,
 ) -> list[Kernel]:
@@ -221,6 +263,7 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
         blocks=blocks,
         loops=loops,
         ptx=cubin.ptx,
+        is_function=kernel.is_function,
     )
 
 

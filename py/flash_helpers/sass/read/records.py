@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_helpers.gpu import capability_of
+from flash_helpers.sass.read.symbols import plain_name
 
 INSTRUCTION_BYTES = 16  # sm_70 and later
 
@@ -180,11 +181,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel compiled for one architecture.
+    """One kernel, or a device function that has code of its own, compiled for one architecture.
 
     symbol: as the object file has it. architecture: such as "sm_90". origin: the file it was read
     from, and the member of it. ptx: the text that `Instruction.ptx_line` counts in; None if the
-    cubin does not hold it.
+    cubin does not hold it. is_function: kernels call it, and nobody launches it.
     """
 
     symbol: str
@@ -196,6 +197,12 @@ class Kernel:
     blocks: tuple[Block, ...]
     loops: tuple[Loop, ...]
     ptx: str | None
+    is_function: bool = False
+
+    @property
+    def name(self) -> str:
+        """The symbol as its author wrote it, for a person."""
+        return plain_name(self.symbol)
 
     @property
     def capability(self) -> int:

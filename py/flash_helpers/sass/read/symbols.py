@@ -8,7 +8,7 @@ import re
 _MANGLED = re.compile(r"\b_Z\w+")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 14)  # a library may have a hundred thousand, each a kilobyte
 def demangled(symbol: str) -> str:
     """The name in C++ of a symbol, with its arguments; of anything else, the symbol.
 
@@ -20,6 +20,11 @@ def demangled(symbol: str) -> str:
         return cxxfilt.demangle(symbol)
     except cxxfilt.InvalidName:
         return symbol
+
+
+def plain_name(symbol: str) -> str:
+    """The name in C++ of a symbol, for a person: without what a terminal would not print."""
+    return "".join(c if c.isprintable() else "?" for c in demangled(symbol))
 
 
 def with_demangled_symbols(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from flash_helpers.console.tables import Table
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.diff import ALIKE, MEANING, Change, KernelDiff, Likeness, Tally
+from flash_helpers.sass.read.symbols import with_demangled_symbols
 
 _HEADER = ("", *(name.replace("_", "\n") for name in Tally._fields))
 _NO_ADDRESS = " " * 4
@@ -65,7 +66,7 @@ def _address(change: Change, after: bool) -> str:
 def change_line(change: Change) -> str:
     """One line: mark, address before, address after, text."""
     before, after = change.before, change.after
-    text = change.side.instruction.text
+    text = with_demangled_symbols(change.side.instruction.text)
     mark = " "
     if change.likeness is Likeness.ADDED:
         mark = "+"
@@ -76,7 +77,7 @@ def change_line(change: Change) -> str:
             mark = ">"
         if change.likeness is Likeness.CHANGED:
             mark = "}" if change.moved else "~"
-            text += f"   (was {before.instruction.text})"
+            text += f"   (was {with_demangled_symbols(before.instruction.text)})"
         if before.phase != after.phase:
             text += f"   (from the {before.phase.value})"
     return f"{mark} {_address(change, False)} {_address(change, True)}  {text}"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.tables import known
-from flash_helpers.sass.read.choice import Found, choose
-from flash_helpers.sass.read.containers import members_of, ptx_of, read_cubins
+from flash_helpers.sass.read.choice import Found, choose, members_named
+from flash_helpers.sass.read.containers import Member, members_of, ptx_of, read_cubins
 from flash_helpers.sass.read.control import control_text
+from flash_helpers.sass.read.reader import FoundKernel
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Block,
@@ -36,7 +38,7 @@ def listing_text(kernel: Kernel, offsets: bool = True) -> str:
 
     The code is written as nvdisasm writes it, so that what reads its listings reads this one::
 
-        // kernel SYMBOL                                                     comments
+        // kernel NAME                                                       comments
         // origin, compiler, resources: "name value" joined by ", "
                 .target sm_90
                 .section        .text.SYMBOL,"ax",@progbits
@@ -76,7 +78,7 @@ def _header(kernel: Kernel) -> list[str]:
     resources = kernel.resources
     threads = "any" if resources.max_threads is None else str(resources.max_threads)
     return [
-        f"// kernel {kernel.symbol}",
+        f"// {'device function' if kernel.is_function else 'kernel'} {kernel.name}",
         f"// origin {kernel.origin}",
         f"// compiler {kernel.compiler} {kernel.compiler.options}".rstrip(),
         f"// registers {resources.registers}, static shared memory {resources.static_smem_bytes}, "
@@ -149,7 +151,7 @@ def graph_text(kernel: Kernel, offsets: bool = True) -> str:
     labels = _labels(kernel)
     lines = [
         f"digraph {_quoted(kernel.symbol)} {{",
-        f"    label={_quoted(f'{kernel.symbol} {kernel.architecture}')};",
+        f"    label={_quoted(f'{kernel.name} {kernel.architecture}')};",
         '    node [shape=box, fontname="monospace", fontsize=10];',
     ]
     lines += _loop_frames(kernel, labels, offsets, None, "    ")
@@ -198,27 +200,34 @@ def _quoted(*lines: str, end: str = "") -> str:
 ReadableName = Callable[[str], str]  # of a symbol
 
 
-def kernel_list_text(kernels: Iterable[Found], name: ReadableName = str) -> str:
-    """A line for each (architecture, symbol): the two, and another name of the symbol, if it has
-    one."""
+def kernel_list_text(kernels: Sequence[FoundKernel], name: ReadableName = str) -> str:
+    """A line each: architecture, symbol, another name of it if it has one, whether it is a device
+    function, and of those that are in the file several times, the member."""
+    times = Counter(kernel.found for kernel in kernels)
     rows = []
-    for architecture, symbol in kernels:
-        others = [name(symbol)] if name(symbol) != symbol else []
-        rows.append(" ".join([f"{architecture:<7}", symbol, *others]))
+    for kernel in kernels:
+        row = [f"{kernel.architecture:<7}", kernel.symbol]
+        if (other := name(kernel.symbol)) != kernel.symbol:
+            row.append(other)
+        if kernel.is_function:
+            row.append("(device function)")
+        if times[kernel.found] > 1:
+            row.append(f"@{kernel.member}")
+        rows.append(" ".join(row))
     return "\n".join(rows) + "\n"
 
 
 def file_names(kernels: Iterable[Found], suffix: str, name: ReadableName = str) -> list[str]:
     """A file name for each (architecture, symbol), all different."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for architecture, symbol in kernels:
         stem = re.sub(r"[^\w.$-]", "_", name(symbol))
         if len(stem) > _LONGEST_NAME:
             stem = f"{stem[:_LONGEST_NAME]}_{hashlib.sha256(symbol.encode()).hexdigest()[:8]}"
         stem = f"{stem}.{architecture}"
         copies = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
-        names.append(next(n for c in copies if (n := f"{stem}{c}{suffix}") not in names))
-    return names
+        names[next(n for c in copies if (n := f"{stem}{c}{suffix}") not in names)] = None
+    return list(names)
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> str:
@@ -245,26 +254,32 @@ class PtxText:
     symbols: Sequence[str]
 
 
-def ptx_texts(path: Path, architecture: str | None, names: Iterable[str]) -> list[PtxText]:
+def ptx_texts(
+    path: Path, architecture: str | None, names: Iterable[str], member: str = ""
+) -> list[PtxText]:
     """The PTX in a file: that which -lineinfo put into its cubins, else its PTX members.
 
-    architecture, names: as for `reader.load_kernels`. Raises SassError if there is none.
+    architecture, names, member: as for `reader.load_kernels`. Raises SassError if there is none.
     """
-    modules = _embedded(path)
+    there = members_of(path)
+    if member:
+        named = members_named(str(path), [m.name for m in there], member)
+        there = [m for m in there if m.name in named]
+    modules = _embedded(there)
     if not modules or architecture not in (None, *(module.architecture for module in modules)):
-        modules = _members(path) or modules
+        modules = _members(there) or modules
     if not modules:
         raise SassError(
             f"{path} holds no PTX: compile with -lineinfo, which embeds it in the cubin, or for a "
             "virtual architecture, code=compute_90"
         )
-    there = [(module.architecture, symbol) for module in modules for symbol in module.symbols]
-    wanted = set(choose(str(path), there, architecture, names))
+    found = [(module.architecture, symbol) for module in modules for symbol in module.symbols]
+    wanted = set(choose(str(path), found, architecture, names))
     return [m for m in modules if any((m.architecture, symbol) in wanted for symbol in m.symbols)]
 
 
-def _embedded(path: Path) -> list[PtxText]:
-    cubins = [cubin for _, cubin in read_cubins(members_of(path))]
+def _embedded(members: Iterable[Member]) -> list[PtxText]:
+    cubins = [cubin for _, cubin in read_cubins(members)]
     return [
         PtxText(symbols[0], cubin.architecture, cubin.ptx, symbols)
         for cubin in cubins
@@ -272,9 +287,9 @@ def _embedded(path: Path) -> list[PtxText]:
     ]
 
 
-def _members(path: Path) -> list[PtxText]:
+def _members(members: Iterable[Member]) -> list[PtxText]:
     found = []
-    for name, text in ptx_of(path).items():
+    for name, text in ptx_of(members).items():
         match = _TARGET.search(text)
         target = match[1] if match else ""
         name = name.removesuffix(f".{target}.ptx")

@@ -18,7 +18,15 @@ from flash_helpers.console.progress import Progress, progress_bar
 from flash_helpers.console.tables import Table, csv_text, json_text
 from flash_helpers.sass.analyse.counts import WORK, Bucket, buckets
 from flash_helpers.sass.read import reader
-from flash_helpers.sass.read.choice import Found, choose, require_one, require_one_architecture
+from flash_helpers.sass.read.choice import (
+    NAMED_SO,
+    Found,
+    KernelPath,
+    choose,
+    require_one,
+    require_one_architecture,
+    require_one_member,
+)
 from flash_helpers.sass.read.listing import (
     COUNT_COLUMNS,
     counts_in_text,
@@ -89,24 +97,32 @@ def load_counts(
     path: Path,
     function: str | None = None,
     architecture: str | None = None,
+    member: str = "",
     *,
     progress: Progress | None = None,
 ) -> OpcodeCounts:
     """Count what a file holds: a listing, a file of counts, or machine code.
 
-    function: which one, as `choice.matching` takes it; None takes all, together. architecture: such
-    as "sm_90"; needed where the file holds several. progress: as for `reader.load_kernels`.
+    function: which one, as `choice.matching` takes it; "" or None takes all, together.
+    architecture: such as "sm_90"; needed where the file holds several. member, progress: as for
+    `reader.load_kernels`.
 
     Raises OSError if the file cannot be read, and SassError for what is none of these, and for a
-    function or an architecture that is not in it.
+    function, an architecture or a member that is not in it.
     """
     data = path.read_bytes()  # once: a pipe cannot be read again
     if is_binary(data):
-        chosen = _choose(path, reader.list_kernels(path), function, architecture)
+        there = reader.find_kernels(path, member=member)
+        chosen = _choose(path, [kernel.found for kernel in there], function, architecture)
+        if function:
+            members = [kernel.member for kernel in there if kernel.found in chosen]
+            require_one_member(str(path), chosen[0][1], members)
         symbols = {symbol for _, symbol in chosen}
-        kernels = reader.load_kernels(path, chosen[0][0], symbols, progress=progress)
+        kernels = reader.load_kernels(path, chosen[0][0], symbols, member, progress=progress)
         compilers = sorted({str(kernel.compiler) for kernel in kernels})
         return count_functions((k.instructions for k in kernels), " and ".join(compilers))
+    if member:
+        raise SassError(f"{path} is a text, which has no member {member!r}")
     text = decode(data, str(path))
     if is_counts(text):
         return _counted(path, text, function, architecture)
@@ -175,8 +191,8 @@ does not show all padding.
 EXAMPLES = """\
 examples:
   one kernel of the library:
-    tools/analysis/count_sass_instructions.sh flash_attention/libflash_attention.so \\
-        --arch sm_90 --function v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0
+    tools/analysis/count_sass_instructions.sh --arch sm_90 \\
+        flash_attention/libflash_attention.so#v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0
   a listing, by opcode without modifiers:
     tools/analysis/count_sass_instructions.sh kernel.sass --base
   counts to compare later:
@@ -191,7 +207,9 @@ exit status: 0 counted, 2 wrong usage, or a file that cannot be counted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES, prog="count_sass_instructions.sh")
-    parser.add_argument("file", metavar="FILE", help="- is standard input")
+    parser.add_argument(
+        "file", metavar="FILE", type=KernelPath.parse, help=f"- is standard input; {NAMED_SO}"
+    )
     add_choice_arguments(parser)
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--csv", action="store_true", help="CSV on stdout")
@@ -204,8 +222,7 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--function",
         metavar="NAME",
-        help="its symbol, a name in it, such as a config's short form, or a part of it (default: "
-        "all, together)",
+        help="another way to give the NAME (default: all, together)",
     )
     parser.add_argument("--arch", metavar="sm_NN", help="needed where a file holds several")
     parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")
@@ -213,9 +230,11 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
 
 def count(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises SassError and OSError."""
-    path = Path("/dev/stdin" if arguments.file == "-" else arguments.file)
+    where = arguments.file
+    path = Path("/dev/stdin") if str(where.path) == "-" else where.path
+    function = where.name or arguments.function
     with progress_bar("reading") as progress:
-        counts = load_counts(path, arguments.function, arguments.arch, progress=progress)
+        counts = load_counts(path, function, arguments.arch, where.member, progress=progress)
     if arguments.base:
         counts = counts.base()
     if arguments.csv:

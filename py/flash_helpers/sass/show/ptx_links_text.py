@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flash_helpers.console.tables import Table
 from flash_helpers.sass.analyse.ptx_links import KernelPtx, depends_on, fan_out, sass_by_ptx_line
 from flash_helpers.sass.read.records import Instruction, Kernel
+from flash_helpers.sass.read.symbols import with_demangled_symbols
 
 _MOST_MADE = 4  # SASS opcodes in a row of the fan-out
 
@@ -25,7 +26,8 @@ def _ptx_text(ptx: KernelPtx, line: int, shape: LinkFormat) -> str:
 
 
 def _sass_text(instruction: Instruction, shape: LinkFormat) -> str:
-    return f"{instruction.address:#06x}  {instruction.text}" if shape.numbers else instruction.text
+    text = with_demangled_symbols(instruction.text)
+    return f"{instruction.address:#06x}  {text}" if shape.numbers else text
 
 
 def slice_text(kernel: Kernel, ptx: KernelPtx, line: int, depth: int, shape: LinkFormat) -> str:

@@ -29,6 +29,7 @@ from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_c
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
+from flash_helpers.sass.read.symbols import with_demangled_symbols
 from flash_helpers.sass.show.matrix_tables import counts_as_dict
 
 _LONGEST_STALLS = 5
@@ -407,5 +408,5 @@ def _listing(report: KernelReport, source: SourceText | None) -> Iterator[str]:
         cost = "" if instruction.cost is None else f"{instruction.cost:g}"
         yield (
             f"{instruction.address:#06x}  {live:>5}  {control_text(instruction.control)}  "
-            f"{instruction.pipe:<8}  {cost:>9}  {instruction.text}"
+            f"{instruction.pipe:<8}  {cost:>9}  {with_demangled_symbols(instruction.text)}"
         )
