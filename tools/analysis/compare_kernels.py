@@ -16,7 +16,7 @@ from typing import Any
 from flash_helpers.console.command_line import make_parser, output_file, print_text, run_tool
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import progress_bar
-from flash_helpers.console.tables import json_text
+from flash_helpers.console.tables import escaped_markdown, fenced, json_text
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.machine_code import (
@@ -177,7 +177,10 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
         return json_text({"seq_len": arguments.seq, **matrix_json(matrix), "diffs": diffs_by_title})
     if arguments.markdown:
         parts = [matrix_markdown(matrix)]
-        parts += [f"**{title}**\n\n```diff\n{text.rstrip()}\n```" for title, text, _ in found]
+        parts += [
+            f"**{escaped_markdown(title)}**\n\n{fenced(text.rstrip(), 'diff')}"
+            for title, text, _ in found
+        ]
     else:
         parts = [matrix_text(matrix)]
         parts += [f"{title}\n{'=' * len(title)}\n{text.rstrip()}" for title, text, _ in found]

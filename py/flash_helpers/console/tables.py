@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from tabulate import tabulate
 
 DASH = "-"  # where there is no number
 
+# what Markdown takes for its own; an underscore within a word is none
+_ACTIVE = re.compile(r"[\\`*<>&\[\]#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 _ALIGNMENT = {"l": "left", "r": "right"}
 
 
@@ -42,17 +45,41 @@ class Table:
         )
         return f"{self.title}\n{table}" if self.title else table
 
-    def markdown(self) -> str:
-        """For a page, below its title in bold if it has one."""
+    def markdown(self, plain: bool = False) -> str:
+        """For a page, below its title in bold if it has one. plain: cells and title are no
+        Markdown, such as names from files."""
         marks = [":--" if letter == "l" else "--:" for letter in self._letters]
-        cells = ([_markdown_cell(cell) for cell in row] for row in self.rows)
+        shown = escaped_markdown if plain else str
+        cells = ([_markdown_cell(shown(cell)) for cell in row] for row in self.rows)
         rows = ([_markdown_cell(cell) for cell in self.header], marks, *cells)
         lines = [f"| {' | '.join(row)} |" for row in rows]
-        return "\n".join([f"**{self.title}**\n", *lines] if self.title else lines)
+        return "\n".join([f"**{shown(self.title)}**\n", *lines] if self.title else lines)
 
 
 def _markdown_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def escaped_markdown(text: str) -> str:
+    """Markdown that reads as a text does."""
+    return _ACTIVE.sub(r"\\\g<0>", text)
+
+
+def code_span(text: str) -> str:
+    """A line of code in Markdown, whatever stands in it."""
+    marks = _more_backticks(text, 1)
+    return f"{marks}{text}{marks}" if marks == "`" else f"{marks} {text} {marks}"
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of Markdown that shows a text as it is, whatever stands in it."""
+    fence = _more_backticks(text, 3)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _more_backticks(text: str, least: int) -> str:
+    """More than stand side by side in a text."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -116,7 +116,7 @@ def comparison_as_text(
     ]
     table = Table(COMPARISON_COLUMNS, rows)
     if markdown:
-        return "\n\n".join([table.markdown(), *lines])
+        return "\n\n".join([table.markdown(plain=True), *lines])
     return "\n\n".join([table.text(), "\n".join(lines)])
 
 

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flash_helpers.console.tables import DASH, Table, known, number, percent, records_csv
+from flash_helpers.console.tables import (
+    DASH,
+    Table,
+    escaped_markdown,
+    known,
+    number,
+    percent,
+    records_csv,
+)
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
@@ -182,8 +190,9 @@ def matrix_text(matrix: Matrix) -> str:
 
 def matrix_markdown(matrix: Matrix) -> str:
     """The same tables in Markdown."""
-    tables = [table.markdown() for table in _tables(matrix)]
-    return "\n\n".join(["  \n".join(heading(matrix)), *tables, *footnotes(matrix)])
+    tables = [table.markdown(plain=True) for table in _tables(matrix)]
+    lines = map(escaped_markdown, heading(matrix))
+    return "\n\n".join(["  \n".join(lines), *tables, *map(escaped_markdown, footnotes(matrix))])
 
 
 def facts_as_dict(facts: KernelFacts) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.console.tables import DASH, Table, percent
+from flash_helpers.console.tables import DASH, Table, code_span, escaped_markdown, fenced, percent
 from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import (
     ISSUE,
@@ -60,23 +60,26 @@ def report_text(report: KernelReport, source: SourceText | None = None) -> str:
     """The report for a terminal. source: print the CUDA lines above what they became."""
     parts = [_headline(report)]
     for title, body in _sections(report, source):
-        parts += ["", title, "-" * len(title), _body_text(body, Table.text)]
+        text = body.text() if isinstance(body, Table) else body
+        if not isinstance(text, str):
+            text = "\n".join(f"- {sentence}" for sentence in text)
+        parts += ["", title, "-" * len(title), text]
     return "\n".join(parts)
 
 
 def report_markdown(report: KernelReport, source: SourceText | None = None) -> str:
     """The report as Markdown. source: as for `report_text`."""
-    parts = [f"# `{report.facts.name}`", "", _headline(report)]
+    lines = map(escaped_markdown, _headline(report).split("\n"))
+    parts = [f"# {code_span(report.facts.name)}", "", "  \n".join(lines)]
     for title, body in _sections(report, source):
-        text = _body_text(body, Table.markdown)
-        parts += ["", f"## {title}", "", f"```\n{text}\n```" if isinstance(body, str) else text]
+        parts += ["", f"## {title}", ""]
+        if isinstance(body, str):
+            parts.append(fenced(body))
+        elif isinstance(body, Table):
+            parts.append(body.markdown(plain=True))
+        else:
+            parts += [f"- {escaped_markdown(sentence)}" for sentence in body]
     return "\n".join(parts)
-
-
-def _body_text(body: _Body, table_text: Callable[[Table], str]) -> str:
-    if isinstance(body, Table):
-        return table_text(body)
-    return body if isinstance(body, str) else "\n".join(f"- {sentence}" for sentence in body)
 
 
 def report_json(report: KernelReport) -> dict[str, Any]:

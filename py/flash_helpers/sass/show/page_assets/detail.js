@@ -76,7 +76,7 @@ function describe(name, key) {
     parts.push(`<code>${escaped(data.files[number])}:${line}</code>`);
     parts.push(changeText(name, key));
     const list = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 12);
-    parts.push(all.length ? `${all.length} SASS instructions: ${list.map(([o, c]) => `${c} ${o}`).join(", ")}`
+    parts.push(all.length ? `${all.length} SASS instructions: ${list.map(([o, c]) => `${c} ${escaped(o)}`).join(", ")}`
       : "no SASS instruction names this line");
   }
   byId("detail").innerHTML = parts.filter(Boolean).join(" &nbsp; ");
