@@ -20,6 +20,9 @@ WINDOWS: Mapping[str, int] = {
 """Generic address of the first byte of a block's shared memory, of a thread's local memory, and of
 the kernel's parameters."""
 WINDOW_SIZE = 1 << 32
+RANK_SHIFT = 24
+"""Of a shared address: the bits from here on are the rank of a block of the cluster, and one, in
+what `mapa` gives (PTX ISA 9.0, "mapa"), and zero in an address of the thread's own block."""
 
 Selection = slice | np.ndarray
 ALL = slice(None)

@@ -31,7 +31,7 @@ from flash_helpers.ptx.errors import (
     Site,
 )
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.memory import Region, Selection
+from flash_helpers.ptx.run.memory import RANK_SHIFT, Region, Selection
 from flash_helpers.ptx.run.order import WEAK, Knowledge, Order, Strength
 
 # A code says when and where: time above, the instruction's position below.
@@ -78,8 +78,42 @@ class SharedMemory(Region):
         self._agent_reads: dict[int, np.ndarray] = {}
         self._views: dict[int, _Views] = {}
 
+    # -- addresses ---------------------------------------------------------------------------------
+
+    def resolve(self, addresses: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where shared::cluster addresses (n,) of lanes of the batch are: the blocks of the batch,
+        and the addresses in these. Of an address whose rank no block of the cluster has, the block
+        is -1."""
+        own, size = self.geometry.block_of(lanes), self.geometry.cluster
+        rank = (addresses >> RANK_SHIFT) - 1
+        blocks = np.where(rank < 0, own, np.where(rank < size, own - own % size + rank, -1))
+        return blocks, np.where(rank < 0, addresses, addresses & ((1 << RANK_SHIFT) - 1))
+
+    def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """For each address, whether `size` bytes from it are inside a block of the cluster."""
+        blocks, at = self.resolve(addresses, np.zeros(1, np.int64))
+        return (blocks >= 0) & (at >= 0) & (at + size <= self.size)
+
+    def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
+        """Where in `words` the selected lanes' addresses are, in bytes."""
+        if int(addresses.max(initial=0)) >> RANK_SHIFT:
+            blocks, at = self.resolve(addresses, self.lane_ids[selection])
+            return blocks * self.stride + at
+        return super().offsets(addresses, selection)
+
     def outside(self, address: int, size: int) -> str:
         """What is said of an access outside."""
+        rank, at = divmod(address, 1 << RANK_SHIFT)
+        if rank > self.geometry.cluster:
+            return (
+                f"{size} bytes of shared memory of another block, but the cluster has "
+                f"{self.geometry.cluster} of them, and mapa was not given the rank of one"
+            )
+        if rank > 0:
+            return (
+                f"{size} bytes at shared address {at} of the block of rank {rank - 1}, "
+                f"but a block has {self.size} bytes of shared memory"
+            )
         return (
             f"{size} bytes at shared address {address}, "
             f"but the block has {self.size} bytes of shared memory"
@@ -87,7 +121,10 @@ class SharedMemory(Region):
 
     def misaligned(self, address: int, size: int) -> str:
         """What is said of an access at an address that is not a multiple of its size."""
-        return f"{size} bytes at shared address {address}, which is not a multiple of {size}"
+        return (
+            f"{size} bytes at shared address {address % (1 << RANK_SHIFT)}, "
+            f"which is not a multiple of {size}"
+        )
 
     # -- the watcher -------------------------------------------------------------------------------
 
