@@ -20,6 +20,8 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_LOCAL_BYTES = 512 * 1024  # of a thread
 MAX_CONSTANT_BYTES = 64 * 1024  # of a module
 MAX_PARAMETER_BYTES = 32764  # of a kernel
+MAX_CLUSTER = 16  # blocks; from compute capability 9.0 on
+PORTABLE_CLUSTER = 8  # more need cudaFuncAttributeNonPortableClusterSizeAllowed
 
 # Of an SM, from 7.5 to 12.1.
 SUB_PARTITIONS = 4

@@ -5,10 +5,120 @@ import pytest
 from ptx_snippets import entry
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx import load_ptx
+from flash_helpers.ptx import DeviceMemory, LaunchError, MisalignedError, OutOfBoundsError, load_ptx
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import RANK_SHIFT
 from flash_helpers.ptx.run.shared import SharedMemory
+
+DECLARATIONS = """
+.shared .align 16 .b32 word[64];
+.reg .pred %p, %q;
+.reg .b32 %r<20>;
+.reg .b64 %rd<8>;
+"""
+# %r0: thread, %r1: rank, %r2: the next block's rank, %r3: the block, %r4: result, stored by END.
+START = """
+ld.param.u64 %rd0, [out];
+mov.u32 %r0, %tid.x;
+mov.u32 %r1, %cluster_ctarank;
+mov.u32 %r5, %cluster_nctarank;
+add.u32 %r2, %r1, 1;
+rem.u32 %r2, %r2, %r5;
+mov.u32 %r3, %ctaid.x;
+mov.u32 %r5, %ntid.x;
+mad.lo.u32 %r5, %r3, %r5, %r0;
+mad.wide.u32 %rd0, %r5, 4, %rd0;
+"""
+END = "\nst.global.u32 [%rd0], %r4;"
+
+
+def kernel(body, directives=""):
+    text = entry(body, ".param .u64 out", DECLARATIONS).replace("sm_80", "sm_90")
+    return load_ptx(text.replace(".param .u64 out)", f".param .u64 out)\n{directives}")).kernel("k")
+
+
+def launch(body, grid=4, block=32, cluster=4, directives="", **options):
+    """The run, and what every thread had in %r4: (blocks, threads)."""
+    memory, blocks = DeviceMemory(), int(np.prod(grid))
+    out = memory.upload(np.zeros(blocks * block, np.uint32))
+    k = kernel(START + body + END, directives)
+    run = k.launch(grid, block, args=[out], memory=memory, cluster=cluster, **options)
+    return run, memory.download(out, (blocks, block), np.uint32)
+
+
+class TestLaunch:
+    def test_a_grid_that_is_no_multiple(self):
+        with pytest.raises(
+            LaunchError, match=r"grid of \(6, 1, 1\) is no multiple .* \(4, 1, 1\).* to \(8, 1, 1\)"
+        ):
+            launch("", grid=6)
+
+    def test_more_blocks_than_a_cluster_has(self):
+        with pytest.raises(LaunchError, match="has 32 blocks: the limit is 8, or 16 with cudaFunc"):
+            launch("", grid=32, cluster=32)
+        assert launch("", grid=16, cluster=(16, 1))[0].n_blocks == 16
+
+    def test_a_target_without(self):
+        with pytest.raises(LaunchError, match="sm_80 has none, sm_90 is the first"):
+            launch("", target="sm_80")
+
+    def test_what_the_kernel_is_compiled_for(self):
+        required = ".explicitcluster\n.reqnctapercluster 2, 1, 1"
+        body = "mov.u32 %r4, %cluster_nctarank;"
+        assert (launch(body, cluster=None, directives=required)[1] == 2).all()
+        assert (launch(body, cluster=(2, 1, 1), directives=required)[1] == 2).all()
+        with pytest.raises(LaunchError, match=r"\(4, 1, 1\), but k is compiled for \(2, 1, 1\)"):
+            launch(body, directives=required)
+        with pytest.raises(LaunchError, match="must be launched with clusters: give cluster"):
+            launch(body, cluster=None, directives=".explicitcluster")
+        with pytest.raises(LaunchError, match="has 4 blocks, but k is compiled for at most 2"):
+            launch(body, directives=".maxclusterrank 2")
+        with pytest.raises(LaunchError, match="counts its grid in clusters"):
+            launch(body, directives=".reqnctapercluster 2\n.blocksareclusters")
+
+
+class TestSpecialRegisters:
+    GRID, CLUSTER = (4, 6, 2), (2, 3, 1)
+
+    def values(self, register, grid=GRID, cluster=CLUSTER):
+        """By z, y and x of the block."""
+        body = f"""
+        mov.u32 %r6, %ctaid.y;
+        mov.u32 %r7, %ctaid.z;
+        mad.lo.u32 %r6, %r7, {grid[1]}, %r6;
+        mad.lo.u32 %r6, %r6, {grid[0]}, %r3;
+        ld.param.u64 %rd0, [out];
+        mad.lo.u32 %r6, %r6, 32, %r0;
+        mad.wide.u32 %rd0, %r6, 4, %rd0;
+        mov.u32 %r4, {register};
+        """
+        return launch(body, grid, cluster=cluster)[1][:, 0].reshape(grid[::-1])
+
+    def test_of_blocks_in_a_cluster(self):
+        z, y, x = np.indices(self.GRID[::-1])
+        assert (self.values("%cluster_ctaid.x") == x % 2).all()
+        assert (self.values("%cluster_ctaid.y") == y % 3).all()
+        assert (self.values("%cluster_ctarank") == y % 3 * 2 + x % 2).all()
+        assert (self.values("%clusterid.x") == x // 2).all()
+        assert (self.values("%clusterid.y") == y // 3).all()
+        assert (self.values("%clusterid.z") == z).all()
+
+    def test_of_the_cluster(self):
+        found = {
+            name: np.unique(self.values(name)).tolist()
+            for name in ("%cluster_nctaid.y", "%cluster_nctarank", "%nclusterid.x", "%nclusterid.y")
+        }
+        assert list(found.values()) == [[3], [6], [2], [2]]
+
+    def test_without_clusters_a_block_is_its_own(self):
+        ids = self.values("%clusterid.y", cluster=None)
+        assert (ids == np.arange(6)[None, :, None]).all()
+        assert (self.values("%cluster_nctarank", cluster=None) == 1).all()
+
+    def test_whether_there_are_any(self):
+        body = "mov.pred %p, %is_explicit_cluster;\nselp.u32 %r4, 1, 0, %p;"
+        assert launch(body)[1].all() and launch(body, cluster=1)[1].all()
+        assert not launch(body, cluster=None)[1].any()
 
 
 class TestAddresses:
@@ -38,3 +148,91 @@ class TestAddresses:
         addresses = np.array([0, -4, 508, 512, tag, 3 * tag + 508, 3 * tag + 512, 4 * tag])
         inside = shared.inside(addresses, 4)
         assert inside.tolist() == [True, False, True, False, True, True, False, False]
+
+    @pytest.mark.parametrize("width", ["u32", "u64"])
+    def test_of_mapa_and_getctarank(self, width):
+        register = {"u32": "%r8", "u64": "%rd1"}[width]
+        body = f"""
+        mapa.shared::cluster.{width} {register}, word + 4, %r2;
+        getctarank.shared::cluster.{width} %r4, {register};
+        """
+        assert (launch(body)[1].T == [1, 2, 3, 0]).all()
+        own = f"mov.{width} {register}, word;\ngetctarank.shared::cluster.{width} %r4, {register};"
+        assert (launch(own)[1].T == [0, 1, 2, 3]).all()
+
+    def test_of_mapa_are_mapped_on(self):
+        body = """
+        mapa.shared::cluster.u32 %r8, word, %r2;
+        mapa.shared::cluster.u32 %r9, %r8, 3;
+        getctarank.shared::cluster.u32 %r4, %r9;
+        """
+        assert (launch(body)[1] == 3).all()
+
+    GENERIC = """
+    mov.u64 %rd1, word;
+    cvta.shared.u64 %rd1, %rd1;
+    mapa.u64 %rd2, %rd1, %r2;
+    """
+
+    def test_in_the_generic_window(self):
+        body = """
+        getctarank.u64 %r4, %rd2;
+        getctarank.u64 %r5, %rd1;
+        mad.lo.u32 %r4, %r4, 10, %r5;
+        """
+        assert (launch(self.GENERIC + body)[1].T == [10, 21, 32, 3]).all()
+
+    def test_between_generic_and_shared(self):
+        body = """
+        cvta.to.shared::cluster.u64 %rd3, %rd2;
+        mapa.shared::cluster.u64 %rd4, word, %r2;
+        sub.u64 %rd3, %rd3, %rd4;
+        cvta.shared::cluster.u64 %rd4, %rd4;
+        sub.u64 %rd4, %rd4, %rd2;
+        or.b64 %rd4, %rd4, %rd3;
+        cvt.u32.u64 %r4, %rd4;
+        """
+        assert not launch(self.GENERIC + body)[1].any()
+
+    @pytest.mark.parametrize(
+        ("space", "found"), [("shared::cluster", 0b1111), ("shared", 0b0111), ("global", 0b0000)]
+    )
+    def test_isspacep(self, space, found):
+        """Of the own block by three names, and of the next one."""
+        body = """
+        mapa.u64 %rd3, %rd1, %r1;
+        add.u64 %rd4, %rd1, 128;
+        mov.u32 %r4, 0;
+        """
+        for bit, register in enumerate(("%rd1", "%rd3", "%rd4", "%rd2")):
+            body += f"isspacep.{space} %p, {register};\n@%p or.b32 %r4, %r4, {1 << bit};\n"
+        assert (launch(self.GENERIC + body)[1] == found).all()
+
+    def test_of_a_rank_that_no_block_has_may_not_be_used(self):
+        body = "mapa.shared::cluster.u32 %r8, word, {};\n"
+        assert launch(body.format(9))[0].n_blocks == 4
+        for rank in (4, 300, -1):
+            with pytest.raises(OutOfBoundsError, match="another block, but the cluster has 4"):
+                launch(body.format(rank) + "ld.shared::cluster.u32 %r4, [%r8];")
+
+    def test_past_the_end_of_another_block(self):
+        body = "mapa.shared::cluster.u32 %r8, word, %r2;\nst.shared::cluster.u32 [%r8+{}], 1;"
+        with pytest.raises(OutOfBoundsError, match="4 bytes at shared address 256 of the block of"):
+            launch(body.format(256))
+        with pytest.raises(MisalignedError, match="4 bytes at shared address 6, which"):
+            launch(body.format(6))
+
+    @pytest.mark.parametrize(
+        "access",
+        [
+            "ld.shared.u32 %r10, [%r8];",
+            "st.shared::cta.u32 [%r8], 1;",
+            "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r8];",
+            "ld.param.u64 %rd1, [out];\n"
+            "cp.async.ca.shared.global [%r8], [%rd1], 4;\ncp.async.wait_all;",
+        ],
+    )
+    def test_of_other_blocks_are_not_for_every_access(self, access):
+        launch(f"mapa.shared::cluster.u32 %r8, word, %r1;\n{access}")
+        with pytest.raises(OutOfBoundsError, match="shared address 0 of the block of rank 1, and"):
+            launch(f"mapa.shared::cluster.u32 %r8, word, %r2;\n{access}")

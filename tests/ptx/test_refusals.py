@@ -48,12 +48,9 @@ NAMES = {
         "tcgen05.mma.cta_group::1.kind::f16 [%a], %x, %y, %b, %p;",
     ],
     "multicast addresses": ["multimem.ld_reduce.relaxed.gpu.global.add.f32 %a, [%x];"],
-    "thread-block clusters": [
-        "mapa.shared::cluster.u32 %a, %b, 0;",
-        "getctarank.shared::cluster.u32 %a, %b;",
-        "barrier.cluster.arrive.aligned;",
-        "ld.shared::cluster.u32 %a, [%b];",
-        "isspacep.shared::cluster %p, %x;",
+    "cluster launch control": [
+        "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 "
+        "[s], [%x];",
     ],
     "sparse matrices": [
         "mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "

@@ -19,6 +19,7 @@ from flash_helpers.ptx.run.forms import HALVES, MEMORY, OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory import (
     ALL,
+    RANK_SHIFT,
     WINDOW_SIZE,
     WINDOWS,
     DeviceMemory,
@@ -31,6 +32,8 @@ from flash_helpers.ptx.run.order import Strength
 from flash_helpers.ptx.run.rounding import on_registers
 
 SPACES = ("shared", "global", "local", "param", "const")
+SHARED_CLUSTER = "shared::cluster"
+"""Shared memory of all blocks of the cluster; `shared` is that of the own block alone."""
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release"})
 """Accesses with one of these do not race with their like (PTX ISA 9.0, "Morally Strong")."""
 
@@ -40,7 +43,7 @@ Located = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 def space_of(instruction: Instruction) -> str:
     """The state space that an instruction names, "generic" if none."""
-    return instruction.first(SPACES) or "generic"
+    return "shared" if instruction.has(SHARED_CLUSTER) else instruction.first(SPACES) or "generic"
 
 
 def vector_length(instruction: Instruction) -> int:
@@ -99,6 +102,7 @@ class Port:
         self.size = size
         self.shift = size.bit_length() - 1
         self.space = space_of(instruction)
+        self.reaches_others = instruction.has(SHARED_CLUSTER) or self.space == "generic"
         self.strength = _strength(instruction)
 
     def parts(
@@ -142,7 +146,7 @@ class Port:
             unwritten = machine.shared.note(
                 action, position, rows, size, lanes, value, self.strength
             )
-            machine.tally.shared_access(position, addresses, size, machine.counted(lanes))
+            addresses = self._count_shared(addresses, lanes)
         elif rows.size and space == "global":
             if machine.copies.pending and action not in ("read", "copy"):
                 self._check_sources(action, addresses, lanes)
@@ -152,6 +156,21 @@ class Port:
         if rows.size and (unwritten is not None or machine.poison.active):
             machine.poison.touch(action, position, space, addresses, rows, size, lanes, unwritten)
         return region.words(size), rows, good
+
+    def _count_shared(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
+        """Counts accesses to the own block's shared memory. Returns all addresses, without the
+        ranks of their blocks."""
+        machine = self.machine
+        if int(addresses.max()) >> RANK_SHIFT:
+            lanes = machine.lanes_of(selection)
+            own = ~machine.shared.is_remote(addresses, lanes)
+            addresses = machine.shared.resolve(addresses, lanes)[1]
+            if own.any():
+                machine.tally.shared_access(self.position, addresses[own], self.size, lanes[own])
+        else:
+            counted = machine.counted(selection)
+            machine.tally.shared_access(self.position, addresses, self.size, counted)
+        return addresses
 
     def read(
         self, space: str, addresses: np.ndarray, selection: Selection, action: str = "read"
@@ -196,6 +215,9 @@ class Port:
             return None
         inside, aligned = region.inside(addresses, size), addresses & (size - 1) == 0
         kind, bad, detail = OutOfBoundsError, np.flatnonzero(~inside), region.outside
+        if region is machine.shared and not self.reaches_others and not bad.size:
+            inside &= ~machine.shared.is_remote(addresses, machine.lanes_of(selection))
+            bad, detail = np.flatnonzero(~inside), machine.shared.beyond
         if not bad.size:
             kind, bad, detail = MisalignedError, np.flatnonzero(~aligned), region.misaligned
         if not bad.size:

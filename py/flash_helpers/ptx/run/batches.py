@@ -45,16 +45,19 @@ def run_batches(
     begin: Callable[[Sequence[Index]], Scheduler],
     memory: DeviceMemory,
     ended: Callable[[int], None],
+    cluster: int = 1,
 ) -> None:
     """Runs all blocks, in their order.
 
     A block may wait for a later one only if a GPU holds both at once. So where all threads that
     have begun wait for global memory to change, further blocks begin, until as many are resident
     as the GPU holds. per_batch: blocks that begin together. most: that are resident at once.
-    begin: makes what runs some blocks. ended: called with the number of blocks that have.
+    begin: makes what runs some blocks. ended: called with the number of blocks that have. cluster:
+    so many blocks in a row begin together, whatever the numbers above.
 
     Raises NotResidentError where those wait too, and blocks are left.
     """
+    per_batch = -(-per_batch // cluster) * cluster
     resident: list[Scheduler] = []
     left, patience = list(reversed(blocks)), _PATIENCE
     while resident or left:
@@ -77,10 +80,11 @@ def run_batches(
         # As many batches again, so that the waiting are not asked anew for each that begins.
         for _ in range(len(resident)):
             live = sum(scheduler.n_live_blocks for scheduler in resident)
-            if live >= most and not any(s.is_late for s in resident):
+            room = (most - live) // cluster * cluster
+            if room <= 0 and not any(s.is_late for s in resident):
                 raise _not_resident(resident[0], live, left[-1])
-            if left and live < most:
-                resident.append(begin(_take(left, min(per_batch, most - live))))
+            if left and room > 0:
+                resident.append(begin(_take(left, min(per_batch, room))))
         for scheduler in resident:
             scheduler.fairness = _FAIRNESS_OF_WAITING
 

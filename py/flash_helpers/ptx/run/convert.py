@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from flash_helpers.ptx.read.module import Instruction, Register, Vector
+from flash_helpers.ptx.read.module import Instruction, Register, Special, Vector
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, size_of
+from flash_helpers.ptx.run.access import SHARED_CLUSTER, space_of
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.forms import FLOATS, MEMORY, WORDS, Form
 from flash_helpers.ptx.run.machine import Alu, Machine
-from flash_helpers.ptx.run.memory import WINDOW_SIZE, WINDOWS
+from flash_helpers.ptx.run.memory import RANK_SHIFT, WINDOW_SIZE, WINDOWS
 from flash_helpers.ptx.run.rounding import (
     F32,
     INTEGER_ROUNDINGS,
@@ -208,25 +209,32 @@ def _part_type(machine: Machine, vector: Vector, type_name: str) -> str:
 
 def _cvta(machine: Machine, instruction: Instruction) -> Alu:
     """Between a state space and generic addresses; global addresses are generic already."""
-    offset = np.uint64(WINDOWS.get(instruction.first(WINDOWS), 0))
+    offset = np.uint64(WINDOWS.get(space_of(instruction), 0))
     function = np.subtract if instruction.has("to") else np.add
     return Alu.of(instruction, lambda a: function(a, offset), instruction.types[-1])
 
 
 def _isspacep(machine: Machine, instruction: Instruction) -> Alu:
-    space = machine.one_of((*WINDOWS, "global", "const"))
+    space = machine.one_of((*WINDOWS, SHARED_CLUSTER, "global", "const"))
+    target, address = instruction.operands
 
     def within(a: np.ndarray, window: str) -> np.ndarray:
         start = WINDOWS[window]
         return (a >= np.uint64(start)) & (a < np.uint64(start + WINDOW_SIZE))
 
-    def compute(a: np.ndarray) -> np.ndarray:
-        if space in WINDOWS:
+    def compute(a: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        if space in ("global", "const"):
+            is_global = ~np.any([within(a, window) for window in WINDOWS], axis=0)
+            return is_global & (space == "global")
+        if space in ("local", "param"):
             return within(a, space)
-        is_global = ~np.any([within(a, window) for window in WINDOWS], axis=0)
-        return is_global & (space == "global")
+        block = a.astype(np.int64) - WINDOWS["shared"] >> RANK_SHIFT
+        if space == SHARED_CLUSTER:
+            return (block >= 0) & (block <= machine.geometry.cluster)
+        return (block == 0) | (block == rank.astype(np.int64) + 1)
 
-    return Alu.of(instruction, compute, "pred", "u64")
+    sources = (address, "u64"), (Special("%cluster_ctarank"), "u32")
+    return Alu(((target, "pred"),), sources, compute)
 
 
 _NUMBERS = f"u8 s8 {WORDS} f16 bf16 f32 f64 tf32"

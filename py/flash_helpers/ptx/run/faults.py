@@ -65,8 +65,8 @@ class Geometry:
     """Which thread every lane of a batch is: lane = (warp * blocks + block) * 32 + lane of the
     warp, so that one warp of all blocks is a slice of the lanes.
 
-    blocks: `ctaid` of each, those of a cluster side by side. threads: of a block. cluster: blocks
-    of a cluster.
+    blocks: `ctaid` of each, those of a cluster side by side in the order of their ranks. threads:
+    of a block. cluster: blocks of a cluster.
     """
 
     blocks: tuple[tuple[int, int, int], ...]
@@ -119,10 +119,13 @@ class Geometry:
         """The cluster of each lane, numbered over the batch."""
         return self.block_of(lanes) // self.cluster
 
+    def rank_of(self, lanes: Lanes) -> Lanes:
+        """The rank of each lane's block in its cluster."""
+        return self.block_of(lanes) % self.cluster
+
     def place_of(self, lanes: Lanes) -> Lanes:
         """Each lane's number within its cluster: by the rank of its block, then by thread."""
-        rank = self.block_of(lanes) % self.cluster
-        return rank * self.lanes_per_block + self.thread_of(lanes)
+        return self.rank_of(lanes) * self.lanes_per_block + self.thread_of(lanes)
 
     def lane_of(self, block: Lanes, thread: Lanes) -> Lanes:
         """The lane that a thread of a block is; the inverse of `block_of` and `thread_of`."""

@@ -44,7 +44,8 @@ _MODIFIERS = frozenset(
     word
     for words in (
         # state spaces, memory
-        "const global local param shared to v2 v4 v8 weak volatile relaxed acquire release acq_rel "
+        "const global local param shared shared::cluster to v2 v4 v8 weak volatile relaxed "
+        "acquire release acq_rel "
         "cta cluster gpu sys nc ca cg cs lu cv wb wt noftz L1::evict_normal L1::evict_unchanged "
         "L1::evict_first L1::evict_last L1::no_allocate L2::evict_normal L2::evict_unchanged "
         "L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B L2::256B fractional range",
@@ -57,7 +58,7 @@ _MODIFIERS = frozenset(
         "finite infinite number notanumber normal subnormal "
         "hi lo wide cc clamp wrap l r shiftamt f4e b4e rc8 ecl ecr rc16 pack",
         # control, warps, matrices
-        "uni sync aligned warp arrive red popc up down bfly idx all any ballot "
+        "uni sync aligned warp arrive wait red popc up down bfly idx all any ballot "
         "m8n8 m8n8k4 m8n8k16 m8n8k32 m8n8k128 m16n8k4 m16n8k8 m16n8k16 m16n8k32 m16n8k64 m16n8k128 "
         "m16n8k256 m16n16k16 m32n8k16 m8n32k16 m16n16k8 row col x1 x2 x4 trans "
         "load store mma a b c d",
@@ -75,7 +76,7 @@ _NOT_SIMULATED: Mapping[str, str] = {
     "matrix products of a warp group": "wgmma",
     "tensor cores of the fifth generation": "tcgen05",
     "multicast addresses": "multimem",
-    "thread-block clusters": "mapa getctarank barrier.cluster clusterlaunchcontrol",
+    "cluster launch control": "clusterlaunchcontrol",
     "allocations on the stack": "alloca stacksave stackrestore",
     "video instructions": " ".join(
         f"v{operation}{width}"
@@ -86,7 +87,6 @@ _NOT_SIMULATED: Mapping[str, str] = {
 """What the simulator does not have, by what it is called: opcodes, or how they begin."""
 
 _NOT_SIMULATED_WITH: Mapping[str, str] = {
-    "shared::cluster": "thread-block clusters",
     "sp": "sparse matrices",
     "sp::ordered_metadata": "sparse matrices",
     "block_scale": "block-scaled matrices",

@@ -171,6 +171,7 @@ class Kernel:
         args: Sequence[Argument] = (),
         memory: DeviceMemory | None = None,
         *,
+        cluster: Sequence[int] | int | None = None,
         keep_going: bool = False,
         strict_barriers: bool = False,
         max_instructions: int = DEFAULT_MAX_INSTRUCTIONS,
@@ -185,7 +186,10 @@ class Kernel:
         grid: blocks in x, y and z. block: threads of a block in x, y and z. shared_bytes: dynamic
         shared memory of a block. args: one value for each parameter: a number, of Python or NumPy,
         or bytes for a structure passed by value. memory: the global memory that pointers among them
-        refer to. keep_going: collect faults in `Run.faults` rather than raise the first one.
+        refer to. cluster: blocks of a cluster in x, y and z, which divide those of the grid; None
+        for what the kernel is compiled for (`__cluster_dims__`), or no clusters. More than 8 are
+        run too, though a GPU wants cudaFuncAttributeNonPortableClusterSizeAllowed for them.
+        keep_going: collect faults in `Run.faults` rather than raise the first one.
         strict_barriers: a barrier that waits for the whole block is a fault if a thread has ended
         before it; from compute capability 7.0 on it waits for the others only.
         max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
@@ -209,22 +213,23 @@ class Kernel:
         threads = math.prod(block3)
         memory = DeviceMemory() if memory is None else memory
         self._check_launch(grid3, block3, shared_bytes, target)
+        cluster3 = self._cluster(cluster, grid3, target)
         launch = self._launch(grid3, block3, shared_bytes, args, memory, target)
-        launch = replace(launch, output=output)
+        launch = replace(launch, cluster=cluster3, output=output)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:
             tally, n_blocks = before.counters.tally, n_blocks + before.n_blocks
             log.go_on_with(before.faults)
-        x, y, z = map(range, grid3)
-        blocks = [(i, j, k) for k, j, i in itertools.product(z, y, x)]
+        blocks = _by_cluster(grid3, cluster3 or (1, 1, 1))
+        cluster_size = math.prod(cluster3 or ())
         n_batches = max(1, round(len(blocks) * _aligned(threads, gpu.WARP) / _BATCH_LANES))
         if launch.workspace:
             n_batches = 1
         done = 0
 
         def begin(some: tuple[tuple[int, int, int], ...]) -> Scheduler:
-            geometry = Geometry(some, threads)
+            geometry = Geometry(some, threads, cluster_size)
             machine = Machine(self.program, launch, geometry, memory, log, tally)
             return Scheduler(machine, max_instructions, observer, strict_barriers=strict_barriers)
 
@@ -242,6 +247,7 @@ class Kernel:
                 begin,
                 memory,
                 ended,
+                cluster_size,
             )
         return Run(self.name, n_blocks, Counters(tally), tuple(log.faults.values()))
 
@@ -286,6 +292,49 @@ class Kernel:
             size = _placed([v for v in self._variables if v.space == space])[1]
             if size > limit:
                 raise LaunchError(f"{size} bytes of {space} memory {owner}: the limit is {limit}")
+
+    def _cluster(
+        self, given: Sequence[int] | int | None, grid: tuple[int, int, int], target: str
+    ) -> tuple[int, int, int] | None:
+        """Blocks of a cluster, as the launch or the kernel says (PTX ISA 9.0, "Cluster Dimension
+        Directives")."""
+        directives = self.function.directives
+        if "blocksareclusters" in directives:
+            raise LaunchError(f"{self.name} counts its grid in clusters, which is not simulated")
+        compiled = directives.get("reqnctapercluster")
+        required = _three(compiled, "reqnctapercluster") if compiled else None
+        cluster = required if given is None else _three(given, "cluster")
+        if cluster is None:
+            if "explicitcluster" in directives:
+                raise LaunchError(f"{self.name} must be launched with clusters: give cluster")
+            return None
+        size = math.prod(cluster)
+        if gpu.capability_of(target) < 90:
+            raise LaunchError(f"a cluster of {cluster}: {target} has none, sm_90 is the first")
+        if required not in (None, cluster):
+            raise LaunchError(
+                f"a cluster of {cluster}, but {self.name} is compiled for {required}: leave it out "
+                "or change __cluster_dims__"
+            )
+        most, *_ = directives.get("maxclusterrank", (gpu.MAX_CLUSTER,))
+        if size > gpu.MAX_CLUSTER:
+            raise LaunchError(
+                f"a cluster of {cluster} has {size} blocks: the limit is {gpu.PORTABLE_CLUSTER}, "
+                f"or {gpu.MAX_CLUSTER} with cudaFuncAttributeNonPortableClusterSizeAllowed: use "
+                "fewer"
+            )
+        if size > most:
+            raise LaunchError(
+                f"a cluster of {cluster} has {size} blocks, but {self.name} is compiled for at "
+                f"most {most}: use fewer or change __launch_bounds__"
+            )
+        if any(n % c for n, c in zip(grid, cluster, strict=True)):
+            raise LaunchError(
+                f"a grid of {grid} is no multiple of its cluster of {cluster}: enlarge the grid to "
+                f"{tuple(_aligned(n, c) for n, c in zip(grid, cluster, strict=True))} or choose "
+                "another cluster"
+            )
+        return cluster
 
     def _pack(self, args: Sequence[Argument]) -> tuple[np.ndarray, dict[str, int]]:
         """Arguments laid out as the kernel reads them, and the parameters' offsets."""
@@ -489,6 +538,17 @@ def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
     if 0 in (x, y, z):
         raise LaunchError(f"{name} is {value!r}: give one to three positive numbers")
     return x, y, z
+
+
+def _by_cluster(
+    grid: tuple[int, int, int], cluster: tuple[int, int, int]
+) -> list[tuple[int, int, int]]:
+    """`ctaid` of all blocks, those of a cluster in a row; x runs fastest, as in `%ctarank`."""
+    counts = [n // c for n, c in zip(grid, cluster, strict=True)]
+    firsts, inner = (itertools.product(*map(range, reversed(n))) for n in (counts, cluster))
+    ranks = list(inner)
+    x, y, z = cluster
+    return [(i * x + di, j * y + dj, k * z + dk) for k, j, i in firsts for dk, dj, di in ranks]
 
 
 def _aligned(value: int, alignment: int) -> int:

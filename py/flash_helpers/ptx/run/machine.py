@@ -88,13 +88,13 @@ class Alu:
 class Launch:
     """What all blocks of a launch share.
 
-    shared_bytes: of a block, static and dynamic. parameters: their bytes, uint8. symbols: addresses
-    of variables, each in its own state space; of functions, which can only be stored. local_bytes:
-    of one thread. granule: bytes of the narrowest shared access. has_flags: whether strong accesses
-    to shared memory may order others. scratch: where in shared memory what the system reserves
-    begins, behind all else; None if the kernel does not ask. workspace: address of the memory that
-    a grid synchronises through; 0 if it does not. output: what printf writes to; None for standard
-    output.
+    cluster: blocks of a cluster in x, y and z; None for a launch without. shared_bytes: of a block,
+    static and dynamic. parameters: their bytes, uint8. symbols: addresses of variables, each in its
+    own state space; of functions, which can only be stored. local_bytes: of one thread. granule:
+    bytes of the narrowest shared access. has_flags: whether strong accesses to shared memory may
+    order others. scratch: where in shared memory what the system reserves begins, behind all else;
+    None if the kernel does not ask. workspace: address of the memory that a grid synchronises
+    through; 0 if it does not. output: what printf writes to; None for standard output.
     """
 
     grid: tuple[int, int, int]
@@ -107,6 +107,7 @@ class Launch:
     granule: int
     has_flags: bool
     target: str
+    cluster: tuple[int, int, int] | None = None
     output: TextIO | None = None
     scratch: int | None = None
     workspace: int = 0
@@ -341,20 +342,21 @@ class Machine:
         threads = (self.thread_ids % x, self.thread_ids // x % y, self.thread_ids // (x * y))
         block, grid = (*self.launch.block, 1)[n], (*self.launch.grid, 1)[n]
         thread, block_id = (*threads, 0 * lane)[n], 0 * lane if n == 3 else ids[:, n]
+        # Without clusters a block is its own.
+        cluster = (*(self.launch.cluster or (1, 1, 1)), 1)[n]
         bit = self.lane_bits
         values = {
             "tid": thread,
             "ntid": block,
             "ctaid": block_id,
             "nctaid": grid,
-            # A block is its own cluster.
-            "clusterid": block_id,
-            "nclusterid": grid,
-            "cluster_ctaid": 0,
-            "cluster_nctaid": 1,
-            "cluster_ctarank": 0,
-            "cluster_nctarank": 1,
-            "is_explicit_cluster": False,
+            "clusterid": block_id // cluster,
+            "nclusterid": grid // cluster,
+            "cluster_ctaid": block_id % cluster,
+            "cluster_nctaid": cluster,
+            "cluster_ctarank": self.geometry.rank_of(self.lane_ids),
+            "cluster_nctarank": self.geometry.cluster,
+            "is_explicit_cluster": self.launch.cluster is not None,
             "laneid": lane,
             "warpid": self.thread_ids // WARP,
             "nwarpid": self.geometry.warps_per_block,

@@ -10,6 +10,7 @@ from flash_helpers.ptx.errors import MissingLanesError, TrapError, UnsupportedIn
 from flash_helpers.ptx.read.module import Instruction, Register
 from flash_helpers.ptx.run import (
     access,
+    clusters,
     compare,
     convert,
     copies,
@@ -99,6 +100,7 @@ FORMS: Forms = by_name(
         *access.FORMS,
         *copies.FORMS,
         *runtime.FORMS,
+        *clusters.FORMS,
         Form("trap brkpt", _trap, (0,)),
         Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",)),
         # Of one warp only: the scheduler runs the barriers of a block.

@@ -89,6 +89,18 @@ class SharedMemory(Region):
         blocks = np.where(rank < 0, own, np.where(rank < size, own - own % size + rank, -1))
         return blocks, np.where(rank < 0, addresses, addresses & ((1 << RANK_SHIFT) - 1))
 
+    def is_remote(self, addresses: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """For each address, whether it is of another block than the lane's."""
+        return self.resolve(addresses, lanes)[0] != self.geometry.block_of(lanes)
+
+    def beyond(self, address: int, size: int) -> str:
+        """What is said of an access to another block by what cannot reach it."""
+        rank, at = divmod(address, 1 << RANK_SHIFT)
+        return (
+            f"{size} bytes at shared address {at} of the block of rank {rank - 1}, and only "
+            "shared::cluster and generic addresses reach other blocks"
+        )
+
     def inside(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """For each address, whether `size` bytes from it are inside a block of the cluster."""
         blocks, at = self.resolve(addresses, np.zeros(1, np.int64))
