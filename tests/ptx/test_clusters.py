@@ -1,11 +1,23 @@
 """Clusters: blocks that see each other's shared memory, and wait for each other."""
 
+import re
+
 import numpy as np
 import pytest
 from ptx_snippets import entry
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx import DeviceMemory, LaunchError, MisalignedError, OutOfBoundsError, load_ptx
+from flash_helpers.ptx import (
+    ClusterBarrierError,
+    DeadlockError,
+    DeviceMemory,
+    LaunchError,
+    MisalignedError,
+    MissingLanesError,
+    OutOfBoundsError,
+    RaceError,
+    load_ptx,
+)
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import RANK_SHIFT
 from flash_helpers.ptx.run.shared import SharedMemory
@@ -236,3 +248,139 @@ class TestAddresses:
         launch(f"mapa.shared::cluster.u32 %r8, word, %r1;\n{access}")
         with pytest.raises(OutOfBoundsError, match="shared address 0 of the block of rank 1, and"):
             launch(f"mapa.shared::cluster.u32 %r8, word, %r2;\n{access}")
+
+
+# Each thread hands 100 * rank + thread to the thread of the same number in the next block.
+SEND = """
+mad.lo.u32 %r6, %r1, 100, %r0;
+shl.b32 %r7, %r0, 2;
+mov.u32 %r8, word;
+add.u32 %r7, %r7, %r8;
+mapa.shared::cluster.u32 %r8, %r7, %r2;
+{arrive}
+{wait}
+st.shared::cluster.u32 [%r8], %r6;
+{arrive}
+{wait}
+ld.shared.u32 %r4, [%r7];
+"""
+ARRIVE, WAIT = "barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"
+SENT = (100 * np.array([[3], [0], [1], [2]]) + np.arange(64)).astype(np.uint32)
+
+
+class TestTheBarrier:
+    @pytest.mark.parametrize("arrive", ["arrive", "arrive.release", "arrive.release.aligned"])
+    @pytest.mark.parametrize("wait", ["wait", "wait.acquire", "wait.acquire.aligned"])
+    def test_orders_what_was_before_the_arrivals(self, arrive, wait):
+        body = SEND.format(arrive=f"barrier.cluster.{arrive};", wait=f"barrier.cluster.{wait};")
+        run, out = launch(body, block=64, grid=8)
+        assert (out.reshape(2, 4, 64) == SENT).all()
+        assert run.counters.total.barriers == 2 * 2 * 8
+
+    @pytest.mark.parametrize("missing", ["wait", "arrive and wait"])
+    def test_that_is_missing(self, missing):
+        body = SEND.format(arrive=ARRIVE, wait=WAIT)
+        before, first, between, last, after = re.split(f"({ARRIVE}.{WAIT})", body, flags=re.DOTALL)
+        last = {"wait": ARRIVE, "arrive and wait": ""}[missing]
+        with pytest.raises(RaceError, match=r"read of shared address 0 and write by warp 0 of the"):
+            launch(before + first + between + last + after, block=64)
+
+    def test_does_not_order_what_stands_between_arrival_and_wait(self):
+        body = SEND.format(arrive="", wait="").replace("st.", f"{ARRIVE}\n{WAIT}\n{ARRIVE}\nst.")
+        with pytest.raises(RaceError):
+            launch(body.replace("ld.", f"{WAIT}\nld."), block=64)
+
+    def test_relaxed_orders_nothing(self):
+        relaxed = ARRIVE.replace("arrive", "arrive.relaxed")
+        with pytest.raises(RaceError):
+            launch(SEND.format(arrive=relaxed, wait=WAIT), block=64)
+
+    def test_relaxed_after_a_fence_orders_what_was_before_the_fence(self):
+        fenced = "fence.acq_rel.cluster;\n" + ARRIVE.replace("arrive", "arrive.relaxed")
+        assert (launch(SEND.format(arrive=fenced, wait=WAIT), block=64)[1] == SENT).all()
+
+    @pytest.mark.parametrize("grid", [4, 12])
+    def test_orders_threads_that_come_apart(self, grid):
+        """Warps arrive in different places, half of a warp after the other."""
+        arrive, wait = ARRIVE.replace(".aligned", ""), WAIT.replace(".aligned", "")
+        apart = """
+        setp.ge.u32 %p, %r0, {limit};
+        @%p bra OTHERS{n};
+        {arrive}
+        {wait}
+        bra MET{n};
+        OTHERS{n}:
+        {arrive}
+        {wait}
+        MET{n}:
+        """
+        body, once = SEND.format(arrive="", wait="MEET"), "MEET"
+        for n, limit in enumerate((32, 48)):
+            text = apart.format(n=n, limit=limit, arrive=arrive, wait=wait)
+            body = body.replace(once, text, 1)
+        _, out = launch(body, grid=grid, block=64)
+        assert (out.reshape(-1, 4, 64) == SENT).all()
+
+    def test_is_of_the_cluster_alone(self):
+        """Blocks of the first cluster do not come."""
+        body = f"setp.lt.u32 %p, %r3, 4;\n@%p bra DONE;\n{ARRIVE}\n{WAIT}\nDONE:"
+        assert launch(body + "\nmov.u32 %r4, 1;", grid=8)[1].all()
+
+    def test_does_not_wait_for_threads_that_have_ended(self):
+        """Nor does what they did before need more than that the others have waited."""
+        body = """
+        mapa.shared::cluster.u32 %r8, word, 0;
+        barrier.cluster.arrive;
+        barrier.cluster.wait;
+        setp.ne.u32 %p, %r1, 1;
+        @!%p st.shared::cluster.u32 [%r8], 7;
+        @!%p ret;
+        barrier.cluster.arrive;
+        barrier.cluster.wait;
+        mov.u32 %r4, 0;
+        setp.ne.u32 %q, %r1, 0;
+        @!%q ld.shared.u32 %r4, [word];
+        """
+        assert launch(body)[1][:, 0].tolist() == [7, 0, 0, 0]
+
+    def test_of_a_block_that_is_alone(self):
+        body = SEND.replace("[%r7]", "[%r8]").format(arrive=ARRIVE, wait=WAIT)
+        assert (launch(body, cluster=None)[1] == 0 + np.arange(32)).all()
+
+    @pytest.mark.parametrize(
+        ("body", "text"),
+        [
+            (f"{ARRIVE}\n{ARRIVE}\n{WAIT}", "arrives twice without a barrier.cluster.wait"),
+            (f"{ARRIVE}\n{WAIT}\n{ARRIVE}\nbar.sync 0;\n{ARRIVE}", "arrives twice"),
+            (WAIT, "waits without having arrived"),
+            (f"{ARRIVE}\n{WAIT}\nbar.sync 0;\n{WAIT}", "waits without having arrived"),
+        ],
+    )
+    def test_misused(self, body, text):
+        with pytest.raises(ClusterBarrierError, match=text):
+            launch(body + "\nmov.u32 %r4, 1;", block=64)
+        assert launch(body + "\nmov.u32 %r4, 1;", block=64, keep_going=True)[1].all()
+
+    def test_that_nobody_completes(self):
+        """In the block of rank 2, the warps wait for each other at different barriers."""
+        body = f"""
+        setp.eq.u32 %p, %r1, 2;
+        @%p bra OTHERS;
+        {ARRIVE}
+        {WAIT}
+        OTHERS:
+        setp.lt.u32 %p, %r0, 32;
+        @%p bar.sync 1;
+        bar.sync 2;
+        """
+        with pytest.raises(DeadlockError) as caught:
+            launch(body, block=96)
+        assert (
+            "for 96 threads of the cluster to arrive: those of warp 0 of the block of rank 2 and "
+            "2 more" in str(caught.value)
+        )
+
+    def test_aligned_in_divergent_code(self):
+        body = f"setp.ge.u32 %p, %r0, 16;\n@%p bra LATE;\n{ARRIVE}\n{WAIT}\nLATE:\n"
+        with pytest.raises(MissingLanesError, match="0xffff0000 do not come"):
+            launch(body + "bar.warp.sync 0xffffffff;")

@@ -159,6 +159,14 @@ class BarrierOperandError(BarrierError):
     title = "impossible barrier"
 
 
+class ClusterBarrierError(BarrierError):
+    """A thread that arrives at the barrier of its cluster again before it has waited, or waits
+    before it has arrived (PTX ISA 9.0, "barrier.cluster": each thread must arrive only once before
+    the barrier completes)."""
+
+    title = "cluster barrier misused"
+
+
 class MbarrierError(SimulatorError):
     """An operation on an mbarrier object that the PTX ISA leaves undefined: before mbarrier.init or
     after mbarrier.inval, mbarrier.init of a live object, counts out of their range, and bytes that

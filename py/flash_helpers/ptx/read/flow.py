@@ -18,6 +18,7 @@ from flash_helpers.ptx.read.graph import strongly_connected_components
 from flash_helpers.ptx.read.module import Function, Instruction, Register, Symbol
 
 BARRIERS = frozenset({"bar", "barrier"})
+"""Those of a warp and of a cluster have these names too."""
 EXITS = frozenset({"ret", "exit"})
 
 MAX_LOOP_DEPTH = 64
@@ -91,7 +92,7 @@ def _ending(instruction: Instruction) -> Ending:
         return Ending.INDEXED
     if instruction.name in EXITS:
         return Ending.EXIT
-    if instruction.name in BARRIERS and not instruction.has("warp"):
+    if instruction.name in BARRIERS and not instruction.first(("warp", "cluster")):
         return Ending.BARRIER
     return Ending.NEXT
 

@@ -1,4 +1,5 @@
-"""Clusters: addresses in the shared memory of their blocks (PTX ISA 9.0, "mapa", "getctarank")."""
+"""Clusters: addresses in the shared memory of their blocks, and their barrier (PTX ISA 9.0, "mapa",
+"getctarank", "barrier.cluster")."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import numpy as np
 from flash_helpers.ptx.read.module import Instruction, Special
 from flash_helpers.ptx.run.access import SHARED_CLUSTER
 from flash_helpers.ptx.run.forms import Form
-from flash_helpers.ptx.run.machine import Alu, Machine
+from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait
 from flash_helpers.ptx.run.memory import RANK_SHIFT, WINDOW_SIZE, WINDOWS
 
 _NOBODY = 254
@@ -32,7 +33,8 @@ def _mapa(machine: Machine, instruction: Instruction) -> Alu:
     def compute(a: np.ndarray, rank: np.ndarray) -> np.ndarray:
         at = a.astype(np.uint64) - window
         good = (at < WINDOW_SIZE) & (rank < cluster)
-        block = np.where(good, rank + np.uint32(1), np.uint32(_NOBODY)).astype(np.uint64)
+        # Of a block that is alone all addresses are its own.
+        block = np.where(good, (rank + np.uint32(1)) * (cluster > 1), _NOBODY).astype(np.uint64)
         offset = at & np.uint64((1 << RANK_SHIFT) - 1)
         return (window + (block << np.uint64(RANK_SHIFT)) + offset).astype(a.dtype)
 
@@ -53,7 +55,22 @@ def _getctarank(machine: Machine, instruction: Instruction) -> Alu:
     return Alu(((target, "u32"),), sources, compute)
 
 
+def _barrier(machine: Machine, instruction: Instruction) -> Action:
+    """barrier.cluster.arrive and wait."""
+    barrier, position = machine.cluster_barrier, machine.position
+    if instruction.has("arrive"):
+        relaxed = instruction.has("relaxed")
+        return machine.from_some(
+            lambda selection: barrier.arrive(position, machine.lanes_of(selection), relaxed=relaxed)
+        )
+    if not instruction.has("wait") or not instruction.has("cluster"):
+        raise machine.unsupported("barrier.cluster.arrive or barrier.cluster.wait is due")
+    machine.waits[position] = Wait(barrier.is_ready, barrier.reason)
+    return machine.from_some(lambda selection: barrier.wait(position, machine.lanes_of(selection)))
+
+
 FORMS = (
+    Form("barrier", _barrier, (0,)),
     Form("mapa", _mapa, (3,), ("u32 u64",)),
     Form("getctarank", _getctarank, (2,), ("u32 u64",)),
 )

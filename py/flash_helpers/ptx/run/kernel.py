@@ -401,6 +401,9 @@ class Kernel:
                 with suppress(UnsupportedInstruction):  # refused if it is reached
                     narrowest = min(narrowest, access_size(instruction))
                 strong |= bool(instruction.first(STRONG)) or name in ("atom", "red")
+            elif name == "barrier":
+                # Fences before it order.
+                strong |= instruction.has("cluster") and instruction.has("relaxed")
             elif name == "wmma":
                 # Elements of less than a byte move four bytes at a time.
                 sizes = [size_of(t) for t in instruction.types if t in TYPE_NAMES]

@@ -30,6 +30,7 @@ from flash_helpers.ptx.read.module import (
     Vector,
 )
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
+from flash_helpers.ptx.run.cluster_barrier import ClusterBarrier
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import ALL, DeviceMemory, LocalMemory, Region, Selection
@@ -152,6 +153,7 @@ class Machine:
         self.shared = SharedMemory(geometry, size, launch.granule, log)
         if launch.scratch is not None:
             self.shared.initialise(launch.scratch, RESERVED_SMEM_BYTES)
+        self.cluster_barrier = ClusterBarrier(geometry, self.shared.order, log)
         self.copies = AsyncCopies(self.shared)
         self.local = LocalMemory(self.lanes, launch.local_bytes)
         parameters = launch.parameters
@@ -200,6 +202,10 @@ class Machine:
             self.register_files.append(file)
             registers.update(zip(names, file[:, : self.lanes], strict=True))
         return registers
+
+    def end(self, selection: Selection) -> None:
+        """The threads of selected lanes end."""
+        self.cluster_barrier.end(self.lanes_of(selection))
 
     # -- operands ----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ another lane if a chain of such events leads from the one to the other (PTX ISA 
 Order"):
 
 - `bar` and `barrier` order the warps that take part, and the lanes of each;
+- `barrier.cluster` orders the lanes that arrive before those that wait;
 - `bar.warp.sync` orders the lanes of its mask;
 - a release pattern on a word of shared memory orders its lane before the acquire pattern of a lane
   that reads the word, directly or through atomics of others ("Release and Acquire Patterns");
@@ -108,6 +109,10 @@ class Order:
         self._observed: np.ndarray | None = None
         # Of words of shared memory, by the first granule: who released it last, and what he knew.
         self._released: dict[int, tuple[int, np.ndarray]] = {}
+        # By rank, columns that say that a block has begun: whoever knows anything of it knows this.
+        self._begun = self._new_columns(geometry.cluster if geometry.cluster > 1 else 0)
+        if self._begun.size:
+            self._table[0, self._own[0], self._begun[geometry.rank_of(lanes[::WARP])]] = 1
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -181,6 +186,16 @@ class Order:
             self._tell_of_mates(alone)
         columns = np.concatenate([self._own[1][warps], self._column_of[self._place[alone]]])
         return self._taken(lanes, columns)
+
+    def relaxed_knowledge(self, lanes: np.ndarray) -> Knowledge:
+        """As `knowledge`, of what an arrival of lanes that releases nothing tells: what their last
+        fences have released, and which blocks have begun."""
+        known = np.zeros(self._table.shape[::2], np.int64)
+        rows = np.unique(self._row_of[lanes])
+        known[0, self._begun] = self._table[0, rows[:, None], self._begun].max(axis=0)
+        if self._fenced is not None:
+            known = np.maximum(known, self._fenced[:, lanes].max(axis=1))
+        return Knowledge(known)
 
     def common_knowledge(self, lanes: np.ndarray) -> Knowledge:
         """What all lanes of whole warps, of one cluster, know now, and what their warps did: what

@@ -121,6 +121,7 @@ class Scheduler:
             position
             for position in self.members
             if self.program.instructions[position].name in BARRIERS
+            and self.program.instructions[position].has("warp")
         ]
         self.sleeps = machine.waits
         self.sleeping_blocks = {self.program.block_of[position] for position in self.sleeps}
@@ -291,6 +292,7 @@ class Scheduler:
                 following = block.next
             if following < 0:
                 self.status[:] = _DONE
+                machine.end(ALL)
                 return
             index = following
 
@@ -303,6 +305,7 @@ class Scheduler:
             self.pc[selection] = self.program.blocks[block].start
             return
         self.status[selection] = _DONE
+        self.machine.end(selection)
         for owner, name in list(self.arrivals):
             if (owner, name) in self.arrivals:
                 self._release_if_complete(owner, name)
@@ -401,13 +404,14 @@ class Scheduler:
             present |= self.machine.absent_lanes
         elsewhere = None
         if instruction.name in BARRIERS:
-            # Threads that have ended count as arrived at bar.warp.sync, and those that wait at
-            # another one of the same mask have (PTX ISA 9.0, "bar.warp.sync").
+            # Threads that have ended count as arrived (PTX ISA 9.0, "bar.warp.sync",
+            # "barrier.cluster"); those that wait at another bar.warp.sync of the same mask have.
             present |= warp_masks(self.status == _DONE)
-            elsewhere = self._at_other_warp_barriers(position)
-            for mask in np.unique(needed):
-                here = lanes[needed == mask]
-                present[here] |= warp_masks(elsewhere == mask)[here]
+            if position in self.warp_barriers:
+                elsewhere = self._at_other_warp_barriers(position)
+                for mask in np.unique(needed):
+                    here = lanes[needed == mask]
+                    present[here] |= warp_masks(elsewhere == mask)[here]
         ready = (needed & ~present[lanes]) == 0
         # A warp goes on together or not at all.
         stuck = np.unique((lanes // WARP)[~ready])

@@ -328,7 +328,7 @@ class SharedMemory(Region):
             i = int(hit.argmax())
             j = int(chosen[i].argmax())
             site, writer = self.log.site(int(codes[i, j]) & _SITE_MASK), int(writers[i, j])
-            who = f"warp {writer // WARP}"
+            who = self._warp_name(writer // WARP, access.lanes[i])
             if by_agent[i, j]:
                 who = self.order.agent_name(writer)
             if kind is PendingCopyError:
@@ -359,7 +359,8 @@ class SharedMemory(Region):
             i = int(hit.argmax())
             j = int(bad[i].argmax())
             site = self.log.site(int(codes[i, j]) & _SITE_MASK)
-            text = f" and {history.action} by warp {warp} at {site}\n    {_between(kind, False)}"
+            who = self._warp_name(warp, access.lanes[i])
+            text = f" and {history.action} by {who} at {site}\n    {_between(kind, False)}"
             self._report_agent(kind, access, i, j, int(hit.sum()), text)
 
     def _check_agent_reads(self, access: _AgentAccesses) -> None:
@@ -407,10 +408,11 @@ class SharedMemory(Region):
         text: str,
     ) -> None:
         """As `_report`."""
-        address = int(access.granules[first, column]) * self.granule % self.stride
+        lane = access.lanes[first]
+        place, address = self._place(int(access.granules[first, column]), lane)
         name = self.order.agent_name(int(access.agents[first]))
-        detail = f"{access.action} by {name} of shared address {address}{text}"
-        thread = self.geometry.thread(access.lanes[first])
+        detail = f"{access.action} by {name} of {place}{text}"
+        thread = self.geometry.thread(lane)
         self.log.report(kind, detail, access.position, thread, address, count)
 
     # -- lanes -------------------------------------------------------------------------------------
@@ -532,7 +534,7 @@ class SharedMemory(Region):
             column = int(bad[first].argmax())
             code = int(codes[first, column])
             own = warp == self.warp_place[lanes[first]]
-            who = "all lanes of the same warp" if own else f"warp {warp}"
+            who = "all lanes of the same warp" if own else self._warp_name(warp, lanes[first])
             if own and masks is not None:
                 each = masks[first, column] & self._lane_bits[:WARP, None]
                 times = np.full(each.shape, code >> _SITE_BITS)
@@ -608,10 +610,26 @@ class SharedMemory(Region):
         self._report(RaceError, access, first, column, count, text)
 
     def _name(self, access: _Access, first: int, other: int) -> str:
-        """A lane of the block, as seen from the lane that makes an access."""
-        warp, lane = divmod(other, WARP)
-        own = self.warp_place[access.selection][first]
-        return f"lane {lane} of the same warp" if warp == own else f"warp {warp}"
+        """A place of the cluster, as seen from the lane that makes an access."""
+        viewer = self.lane_ids[access.selection][first]
+        if other // WARP == self.warp_place[viewer]:
+            return f"lane {other % WARP} of the same warp"
+        return self._warp_name(other // WARP, viewer)
+
+    def _warp_name(self, warp: int, viewer: int | np.integer) -> str:
+        """A warp of the cluster, as seen from a lane of the batch."""
+        rank, number = divmod(warp, self.geometry.warps_per_block)
+        if rank == self.geometry.rank_of(viewer):
+            return f"warp {number}"
+        return f"warp {number} of the block of rank {rank}"
+
+    def _place(self, granule: int, viewer: int | np.integer) -> tuple[str, int]:
+        """What a granule is called, as seen from a lane of the batch, and its address."""
+        block, address = divmod(granule * self.granule, self.stride)
+        if block == self.geometry.block_of(viewer):
+            return f"shared address {address}", address
+        rank = block % self.geometry.cluster
+        return f"shared address {address} of the block of rank {rank}", address
 
     def _report(
         self,
@@ -625,8 +643,8 @@ class SharedMemory(Region):
         """first: of the rows. column: of the granules of its word."""
         lane = self.lane_ids[access.selection][first]
         granule = int(access.rows[first]) * access.view.width + column
-        address = granule * self.granule - int(self.base[lane])
-        detail = f"{access.action} of shared address {address}{text}"
+        place, address = self._place(granule, lane)
+        detail = f"{access.action} of {place}{text}"
         thread = self.geometry.thread(lane)
         self.log.report(kind, detail, access.position, thread, address, count)
 

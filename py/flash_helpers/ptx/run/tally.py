@@ -134,6 +134,7 @@ class Tally:
         )
         mma = issued if is_mma else 0
         is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
+        is_barrier &= not (instruction.has("cluster") and instruction.has("arrive"))
         return replace(
             self.accesses[position],
             instructions=issued,

@@ -180,6 +180,8 @@ def member_mask(machine: Machine, instruction: Instruction) -> np.ndarray | None
         return machine.source(instruction.operands[-1], "u32")
     if name in BARRIERS and instruction.has("warp"):
         return machine.source(instruction.operands[0], "u32")
+    if name == "barrier" and instruction.has("cluster") and instruction.has("aligned"):
+        return np.array([_FULL])
     return None
 
 
