@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flash_helpers.ptx.run.descriptors import Descriptor, Operand
+from flash_helpers.ptx.run.descriptors import Descriptor, MatrixOperand
 
 T = 8
 """Elements of 16 bits in 128 bits."""
@@ -57,10 +57,10 @@ def encode(start: int, leading: int, stride: int, base_offset: int = 0, swizzle:
     return sum(value << at for value, at in fields) | MODES[swizzle] << 62
 
 
-def elements(operand: Operand, descriptor: int) -> np.ndarray:
+def elements(operand: MatrixOperand, descriptor: int) -> np.ndarray:
     """The byte address of every element, (rows, 16)."""
     memory = np.arange(1 << 16, dtype=np.uint16)  # of 128 KiB
-    chunks = memory.view(np.uint32).reshape(-1, 4)[operand.addresses(descriptor) // 16]
+    chunks = memory.reshape(-1, 8)[operand.addresses(descriptor) // 16]
     return operand.matrix(chunks).astype(np.int64) * 2
 
 
@@ -74,7 +74,9 @@ def test_elements_lie_where_the_canonical_layouts_say(k_major, width, rows, star
         if max(leading, stride) * max(rows // 8, 2) > 1 << 16:
             continue
         across, along, bits = canonical(k_major, width, leading, stride, rows)
-        found = elements(Operand(rows, k_major), encode(start, leading, stride, swizzle=width))
+        found = elements(
+            MatrixOperand(rows, k_major), encode(start, leading, stride, swizzle=width)
+        )
         expected = [
             [swizzled(start + 2 * (across(row) + along(k)), bits) for k in range(16)]
             for row in range(rows)
@@ -96,7 +98,9 @@ class TestExamplesOfTheISA:
     def test_mn_major_of_bf16(self, width, exact, leading, stride):
         across, along = exact
         rows = int(np.prod(across.shape))
-        found = elements(Operand(rows, False), encode(0, 2 * leading, 2 * stride, swizzle=width))
+        found = elements(
+            MatrixOperand(rows, False), encode(0, 2 * leading, 2 * stride, swizzle=width)
+        )
         bits = {0: 0, 32: 1, 64: 2}[width]
         for row in range(rows):
             for k in range(16):
@@ -109,7 +113,7 @@ class TestSwizzle128:
     def test_k_major_steps_of_k_advance_the_start_by_32_bytes(self):
         tile = encode(2048, 16, 1024, swizzle=128)
         for step in range(4):
-            found = elements(Operand(64, True), tile + 2 * step)
+            found = elements(MatrixOperand(64, True), tile + 2 * step)
             for row, k in ((0, 0), (5, 3), (13, 15), (63, 8)):
                 at = 2048 + row // 8 * 1024 + row % 8 * 128 + 2 * (16 * step + k)
                 assert found[row, k] == at ^ (row % 8) << 4
@@ -117,7 +121,7 @@ class TestSwizzle128:
     def test_mn_major_steps_of_k_advance_the_start_by_2048_bytes(self):
         n, keys = 128, 128
         tile = encode(0, 128 * keys, 1024, swizzle=128)
-        found = elements(Operand(n, False), tile + (2048 >> 4))
+        found = elements(MatrixOperand(n, False), tile + (2048 >> 4))
         for column, key in ((0, 0), (63, 9), (64, 0), (127, 15)):
             at = column // 64 * 128 * keys + (16 + key) * 128 + column % 64 * 2
             assert found[column, key] == at ^ (key % 8) << 4
@@ -130,7 +134,7 @@ class TestBaseOffset:
     @pytest.mark.parametrize("k_major", [True, False])
     @pytest.mark.parametrize("offset", range(8))
     def test_a_pattern_that_starts_elsewhere_is_the_same_pattern(self, width, k_major, offset):
-        operand, strides = Operand(64, k_major), (8192, 8 * width)
+        operand, strides = MatrixOperand(64, k_major), (8192, 8 * width)
         plain = elements(operand, encode(1024, *strides, swizzle=width))
         moved = elements(operand, encode(1024 + 128 * offset, *strides, offset, width))
         assert (moved - plain == 128 * offset).all()
@@ -140,11 +144,11 @@ class TestMalformed:
     @pytest.mark.parametrize("bit", [14, 15, 30, 31, 46, 48, 52, 61])
     def test_a_reserved_bit_is_refused(self, bit):
         with pytest.raises(ValueError, match="none of its fields"):
-            Operand(64, True).addresses(encode(0, 16, 1024, swizzle=128) | 1 << bit)
+            MatrixOperand(64, True).addresses(encode(0, 16, 1024, swizzle=128) | 1 << bit)
 
     def test_a_base_offset_needs_a_swizzle(self):
         with pytest.raises(ValueError, match="base offset 3 and no swizzle"):
-            Operand(64, True).addresses(encode(0, 16, 1024, base_offset=3))
+            MatrixOperand(64, True).addresses(encode(0, 16, 1024, base_offset=3))
 
     def test_fields_in_bytes(self):
         assert Descriptor.decode(encode(0x3FFF0, 48, 1040, 5, 64)) == Descriptor(

@@ -39,10 +39,6 @@ NAMES = {
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [s], %a, [s];",
         "red.async.relaxed.cluster.mbarrier::complete_tx::bytes.add.u32 [s], %a, [s];",
     ],
-    "matrix products of a warp group": [
-        "wgmma.fence.sync.aligned;",
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%a, %a}, %x, %y, 1, 1, 1, 0, 0;",
-    ],
     "tensor cores of the fifth generation": [
         "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [s], 32;",
         "tcgen05.mma.cta_group::1.kind::f16 [%a], %x, %y, %b, %p;",

@@ -1,76 +1,441 @@
-"""wgmma: the place of each element is computed here from the PTX ISA's figures."""
+"""wgmma: what it computes and when, what it reads, what it counts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from wgmma_snippets import COMMIT, DONE, FENCE, WAIT, Snippet, chunks, descriptor, mma
 
-from flash_helpers.ptx.run.wgmma import (
-    matrix_of_d,
-    numbers,
-    product,
-    registers_of_d,
-    rounded_sum,
+from flash_helpers.ptx import (
+    DeadlockError,
+    MatrixDescriptorError,
+    OutOfBoundsError,
+    PendingCopyError,
+    Phase,
+    ProxyError,
+    RaceError,
+    UninitialisedReadError,
+    UnsupportedInstruction,
 )
 
-
-def place_of_d(lane: int, element: int) -> tuple[int, int]:
-    """PTX ISA 9.0, "Matrix Fragments for wgmma.mma_async.m64nNk16": row in the warp, column."""
-    row = lane // 4 + 8 * (element // 2 % 2)
-    return row, 8 * (element // 4) + 2 * (lane % 4) + element % 2
+RNG = np.random.default_rng(15)
 
 
-class TestFragmentOfD:
+def integers(*shape):
+    return RNG.integers(-8, 9, shape)
+
+
+def elements(values, type_name):
+    """Small integers as 16-bit floats."""
+    if type_name == "f16":
+        return values.astype(np.float16).view(np.uint16)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def operands(n, type_name="f16"):
+    """A, B and the arguments of a snippet that multiplies them."""
+    a, b = integers(64, 16), integers(n, 16)
+    image = np.concatenate([chunks(elements(x, type_name)) for x in (a, b)])
+    image = np.resize(image, -(-image.size // 2048) * 2048)
+    return a, b, {"image": image, "arguments": {"A": descriptor(0), "B": descriptor(2048)}}
+
+
+def fill(value, count, letter="d"):
+    bits = np.float32(value).view(np.uint32)
+    return "\n".join(f"mov.f32 %{letter}{i}, 0f{bits:08X};" for i in range(count))
+
+
+class TestValues:
     @pytest.mark.parametrize("n", [8, 24, 128, 256])
-    @pytest.mark.parametrize("type_name", ["f32", "f16"])
-    def test_elements_lie_where_the_isa_says(self, type_name, n):
-        dtype = {"f32": np.float32, "f16": np.float16}[type_name]
-        rng = np.random.default_rng(n)
-        lanes = rng.integers(-2048, 2049, (3 * 32, n // 2)).astype(dtype)  # (lane, element)
-        registers = np.ascontiguousarray(lanes).view(np.uint32).T
-        matrix = matrix_of_d(list(np.ascontiguousarray(registers)), type_name)
-        assert matrix.dtype == np.float64 and matrix.shape == (3, 16, n)
-        for lane in range(96):
-            for element in range(n // 2):
-                row, column = place_of_d(lane % 32, element)
-                assert matrix[lane // 32, row, column] == lanes[lane, element]
-        assert (registers_of_d(matrix, type_name) == registers).all()
+    @pytest.mark.parametrize("type_name", ["f16", "bf16"])
+    def test_d_gets_a_times_b_and_what_it_was(self, n, type_name):
+        a, b, rest = operands(n, type_name)
+        body = fill(3, n // 2) + FENCE + mma("%A", "%B", n, t=type_name) + DONE
+        found = Snippet(body, outputs=n // 2, **rest).run(grid=2).matrix()
+        assert found.shape == (2, 64, n)
+        assert (found == a @ b.T + 3).all()
+
+    def test_without_scale_d_what_d_was_does_not_matter(self):
+        a, b, rest = operands(8)
+        body = fill(np.nan, 4) + FENCE + mma("%A", "%B", adds="0") + DONE
+        assert (Snippet(body, **rest).run().matrix() == a @ b.T).all()
+
+    @pytest.mark.parametrize("signs, sign", [("-1, 1", -1), ("1, -1", -1), ("-1, -1", 1)])
+    def test_signs(self, signs, sign):
+        a, b, rest = operands(8)
+        body = fill(3, 4) + FENCE + mma("%A", "%B", rest=f"{signs}, 0, 0") + DONE
+        assert (Snippet(body, **rest).run().matrix() == sign * (a @ b.T) + 3).all()
+
+    @pytest.mark.parametrize("of_a", [0, 1])
+    @pytest.mark.parametrize("of_b", [0, 1])
+    def test_transposed(self, of_a, of_b):
+        # Of M or N by 16 elements, core matrices 8 x 8: swapped in pairs and within each.
+        a, b = integers(64, 16), integers(16, 16)
+        images = []
+        for matrix, is_transposed in ((a, of_a), (b, of_b)):
+            blocks = elements(matrix, "f16").reshape(-1, 8, 2, 8).transpose(0, 2, 1, 3)
+            blocks = blocks.swapaxes(2, 3) if is_transposed else blocks
+            images.append(np.ascontiguousarray(blocks).reshape(-1).view(np.uint8))
+        image = np.resize(np.concatenate(images), 4096)
+        body = fill(0, 8) + FENCE + mma("%A", "%B", 16, rest=f"1, 1, {of_a}, {of_b}") + DONE
+        arguments = {"A": descriptor(0), "B": descriptor(2048)}
+        found = Snippet(body, image, outputs=8, arguments=arguments).run().matrix()
+        assert (found == a @ b.T).all()
+
+    def test_a_in_registers(self):
+        a, b, rest = operands(8, "bf16")
+        halves = elements(a, "bf16")
+        lane = np.arange(128)
+        inputs = {}
+        for i in range(4):
+            row = 16 * (lane // 32) + lane % 32 // 4 + 8 * (i % 2)
+            column = 2 * (lane % 4) + 8 * (i // 2)
+            pair = np.stack([halves[row, column], halves[row, column + 1]], axis=1)
+            inputs[f"a{i}"] = np.ascontiguousarray(pair).view(np.uint32)[:, 0]
+        body = fill(1, 4) + FENCE
+        body += mma("{%a0, %a1, %a2, %a3}", "%B", t="bf16", rest="1, 1, 0") + DONE
+        assert (Snippet(body, inputs=inputs, **rest).run().matrix() == a @ b.T + 1).all()
+
+    def test_sums_in_f16_round_once(self):
+        a, b, rest = operands(16)
+        body = "\n".join(f"mov.b32 %h{i}, 0x64006400;" for i in range(4))  # 1024
+        body += FENCE + mma("%A", "%B", 16, d="h", d_type="f16") + DONE
+        d = Snippet(body, outputs=4, letter="h", **rest).run().d
+        values = d.view(np.float16).reshape(4, 128, 2)
+        expected = (a @ b.T + 1024).astype(np.float16)
+        for i in range(4):
+            for lane in range(128):
+                row = 16 * (lane // 32) + lane % 32 // 4 + 8 * (i % 2)
+                column = 8 * (i // 2) + 2 * (lane % 4)
+                assert (values[i, lane] == expected[row, column : column + 2]).all()
+
+    def test_a_descriptor_is_read_when_the_product_is_issued(self):
+        a, b, rest = operands(8)
+        body = fill(0, 4) + FENCE + mma("%A", "%B") + "add.s64 %A, %A, 16; mov.b64 %B, 0;" + DONE
+        assert (Snippet(body, **rest).run().matrix() == a @ b.T).all()
+
+    def test_steps_of_k_accumulate_and_round_each(self):
+        # Each step adds 1: to 2^24 that is a tie, which goes to the even number below.
+        both = np.eye(64, 16, dtype=int), np.ones((8, 16), int)
+        image = np.concatenate([chunks(elements(x, "f16")) for x in both])
+        body = fill(2.0**24, 4) + FENCE + 3 * mma("%A", "%B") + DONE
+        arguments = {"A": descriptor(0), "B": descriptor(2048)}
+        found = Snippet(body, np.resize(image, 4096), arguments=arguments).run().matrix()[0]
+        assert (found[:16] == 2.0**24).all()
 
 
-class TestSums:
-    """Each instruction rounds its exact sum once, to the nearest, a tie to even."""
+class TestRoles:
+    """Warpgroups that do different things at different times."""
 
+    def test_two_warpgroups_read_their_own_a_and_one_b(self):
+        a, b = integers(128, 16), integers(8, 16)
+        image = np.concatenate([chunks(elements(x, "f16")) for x in (a, b)])
+        body = "setp.ge.u32 %p, %thread, 128;\n@%p add.u64 %A, %A, 128;\n"
+        body += fill(1, 4) + FENCE + mma("%A", "%B") + DONE
+        arguments = {"A": descriptor(0), "B": descriptor(4096)}
+        result = Snippet(body, np.resize(image, 6144), arguments=arguments).run(256, grid=3)
+        for group in (0, 1):
+            expected = a[64 * group :][:64] @ b.T + 1
+            assert (result.matrix(256, group) == expected).all()
+
+    def test_a_warpgroup_beside_a_warp_that_does_something_else(self):
+        a, b, rest = operands(8)
+        body = fill(0, 4) + "setp.ge.u32 %p, %thread, 128;\n@%p bra OTHER;\n"
+        body += FENCE + mma("%A", "%B") + DONE + "OTHER:"
+        result = Snippet(body, **rest).run(160, grid=2)
+        assert (result.matrix(160) == a @ b.T).all()
+        assert (result.d.view(np.float32).reshape(4, 2, 160)[:, :, 128:] == 0).all()
+
+    def test_warps_that_come_one_after_the_other(self):
+        a, b, rest = operands(8)
+        # Warp w goes round w times before its product.
+        body = fill(0, 4) + "shr.u32 %r5, %thread, 5;\nmov.u32 %r6, 0;\nROUND:\n"
+        body += "setp.ge.u32 %p, %r6, %r5;\n@%p bra MULTIPLY;\nadd.u32 %r6, %r6, 1;\nbra ROUND;\n"
+        body += "MULTIPLY:\n" + FENCE + mma("%A", "%B") + DONE
+        assert (Snippet(body, **rest).run(grid=2).matrix() == a @ b.T).all()
+
+
+# Group 0 computes d, group 1 e.
+TWO_GROUPS = (
+    f"{fill(0, 4)}\n{fill(0, 4, 'e')}\n{FENCE}\n{mma('%A', '%B')}\n{COMMIT}\n"
+    f"{mma('%A', '%B', d='e', rest='-1, 1, 0, 0')}\n{COMMIT}\n"
+)
+# Warp 0 waits for its group and tells warp 4, which writes over B before the others wait.
+OVERWRITTEN = f"""
+{fill(0, 4)}
+setp.ge.u32 %p, %thread, 128;
+@%p bra OVERWRITE;
+{FENCE}
+{mma("%A", "%B")}
+{COMMIT}
+setp.lt.u32 %p, %thread, 32;
+@%p bra WAIT;
+bar.sync 2, 128;
+WAIT:
+{WAIT}
+@%p bar.sync 1, 64;
+bra DONE;
+OVERWRITE:
+bar.sync 1, 64;
+mad.lo.u32 %r5, %thread, 4, {2048 - 4 * 128};
+st.shared.u32 [%r5], 0;
+bar.sync 2, 128;
+DONE:
+"""
+
+
+class TestGroups:
+    def test_a_wait_lets_the_newest_groups_go_on(self):
+        a, b, rest = operands(8)
+        kept = "\n".join(f"mov.f32 %d{i + 50}, %d{i};" for i in range(4))
+        back = "\n".join(f"mov.f32 %d{i}, %d{i + 50};" for i in range(4))
+        body = f"{TWO_GROUPS}wgmma.wait_group.sync.aligned 1;\n{kept}\n{WAIT}\n{back}"
+        assert (Snippet(body, **rest).run().matrix() == a @ b.T).all()
+
+    @pytest.mark.parametrize("letter, sign", [("d", 1), ("e", -1)])
+    def test_a_wait_for_all(self, letter, sign):
+        a, b, rest = operands(8)
+        result = Snippet(TWO_GROUPS + WAIT, letter=letter, **rest).run()
+        assert (result.matrix() == sign * (a @ b.T)).all()
+
+    def test_operands_are_free_once_one_warp_has_waited(self):
+        a, b, rest = operands(8)
+        assert (Snippet(OVERWRITTEN, **rest).run(160, grid=2).matrix(160) == a @ b.T).all()
+
+    def test_each_warp_frees_its_own_part_alone_where_it_is_strict(self):
+        _, _, rest = operands(8)
+        with pytest.raises(RaceError, match="read by wgmma of warp 1 at"):
+            Snippet(OVERWRITTEN, **rest).run(160, strict_wgmma=True)
+
+    def test_a_wait_sleeps_until_all_four_warps_have_committed(self):
+        # Warps 1 to 3 commit only after warp 0 has gone on from its wait: nobody does.
+        body = f"""
+        {FENCE}
+        {mma("%A", "%B")}
+        setp.lt.u32 %p, %thread, 32;
+        @%p bra COMMIT;
+        bar.sync 1;
+        COMMIT:
+        {COMMIT}
+        {WAIT}
+        @%p bar.sync 1;
+        """
+        _, _, rest = operands(8)
+        with pytest.raises(DeadlockError) as caught:
+            Snippet(body, **rest).run()
+        text = str(caught.value)
+        assert "for wgmma groups up to number 1 of their warpgroup" in text
+        assert "which warps 1, 2, 3 have not committed" in text
+        assert "96 of 128 threads wait, 0 have ended" in text
+        Snippet(body, **rest).run(strict_wgmma=True)
+
+    def test_empty_groups(self):
+        a, b, rest = operands(8)
+        body = fill(0, 4) + FENCE + mma("%A", "%B") + 3 * COMMIT
+        body += "wgmma.wait_group.sync.aligned 2;"
+        assert (Snippet(body, **rest).run().matrix() == a @ b.T).all()
+
+
+class TestSharedMemory:
+    """What the reads of a wgmma are checked against."""
+
+    MULTIPLY = fill(0, 4) + FENCE + mma("%A", "%B") + COMMIT
+
+    @pytest.mark.parametrize("start", [0, 2048])
+    def test_generic_writes_need_a_proxy_fence(self, start):
+        _, _, rest = operands(8)
+        again = f"mad.lo.u32 %r5, %thread, 4, {start};\nst.shared.u32 [%r5], 0;\nbar.sync 0;\n"
+        with pytest.raises(ProxyError, match="read by wgmma of warpgroup 0"):
+            Snippet(again + self.MULTIPLY + WAIT, **rest).run()
+        Snippet(again + "fence.proxy.async;\nbar.sync 0;" + self.MULTIPLY + WAIT, **rest).run()
+
+    def test_a_barrier_must_stand_between(self):
+        _, _, rest = operands(8)
+        with pytest.raises(RaceError, match=r"read by wgmma.*and write by warp"):
+            Snippet(self.MULTIPLY + WAIT, visible="fence.proxy.async;", **rest).run()
+
+    def test_the_rows_of_a_of_each_warp_may_be_its_own_business(self):
+        a, b, rest = operands(8)
+        # Each warp writes its 16 rows, 512 bytes, over those from the image.
+        rows = """
+        mad.lo.u32 %r5, %thread, 16, 0;
+        ld.shared.v4.b32 {%v0, %v1, %v2, %v3}, [%r5];
+        st.shared.v4.b32 [%r5], {%v0, %v1, %v2, %v3};
+        fence.proxy.async;
+        bar.warp.sync -1;
+        """
+        assert (Snippet(rows + self.MULTIPLY + WAIT, **rest).run().matrix() == a @ b.T).all()
+
+    @pytest.mark.parametrize("place", [0, 16 * 127, 2048, 2048 + 255])
+    def test_nobody_may_write_what_is_being_read(self, place):
+        _, _, rest = operands(8)
+        late = f"setp.eq.u32 %p, %thread, 77;\n@%p st.shared.u8 [{place}], 1;\n"
+        with pytest.raises(RaceError, match=r"read by wgmma of warpgroup 0 at .*\n.*going on"):
+            Snippet(self.MULTIPLY + late + WAIT, **rest).run()
+        Snippet(self.MULTIPLY + WAIT + late, **rest).run()
+
+    def test_a_copy_that_is_pending(self):
+        _, _, rest = operands(8)
+        copy = "setp.eq.u32 %p, %thread, 0;\n"
+        copy += "@%p cp.async.cg.shared.global [2048], [%rd0], 16;\nbar.sync 0;\n"
+        with pytest.raises(PendingCopyError, match=r"cp\.async"):
+            Snippet(copy + self.MULTIPLY + WAIT, **rest).run()
+
+    @pytest.mark.parametrize("name, address", [("A", 4096 - 2032), ("B", 4096 - 240)])
+    def test_reads_beyond_shared_memory(self, name, address):
+        _, _, rest = operands(8)
+        rest["arguments"][name] = descriptor(address)
+        with pytest.raises(OutOfBoundsError, match=f"{name} by 16 bytes at shared address 4096"):
+            Snippet(self.MULTIPLY + WAIT, **rest).run()
+        rest["arguments"][name] = descriptor(address - 16)
+        Snippet(self.MULTIPLY + WAIT, **rest).run()
+
+
+class TestDescriptors:
+    @pytest.mark.parametrize("name", ["A", "B"])
+    def test_all_warps_must_have_one(self, name):
+        _, _, rest = operands(8)
+        body = f"setp.ge.u32 %p, %thread, 96;\n@%p add.u64 %{name}, %{name}, 8;\n"
+        with pytest.raises(MatrixDescriptorError, match=f"descriptor of {name} is .*another warp"):
+            Snippet(body + TestSharedMemory.MULTIPLY + WAIT, **rest).run()
+
+    @pytest.mark.parametrize("name", ["A", "B"])
+    def test_all_lanes_must_have_one(self, name):
+        _, _, rest = operands(8)
+        body = f"setp.eq.u32 %p, %thread, 37;\n@%p add.u64 %{name}, %{name}, 8;\n"
+        with pytest.raises(MatrixDescriptorError, match=f"descriptor of {name} is") as caught:
+            Snippet(body + TestSharedMemory.MULTIPLY + WAIT, **rest).run()
+        assert (caught.value.thread.warp, caught.value.thread.lane) == (1, 5)
+
+    @pytest.mark.parametrize("name", ["A", "B"])
+    def test_bits_of_no_field(self, name):
+        _, _, rest = operands(8)
+        rest["arguments"][name] |= 1 << 15
+        with pytest.raises(MatrixDescriptorError, match="bits set that belong to none"):
+            Snippet(TestSharedMemory.MULTIPLY + WAIT, **rest).run()
+
+
+class TestPoison:
+    """What nothing has written, in rows of A, columns of B and registers."""
+
+    def run(self, body="", stored=128, columns=range(8), missing=None, inputs=None):
+        """Runs with all of shared memory written but 16 bytes at `missing`; stores the columns of D
+        that threads below `stored` hold."""
+        _, _, rest = operands(8)
+        rest["image"] = np.zeros(4096, np.uint8)
+        skip = ""
+        if missing is not None:
+            skip = f"setp.ne.u32 %q, %r0, {missing};\n@%q "
+        snippet = Snippet("", **rest)
+        snippet.outputs = 0
+        keep = [i for i in range(4) if i % 2 in {c % 2 for c in columns}]
+        store = f"setp.lt.u32 %p, %thread, {stored};\n@!%p bra END;\n"
+        store += "\n".join(f"st.global.f32 [%at], %d{i};" for i in keep) + "\nEND:\n"
+        snippet.body = "ld.param.u64 %at, [p_out];\n" + (body or TestSharedMemory.MULTIPLY)
+        snippet.body += WAIT + store
+        text = snippet.text
+        snippet.text = lambda threads: text(threads).replace("st.shared.v4", f"{skip}st.shared.v4")
+        return snippet.run()
+
+    def test_a_row_of_a(self):
+        # Row 20 of A, first half: of warp 1, lanes 16 to 19. 128 bytes for each 8 x 8.
+        missing = 256 * 2 + 4 * 16
+        with pytest.raises(UninitialisedReadError, match=f"address {missing}, which") as caught:
+            self.run(missing=missing)
+        thread = caught.value.thread
+        assert (thread.warp, thread.lane) == (1, 16)
+        self.run(missing=missing, stored=32)
+
+    def test_a_column_of_b(self):
+        missing = 2048 + 3 * 16  # column 3: of lanes with t = 1, odd registers
+        with pytest.raises(UninitialisedReadError, match=f"address {missing}, which") as caught:
+            self.run(missing=missing)
+        assert caught.value.thread.lane == 1
+        self.run(missing=missing, columns=[0, 2])
+
+    def test_an_accumulator(self):
+        load = "ld.shared.f32 %d2, [3072];\n"
+        fill_some = "\n".join(f"mov.f32 %d{i}, 0f00000000;" for i in (0, 1, 3))
+        rest = FENCE + "\n" + mma("%A", "%B") + COMMIT
+        with pytest.raises(UninitialisedReadError, match="address 3072, which"):
+            self.run(load + fill_some + rest, missing=3072)
+        # Without scale-d it is not read.
+        rest = FENCE + "\n" + mma("%A", "%B", adds="0") + COMMIT
+        self.run(load + fill_some + rest, missing=3072)
+
+    def test_a_in_registers(self):
+        load = "ld.shared.b32 %a2, [3072];\n" + "".join(f"mov.b32 %a{i}, 0;" for i in (0, 1, 3))
+        multiply = mma("{%a0, %a1, %a2, %a3}", "%B", rest="1, 1, 0") + COMMIT
+        body = fill(0, 4) + "setp.eq.u32 %p, %thread, 42;\nmov.b32 %a2, 0;\n@%p " + load
+        body += FENCE + multiply
+        with pytest.raises(UninitialisedReadError, match="address 3072, which") as caught:
+            self.run(body, missing=3072)
+        # Lanes 8 to 11 of warp 1 hold rows 2 and 10; register 2 is of row 2.
+        assert (caught.value.thread.warp, caught.value.thread.lane) == (1, 8)
+        self.run(body, missing=3072, stored=32)
+
+    def test_a_descriptor(self):
+        body = "ld.shared.b32 %r5, [3072];\ncvt.u64.u32 %rd5, %r5;\nand.b64 %rd5, %rd5, 0;\n"
+        body += "ld.shared.u64 %rd6, [3072];\nshr.u64 %rd6, %rd6, 60;\nadd.u64 %A, %A, %rd6;\n"
+        with pytest.raises(UninitialisedReadError, match="a descriptor or scale-d of this wgmma"):
+            self.run(body + TestSharedMemory.MULTIPLY, missing=3072)
+
+    def test_what_comes_out_clean_cleans_the_registers(self):
+        load = "".join(f"ld.shared.f32 %d{i}, [3072];\n" for i in range(4))
+        body = load + FENCE + mma("%A", "%B", adds="0") + COMMIT
+        self.run(body, missing=3072)
+
+
+class TestCounts:
+    def test_by_shape(self):
+        _, _, rest = operands(24)
+        body = fill(0, 12) + FENCE + 2 * mma("%A", "%B", 24)
+        body += mma("{%a0, %a1, %a2, %a3}", "%B", 8, "e", rest="1, 1, 0") + DONE
+        run = Snippet(body, **rest).run(grid=3).run
+        by_opcode = run.counters.by_opcode()
+        both = by_opcode["wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16"]
+        assert both.wgmma == both.instructions == 3 * 4 * 2
+        assert both.mma_flops == 3 * 2 * (2 * 64 * 24 * 16)
+        assert both.wgmma_bytes == 3 * 2 * (64 + 24) * 32
+        assert both.shared_bytes == both.shared_wavefronts == both.mma == 0
+        alone = by_opcode["wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16"]
+        assert (alone.wgmma, alone.mma_flops) == (3 * 4, 3 * 2 * 64 * 8 * 16)
+        assert alone.wgmma_bytes == 3 * 8 * 32
+        assert run.counters.total.waits == 3 * 4
+
+    def test_the_loop_with_wgmma_is_the_main_loop(self):
+        _, _, rest = operands(8)
+        body = fill(0, 4) + "mov.u32 %r5, 0;\nNEXT:\n" + FENCE + mma("%A", "%B") + COMMIT
+        body += "add.u32 %r5, %r5, 1;\nsetp.lt.u32 %p, %r5, 3;\n@%p bra NEXT;\n" + WAIT
+        phases = Snippet(body, **rest).run().run.counters.by_phase()
+        assert phases[Phase.MAIN_LOOP].wgmma == 12
+        assert phases[Phase.MAIN_LOOP].shared_requests == 0
+        assert phases[Phase.PROLOGUE].shared_requests and not phases[Phase.PROLOGUE].wgmma
+
+
+class TestRefused:
     @pytest.mark.parametrize(
-        "type_name, start, products, expected",
+        "opcode, reason",
         [
-            ("f32", 2.0**24, [1.5], 2.0**24 + 2),  # three sums of 0.5 would stay
-            ("f32", 2.0**24, [1.0], 2.0**24),
-            ("f32", 2.0**24, [1.0, 1.0], 2.0**24),  # two instructions round twice
-            ("f32", 1.0, [2.0**-24 + 2.0**-50], 1 + 2.0**-23),
-            ("f16", 2048.0, [1.0 + 2.0**-30], 2050.0),  # by way of f32 it would be a tie
-            ("f16", 65504.0, [15.0], 65504.0),
-            ("f16", 65504.0, [16.0], np.inf),
+            ("m64n8k32.f32.e4m3.e4m3", "wgmma of e4m3 is not simulated"),
+            ("m64n8k32.f16.e5m2.e4m3", "wgmma of e5m2 is not simulated"),
+            ("m64n8k8.f32.tf32.tf32", "wgmma of tf32 is not simulated"),
+            ("m64n8k32.s32.s8.u8", "wgmma of s8 is not simulated"),
+            ("m64n8k256.s32.b1.b1.and.popc", "wgmma of b1 is not simulated"),
+            ("sp.m64n8k32.f32.f16.f16", "sparse matrices are not simulated"),
+            ("m64n8k16.f16.bf16.bf16", "no wgmma multiplies bf16 by bf16 into f16"),
+            ("m64n8k16.f32.f16.bf16", "no wgmma multiplies f16 by bf16"),
+            ("m64n8k32.f32.f16.f16", "one of m64n8k16"),
         ],
     )
-    def test_once(self, type_name, start, products, expected):
-        d = np.full((1, 16, 8), start)
-        with np.errstate(over="ignore"):
-            for x in products:
-                d = rounded_sum(d, np.full(d.shape, x), type_name)
-        assert (d == expected).all()
+    def test_by_name(self, opcode, reason):
+        _, _, rest = operands(8)
+        body = FENCE + mma("%A", "%B").replace("m64n8k16.f32.f16.f16", opcode)
+        with pytest.raises(UnsupportedInstruction, match=reason):
+            Snippet(body, **rest).run()
 
-
-class TestProducts:
-    def test_each_warp_takes_its_own_b(self):
-        rng = np.random.default_rng(0)
-        a = rng.integers(-8, 9, (5, 16, 16)).astype(float)
-        b = rng.integers(-8, 9, (2, 24, 16)).astype(float)
-        which = np.array([1, 0, 0, 1, 1])
-        found = product(a, b, which)
-        for warp in range(5):
-            assert (found[warp] == a[warp] @ b[which[warp]].T).all()
-
-    def test_numbers_of_both_types(self):
-        bits = np.array([0x3F80, 0xC040, 0x0001], np.uint16)
-        assert numbers(bits, "bf16").tolist() == [1.0, -3.0, 2.0**-133]
-        assert numbers(bits, "f16").tolist() == [1.875, -2.125, 2.0**-24]
+    @pytest.mark.parametrize("literals", ["2, 1, 0, 0", "1, 1, 2, 0", "1, 1, 0, %r0", "1, 1, 0"])
+    def test_operands(self, literals):
+        _, _, rest = operands(8)
+        with pytest.raises(UnsupportedInstruction):
+            Snippet(FENCE + mma("%A", "%B", rest=literals), **rest).run()

@@ -18,6 +18,7 @@ from flash_helpers.ptx.errors import (
     DeadlockError,
     InstructionLimitError,
     LaunchError,
+    MatrixDescriptorError,
     MbarrierError,
     MisalignedError,
     MissingLanesError,
@@ -31,8 +32,12 @@ from flash_helpers.ptx.errors import (
     RaceError,
     SimulatorError,
     TrapError,
+    UnfinishedError,
     UninitialisedReadError,
     UnsupportedInstruction,
+    WarpgroupError,
+    WgmmaFenceError,
+    WgmmaRegisterError,
 )
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.reader import read_ptx
@@ -57,6 +62,7 @@ __all__ = [
     "Kernel",
     "LaunchError",
     "LineCounts",
+    "MatrixDescriptorError",
     "MbarrierError",
     "MisalignedError",
     "MissingLanesError",
@@ -76,8 +82,12 @@ __all__ = [
     "SimulatorError",
     "TensorMap",
     "TrapError",
+    "UnfinishedError",
     "UninitialisedReadError",
     "UnsupportedInstruction",
+    "WarpgroupError",
+    "WgmmaFenceError",
+    "WgmmaRegisterError",
     "load_ptx",
     "read_ptx",
 ]

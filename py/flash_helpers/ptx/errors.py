@@ -189,6 +189,43 @@ class MissingLanesError(SimulatorError):
     title = "missing lanes"
 
 
+class WarpgroupError(SimulatorError):
+    """The four warps of a warpgroup do not execute the same `wgmma` or `setmaxnreg` instructions
+    in the same order, or a block has not all four. "All threads in the warpgroup must execute the
+    same" one (PTX ISA 9.0, "wgmma.mma_async", "wgmma.fence", "wgmma.commit_group",
+    "wgmma.wait_group", "setmaxnreg": .aligned)."""
+
+    title = "warpgroup not together"
+
+
+class MatrixDescriptorError(SimulatorError):
+    """A matrix descriptor of a `wgmma` that describes no matrix (PTX ISA 9.0, "Matrix Descriptor
+    Format"), or differs between the lanes of a warp or the warps of a warpgroup
+    ("wgmma.mma_async")."""
+
+    title = "matrix descriptor"
+
+
+class WgmmaRegisterError(SimulatorError):
+    """A register of a `wgmma` touched before its warp has waited for it: the accumulator, or A
+    (PTX ISA 9.0, "wgmma.wait_group": undefined behaviour)."""
+
+    title = "register of a wgmma in flight"
+
+
+class WgmmaFenceError(SimulatorError):
+    """A register that a `wgmma` uses was accessed before with no `wgmma.fence` in between, or a
+    warp's first `wgmma` has none before it (PTX ISA 9.0, "wgmma.fence": undefined behaviour)."""
+
+    title = "missing wgmma.fence"
+
+
+class UnfinishedError(SimulatorError):
+    """A thread ends while asynchronous operations that it has begun may still be going on."""
+
+    title = "asynchronous operation not waited for before the end"
+
+
 class TrapError(SimulatorError):
     """The kernel executed `trap`."""
 

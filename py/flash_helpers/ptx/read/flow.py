@@ -26,7 +26,7 @@ MAX_LOOP_DEPTH = 64
 
 
 class Phase(str, Enum):
-    """Part of the kernel relative to its main loop (the loops that hold `mma`)."""
+    """Part of the kernel relative to its main loop (the loops that hold `mma` or `wgmma`)."""
 
     PROLOGUE = "prologue"
     MAIN_LOOP = "main loop"
@@ -85,6 +85,11 @@ class Program:
         return self.blocks[self.block_of[position]]
 
 
+def is_wgmma(instruction: Instruction) -> bool:
+    """Whether it is a product, a wgmma.mma_async."""
+    return instruction.name == "wgmma" and instruction.has("mma_async")
+
+
 def _ending(instruction: Instruction) -> Ending:
     if instruction.name == "bra":
         return Ending.BRANCH
@@ -136,7 +141,7 @@ def build_program(function: Function) -> Program:
         goes_on = ending in (Ending.NEXT, Ending.BARRIER) or last.guard is not None
         following = b + 1 if goes_on and b + 1 < len(starts) else -1
         blocks.append(Block(start, end, ending, targets, following, Phase.PROLOGUE))
-        if any(i.name in ("mma", "wmma") for i in instructions[start:end]):
+        if any(i.name in ("mma", "wmma") or is_wgmma(i) for i in instructions[start:end]):
             holds_mma.add(b)
 
     successors = [[s for s in dict.fromkeys((*b.targets, b.next)) if s >= 0] for b in blocks]

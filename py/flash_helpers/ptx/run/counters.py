@@ -38,7 +38,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass
 class Counts:
-    """Counts of one instruction, line, phase or launch; the unit is one warp's execution."""
+    """Counts of one instruction, line, phase or launch; the unit is one warp's execution, of which
+    a `wgmma` has four.
+
+    mma_flops: of `mma` and `wgmma`. wgmma_bytes: of the operands of `wgmma` in shared memory, once
+    for a warpgroup. They are not part of shared_bytes, and their wavefronts are not known.
+    """
 
     instructions: int = 0
     shared_requests: int = 0
@@ -49,7 +54,9 @@ class Counts:
     global_sectors: int = 0
     global_bytes: int = 0
     mma: int = 0
+    wgmma: int = 0
     mma_flops: int = 0
+    wgmma_bytes: int = 0
     barriers: int = 0
     waits: int = 0
 

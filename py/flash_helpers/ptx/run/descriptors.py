@@ -69,7 +69,7 @@ class Descriptor:
 
 
 @dataclass(frozen=True)
-class Operand:
+class MatrixOperand:
     """The A or B of an instruction. rows: of M (64) or N. k_major: the elements of a row are
     neighbours; else those of a column."""
 
@@ -82,18 +82,23 @@ class Operand:
         `Descriptor.decode` does."""
         return _addresses(self, bits)
 
+    def rows_at(self, bits: int, first: int, count: int) -> np.ndarray:
+        """Addresses of the chunks that hold so many rows, multiples of 8."""
+        if self.k_major:
+            return self.addresses(bits)[first : first + count]
+        return self.addresses(bits)[:, first // _PER_CHUNK : (first + count) // _PER_CHUNK]
+
     def matrix(self, chunks: np.ndarray) -> np.ndarray:
-        """The elements as a matrix (..., rows, 16) of their 16 bits. chunks: the bytes at the
-        addresses, uint32 (..., as those, 4)."""
-        halves = np.ascontiguousarray(chunks).view(np.uint16)
+        """The matrix (..., rows, 16) of what belongs to the elements of the chunks at the
+        addresses, (..., as those, 8)."""
         if not self.k_major:
             # (..., k, chunk, row in it) to (..., chunk, row in it, k)
-            halves = np.moveaxis(halves, -3, -1)
-        return halves.reshape(*chunks.shape[:-3], -1, K)
+            chunks = np.moveaxis(chunks, -3, -1)
+        return chunks.reshape(*chunks.shape[:-3], -1, K)
 
 
 @lru_cache(maxsize=4096)
-def _addresses(operand: Operand, bits: int) -> np.ndarray:
+def _addresses(operand: MatrixOperand, bits: int) -> np.ndarray:
     descriptor = Descriptor.decode(bits)
     leading, stride, width = descriptor.leading, descriptor.stride, descriptor.swizzle
     if operand.k_major:

@@ -50,7 +50,7 @@ _MODIFIERS = frozenset(
         "L1::evict_first L1::evict_last L1::no_allocate L2::evict_normal L2::evict_unchanged "
         "L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B L2::256B fractional range",
         # copies, atomics
-        "async commit_group wait_group wait_all bulk mbarrier noinc "
+        "async commit_group wait_group wait_all bulk mbarrier noinc mma_async fence "
         "add and cas dec exch inc max min or xor",
         # comparisons, roundings, floats, integers
         "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan "
@@ -62,6 +62,8 @@ _MODIFIERS = frozenset(
         "m8n8 m8n8k4 m8n8k16 m8n8k32 m8n8k128 m16n8k4 m16n8k8 m16n8k16 m16n8k32 m16n8k64 m16n8k128 "
         "m16n8k256 m16n16k16 m32n8k16 m8n32k16 m16n16k8 row col x1 x2 x4 trans "
         "load store mma a b c d",
+        # matrices of a warpgroup
+        " ".join(f"m64n{n}k{k}" for n in range(8, 257, 8) for k in (8, 16, 32, 256)),
     )
     for word in words.split()
 )
@@ -73,7 +75,6 @@ _NOT_SIMULATED: Mapping[str, str] = {
     "tensor maps": "tensormap",
     "mbarriers": "mbarrier cp.async.mbarrier",
     "asynchronous stores": "st.async red.async",
-    "matrix products of a warp group": "wgmma",
     "tensor cores of the fifth generation": "tcgen05",
     "multicast addresses": "multimem",
     "cluster launch control": "clusterlaunchcontrol",

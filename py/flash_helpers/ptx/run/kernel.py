@@ -174,6 +174,7 @@ class Kernel:
         cluster: Sequence[int] | int | None = None,
         keep_going: bool = False,
         strict_barriers: bool = False,
+        strict_wgmma: bool = False,
         max_instructions: int = DEFAULT_MAX_INSTRUCTIONS,
         progress: Progress | None = None,
         observer: Observer | None = None,
@@ -191,7 +192,9 @@ class Kernel:
         run too, though a GPU wants cudaFuncAttributeNonPortableClusterSizeAllowed for them.
         keep_going: collect faults in `Run.faults` rather than raise the first one.
         strict_barriers: a barrier that waits for the whole block is a fault if a thread has ended
-        before it; from compute capability 7.0 on it waits for the others only.
+        before it; from compute capability 7.0 on it waits for the others only. strict_wgmma: a
+        wgmma.wait_group waits for its own warp's part of the products alone, not for that of the
+        warpgroup.
         max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
         the number of blocks done and the number of blocks. observer: is shown registers and shared
         memory while the kernel runs. target: compute capability whose limits the launch must keep,
@@ -215,7 +218,7 @@ class Kernel:
         self._check_launch(grid3, block3, shared_bytes, target)
         cluster3 = self._cluster(cluster, grid3, target)
         launch = self._launch(grid3, block3, shared_bytes, args, memory, target)
-        launch = replace(launch, cluster=cluster3, output=output)
+        launch = replace(launch, cluster=cluster3, output=output, strict_wgmma=strict_wgmma)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:

@@ -38,6 +38,7 @@ from flash_helpers.ptx.run.pending import AsyncCopies
 from flash_helpers.ptx.run.poison import Memory, Poison
 from flash_helpers.ptx.run.shared import SharedMemory
 from flash_helpers.ptx.run.tally import Tally
+from flash_helpers.ptx.run.warpgroups import Warpgroups
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
@@ -95,7 +96,8 @@ class Launch:
     bytes of the narrowest shared access. has_flags: whether strong accesses to shared memory may
     order others. scratch: where in shared memory what the system reserves begins, behind all else;
     None if the kernel does not ask. workspace: address of the memory that a grid synchronises
-    through; 0 if it does not. output: what printf writes to; None for standard output.
+    through; 0 if it does not. strict_wgmma: each warp retires the products of `wgmma` alone.
+    output: what printf writes to; None for standard output.
     """
 
     grid: tuple[int, int, int]
@@ -112,6 +114,7 @@ class Launch:
     output: TextIO | None = None
     scratch: int | None = None
     workspace: int = 0
+    strict_wgmma: bool = False
 
 
 _ADDRESS = (1 << 64) - 1
@@ -169,6 +172,11 @@ class Machine:
             "local": Memory(self.local.data.size, 1, self.local.is_written),
         }
         self.poison = Poison(geometry, log, program.registers, spaces)
+        self.warpgroups = Warpgroups(
+            geometry, program, self.shared, self.poison, log, strict=launch.strict_wgmma
+        )
+        # Threads of each warp that have not ended.
+        self._live = (self.thread_ids < geometry.threads).reshape(-1, WARP).sum(axis=1)
         self.position = 0
         """Index of the instruction that is being bound."""
         self.refused: set[int] = set()
@@ -205,7 +213,11 @@ class Machine:
 
     def end(self, selection: Selection) -> None:
         """The threads of selected lanes end."""
-        self.cluster_barrier.end(self.lanes_of(selection))
+        lanes = self.lanes_of(selection)
+        self.cluster_barrier.end(lanes)
+        np.subtract.at(self._live, lanes // WARP, 1)
+        warps = np.unique(lanes // WARP)
+        self.warpgroups.end(warps[self._live[warps] == 0])
 
     # -- operands ----------------------------------------------------------------------------------
 

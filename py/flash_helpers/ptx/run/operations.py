@@ -19,6 +19,7 @@ from flash_helpers.ptx.run import (
     runtime,
     tensor,
     warps,
+    wgmma,
     wmma,
 )
 from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, find_form
@@ -97,6 +98,7 @@ FORMS: Forms = by_name(
         *warps.FORMS,
         *tensor.FORMS,
         *wmma.FORMS,
+        *wgmma.FORMS,
         *access.FORMS,
         *copies.FORMS,
         *runtime.FORMS,
@@ -169,7 +171,7 @@ def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: 
         return action
     everywhere = np.broadcast_to(members, (machine.lanes,))
     absent = np.zeros_like(machine.absent_lanes)
-    if machine.instruction().name not in warps.MATRIX:
+    if machine.instruction().name not in warps.WHOLE_WARP:
         absent = machine.absent_lanes
 
     def run_some(selection: Selection) -> None:

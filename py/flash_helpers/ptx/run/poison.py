@@ -146,9 +146,7 @@ class Poison:
         if not self.active:
             if unwritten is None:
                 return
-            assert self.begin is not None
-            self.active = True
-            self._carrier = proxy(self.begin()())
+            self.start()
         stored = None
         if self.stored is not None:
             stored = self.stored[:, selection]
@@ -163,15 +161,36 @@ class Poison:
         if action in ("write", "copy") and not is_atomic:
             self._hold(space, rows, size, stored)
         else:
-            old = self._held(space, rows, size)
-            if unwritten is not None:
-                began = self._began(position, space, addresses, rows, size, unwritten)
-                old = began if old is None else np.where(began, began, old)
+            old = self.in_memory(position, space, addresses, rows, size, unwritten)
             if is_atomic:
                 replaces = instruction.has("exch")
                 old = self._exchange(space, rows, size, old, stored, replaces=replaces)
             if old is not None and old.any():
                 self._carrier.load(position, selection, old)
+
+    def start(self) -> None:
+        """Something has read what nothing had written: from now on poison is followed."""
+        if not self.active:
+            assert self.begin is not None
+            self.active = True
+            self._carrier = proxy(self.begin()())
+
+    def in_memory(
+        self,
+        position: int,
+        space: str,
+        addresses: np.ndarray,
+        rows: np.ndarray,
+        size: int,
+        unwritten: np.ndarray | None,
+    ) -> Codes | None:
+        """Codes of words that the instruction at a position reads; None if all are clean. The rest
+        is as in `touch`."""
+        old = self._held(space, rows, size)
+        if unwritten is None:
+            return old
+        began = self._began(position, space, addresses, rows, size, unwritten)
+        return began if old is None else np.where(began, began, old)
 
     def _began(
         self,

@@ -35,7 +35,8 @@ from flash_helpers.ptx.run.observe import Observation, Observer
 from flash_helpers.ptx.run.operations import bind, refusing
 from flash_helpers.ptx.run.order import Knowledge
 from flash_helpers.ptx.run.spread import Spread
-from flash_helpers.ptx.run.warps import MATRIX
+from flash_helpers.ptx.run.warps import WHOLE_WARP
+from flash_helpers.ptx.run.wgmma import watched
 
 _RUNNING, _AT_SYNC, _AT_BARRIER, _ASLEEP, _DONE = range(5)
 
@@ -108,9 +109,11 @@ class Scheduler:
             if position == block.body_end:
                 if instruction.guard is not None:
                     self.taken[position] = machine.predicate(instruction.guard)
-                self.actions.append(self._bind_ending(block, instruction))
+                action = self._bind_ending(block, instruction)
+                self.actions.append(watched(machine, position, action))
                 continue
             action, members = bind(machine, instruction)
+            action = watched(machine, position, action)
             self.actions.append(self._observed(action, position, observer))
             if members is not None:
                 self.members[position] = members
@@ -399,7 +402,7 @@ class Scheduler:
         instruction = self.program.instructions[position]
         present = self.machine.masks(lanes)
         needed = _for_each(members, lanes)
-        if instruction.name not in MATRIX:
+        if instruction.name not in WHOLE_WARP:
             # A block's last warp may be short: lanes that never were are not waited for.
             present |= self.machine.absent_lanes
         elsewhere = None
@@ -686,7 +689,7 @@ class Scheduler:
             lanes = at_sync[self.pc[at_sync] == position]
             self._report_missing(position, lanes)
             # Go on without the missing lanes, past the instruction.
-            if self.program.instructions[position].name not in MATRIX:
+            if self.program.instructions[position].name not in WHOLE_WARP:
                 self.actions[position].some(lanes)
             self._step_past(position, lanes)
             return
@@ -744,7 +747,7 @@ class Scheduler:
         log.report(DeadlockError, detail, int(self.pc[first]), geometry.thread(first))
         for key in [k for k in self.arrivals if k[0] in owners]:
             del self.arrivals[key]
-        self._go(stuck, -1)
+        self.status[stuck] = _DONE
 
     def _report_missing(self, position: int, lanes: np.ndarray) -> None:
         needed = int(_for_each(self.members[position], lanes)[0])

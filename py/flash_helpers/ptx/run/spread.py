@@ -4,7 +4,8 @@ Poison is known by the byte. Moves, packing and unpacking, `prmt`, shifts by a l
 between integers, logic, selection, shuffles, `ldmatrix`, `stmatrix`, `movmatrix` and memory pass on
 the bytes that they move; packed 16-bit arithmetic and the pairs that `cvt` makes know their halves.
 `and` and `or` are clean where a clean source decides alone, and so is a comparison combined with a
-predicate. D[i][j] of an `mma` is poisoned if any of A[i][:], B[:][j] or C[i][j] is. Every other
+predicate. D[i][j] of an `mma` is poisoned if any of A[i][:], B[:][j] or C[i][j] is
+(and of a `wgmma`, when it is computed: `warpgroups`). Every other
 result is poisoned as a whole in a lane if any byte of a source is; of an instruction in which the
 lanes of a warp see each other, if any source of the warp is. So a product with a literal zero stays
 poisoned.
@@ -320,9 +321,10 @@ class Spread:
             "cp": "the number of bytes that it copies",
             "brx": "the index of this branch",
             **dict.fromkeys(BARRIERS, "an operand of this barrier"),
+            "wgmma": "a descriptor or scale-d of this wgmma",
         }
         if name in others:
-            values = tuple(o for o in sources if not isinstance(o, Address))
+            values = tuple(o for o in sources if not isinstance(o, Address | Vector))
             uses.append((others[name], values, WARP))
         return tuple(uses)
 
@@ -360,7 +362,7 @@ class Spread:
             return lambda selection: _worst(*self._codes(values, selection))
         if name == "stmatrix":
             return partial(self._store_matrices, _elements(values[0]), instruction.has("trans"))
-        if name != "cp" and not _has_result(instruction):
+        if name not in ("cp", "wgmma") and not _has_result(instruction):
             return partial(self._any_of_warp, values)
         return None
 
@@ -700,6 +702,8 @@ def _has_result(instruction: Instruction) -> bool:
     name, operands = instruction.name, instruction.operands
     if name in BARRIERS:
         return instruction.has("red")
+    if name == "wgmma":  # its results come when its group retires
+        return False
     return name not in _CONTROL and bool(operands) and not isinstance(operands[0], Address)
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.read.flow import BARRIERS, Program
-from flash_helpers.ptx.read.module import Immediate, Instruction
+from flash_helpers.ptx.read.flow import BARRIERS, Program, is_wgmma
+from flash_helpers.ptx.read.module import Immediate, Instruction, Vector
 from flash_helpers.ptx.read.types import SCALAR_TYPES, size_of
 from flash_helpers.ptx.run.counters import Counts
 
+_WAITS = ("cp.async.wait", "wgmma.wait")
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
 
@@ -133,15 +134,19 @@ class Tally:
             instruction.name == "wmma" and instruction.has("mma")
         )
         mma = issued if is_mma else 0
+        wgmma = issued if is_wgmma(instruction) else 0
         is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
         is_barrier &= not (instruction.has("cluster") and instruction.has("arrive"))
         return replace(
             self.accesses[position],
             instructions=issued,
             mma=mma,
-            mma_flops=2 * mma * _products(instruction) if mma else 0,
+            wgmma=wgmma,
+            # A warp's part of a wgmma is a quarter.
+            mma_flops=(4 * mma + wgmma) * _products(instruction) // 2 if mma or wgmma else 0,
+            wgmma_bytes=wgmma * _operand_bytes(instruction) if wgmma else 0,
             barriers=issued if is_barrier else 0,
-            waits=issued if instruction.opcode.startswith("cp.async.wait") else 0,
+            waits=issued if instruction.opcode.startswith(_WAITS) else 0,
         )
 
 
@@ -167,12 +172,26 @@ def _in_pairs(rows: np.ndarray, active: np.ndarray) -> np.ndarray:
     return merges
 
 
-def _products(instruction: Instruction) -> int:
-    """Multiplications of one `mma`: the product of the sizes in its shape, such as m16n8k16; four
-    times that for m8n8k4 of f16, which is four products."""
+def _operand_bytes(instruction: Instruction) -> int:
+    """Bytes of shared memory that a warp's part of a `wgmma` reads: its rows of A, unless they are
+    in registers, and a quarter of B, which the four warps share."""
+    m, n, k = _shape(instruction)
+    a_rows = 0 if isinstance(instruction.operands[1], Vector) else m
+    return (a_rows + n) * k * size_of(instruction.types[1]) // 4
+
+
+def _shape(instruction: Instruction) -> tuple[int, int, int]:
+    """The sizes in its name, such as m16n8k16."""
     shapes = (_SHAPE.fullmatch(modifier) for modifier in instruction.modifiers)
+    m, n, k = map(int, next(filter(None, shapes)).groups())
+    return m, n, k
+
+
+def _products(instruction: Instruction) -> int:
+    """Multiplications of one `mma`: the product of the sizes in its shape; four times that for
+    m8n8k4 of f16, which is four products."""
     times = 4 if instruction.has("m8n8k4") and not instruction.has("f64") else 1
-    return times * math.prod(map(int, next(filter(None, shapes)).groups()))
+    return times * math.prod(_shape(instruction))
 
 
 def _distinct(values: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from flash_helpers.ptx.run.forms import OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Machine, warp_masks
 from flash_helpers.ptx.run.memory import ALL, Selection
 
-MATRIX = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma"})
+WHOLE_WARP = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma", "wgmma"})
 """Instructions that need all 32 lanes."""
 
 _FULL = np.uint32(0xFFFF_FFFF)
@@ -174,7 +174,7 @@ def _elect(machine: Machine, instruction: Instruction) -> Action:
 def member_mask(machine: Machine, instruction: Instruction) -> np.ndarray | None:
     """Lanes that must execute an instruction together, as masks; None if it needs none."""
     name = instruction.name
-    if name in MATRIX:
+    if name in WHOLE_WARP:
         return np.array([_FULL])
     if name in ("shfl", "match", "redux", "elect", "vote") and instruction.has("sync"):
         return machine.source(instruction.operands[-1], "u32")

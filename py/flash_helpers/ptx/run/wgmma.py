@@ -1,74 +1,167 @@
-"""Fragments and arithmetic of `wgmma.mma_async` with 16-bit elements.
-
-PTX ISA 9.0, "Register Fragments" of the asynchronous warpgroup instructions. Warp w of a warpgroup
-holds rows 16 w ... 16 w + 15 of A and D, each of its lanes what it would hold of a row of m16n8k16
-fragments of `tensor`: register i of D is row g + 8 (i / 2 % 2) and column 8 (i / 4) + 2 t + i % 2,
-or both columns at once as the halves of one register for f16. A in registers is the A of
-mma.m16n8k16.
-
-Arithmetic is that of `tensor`: products are exact and are summed with D in float64, and rounded
-once to the type of D by each instruction.
-"""
+"""The instructions of `wgmma` (PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions")."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.run.descriptors import K
-from flash_helpers.ptx.run.dtypes import dtype_of
-from flash_helpers.ptx.run.rounding import odd_f32, to_floats
+from flash_helpers.ptx.errors import MatrixDescriptorError
+from flash_helpers.ptx.read.module import Immediate, Instruction, Operand, Register, Vector
+from flash_helpers.ptx.run.descriptors import K, MatrixOperand
+from flash_helpers.ptx.run.forms import Form
+from flash_helpers.ptx.run.machine import Action, Machine, Wait, pick
+from flash_helpers.ptx.run.memory import Selection
+from flash_helpers.ptx.run.warpgroups import Product
+from flash_helpers.ptx.run.wgmma_fragments import per_register
 
-WARP_ROWS = 16
-"""Of A and D that one warp holds."""
-_LANE = (8, 4)  # g, t
-
-
-def matrix_of_d(registers: Sequence[np.ndarray], type_name: str) -> np.ndarray:
-    """The matrix D, float64 (warps, 16, N), of its fragment's registers, one element a lane."""
-    dtype = dtype_of(type_name)
-    raw = np.stack(registers).view(dtype).reshape(len(registers), -1, *_LANE, 4 // dtype.itemsize)
-    # (block of 8 columns, half of the rows, column of a register, warp, g, t, column in a register)
-    raw = raw.reshape(-1, 2, dtype.itemsize // 2, *raw.shape[1:])
-    matrix = raw.transpose(3, 1, 4, 0, 5, 2, 6)
-    return matrix.reshape(raw.shape[3], WARP_ROWS, -1).astype(np.float64)
+_M = 64
+_SHAPES = {f"m{_M}n{n}k{K}": n for n in range(8, 257, 8)}
+_SUMS = {"f16": ("f16", "f32"), "bf16": ("f32",)}
+_OTHERS = "e4m3 e5m2 tf32 s8 u8 b1"
 
 
-def registers_of_d(matrix: np.ndarray, type_name: str) -> np.ndarray:
-    """The fragment, uint32 (registers, lanes), of a matrix (warps, 16, N). Numbers that its type
-    does not have are due to be rounded first."""
-    dtype = dtype_of(type_name)
-    warps, _, n = matrix.shape
-    raw = matrix.astype(dtype).reshape(
-        warps, 2, 8, n // 8, 4, dtype.itemsize // 2, 4 // dtype.itemsize
+def warps_of(machine: Machine, selection: Selection) -> np.ndarray:
+    """The warps of selected lanes, which are whole warps."""
+    return machine.lanes_of(selection)[::WARP] // WARP
+
+
+def _order(machine: Machine, instruction: Instruction) -> Action:
+    """wgmma.fence, wgmma.commit_group and wgmma.wait_group"""
+    what = machine.one_of(("fence", "commit_group", "wait_group"))
+    counted = what == "wait_group"
+    if len(instruction.operands) != counted:
+        raise machine.unsupported(f"{len(instruction.operands)} operands")
+    warpgroups, position = machine.warpgroups, machine.position
+    if not counted:
+        act = warpgroups.fence if what == "fence" else warpgroups.commit
+        return machine.from_some(lambda selection: act(position, warps_of(machine, selection)))
+    allowed = _literal(machine, instruction.operands[0], range(1 << 31))
+
+    def is_ready(lanes: np.ndarray) -> np.ndarray:
+        return warpgroups.may_wait(lanes // WARP, allowed)
+
+    def reason(lanes: np.ndarray) -> str:
+        return warpgroups.whom_it_awaits(int(lanes[0]) // WARP, allowed)
+
+    machine.waits[position] = Wait(is_ready, reason)
+
+    def run_some(selection: Selection) -> None:
+        warpgroups.wait(position, warps_of(machine, selection), allowed)
+
+    return machine.from_some(run_some)
+
+
+def _mma_async(machine: Machine, instruction: Instruction) -> Action:
+    """wgmma.mma_async of 16-bit elements."""
+    if not instruction.has("mma_async"):
+        raise machine.unsupported("only wgmma.mma_async has types")
+    d_type, a_type, b_type = instruction.types
+    for name in (a_type, b_type):
+        if name in _OTHERS.split():
+            raise machine.unsupported(f"wgmma of {name} is not simulated, only f16 and bf16 are")
+    if a_type != b_type or d_type not in _SUMS[a_type]:
+        raise machine.unsupported(f"no wgmma multiplies {a_type} by {b_type} into {d_type}")
+    n = _SHAPES[machine.one_of(_SHAPES)]
+    d_operand, a_operand, b_operand, adds, *literals = instruction.operands
+    in_registers = isinstance(a_operand, Vector)
+    if len(literals) != 4 - in_registers:
+        raise machine.unsupported(f"{len(literals)} literals where {4 - in_registers} are due")
+    signs = [_literal(machine, operand, (-1, 1)) for operand in literals[:2]]
+    *a_trans, b_trans = (_literal(machine, operand, (0, 1)) for operand in literals[2:])
+    d = machine.elements(d_operand, n // 2 // per_register(d_type))
+    a = machine.elements(a_operand, 4) if in_registers else ()
+    warpgroups = machine.warpgroups
+    product = Product(
+        position=machine.position,
+        n=n,
+        d_type=d_type,
+        factor_type=a_type,
+        sign=signs[0] * signs[1],
+        d=tuple(machine.destination(register, "b32") for register in d),
+        d_names=_names(machine, d),
+        a=tuple(machine.source(register, "b32") for register in a),
+        a_names=_names(machine, a),
+        a_matrix=None if in_registers else MatrixOperand(_M, not a_trans[0]),
+        b_matrix=MatrixOperand(n, not b_trans),
+        d_fragments=warpgroups.registers.fragments(d),
+        a_fragments=warpgroups.registers.fragments(a),
     )
-    raw = np.ascontiguousarray(raw.transpose(3, 1, 5, 0, 2, 4, 6))
-    return raw.view(np.uint32).reshape(-1, WARP * warps)
+    none = np.zeros(1, np.uint64)
+    a_bits = none if in_registers else machine.source(a_operand, "u64")
+    b_bits = machine.source(b_operand, "u64")
+    is_added = machine.predicate(adds)
+
+    def uniform(values: np.ndarray, name: str, selection: Selection) -> np.ndarray:
+        """One value for each warp."""
+        lanes = machine.lanes_of(selection)
+        rows = np.broadcast_to(values, lanes.shape).reshape(-1, WARP)
+        differs = rows != rows[:, :1]
+        if differs.any():
+            i, j = np.argwhere(differs)[0]
+            text = f"{name} is {int(rows[i, j]):#x}, that of lane 0 is {int(rows[i, 0]):#x}"
+            thread = machine.geometry.thread(lanes[WARP * i + j])
+            count = int(differs.any(axis=1).sum())
+            kind = MatrixDescriptorError
+            machine.log.report(kind, text, product.position, thread, count=count)
+        return rows[:, 0].copy()  # the registers may change before it is computed
+
+    def run_some(selection: Selection) -> None:
+        warpgroups.issue(
+            product,
+            warps_of(machine, selection),
+            uniform(pick(a_bits, selection), "the descriptor of A", selection),
+            uniform(pick(b_bits, selection), "the descriptor of B", selection),
+            uniform(is_added(selection), "scale-d", selection),
+        )
+
+    return machine.from_some(run_some)
 
 
-def numbers(raw: np.ndarray, type_name: str) -> np.ndarray:
-    """Elements of A or B as float64. raw: their bits, uint16."""
-    return to_floats(raw.view(dtype_of(type_name)), type_name).astype(np.float64)
+def watched(machine: Machine, position: int, action: Action) -> Action:
+    """The action of an instruction, which may touch registers that a wgmma uses."""
+    registers = machine.warpgroups.registers
+    if position not in registers.watched:
+        return action
+
+    def touch(selection: Selection) -> None:
+        lanes = machine.lanes_of(selection)
+        registers.touch(position, np.unique(lanes // WARP))
+
+    check = machine.from_some(touch)
+    guard = machine.program.instructions[position].guard
+    if guard is not None:
+        check = machine.guarded(check, guard)
+
+    def run_some(selection: Selection) -> None:
+        check.some(selection)
+        action.some(selection)
+
+    return Action(partial(_one_after_the_other, check, action), run_some)
 
 
-def product(a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """The products of one instruction, (warps, 16, N), in float64 as their factors.
-
-    a: the rows of each warp, (warps, 16, 16). b: the different matrices B, transposed: (n, N, 16).
-    which: of those, the one of each warp.
-    """
-    found = np.empty((*a.shape[:2], b.shape[1]))
-    for i, columns in enumerate(b):
-        mine = np.flatnonzero(which == i)
-        found[mine] = (a[mine].reshape(-1, K) @ columns.T).reshape(mine.size, WARP_ROWS, -1)
-    return found
+def _one_after_the_other(first: Action, second: Action) -> None:
+    first.all()
+    second.all()
 
 
-def rounded_sum(d: np.ndarray, products: np.ndarray, type_name: str) -> np.ndarray:
-    """D + products, float64, rounded to the type of D."""
-    total = d + products
-    if type_name == "f16":
-        total = odd_f32(total)
-    return total.astype(dtype_of(type_name)).astype(np.float64)
+def _literal(machine: Machine, operand: Operand, allowed: range | tuple[int, ...]) -> int:
+    value = operand.integer if isinstance(operand, Immediate) else None
+    if value is None or value not in allowed:
+        raise machine.unsupported(f"an operand that must be a literal of {allowed} is not")
+    return value
+
+
+def _names(machine: Machine, operands: tuple[Operand, ...]) -> tuple[str, ...]:
+    for operand in operands:
+        machine.register(operand)
+    return tuple(operand.name for operand in operands if isinstance(operand, Register))
+
+
+_FACTORS = f"f16 bf16 {_OTHERS}"
+
+FORMS = (
+    Form("wgmma", _order, (0, 1)),
+    Form("wgmma", _mma_async, (4, 6, 7, 8), ("f16 f32 s32", _FACTORS, _FACTORS)),
+)
