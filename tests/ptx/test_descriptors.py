@@ -4,6 +4,7 @@ layouts as the PTX ISA 9.0 writes them ("Canonical Layouts"), coordinate by coor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,6 +139,21 @@ class TestBaseOffset:
         plain = elements(operand, encode(1024, *strides, swizzle=width))
         moved = elements(operand, encode(1024 + 128 * offset, *strides, offset, width))
         assert (moved - plain == 128 * offset).all()
+
+
+class TestAgainstTheChip:
+    """All swizzles, both majors, A and B: base offsets, starts that are not where a pattern begins,
+    and rows that one crosses. Recorded by kernels/wgmma_layouts.cu."""
+
+    def test_every_element_comes_from_where_an_h200_read_it(self):
+        recorded = np.load(Path(__file__).parent / "kernels/wgmma_layouts.npz")
+        assert len(recorded["cases"]) == 376
+        for case, steps in zip(recorded["cases"].tolist(), recorded["steps"], strict=True):
+            _, is_transposed, start, leading, stride, base, mode = case
+            bits = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | base << 49 | mode << 62
+            found = elements(MatrixOperand(64, not is_transposed), bits)
+            recorded_at = 2 * np.cumsum(steps, dtype=np.int64).reshape(64, 16)
+            assert (found == recorded_at).all(), case
 
 
 class TestMalformed:
