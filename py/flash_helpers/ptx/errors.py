@@ -220,6 +220,14 @@ class WgmmaFenceError(SimulatorError):
     title = "missing wgmma.fence"
 
 
+class RegisterCountError(SimulatorError):
+    """A `setmaxnreg.inc` to fewer registers than the warp has, a `setmaxnreg.dec` to more, or one
+    before the warpgroup has synchronised since its last one (PTX ISA 9.0, "setmaxnreg": undefined
+    behaviour)."""
+
+    title = "impossible setmaxnreg"
+
+
 class UnfinishedError(SimulatorError):
     """A thread ends while asynchronous operations that it has begun may still be going on."""
 

@@ -37,6 +37,7 @@ from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.machine import Launch, Machine
 from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.observe import Observer
+from flash_helpers.ptx.run.register_pool import entry_registers
 from flash_helpers.ptx.run.scheduler import Scheduler
 from flash_helpers.ptx.run.tally import Tally
 from flash_helpers.sass.read.symbols import demangled
@@ -175,6 +176,7 @@ class Kernel:
         keep_going: bool = False,
         strict_barriers: bool = False,
         strict_wgmma: bool = False,
+        registers: int | None = None,
         max_instructions: int = DEFAULT_MAX_INSTRUCTIONS,
         progress: Progress | None = None,
         observer: Observer | None = None,
@@ -194,7 +196,8 @@ class Kernel:
         strict_barriers: a barrier that waits for the whole block is a fault if a thread has ended
         before it; from compute capability 7.0 on it waits for the others only. strict_wgmma: a
         wgmma.wait_group waits for its own warp's part of the products alone, not for that of the
-        warpgroup.
+        warpgroup. registers: of a thread when the kernel begins, as ptxas reports them, for
+        setmaxnreg; by its directives if None (`register_pool.entry_registers`).
         max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
         the number of blocks done and the number of blocks. observer: is shown registers and shared
         memory while the kernel runs. target: compute capability whose limits the launch must keep,
@@ -218,7 +221,10 @@ class Kernel:
         self._check_launch(grid3, block3, shared_bytes, target)
         cluster3 = self._cluster(cluster, grid3, target)
         launch = self._launch(grid3, block3, shared_bytes, args, memory, target)
-        launch = replace(launch, cluster=cluster3, output=output, strict_wgmma=strict_wgmma)
+        if registers is None:
+            registers = entry_registers(self.function)
+        more = {"strict_wgmma": strict_wgmma, "registers": registers}
+        launch = replace(launch, cluster=cluster3, output=output, **more)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:

@@ -36,6 +36,7 @@ from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import ALL, DeviceMemory, LocalMemory, Region, Selection
 from flash_helpers.ptx.run.pending import AsyncCopies
 from flash_helpers.ptx.run.poison import Memory, Poison
+from flash_helpers.ptx.run.register_pool import RegisterPool
 from flash_helpers.ptx.run.shared import SharedMemory
 from flash_helpers.ptx.run.tally import Tally
 from flash_helpers.ptx.run.warpgroups import Warpgroups
@@ -97,7 +98,8 @@ class Launch:
     order others. scratch: where in shared memory what the system reserves begins, behind all else;
     None if the kernel does not ask. workspace: address of the memory that a grid synchronises
     through; 0 if it does not. strict_wgmma: each warp retires the products of `wgmma` alone.
-    output: what printf writes to; None for standard output.
+    registers: of a thread, when the kernel begins; None if not known. output: what printf writes
+    to; None for standard output.
     """
 
     grid: tuple[int, int, int]
@@ -115,6 +117,7 @@ class Launch:
     scratch: int | None = None
     workspace: int = 0
     strict_wgmma: bool = False
+    registers: int | None = None
 
 
 _ADDRESS = (1 << 64) - 1
@@ -175,6 +178,7 @@ class Machine:
         self.warpgroups = Warpgroups(
             geometry, program, self.shared, self.poison, log, strict=launch.strict_wgmma
         )
+        self.register_pool = RegisterPool(geometry, self.shared.order, log, launch.registers)
         # Threads of each warp that have not ended.
         self._live = (self.thread_ids < geometry.threads).reshape(-1, WARP).sum(axis=1)
         self.position = 0
@@ -217,7 +221,9 @@ class Machine:
         self.cluster_barrier.end(lanes)
         np.subtract.at(self._live, lanes // WARP, 1)
         warps = np.unique(lanes // WARP)
-        self.warpgroups.end(warps[self._live[warps] == 0])
+        ended = warps[self._live[warps] == 0]
+        self.warpgroups.end(ended)
+        self.register_pool.end(ended)
 
     # -- operands ----------------------------------------------------------------------------------
 

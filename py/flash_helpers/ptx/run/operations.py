@@ -26,9 +26,7 @@ from flash_helpers.ptx.run.forms import Form, Forms, by_name, check_modifiers, f
 from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
 from flash_helpers.ptx.run.memory import Selection
 
-WITHOUT_EFFECT = (
-    "nanosleep prefetch prefetchu pmevent discard applypriority setmaxnreg griddepcontrol"
-)
+WITHOUT_EFFECT = "nanosleep prefetch prefetchu pmevent discard applypriority griddepcontrol"
 """The simulator has no caches and no clock, so hints change nothing."""
 
 

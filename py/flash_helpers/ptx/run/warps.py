@@ -14,7 +14,7 @@ from flash_helpers.ptx.run.forms import OPERATIONS, Form
 from flash_helpers.ptx.run.machine import Action, Machine, warp_masks
 from flash_helpers.ptx.run.memory import ALL, Selection
 
-WHOLE_WARP = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma", "wgmma"})
+WHOLE_WARP = frozenset({"mma", "ldmatrix", "stmatrix", "movmatrix", "wmma", "wgmma", "setmaxnreg"})
 """Instructions that need all 32 lanes."""
 
 _FULL = np.uint32(0xFFFF_FFFF)

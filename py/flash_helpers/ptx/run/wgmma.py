@@ -1,4 +1,5 @@
-"""The instructions of `wgmma` (PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions")."""
+"""The instructions of warpgroups: `wgmma` (PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix
+Instructions") and `setmaxnreg`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from flash_helpers.ptx.run.descriptors import K, MatrixOperand
 from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Machine, Wait, pick
 from flash_helpers.ptx.run.memory import Selection
+from flash_helpers.ptx.run.register_pool import wanted_count
 from flash_helpers.ptx.run.warpgroups import Product
 from flash_helpers.ptx.run.wgmma_fragments import per_register
 
@@ -119,6 +121,24 @@ def _mma_async(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
+def _setmaxnreg(machine: Machine, instruction: Instruction) -> Action:
+    what = machine.one_of(("inc", "dec"))
+    count = wanted_count(instruction)
+    if count is None:
+        raise machine.unsupported("a literal from 24 to 256 is due, a multiple of 8")
+    pool, position = machine.register_pool, machine.position
+    if what == "inc":
+        machine.waits[position] = Wait(
+            lambda lanes: pool.has_enough(lanes[::WARP] // WARP, count).repeat(WARP),
+            lambda lanes: pool.what_it_lacks(int(lanes[0]) // WARP, count),
+        )
+
+    def run_some(selection: Selection) -> None:
+        pool.set(position, warps_of(machine, selection), count, raises=what == "inc")
+
+    return machine.from_some(run_some)
+
+
 def watched(machine: Machine, position: int, action: Action) -> Action:
     """The action of an instruction, which may touch registers that a wgmma uses."""
     registers = machine.warpgroups.registers
@@ -162,6 +182,7 @@ def _names(machine: Machine, operands: tuple[Operand, ...]) -> tuple[str, ...]:
 _FACTORS = f"f16 bf16 {_OTHERS}"
 
 FORMS = (
+    Form("setmaxnreg", _setmaxnreg, (1,), ("u32",)),
     Form("wgmma", _order, (0, 1)),
     Form("wgmma", _mma_async, (4, 6, 7, 8), ("f16 f32 s32", _FACTORS, _FACTORS)),
 )
