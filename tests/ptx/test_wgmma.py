@@ -138,6 +138,11 @@ class TestRoles:
             expected = a[64 * group :][:64] @ b.T + 1
             assert (result.matrix(256, group) == expected).all()
 
+    def test_blocks_of_a_cluster(self):
+        a, b, rest = operands(8)
+        body = fill(1, 4) + FENCE + mma("%A", "%B") + DONE
+        assert (Snippet(body, **rest).run(grid=4, cluster=2).matrix() == a @ b.T + 1).all()
+
     def test_a_warpgroup_beside_a_warp_that_does_something_else(self):
         a, b, rest = operands(8)
         body = fill(0, 4) + "setp.ge.u32 %p, %thread, 128;\n@%p bra OTHER;\n"
