@@ -143,6 +143,12 @@ class TestElements:
         assert found[3].tolist() == [2, 3, 4, 5, 6, 7, 0, 0] and not found[:3].any()
 
 
+def rows_of(row: int, size: int, swizzle: int) -> TensorMap:
+    """A map of boxes of so many bytes, in rows."""
+    swizzle_name = f"{swizzle}B" if swizzle else "none"
+    return TensorMap("u8", BASE, (row, 256), (row, size // row), swizzle=swizzle_name)
+
+
 class TestSwizzle:
     """PTX ISA 9.0, "Swizzling Modes": which chunk of 16 bytes stands where in each row of 128."""
 
@@ -163,7 +169,7 @@ class TestSwizzle:
     )  # fmt: skip
     def test_patterns(self, size, rows):
         for start in (0, 1024, 7 * 1024):
-            chunks = shared_chunks(start, 1024, size)
+            chunks = shared_chunks(start, rows_of(size or 128, 1024, size))
             stands_at = np.empty(64, int)
             stands_at[chunks - start // 16] = np.arange(64)
             found = stands_at.reshape(8, 8) - 8 * np.arange(8)[:, None]
@@ -178,16 +184,34 @@ class TestSwizzle:
     def test_the_pattern_hangs_on_addresses(self, size):
         """A box that begins off the pattern's start has its chunks where a box would that
         begins on it."""
-        whole = shared_chunks(0, 4096, size)
+        whole = shared_chunks(0, rows_of(size, 4096, size))
         for start in (128, 256, 384, 896):
-            part = shared_chunks(start, 2048, size)
+            part = shared_chunks(start, rows_of(size, 2048, size))
             assert np.array_equal(part, whole[start // 16 :][:128])
 
     def test_rows_by_hand(self):
         # Row r of 64 bf16, chunk c: at 128 r + 16 (c ^ (r % 8)).
-        chunks = shared_chunks(2048, 16384, 128).reshape(128, 8)
+        chunks = shared_chunks(2048, rows_of(128, 16384, 128)).reshape(128, 8)
         r, c = np.arange(128)[:, None], np.arange(8)
         assert np.array_equal(chunks * 16, 2048 + 128 * r + 16 * (c ^ r % 8))
+
+    @pytest.mark.parametrize(
+        ("row", "size", "lines"),
+        [
+            (64, 128, "0123.... 1032.... 2301.... 3210.... ....0123 ....1032 ....2301 ....3210"),
+            (32, 128, "01...... 10...... ..01.... ..10.... ....01.. ....10.. ......01 ......10"),
+            (96, 128, "012345.. 103254.. 2301..45 3210..54 45..0123 54..1032 ..452301 ..543210"),
+            (32, 64, "01..01.. 10..10.. ..01..01 ..10..10"),
+            (16, 32, "0.0.0.0. .0.0.0.0"),
+        ],
+    )
+    def test_rows_narrower_than_the_swizzle(self, row, size, lines):
+        """As an H200 leaves 128 bytes of shared memory after the other: eight rows of the box, and
+        which chunk of its row stands where."""
+        chunks = shared_chunks(2048, rows_of(row, 8 * row, size)) - 2048 // 16
+        found = np.full(8 * size // 16, ".")
+        found[chunks] = [str(i % (row // 16)) for i in range(chunks.size)]
+        assert ["".join(line) for line in found.reshape(-1, 8)] == lines.split()
 
 
 def test_a_box_takes_well_below_a_millisecond():
@@ -197,7 +221,7 @@ def test_a_box_takes_well_below_a_millisecond():
 
     def load():
         data = Box(tensor_map, (32, 64)).read(memory, BASE)
-        chunks = shared_chunks(1024, tensor_map.box_bytes, tensor_map.swizzle_bytes)
+        chunks = shared_chunks(1024, tensor_map)
         shared[chunks] = data.view(np.uint32).reshape(-1, 4)
 
     load()

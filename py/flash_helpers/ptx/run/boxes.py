@@ -3,7 +3,9 @@
 In shared memory a box lies without gaps, dimension 0 fastest, whatever of it is outside of the
 tensor (PTX ISA 9.0, "Tiled Mode"). A swizzle exchanges 16-byte chunks: bits of the shared address
 from bit 4 on are XORed with as many from bit 7 on ("Swizzling Modes"), so that its pattern hangs
-on multiples of 256, 512 or 1024 bytes, not on where the box begins.
+on multiples of 256, 512 or 1024 bytes, not on where the box begins. Under a swizzle each row begins
+a multiple of its width behind the first, and what a narrower row leaves free is neither written nor
+counted as bytes: so an H200 has it.
 """
 
 from __future__ import annotations
@@ -167,11 +169,14 @@ def swizzled(addresses: np.ndarray, swizzle_bytes: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def shared_chunks(start: int, size: int, swizzle_bytes: int) -> np.ndarray:
+def shared_chunks(start: int, tensor_map: TensorMap) -> np.ndarray:
     """Where the 16-byte chunks of a box lie, in its order: shared address / 16 of each.
 
-    start: shared address of the box, a multiple of 128. size: bytes. Not to be written to.
+    start: shared address of the box, a multiple of 128. Not to be written to.
     """
-    chunks = swizzled(np.arange(start, start + size, CHUNK), swizzle_bytes) // CHUNK
+    row = tensor_map.row_bytes
+    rows = np.arange(tensor_map.box_bytes // row) * (tensor_map.swizzle_bytes or row)
+    addresses = start + (rows[:, None] + np.arange(0, row, CHUNK)).reshape(-1)
+    chunks = swizzled(addresses, tensor_map.swizzle_bytes) // CHUNK
     chunks.flags.writeable = False
     return chunks
