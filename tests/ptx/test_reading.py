@@ -14,6 +14,7 @@ from flash_helpers.ptx import (
     UnsupportedInstruction,
     load_ptx,
 )
+from flash_helpers.ptx.read.module import Address, Immediate, Register, parts
 
 PLAIN = """
 .visible .entry plain(.param .u64 out)
@@ -133,6 +134,26 @@ ret;
 st.global.u32 [%rd1], %r1;
 """
         assert run(kernel_text(body))[0] == 5
+
+
+class TestOperands:
+    def read(self, address: str) -> Address:
+        body = f"cp.async.bulk.prefetch.tensor.2d.L2.global {address};"
+        instruction = load_ptx(HEAD + kernel_text(body)).kernel("k").function.instructions[1]
+        return instruction.operands[0]
+
+    def test_a_place_in_a_tensor(self) -> None:
+        assert self.read("[ %rd1 + 64, {%r1 , -3} ]") == Address(
+            Register("%rd1"), 64, (Register("%r1"), Immediate(-3))
+        )
+
+    def test_its_coordinates_are_among_the_operands(self) -> None:
+        assert Register("%r1") in set(parts(self.read("[%rd1, {%r1, 0}]")))
+
+    @pytest.mark.parametrize("address", ["[%rd1, {}]", "[%rd1, {%r1,}]", "[%rd1, {%nobody}]"])
+    def test_coordinates_that_cannot_be_read(self, address) -> None:
+        with pytest.raises(PtxSyntaxError, match="an operand is missing|not declared"):
+            self.read(address)
 
 
 class TestVariables:

@@ -219,7 +219,8 @@ def _operand(operand: Operand, symbols: Mapping[str, str], suffix: str) -> Opera
     if isinstance(operand, Symbol):
         return replace(operand, name=symbols.get(operand.name, operand.name))
     if isinstance(operand, Address):
-        return replace(operand, base=renamed(operand.base)[0])
+        base, *coordinates = renamed(operand.base, *operand.coordinates)
+        return replace(operand, base=base, coordinates=tuple(coordinates))
     if isinstance(operand, Vector | Arguments):
         return replace(operand, elements=renamed(*operand.elements))
     if isinstance(operand, Pair):

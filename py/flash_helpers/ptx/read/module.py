@@ -77,10 +77,11 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """`[base + offset]`."""
+    """`[base + offset]`. coordinates: of `[base + offset, {a, b, ...}]`, a place in a tensor."""
 
     base: Register | Symbol | Immediate
     offset: int = 0
+    coordinates: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def parts(operand: Operand) -> Iterator[Operand]:
     elif isinstance(operand, Pair):
         inner = (operand.first, operand.second)
     elif isinstance(operand, Address):
-        inner = (operand.base,)
+        inner = (operand.base, *operand.coordinates)
     for part in inner:
         yield from parts(part)
 

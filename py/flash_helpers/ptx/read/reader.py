@@ -75,6 +75,7 @@ _NUMBER = _pattern(
 )
 _WHOLE_INTEGER = _pattern(rf"{_INTEGER}$")
 _WHOLE_NAME = _pattern(rf"{_NAME}$")
+_TENSOR = _pattern(r"([^,{]*),\s*\{([^{}]*)\}\s*$")
 _GENERIC = _pattern(r"generic\s*\(\s*([^()]*?)\s*\)")
 _SYMBOL_PLUS = _pattern(rf"([A-Za-z_$%][\w$.]*?)\s*([+-])\s*({_INTEGER})$")
 _REGISTERS = _pattern(r"\.reg\s*\.(\w+)\s+(.*)", re.DOTALL)
@@ -606,8 +607,14 @@ class _Reader:
             return Vector(self.operand_list(inner, start))
         if first == "(":
             return Arguments(self.operand_list(inner, start) if inner else ())
-        # With a comma, coordinates of a texture: no instruction that is known has them.
-        return Arguments(()) if "," in text else self.address(inner, start)
+        if "," not in text:
+            return self.address(inner, start)
+        tensor = _TENSOR.match(inner)
+        if tensor is None:
+            # A texture with its sampler: no instruction that is known has that.
+            return Arguments(())
+        address = self.address(tensor[1].strip(), start)
+        return replace(address, coordinates=self.operand_list(tensor[2], start))
 
     def simple(self, text: str, start: int) -> Operand:
         """An operand without parts."""
