@@ -152,7 +152,7 @@ class TestOperands:
 
     @pytest.mark.parametrize("address", ["[%rd1, {}]", "[%rd1, {%r1,}]", "[%rd1, {%nobody}]"])
     def test_coordinates_that_cannot_be_read(self, address) -> None:
-        with pytest.raises(PtxSyntaxError, match="an operand is missing|not declared"):
+        with pytest.raises(PtxSyntaxError, match=r"an operand is missing|not declared"):
             self.read(address)
 
 

@@ -19,24 +19,25 @@ NAMES = {
         "tld4.r.2d.v4.f32.f32 {%a, %a, %a, %a}, [%x, {%a, %b}];",
         "txq.width.b32 %a, [%x];",
     ],
-    "bulk copies": [
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%x], %a, [s];",
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%x, {%a, %b}], [s];",
-        "cp.async.bulk.commit_group;",
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%x], [s], %a;",
-        "cp.async.bulk.prefetch.L2.global [%x], %a;",
-    ],
-    "tensor maps": [
+    "bulk copies of zeros": ["st.bulk.weak.shared::cta [s], 16, 0;"],
+    "changes of tensor maps": [
         "tensormap.replace.tile.global_address.global.b1024.b64 [%x], %y;",
     ],
-    "mbarriers": [
-        "mbarrier.init.shared::cta.b64 [s], 1;",
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [s];",
-        "mbarrier.try_wait.parity.shared::cta.b64 %p, [s], %a;",
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [s];",
+    "im2col copies": [
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+        "[s], [%x, {%a, %a, %a}], [s], {%a};",
+        "cp.async.bulk.tensor.3d.global.shared::cta.im2col_no_offs.bulk_group "
+        "[%x, {%a, %a, %a}], [s];",
     ],
-    "asynchronous stores": [
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [s], %a, [s];",
+    "copies of rows that are gathered": [
+        "cp.async.bulk.tensor.2d.tile::gather4.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[s], [%x, {%a, %a, %a, %a, %a}], [s];",
+    ],
+    "reductions to shared memory": [
+        "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 "
+        "[s], [s], 16, [s];",
+    ],
+    "asynchronous reductions": [
         "red.async.relaxed.cluster.mbarrier::complete_tx::bytes.add.u32 [s], %a, [s];",
     ],
     "tensor cores of the fifth generation": [

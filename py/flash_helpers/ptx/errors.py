@@ -177,6 +177,23 @@ class MbarrierError(SimulatorError):
     title = "mbarrier misused"
 
 
+class BulkCopyError(SimulatorError):
+    """Operands of a bulk copy that the PTX ISA leaves undefined: addresses, sizes and coordinates
+    that are not aligned, a tensor map that is none, destinations that the instruction cannot have
+    (PTX ISA 9.0, "cp.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk"); or, of a tensor,
+    that an H200 refuses: rows of a box that begin between two multiples of 16 bytes."""
+
+    title = "impossible bulk copy"
+
+
+class OutlivedError(SimulatorError):
+    """A block has ended while a bulk copy still writes its shared memory, or still reads it: no
+    thread has waited for that (PTX ISA 9.0, "cp.async.bulk.wait_group"; of a copy that completes on
+    an mbarrier, "mbarrier.try_wait")."""
+
+    title = "copy not waited for at the end"
+
+
 class DeadlockError(SimulatorError):
     """Threads that sleep, and nobody who could wake them. The message tells who waits for what."""
 

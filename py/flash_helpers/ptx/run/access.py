@@ -123,6 +123,36 @@ class Port:
             elif hit.any():
                 yield space, addresses[hit] - start, self.machine.lanes_of(selection)[hit], hit
 
+    def places(
+        self, addresses: np.ndarray, selection: Selection
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where in `shared.data` words are that must lie in shared memory: of the lanes whose words
+        do, these lanes, their places, and which of the selected ones they are."""
+        machine, lanes = self.machine, self.machine.lanes_of(selection)
+        places, good = np.zeros(lanes.size, np.int64), np.zeros(lanes.size, bool)
+        for space, part, some, chosen in self.parts(addresses, selection):
+            if space != "shared":
+                self._not_shared(part, some)
+                continue
+            checked = self._check(machine.shared, part, some)
+            good[chosen] = True if checked is None else checked
+            places[chosen] = machine.shared.offsets(part, some)
+        which = np.flatnonzero(good)
+        return lanes[which], places[which], which
+
+    def _not_shared(self, addresses: np.ndarray, selection: Selection) -> None:
+        machine = self.machine
+        address, lane = int(addresses[0]), machine.lanes_of(selection)[0]
+        machine.log.report(
+            OutOfBoundsError,
+            f"{self.size} bytes at the generic address {address:#x}, which is not one of shared "
+            "memory",
+            self.position,
+            machine.geometry.thread(lane),
+            address,
+            addresses.size,
+        )
+
     def locate(
         self,
         space: str,
@@ -298,14 +328,14 @@ def _store(machine: Machine, instruction: Instruction) -> Action:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-# The new value from the old one and the sources.
-_ATOMICS: Mapping[str, Compute] = {
+ATOMICS: Mapping[str, Compute] = {
     **OPERATIONS,
     "exch": lambda old, b: b,
     "cas": lambda old, b, c: np.where(old == b, c, old),
     "inc": lambda old, b: np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1)),
     "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
 }
+"""The new value from the old one and the sources."""
 
 
 def _turns(rows: np.ndarray) -> Iterator[np.ndarray]:
@@ -325,8 +355,8 @@ def _atomic(machine: Machine, instruction: Instruction) -> Action:
     type_name = instruction.types[-1]
     if vector_length(instruction) > 1:
         raise machine.unsupported("only scalar atomics")
-    name = machine.one_of(_ATOMICS)
-    function = _ATOMICS[name]
+    name = machine.one_of(ATOMICS)
+    function = ATOMICS[name]
     if type_name in HALVES.split():
         if name != "add":
             raise machine.unsupported("only addition for 16-bit floats")

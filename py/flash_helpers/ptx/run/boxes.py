@@ -154,6 +154,34 @@ class Box:
         return mask
 
 
+class Span:
+    """Bytes in a row in global memory, with what of a `Box` a copy needs of them."""
+
+    is_whole = True
+    is_outside = False
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address = address
+        self.end = address + size
+
+    @property
+    def sectors(self) -> int:
+        """As `Box.sectors`."""
+        return (self.end - 1) // SECTOR - self.address // SECTOR + 1
+
+    def view(self, memory: np.ndarray, base: int, dtype: np.dtype | str = np.uint8) -> np.ndarray:
+        """As `Box.view`."""
+        return memory[self.address - base : self.end - base].view(dtype)
+
+    def inside(self, data: np.ndarray) -> np.ndarray:
+        """As `Box.inside`: all of it."""
+        return data
+
+    def read(self, memory: np.ndarray, base: int) -> np.ndarray:
+        """As `Box.read`."""
+        return self.view(memory, base)
+
+
 @lru_cache(maxsize=64)
 def _filling(tensor_map: TensorMap) -> np.ndarray:
     """A box that lies outside of the tensor."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register
 from flash_helpers.ptx.run.access import Port, addresses_of
+from flash_helpers.ptx.run.arrivals import places_of
 from flash_helpers.ptx.run.forms import Form
 from flash_helpers.ptx.run.machine import Action, Machine, pick
 from flash_helpers.ptx.run.memory import Selection, empty_words
@@ -13,8 +14,8 @@ from flash_helpers.ptx.run.memory import Selection, empty_words
 
 def _cp(machine: Machine, instruction: Instruction) -> Action:
     """cp.async and the instructions that order it."""
-    if not instruction.has("async") or instruction.has("bulk") or instruction.has("mbarrier"):
-        raise machine.unsupported("only cp.async of compute capability 8.x, without mbarrier")
+    if not instruction.has("async"):
+        raise machine.unsupported("only cp.async")
     what = machine.one_of(("commit_group", "wait_group", "wait_all", "ca", "cg"))
     counts = {"commit_group": (0,), "wait_group": (1,), "wait_all": (0,)}.get(what, (3, 4, 5))
     if len(instruction.operands) not in counts:
@@ -88,4 +89,17 @@ def _copy(machine: Machine, instruction: Instruction) -> Action:
     return machine.from_some(run_some)
 
 
-FORMS = (Form("cp", _cp, ()),)
+def _arrive(machine: Machine, instruction: Instruction) -> Action:
+    """cp.async.mbarrier.arrive: an arrival when all copies are complete that the thread has issued
+    until now."""
+    places = places_of(machine, instruction, instruction.operands[0])
+    position, adds = machine.position, not instruction.has("noinc")
+
+    def run_some(selection: Selection) -> None:
+        lanes, at, _ = places(selection)
+        machine.transfers.arrive(position, lanes, at, adds=adds)
+
+    return machine.from_some(run_some)
+
+
+FORMS = (Form("cp", _arrive, (1,), ("b64",), having="mbarrier"), Form("cp", _cp, ()))

@@ -50,8 +50,13 @@ _MODIFIERS = frozenset(
         "L1::evict_first L1::evict_last L1::no_allocate L2::evict_normal L2::evict_unchanged "
         "L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B L2::256B fractional range",
         # copies, atomics
-        "async commit_group wait_group wait_all bulk mbarrier noinc mma_async fence "
+        "async commit_group wait_group wait_all bulk mbarrier noinc tensor reduce prefetch L2 tile "
+        "mma_async fence 1d 2d 3d 4d 5d mbarrier::complete_tx::bytes bulk_group read "
+        "multicast::cluster "
         "add and cas dec exch inc max min or xor",
+        # mbarriers
+        "init inval expect_tx complete_tx test_wait try_wait parity arrive_drop noComplete "
+        "pending_count "
         # comparisons, roundings, floats, integers
         "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan "
         "rn rz rm rp rna rni rzi rmi rpi approx full ftz sat satfinite relu NaN xorsign abs "
@@ -71,10 +76,9 @@ _MODIFIERS = frozenset(
 _NOT_SIMULATED: Mapping[str, str] = {
     "surfaces": "suld sust sured suq",
     "textures": "tex tld4 txq istypep",
-    "bulk copies": "cp.async.bulk cp.reduce.async.bulk st.bulk",
-    "tensor maps": "tensormap",
-    "mbarriers": "mbarrier cp.async.mbarrier",
-    "asynchronous stores": "st.async red.async",
+    "bulk copies of zeros": "st.bulk",
+    "changes of tensor maps": "tensormap",
+    "asynchronous reductions": "red.async",
     "tensor cores of the fifth generation": "tcgen05",
     "multicast addresses": "multimem",
     "cluster launch control": "clusterlaunchcontrol",
@@ -91,6 +95,12 @@ _NOT_SIMULATED_WITH: Mapping[str, str] = {
     "sp": "sparse matrices",
     "sp::ordered_metadata": "sparse matrices",
     "block_scale": "block-scaled matrices",
+    "im2col": "im2col copies",
+    "im2col_no_offs": "im2col copies",
+    "tile::gather4": "copies of rows that are gathered",
+    "tile::scatter4": "copies of rows that are scattered",
+    "cta_group::1": "pairs of blocks",
+    "cta_group::2": "pairs of blocks",
 }
 """The same, by a modifier."""
 
@@ -107,13 +117,21 @@ class Form:
 
     names: opcodes up to the first dot, separated by spaces. operands: how many there may be; none
     for any number. types: of the types in the opcode, one after the other, the names that each may
-    have, separated by spaces.
+    have, separated by spaces. having: a modifier that they have, where another form stands for
+    those that have not.
     """
 
     names: str
     build: Builder
     operands: tuple[int, ...]
     types: tuple[str, ...] = ()
+    having: str | None = None
+
+    def fits(self, instruction: Instruction) -> bool:
+        """Whether an instruction of its name and types is one of these."""
+        if self.having is not None and not instruction.has(self.having):
+            return False
+        return not self.operands or len(instruction.operands) in self.operands
 
 
 # By name and types; several of them differ in the number of operands.
@@ -138,6 +156,8 @@ def check_modifiers(machine: Machine, instruction: Instruction) -> None:
         if f"{instruction.opcode}.".startswith(f"{opcode}."):
             raise machine.unsupported(f"{what} are not simulated")
     for modifier in instruction.modifiers:
+        if modifier == "shared::cluster" and instruction.name in ("cp", "mbarrier"):
+            continue
         if modifier in _NOT_SIMULATED_WITH:
             raise machine.unsupported(f"{_NOT_SIMULATED_WITH[modifier]} are not simulated")
         if modifier not in _MODIFIERS and modifier not in OPCODE_TYPES:
@@ -156,9 +176,9 @@ def find_form(machine: Machine, instruction: Instruction, forms: Forms) -> Form:
     if fitting is None:
         types = ".".join(instruction.types)
         raise machine.unsupported(f"the type .{types} is not known" if types else "it has no type")
-    count = len(instruction.operands)
-    form = next((f for f in fitting if not f.operands or count in f.operands), None)
+    form = next((form for form in fitting if form.fits(instruction)), None)
     if form is None:
+        count = len(instruction.operands)
         counts = " or ".join(str(n) for f in fitting for n in f.operands)
         raise machine.unsupported(f"{count} operands where {counts} are due")
     return form

@@ -35,6 +35,7 @@ from flash_helpers.ptx.run.batches import most_resident, run_batches
 from flash_helpers.ptx.run.counters import Counters, LineCounts
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.machine import Launch, Machine
+from flash_helpers.ptx.run.mbarriers import MBARRIER_BYTES
 from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.observe import Observer
 from flash_helpers.ptx.run.register_pool import entry_registers
@@ -183,6 +184,7 @@ class Kernel:
         target: str | None = None,
         before: Run | None = None,
         output: TextIO | None = None,
+        seed: int | None = None,
     ) -> Run:
         """Runs the kernel; returns what was counted, and the faults if they were collected.
 
@@ -203,7 +205,8 @@ class Kernel:
         memory while the kernel runs. target: compute capability whose limits the launch must keep,
         such as sm_90a; the module's own if None. before: a run of this kernel whose counts and
         faults this one goes on with; it is used up. output: what the kernel's printf writes to, in
-        place of standard output.
+        place of standard output. seed: bulk copies complete at random times, and mbarrier.try_wait
+        gives up at random, by this; without it copies complete as late as can be.
 
         A kernel that synchronises its grid (it reads %envreg1 and 2, as cooperative groups do) is
         launched cooperatively: all of its blocks are resident together.
@@ -224,7 +227,7 @@ class Kernel:
         if registers is None:
             registers = entry_registers(self.function)
         more = {"strict_wgmma": strict_wgmma, "registers": registers}
-        launch = replace(launch, cluster=cluster3, output=output, **more)
+        launch = replace(launch, cluster=cluster3, output=output, seed=seed, **more)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:
@@ -413,6 +416,8 @@ class Kernel:
             elif name == "barrier":
                 # Fences before it order.
                 strong |= instruction.has("cluster") and instruction.has("relaxed")
+            elif name == "mbarrier":
+                narrowest = min(narrowest, MBARRIER_BYTES)
             elif name == "wmma":
                 # Elements of less than a byte move four bytes at a time.
                 sizes = [size_of(t) for t in instruction.types if t in TYPE_NAMES]

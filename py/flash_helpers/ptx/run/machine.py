@@ -30,11 +30,13 @@ from flash_helpers.ptx.read.module import (
     Vector,
 )
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
+from flash_helpers.ptx.run.agents import Transfers
 from flash_helpers.ptx.run.cluster_barrier import ClusterBarrier
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import ALL, DeviceMemory, LocalMemory, Region, Selection
 from flash_helpers.ptx.run.pending import AsyncCopies
+from flash_helpers.ptx.run.phases import Phases
 from flash_helpers.ptx.run.poison import Memory, Poison
 from flash_helpers.ptx.run.register_pool import RegisterPool
 from flash_helpers.ptx.run.shared import SharedMemory
@@ -58,11 +60,13 @@ class Wait:
     """An instruction at which lanes sleep until something has happened.
 
     is_ready: for each of some lanes, whether it may execute the instruction now. reason: of lanes
-    of one block that may not, whom or what they wait for, in words.
+    of one block that may not, whom or what they wait for, in words. give_up: lets lanes execute it
+    all the same, with what it does when its time is up; None for what waits for ever.
     """
 
     is_ready: Callable[[np.ndarray], np.ndarray]
     reason: Callable[[np.ndarray], str]
+    give_up: Callable[[np.ndarray], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,10 @@ class Launch:
     bytes of the narrowest shared access. has_flags: whether strong accesses to shared memory may
     order others. scratch: where in shared memory what the system reserves begins, behind all else;
     None if the kernel does not ask. workspace: address of the memory that a grid synchronises
-    through; 0 if it does not. strict_wgmma: each warp retires the products of `wgmma` alone.
-    registers: of a thread, when the kernel begins; None if not known. output: what printf writes
-    to; None for standard output.
+    through; 0 if it does not. seed: of the order in which asynchronous work is done; None for as
+    late as can be. strict_wgmma: each warp retires the products of `wgmma` alone. registers: of a
+    thread, when the kernel begins; None if not known. output: what printf writes to; None for
+    standard output.
     """
 
     grid: tuple[int, int, int]
@@ -116,6 +121,7 @@ class Launch:
     output: TextIO | None = None
     scratch: int | None = None
     workspace: int = 0
+    seed: int | None = None
     strict_wgmma: bool = False
     registers: int | None = None
 
@@ -175,6 +181,13 @@ class Machine:
             "local": Memory(self.local.data.size, 1, self.local.is_written),
         }
         self.poison = Poison(geometry, log, program.registers, spaces)
+        random = None
+        if launch.seed is not None:
+            random = np.random.default_rng((launch.seed, *geometry.blocks[0]))
+        self.phases = Phases(self.shared, log, random)
+        self.transfers = Transfers(
+            self.shared, memory, self.phases, self.poison, self.copies, log, random
+        )
         self.warpgroups = Warpgroups(
             geometry, program, self.shared, self.poison, log, strict=launch.strict_wgmma
         )

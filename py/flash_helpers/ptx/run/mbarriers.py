@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 MBARRIER_BYTES = 8
 MOST = (1 << 20) - 1
 """Arrivals and bytes that an object can count ("Contents of the mbarrier object")."""
@@ -50,11 +52,18 @@ class Mbarrier:
 
     # -- what changes it ---------------------------------------------------------------------------
 
-    def arrive(self, count: int = 1, *, drops: bool = False, may_complete: bool = True) -> None:
+    def arrive(
+        self,
+        count: int = 1,
+        releases: object = None,
+        *,
+        drops: bool = False,
+        may_complete: bool = True,
+    ) -> None:
         """An arrive-on operation ("Arrive-on operation on mbarrier object").
 
-        drops: mbarrier.arrive_drop, later phases expect as many fewer. may_complete: False for
-        .noComplete, which must not complete the phase.
+        releases: what it hands over, if anything. drops: mbarrier.arrive_drop, later phases expect
+        as many fewer. may_complete: False for .noComplete, which must not complete the phase.
         """
         if not 1 <= count <= MOST:
             raise MbarrierMisuse(f"a count of {count} arrivals: give 1 to {MOST}")
@@ -78,13 +87,13 @@ class Mbarrier:
         self.pending -= count
         if drops:
             self.expected -= count
-        self._turn()
+        self._hand_over(releases)
 
-    def add_pending(self) -> None:
-        """One more arrival that the current phase waits for (cp.async.mbarrier.arrive)."""
-        if self.pending == MOST:
+    def add_pending(self, count: int = 1) -> None:
+        """More arrivals that the current phase waits for (cp.async.mbarrier.arrive)."""
+        if self.pending + count > MOST:
             raise MbarrierMisuse(f"more than {MOST} pending arrivals")
-        self.pending += 1
+        self.pending += count
 
     def expect(self, size: int) -> None:
         """An expect-tx operation: so many bytes more belong to the current phase."""
@@ -97,9 +106,9 @@ class Mbarrier:
         self.announced += size
         self._turn()
 
-    def complete(self, size: int) -> None:
+    def complete(self, size: int, releases: object = None) -> None:
         """A complete-tx operation: so many bytes have come. They may come before they are
-        expected."""
+        expected. releases: as `arrive` has it."""
         if self.transactions - size < -MOST:
             raise MbarrierMisuse(
                 f"{size} bytes come where {self.transactions} are expected: a tx-count is at "
@@ -107,7 +116,16 @@ class Mbarrier:
             )
         self.transactions -= size
         self.delivered += size
+        self._hand_over(releases)
+
+    def _hand_over(self, releases: object) -> None:
+        if releases is not None:
+            self.arrived.append(releases)
         self._turn()
+
+    def observe(self) -> None:
+        """Some thread sees that the last phase is complete."""
+        self.observed = self.phase
 
     def _turn(self) -> None:
         """Begins the next phase if the current one is complete ("Phase Completion of the mbarrier
@@ -132,7 +150,7 @@ class Mbarrier:
 
     def is_complete(self, state: int) -> bool:
         """Whether the phase of a state is complete; it must be the current or the last one."""
-        phase = (state >> _PENDING_BITS) % (1 << _PHASE_BITS)
+        phase = phase_of(state)
         if state >> (_PENDING_BITS + _PHASE_BITS) != self.address // MBARRIER_BYTES % (1 << 16):
             raise MbarrierMisuse(f"the state {state:#x} is not one that an arrival here returned")
         if phase not in (self.phase % (1 << _PHASE_BITS), (self.phase - 1) % (1 << _PHASE_BITS)):
@@ -140,18 +158,13 @@ class Mbarrier:
                 f"the state of phase {phase}, which is neither the current phase {self.phase} nor "
                 "the one before"
             )
-        return self._seen(phase != self.phase % (1 << _PHASE_BITS))
+        return phase != self.phase % (1 << _PHASE_BITS)
 
     def is_complete_parity(self, parity: int) -> bool:
         """Whether the phase of a parity is complete: of the current and the last one, the last."""
         if parity not in (0, 1):
             raise MbarrierMisuse(f"a phase parity of {parity}: give 0 or 1")
-        return self._seen(parity != self.phase % 2)
-
-    def _seen(self, complete: bool) -> bool:
-        if complete:
-            self.observed = self.phase
-        return complete
+        return parity != self.phase % 2
 
     def __str__(self) -> str:
         text = (
@@ -164,9 +177,14 @@ class Mbarrier:
         return text
 
 
-def pending_count(state: int) -> int:
-    """Arrivals that were pending when an arrival returned a state (mbarrier.pending_count)."""
-    return state % (1 << _PENDING_BITS)
+def phase_of(state: int) -> int:
+    """The phase that was going on when an arrival returned a state."""
+    return (state >> _PENDING_BITS) % (1 << _PHASE_BITS)
+
+
+def pending_count(states: np.ndarray) -> np.ndarray:
+    """Arrivals that were pending when arrivals returned states, uint64 (mbarrier.pending_count)."""
+    return states % np.uint64(1 << _PENDING_BITS)
 
 
 def _times(count: int, what: str) -> str:

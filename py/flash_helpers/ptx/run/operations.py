@@ -10,6 +10,8 @@ from flash_helpers.ptx.errors import MissingLanesError, TrapError, UnsupportedIn
 from flash_helpers.ptx.read.module import Instruction, Register
 from flash_helpers.ptx.run import (
     access,
+    arrivals,
+    bulk,
     clusters,
     compare,
     convert,
@@ -41,7 +43,11 @@ def _fence(machine: Machine, instruction: Instruction) -> Action:
     order = machine.shared.order
     if _makes_visible(instruction):
         return machine.from_some(lambda selection: order.proxy_fence(machine.lanes_of(selection)))
-    others = ("proxy", "mbarrier_init", "op_restrict")
+    if instruction.has("mbarrier_init"):
+        return machine.from_some(
+            lambda selection: machine.phases.fence(machine.lanes_of(selection))
+        )
+    others = ("proxy", "op_restrict")
     if not machine.launch.has_flags or any(m.startswith(others) for m in instruction.modifiers):
         return _no_effect(machine, instruction)
     acquires, releases = not instruction.has("release"), not instruction.has("acquire")
@@ -96,9 +102,11 @@ FORMS: Forms = by_name(
         *warps.FORMS,
         *tensor.FORMS,
         *wmma.FORMS,
+        *bulk.FORMS,
         *wgmma.FORMS,
         *access.FORMS,
         *copies.FORMS,
+        *arrivals.FORMS,
         *runtime.FORMS,
         *clusters.FORMS,
         Form("trap brkpt", _trap, (0,)),

@@ -316,13 +316,20 @@ class Order:
         rank, name = next(key for key, column in self._agents.items() if column == agent)
         return name if self.geometry.cluster == 1 else f"{name} of the block of rank {rank}"
 
-    def agent_knowledge(self, agent: int, issued: Knowledge) -> Knowledge:
+    def agent_knowledge(self, agent: int, issued: Knowledge | None = None) -> Knowledge:
         """What somebody knows who has waited for all that an agent did until now. issued: what it
-        was issued with."""
-        known = _fit(issued.known, (1, self._n_columns)).copy()
+        was issued with, where that is handed on."""
+        known = np.zeros((1, self._n_columns), np.int64)
+        if issued is not None:
+            known = _fit(issued.known, known.shape).copy()
         known[0, agent] = max(known[0, agent], self.now)
         self.now += 1
         return Knowledge(known)
+
+    def fence_agent(self, lane: int, agent: int) -> None:
+        """A fence of a lane releases what it knows of an agent, and nothing else."""
+        self._fenced = self._of_lanes(self._fenced)
+        self._fenced[0, lane, agent] = self._table[0, self._row_of[lane], agent]
 
     def proxy_fence(self, lanes: np.ndarray) -> None:
         """Lanes of the batch execute `fence.proxy.async`: all that they know and did is visible to

@@ -168,6 +168,35 @@ class Poison:
             if old is not None and old.any():
                 self._carrier.load(position, selection, old)
 
+    def copied_out(
+        self,
+        position: int,
+        lane: int,
+        granules: np.ndarray,
+        addresses: np.ndarray,
+        unwritten: np.ndarray | None,
+    ) -> None:
+        """Reports what of shared memory a copy to global memory takes that nothing has written.
+
+        granules: their indices. addresses: of each, in its block. unwritten: which of them have not
+        been written to at all; None for none.
+        """
+        codes = np.zeros(granules.size, np.int64)
+        if "shared" in self._memory:
+            held = self._memory["shared"][granules]
+            codes = np.where(held & COUNTS, held, 0)
+        if unwritten is not None:
+            began = _POISON | position | (_LAST_ADDRESS - addresses) << _SITE_BITS | COUNTS
+            codes = np.where(unwritten, began, codes)
+        if codes.any():
+            worst = codes.max().reshape(1, 1)
+            self.report(position, np.array([lane]), worst, "what goes to global memory")
+
+    def copied_in(self, granules: np.ndarray) -> None:
+        """A copy from global memory has written to granules of shared memory."""
+        if "shared" in self._memory:
+            self._memory["shared"][granules] = 0
+
     def start(self) -> None:
         """Something has read what nothing had written: from now on poison is followed."""
         if not self.active:

@@ -139,6 +139,8 @@ class Scheduler:
         # The block of the program at which all threads stand; None while they are apart.
         self._at = None if (self.status == _DONE).any() else 0
         self._steps = 0
+        # How things stood when waits gave up, since an mbarrier changed.
+        self._stood_still: list[tuple[int, bytes, bytes]] = []
         self.fairness = _FAIRNESS
         self._turn_ends = 0
         self.issued = machine.tally.issued
@@ -221,7 +223,10 @@ class Scheduler:
                 self._run_apart()
             else:
                 self._run_together(self._at)
-        return not self.live_lanes.size
+        if self.live_lanes.size:
+            return False
+        self.machine.transfers.finish()
+        return True
 
     def _carry_poison(self) -> Spread:
         """Lets all actions carry poison, from the next one on: the lists that are being run are
@@ -342,15 +347,17 @@ class Scheduler:
     def _run_apart(self) -> None:
         """Runs groups of threads until all stand at one block, or all have ended, or the turn is
         over."""
+        machine = self.machine
         while self._spent < self._turn_ends:
             running = self.status == _RUNNING
             if not running.any():
                 if (self.status == _DONE).all():
                     return
-                if not self._wake():
+                if not (self._wake() or self._help() or self._give_up()):
                     self._resolve_deadlock()
                 continue
             self._steps += 1
+            machine.transfers.step()
             if self._steps % self.fairness:
                 position = int(self.pc[running].min())
             else:
@@ -440,10 +447,33 @@ class Scheduler:
 
     def _wake(self) -> bool:
         """Lets lanes go on that need not sleep any more; whether there are any."""
+        self.machine.phases.wanted.clear()
         asleep = np.flatnonzero(self.status == _ASLEEP)
         for position in np.unique(self.pc[asleep]).tolist():
             lanes = asleep[self.pc[asleep] == position]
             self.status[lanes[self.sleeps[position].is_ready(lanes)]] = _RUNNING
+        return bool((self.status[asleep] == _RUNNING).any())
+
+    def _help(self) -> bool:
+        """Completes a copy that one of those needs who sleep; whether there is one."""
+        return self.machine.transfers.help(self.machine.phases.wanted)
+
+    def _give_up(self) -> bool:
+        """Lets lanes go on whose waits have an end, once where nothing else has happened; whether
+        there are any."""
+        asleep = np.flatnonzero(self.status == _ASLEEP)
+        state = self.machine.phases.version, self.pc.tobytes(), self.status.tobytes()
+        if not self._stood_still or self._stood_still[0][0] != state[0]:
+            self._stood_still = []
+        if state in self._stood_still:
+            return False
+        self._stood_still.append(state)
+        for position in np.unique(self.pc[asleep]).tolist():
+            give_up = self.sleeps[position].give_up
+            if give_up is not None:
+                lanes = asleep[self.pc[asleep] == position]
+                give_up(lanes)
+                self.status[lanes] = _RUNNING
         return bool((self.status[asleep] == _RUNNING).any())
 
     def _at_other_warp_barriers(self, position: int) -> np.ndarray:

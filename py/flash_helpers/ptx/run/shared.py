@@ -17,13 +17,14 @@ when it first reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
+    MbarrierError,
     PendingCopyError,
     ProxyError,
     RaceError,
@@ -76,7 +77,11 @@ class SharedMemory(Region):
             for name in ("read", "matrix read", "strong read", "strong write")
         }
         self._agent_reads: dict[int, np.ndarray] = {}
+        self._objects = -1
+        """The agent that stands for mbarrier objects, once there is one."""
         self._views: dict[int, _Views] = {}
+        self.explain: Callable[[int, int], str] = lambda agent, lane: ""
+        """What a lane should know of an agent, in words that follow a complaint about its bytes."""
 
     # -- addresses ---------------------------------------------------------------------------------
 
@@ -199,9 +204,34 @@ class SharedMemory(Region):
         granules = self._written.reshape(-1, self.stride // self.granule)
         granules[:, start // self.granule : (start + size) // self.granule] = 0
 
-    def end_copy(self, position: int, rows: np.ndarray, size: int) -> None:
-        """Marks words as written now by the copy that was issued at a position."""
-        self._view(size).written[rows] = self._code(position)
+    def end_copy(
+        self, position: int, rows: np.ndarray, size: int, agent: int | None = None
+    ) -> None:
+        """Marks words as written now by the copy that was issued at a position: by the lanes that
+        have issued it, or by an agent."""
+        view = self._view(size)
+        view.written[rows] = self._code(position)
+        if agent is not None:
+            view.written[rows] |= _BY_AGENT
+            view.writer[rows] = agent
+
+    # -- mbarrier objects --------------------------------------------------------------------------
+
+    def hold(self, position: int, lanes: np.ndarray, rows: np.ndarray) -> None:
+        """Lanes make mbarrier objects: from now on nothing else may touch their bytes. rows: of 8
+        bytes."""
+        self.note("write", position, rows, 8, lanes, np.arange(rows.size))
+        if self._objects < 0:
+            self._objects = self.order.agent(0, "mbarrier object")
+        view = self._view(8)
+        view.written[rows] = _PENDING | _BY_AGENT | position
+        view.writer[rows] = self._objects
+
+    def let_go(self, position: int, lanes: np.ndarray, rows: np.ndarray) -> None:
+        """Lanes end mbarrier objects; what their bytes hold then nobody knows."""
+        view = self._view(8)
+        view.written[rows] = _UNWRITTEN
+        self.note("write", position, rows, 8, lanes, np.arange(rows.size))
 
     # -- agents ------------------------------------------------------------------------------------
 
@@ -331,10 +361,14 @@ class SharedMemory(Region):
             who = self._warp_name(writer // WARP, access.lanes[i])
             if by_agent[i, j]:
                 who = self.order.agent_name(writer)
-            if kind is PendingCopyError:
+            if by_agent[i, j] and writer == self._objects:
+                kind, text = MbarrierError, _object_made_at(site)
+            elif kind is PendingCopyError:
                 text = _will_write(who if by_agent[i, j] else None, site)
             else:
                 text = f" and write by {who} at {site}\n    " + _between(kind, by_agent[i, j])
+            if by_agent[i, j]:
+                text += self.explain(writer, int(access.lanes[i]))
             self._report_agent(kind, access, i, j, int(hit.sum()), text)
 
     def _check_agent_history(self, access: _AgentAccesses, history: _History) -> None:
@@ -501,13 +535,18 @@ class SharedMemory(Region):
             column = int(np.flatnonzero(chosen[first])[0])
             site = int(codes[first, column]) & _SITE_MASK
             count, who = int(hit.sum()), int(writer[first, column])
-            agent = self.order.agent_name(who) if by_agent[first, column] else None
-            if kind is RaceError:
+            agent, story = None, ""
+            if by_agent[first, column]:
+                agent, story = self.order.agent_name(who), self.explain(who, int(lanes[first]))
+            if agent and who == self._objects:
+                text = _object_made_at(self.log.site(site))
+                self._report(MbarrierError, access, first, column, count, text)
+            elif kind is RaceError:
                 other = f"write by {agent or self._name(access, first, who)}"
-                self._report_race(access, first, column, other, site, count, agent is not None)
-                continue
-            text = _will_write(agent, self.log.site(site))
-            self._report(kind, access, first, column, count, text)
+                self._report_race(access, first, column, other, site, count, agent, story)
+            else:
+                text = _will_write(agent, self.log.site(site)) + story
+                self._report(kind, access, first, column, count, text)
         unwritten = codes >= _UNWRITTEN
         return unwritten if unwritten.any() else None
 
@@ -600,13 +639,15 @@ class SharedMemory(Region):
         other: str,
         site: int,
         count: int,
-        by_agent: bool = False,
+        agent: str | None = None,
+        story: str = "",
     ) -> None:
-        """other: the earlier access, in words. by_agent: who made it."""
-        how = _between(RaceError, by_agent)
+        """other: the earlier access, in words. agent: who made it, if not a lane. story: what else
+        is to be said."""
+        how = _between(RaceError, agent is not None)
         if "same warp" in other:
             how = "with no __syncwarp between them"
-        text = f" and {other} at {self.log.site(site)}\n    {how}"
+        text = f" and {other} at {self.log.site(site)}\n    {how}{story}"
         self._report(RaceError, access, first, column, count, text)
 
     def _name(self, access: _Access, first: int, other: int) -> str:
@@ -729,6 +770,11 @@ def _will_write(agent: str | None, site: Site) -> str:
     if agent is None:
         return f", which the cp.async at {site}\n    will write: its thread has not waited for it"
     return f", which {agent} at {site}\n    will write: nobody has waited for it"
+
+
+def _object_made_at(site: Site) -> str:
+    """What is said of the bytes of an mbarrier object."""
+    return f", where the mbarrier object lives that was made at {site}"
 
 
 def _between(kind: type[SimulatorError], by_agent: bool) -> str:

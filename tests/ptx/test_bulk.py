@@ -1,0 +1,378 @@
+"""Bulk copies: what they move, when it is there, and what of their operands is undefined."""
+
+import numpy as np
+import pytest
+from tma_snippets import EXPECT, INIT, LOAD, LOAD_BYTES, run, wait
+
+from flash_helpers.ptx import (
+    BulkCopyError,
+    MisalignedError,
+    OutOfBoundsError,
+    RaceError,
+    TensorMap,
+    UninitialisedReadError,
+    UnsupportedInstruction,
+)
+from flash_helpers.ptx.run.boxes import Box
+from flash_helpers.ptx.run.memory import ARENA_BASE
+
+# Of the first allocation, which `run` makes of the input.
+INPUT = ARENA_BASE + 4096
+DATA = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+MADE = f"@%p0 {INIT} [bar], 1;\nbar.sync 0;\n"
+STORE_ALL = """
+shl.b32 %r30, %tid, 4;
+cvt.u64.u32 %rd10, %r30;
+add.u64 %rd10, %rd10, %rd1;
+mov.u32 %r31, smem;
+add.u32 %r30, %r30, %r31;
+ld.shared.v4.u32 {%r20, %r21, %r22, %r23}, [%r30];
+st.global.v4.u32 [%rd10], {%r20, %r21, %r22, %r23};
+"""
+"""Shared memory from `smem` on, 16 bytes of each thread, to the output."""
+FILL = """
+shl.b32 %r30, %tid, 4;
+mov.u32 %r31, smem;
+add.u32 %r30, %r30, %r31;
+add.u32 %r29, %tid, 1000;
+st.shared.v4.u32 [%r30], {%r29, %r29, %r29, %r29};
+fence.proxy.async;
+bar.sync 0;
+"""
+"""The inverse: 1000 + the thread's number, four times."""
+STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+WAIT_ALL = "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n"
+
+
+def loaded(tensor_map: TensorMap, *coordinates: int, threads: int = 32, **options) -> np.ndarray:
+    """What shared memory holds after a load of one box, uint32."""
+    at = ", ".join(map(str, coordinates))
+    load = LOAD.replace("2d", f"{len(coordinates)}d")
+    body = f"""{MADE}
+    @%p0 {EXPECT} [bar], {tensor_map.box_bytes};
+    @%p0 {load} [smem], [%rd2, {{{at}}}], [bar];
+    {wait("bar", 0)}{STORE_ALL}"""
+    return run(body, results=4 * threads, block=threads, tensor_map=tensor_map, **options)[1]
+
+
+class TestLoads:
+    @pytest.mark.parametrize(
+        ("dims", "box", "at"),
+        [
+            ((2048,), (128,), (256,)),
+            ((32, 64), (32, 4), (0, 6)),
+            ((32, 16, 4), (16, 4, 2), (16, 2, 1)),
+            ((16, 4, 8, 4), (8, 2, 4, 2), (8, 1, 3, 2)),
+            ((8, 4, 4, 4, 4), (8, 2, 2, 2, 2), (0, 1, 2, 0, 1)),
+            ((32, 64), (32, 4), (-4, 62)),
+            ((32, 64), (32, 4), (40, -2)),
+        ],
+    )
+    def test_of_one_to_five_dimensions(self, dims, box, at):
+        tensor_map = TensorMap("f32", INPUT, dims, box)
+        found = loaded(tensor_map, *at)
+        wanted = Box(tensor_map, at).read(DATA.view(np.uint8).reshape(-1), INPUT)
+        assert np.array_equal(found, wanted.view(np.uint32))
+
+    def test_a_swizzle(self):
+        tensor_map = TensorMap("f32", INPUT, (32, 64), (32, 8), swizzle="128B")
+        rows = loaded(tensor_map, 0, 0, threads=64).view(np.float32).reshape(8, 8, 4)
+        for r in range(8):
+            assert np.array_equal(rows[r, np.arange(8) ^ r].reshape(-1), DATA[r])
+
+    def test_of_bytes_in_a_row(self):
+        body = f"""{MADE}
+        @%p0 {EXPECT} [bar], 512;
+        @%p0 {LOAD_BYTES} [smem], [%rd0+48], 512, [bar];
+        {wait("bar", 0)}{STORE_ALL}"""
+        found = run(body, block=32, results=128)[1]
+        assert np.array_equal(found, DATA.reshape(-1)[12:140].view(np.uint32))
+
+    def test_to_a_generic_map_in_global_memory(self):
+        """Maps are found wherever they lie: here, in the input."""
+        tensor_map = TensorMap("f32", INPUT + 128, (32, 4), (32, 4))
+        data = np.zeros((64, 32), np.float32)
+        data.reshape(-1)[:32] = np.frombuffer(tensor_map.encode(), np.float32)
+        data.reshape(-1)[32:160] = np.arange(128)
+        body = f"""{MADE}
+        @%p0 {EXPECT} [bar], 512;
+        @%p0 {LOAD} [smem], [%rd0, {{0, 0}}], [bar];
+        {wait("bar", 0)}{STORE_ALL}"""
+        found = run(body, data, block=32, results=128)[1]
+        assert np.array_equal(found.view(np.float32), np.arange(128))
+
+    def test_cache_hints_and_prefetches_change_nothing(self):
+        body = f"""{MADE}
+        createpolicy.fractional.L2::evict_first.b64 %rd5, 1.0;
+        prefetch.tensormap [%rd2];
+        cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd2, {{0, 4}}];
+        cp.async.bulk.prefetch.L2.global.L2::cache_hint [%rd0], 128, %rd5;
+        @%p0 {EXPECT} [bar], 512;
+        @%p0 {LOAD}.L2::cache_hint [smem], [%rd2, {{0, 4}}], [bar], %rd5;
+        {wait("bar", 0)}{STORE_ALL}"""
+        assert np.array_equal(
+            run(body, block=32, results=128)[1], DATA[4:8].view(np.uint32).ravel()
+        )
+
+    def test_a_mask_with_the_only_block(self):
+        body = f"""{MADE}
+        mov.u16 %h0, 1;
+        @%p0 {EXPECT} [bar], 512;
+        @%p0 {LOAD}.multicast::cluster [smem], [%rd2, {{0, 4}}], [bar], %h0;
+        {wait("bar", 0)}{STORE_ALL}"""
+        assert np.array_equal(
+            run(body, block=32, results=128)[1], DATA[4:8].view(np.uint32).ravel()
+        )
+
+    def test_poison_ends_where_bytes_come(self):
+        body = f"""{MADE}
+        ld.shared.u32 %r5, [smem+4096];
+        st.shared.u32 [smem], %r5;
+        fence.proxy.async;
+        bar.sync 0;
+        @%p0 {EXPECT} [bar], 512;
+        @%p0 {LOAD} [smem], [%rd2, {{0, 4}}], [bar];
+        {wait("bar", 0)}{STORE_ALL}"""
+        assert np.array_equal(
+            run(body, block=32, results=128)[1], DATA[4:8].view(np.uint32).ravel()
+        )
+
+
+OUT = INPUT + DATA.nbytes + 4096  # of the output, that `run` allocates next
+
+
+def out_map(dtype="u32", dims=(32, 16), box=(32, 4), **options) -> TensorMap:
+    return TensorMap(dtype, OUT, dims, box, **options)
+
+
+class TestStores:
+    FILLED = np.repeat(np.arange(1000, 1032, dtype=np.uint32), 4).reshape(4, 32)
+
+    def test_a_box(self):
+        body = f"{FILL}@%p0 {STORE} [%rd2, {{0, 8}}], [smem];\n{WAIT_ALL}"
+        found = run(body, block=32, tensor_map=out_map(), results=512)[1].reshape(16, 32)
+        assert np.array_equal(found[8:12], self.FILLED)
+        assert not found[:8].any() and not found[12:].any()
+
+    def test_what_lies_outside_is_clipped(self):
+        body = f"{FILL}@%p0 {STORE} [%rd2, {{16, 14}}], [smem];\n{WAIT_ALL}"
+        found = run(body, block=32, tensor_map=out_map(), results=1024)[1].reshape(32, 32)
+        wanted = np.zeros((32, 32), np.uint32)
+        wanted[14:16, 16:] = self.FILLED[:2, :16]
+        assert np.array_equal(found, wanted)
+
+    def test_bytes_in_a_row_that_nobody_waits_for_arrive_all_the_same(self):
+        body = f"""{FILL}
+        @%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd1+64], [smem+16], 256;
+        @%p0 cp.async.bulk.commit_group;
+        @%p0 cp.async.bulk.wait_group.read 0;"""
+        found = run(body, block=32, results=128)[1]
+        assert np.array_equal(found[16:80], self.FILLED.ravel()[4:68]) and not found[80:].any()
+
+    def test_they_complete_when_they_are_waited_for(self):
+        """The writes of a group are there after wait_group, but need not be after .read."""
+        body = f"""{FILL}
+        @!%p0 bra END;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1], [smem], 16;
+        cp.async.bulk.commit_group;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1+16], [smem], 16;
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group.read 0;
+        ld.global.u32 %r0, [%rd1];
+        cp.async.bulk.wait_group 1;
+        ld.global.u32 %r1, [%rd1];
+        ld.global.u32 %r2, [%rd1+16];
+        cp.async.bulk.wait_group 0;
+        ld.global.u32 %r3, [%rd1+16];
+        st.global.v4.u32 [%rd1+32], {{%r0, %r1, %r2, %r3}};
+        END:
+        """
+        assert run(body, block=32, results=12)[1][8:].tolist() == [0, 1000, 0, 1000]
+
+    def test_only_who_has_waited_may_write_again(self):
+        def writes_again(thread, between):
+            body = f"""{FILL}
+            setp.eq.u32 %p1, %tid, {thread};
+            @%p0 {STORE} [%rd2, {{0, 8}}], [smem];
+            {WAIT_ALL}{between}
+            @%p1 st.shared.u32 [smem], 5;"""
+            run(body, block=64, tensor_map=out_map())
+
+        writes_again(0, "")
+        writes_again(33, "bar.sync 0;")
+        with pytest.raises(RaceError, match="and read by bulk stores of warp 0 lane 0"):
+            writes_again(33, "")
+
+    def test_what_nothing_has_written(self):
+        body = f"@%p0 {STORE} [%rd2, {{0, 8}}], [smem];\n{WAIT_ALL}"
+        with pytest.raises(UninitialisedReadError, match=r"what goes to global memory .*address 0"):
+            run(body, block=32, tensor_map=out_map())
+
+    def test_unless_it_is_clipped(self):
+        body = f"{FILL}@%p0 {STORE} [%rd2, {{0, 12}}], [smem];\n{WAIT_ALL}"
+        tensor_map = out_map(box=(32, 8))
+        run(body, block=32, tensor_map=tensor_map)
+        with pytest.raises(UninitialisedReadError, match="address 512"):
+            run(body.replace("12}", "11}"), block=32, tensor_map=tensor_map)
+
+    def test_poison(self):
+        body = f"""
+        ld.shared.u32 %r5, [smem+4096];
+        {FILL}@%p0 st.shared.u32 [smem+64], %r5;
+        @%p0 fence.proxy.async;
+        @%p0 {STORE} [%rd2, {{0, 8}}], [smem];\n{WAIT_ALL}"""
+        with pytest.raises(UninitialisedReadError, match=r"what goes to global .*address 4096"):
+            run(body, block=32, tensor_map=out_map())
+
+
+REDUCED = np.array([5, 7, 0xFFFF_FFF0, 0], np.uint32)
+BY = np.array([3, 9, 0x20, 1], np.uint32)
+
+
+def reduced(operation: str, type_name: str, old: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Four words of global memory after a reduction by four others, which stand behind them."""
+    body = f"""
+    ld.global.v4.u32 {{%r0, %r1, %r2, %r3}}, [%rd0];
+    ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd0+16];
+    @%p0 st.global.v4.u32 [%rd1], {{%r0, %r1, %r2, %r3}};
+    @%p0 st.shared.v4.u32 [smem], {{%r4, %r5, %r6, %r7}};
+    fence.proxy.async;
+    @%p0 cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}.{type_name}
+      [%rd1], [smem], 16;
+    {WAIT_ALL}"""
+    data = np.concatenate([old.view(np.uint8), by.view(np.uint8), np.zeros(4096, np.uint8)])
+    tensor_map = TensorMap("u8", INPUT, (32,), (16,))
+    return run(body, data, block=32, results=4, tensor_map=tensor_map)[1]
+
+
+class TestReductions:
+    @pytest.mark.parametrize(
+        ("operation", "type_name", "wanted"),
+        [
+            ("add", "u32", [8, 16, 0x10, 1]),
+            ("min", "u32", [3, 7, 0x20, 0]),
+            ("min", "s32", [3, 7, 0xFFFF_FFF0, 0]),
+            ("max", "u32", [5, 9, 0xFFFF_FFF0, 1]),
+            ("max", "s32", [5, 9, 0x20, 1]),
+            ("inc", "u32", [0, 8, 0, 1]),
+            ("dec", "u32", [3, 6, 0x20, 1]),
+            ("and", "b32", [1, 1, 0x20, 0]),
+            ("or", "b64", [7, 15, 0xFFFF_FFF0, 1]),
+            ("xor", "b32", [6, 14, 0xFFFF_FFD0, 1]),
+        ],
+    )
+    def test_of_integers(self, operation, type_name, wanted):
+        assert reduced(operation, type_name, REDUCED, BY).tolist() == wanted
+
+    def test_of_64_bits(self):
+        found = reduced("add", "u64", REDUCED, BY).view(np.uint64)
+        assert found.tolist() == (REDUCED.view(np.uint64) + BY.view(np.uint64)).tolist()
+        found = reduced("min", "s64", REDUCED, BY).view(np.int64)
+        assert found.tolist() == [5 | 7 << 32, 0xFFFF_FFF0]
+
+    def test_of_floats(self):
+        tiny = np.float32(1e-40)
+        old = np.array([1.5, -2, tiny, 1e-38], np.float32)
+        by = np.array([0.25, 5, 1, -0.95e-38], np.float32)
+        assert reduced("add", "f32", old, by).view(np.float32).tolist() == [1.75, 3, 1, 0]
+        old, by = np.array([1.5, -2], np.float64), np.array([1e-9, 5])
+        assert reduced("add", "f64", old, by).view(np.float64).tolist() == [1.5 + 1e-9, 3]
+
+    def test_of_halves(self):
+        old = np.array([1.5, -2, 3, 2048, 6e-8, 1, 2, 3], np.float16)
+        by = np.array([0.25, 5, 4, 1, 6e-8, 0, -4, 9], np.float16)
+        assert np.array_equal(reduced("add.noftz", "f16", old, by).view(np.float16), old + by)
+        assert np.array_equal(reduced("min", "f16", old, by).view(np.float16), np.minimum(old, by))
+        bits = (old.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        found = reduced("max", "bf16", bits, bits[::-1].copy())
+        wanted = np.maximum(old, old[::-1]).astype(np.float32).view(np.uint32) >> 16
+        assert np.array_equal(found.view(np.uint16), wanted)
+
+    @pytest.mark.parametrize(
+        ("operation", "type_name"), [("min", "f32"), ("inc", "s32"), ("add", "s64"), ("or", "u32")]
+    )
+    def test_types_that_it_has_not(self, operation, type_name):
+        with pytest.raises(UnsupportedInstruction, match=f"{operation} has the types"):
+            reduced(operation, type_name, REDUCED, BY)
+
+    @pytest.mark.parametrize(
+        ("operation", "dtype", "wanted"),
+        [("add", "u32", 2008), ("and", "s32", 1000 & 1008), ("max", "s64", 1008)],
+    )
+    def test_of_a_box(self, operation, dtype, wanted):
+        """Thread i holds 1000 + i; the second box begins with what thread 8 holds."""
+        reduce = f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.tile.bulk_group"
+        store = f"@%p0 {STORE} [%rd2, {{0, 8}}], [smem];\n{WAIT_ALL}"
+        body = f"{FILL}{store}@%p0 {reduce} [%rd2, {{0, 8}}], [smem+128];\n{WAIT_ALL}"
+        size = int(dtype[1:]) // 8
+        tensor_map = out_map(dtype, (128 // size, 16), (16 // size, 1))
+        found = run(body, block=32, tensor_map=tensor_map, results=512)[1].reshape(16, 32)
+        assert found[8, :4].tolist() == [wanted] * 4 and not found[8, 4:].any()
+
+    def test_of_a_box_whose_type_it_has_not(self):
+        body = f"""{FILL}
+        @%p0 cp.reduce.async.bulk.tensor.2d.global.shared::cta.min.bulk_group [%rd2, {{0, 0}}],
+          [smem];"""
+        with pytest.raises(
+            BulkCopyError, match=r"min of a tensor map of 32 x 16 f32 .*: it has u32"
+        ):
+            run(body, block=32, tensor_map=out_map("f32"))
+
+
+class TestOperands:
+    @pytest.mark.parametrize(
+        ("copy", "error", "words"),
+        [
+            (f"{LOAD} [smem+64], [%rd2, {{0, 0}}], [bar];", MisalignedError, "a multiple of 128"),
+            (f"{LOAD} [smem], [%rd2+32, {{0, 0}}], [bar];", MisalignedError, "tensor map at .*64"),
+            (f"{LOAD} [smem], [%rd0, {{0, 0}}], [bar];", BulkCopyError, "TensorMap.encode has not"),
+            (f"{LOAD} [smem], [%rd1+1048576, {{0, 0}}], [bar];", OutOfBoundsError, "a tensor map"),
+            (
+                f"{LOAD} [smem+8064], [%rd2, {{0, 0}}], [bar];", OutOfBoundsError,
+                "512 bytes at shared address 8064, but the block has 8256",
+            ),
+            (
+                f"{LOAD} [smem], [%rd2, {{3, 0}}], [bar];", BulkCopyError,
+                r"a box at \(3, 0\) of a tensor map of 32 x 64 f32 .* begin 12 bytes .* of 16",
+            ),
+            (
+                f"{LOAD.replace('2d', '3d')} [smem], [%rd2, {{0, 0, 0}}], [bar];", BulkCopyError,
+                "3 coordinates for a tensor map .* 2 dimensions",
+            ),
+            (
+                f"{STORE} [%rd2, {{0, -1}}], [smem];", BulkCopyError,
+                r"a box at \(0, -1\) .* must not be negative",
+            ),
+            (
+                f"{LOAD}.multicast::cluster [smem], [%rd2, {{0, 0}}], [bar], %h0;", BulkCopyError,
+                "the mask 0x3 of a cluster of 1 block",
+            ),
+            (f"{LOAD_BYTES} [smem+8], [%rd0], 16, [bar];", MisalignedError, "shared memory at"),
+            (f"{LOAD_BYTES} [smem], [%rd0+8], 16, [bar];", MisalignedError, "global memory at"),
+            (f"{LOAD_BYTES} [smem], [%rd0], 24, [bar];", BulkCopyError, "24 bytes: give"),
+            (
+                f"{LOAD_BYTES} [smem+8192], [%rd0], 128, [bar];", OutOfBoundsError,
+                "128 bytes at shared address 8192",
+            ),
+            (
+                f"{LOAD_BYTES} [smem], [%rd0+8128], 128, [bar];", OutOfBoundsError,
+                "128 bytes .* 0 bytes past the end of the 8192-byte",
+            ),
+            (
+                "cp.async.bulk.global.shared::cta.bulk_group [%rd1+4096], [smem], 16;",
+                OutOfBoundsError, "past the end of the 4096-byte",
+            ),
+        ],
+    )  # fmt: skip
+    def test_that_are_undefined(self, copy, error, words):
+        body = f"{MADE}{FILL}mov.u16 %h0, 3;\n@%p0 {copy}"
+        with pytest.raises(error, match=words) as caught:
+            run(body, block=32)
+        assert "cp.async.bulk" in str(caught.value) and "warp 0 lane 0" in str(caught.value)
+
+    def test_a_map_of_more_than_there_is(self):
+        with pytest.raises(OutOfBoundsError, match=r"of a tensor map .* past the end of the 8192"):
+            loaded(TensorMap("f32", INPUT, (32, 65), (32, 4)), 0, 61)
+
+    def test_all_that_is_outside_may_lie_anywhere(self):
+        assert not loaded(TensorMap("f32", INPUT, (32, 64), (32, 4)), 1 << 20, 1 << 30).any()
