@@ -14,10 +14,6 @@ from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
 from flash_helpers.ptx.run.mbarriers import MBARRIER_BYTES, pending_count, phase_of
 from flash_helpers.ptx.run.memory import Selection
 
-_PATIENCE = 16
-"""Unsatisfied test_waits of an object after which a copy completes that it needs: who polls does
-not sleep."""
-
 # Of the selected lanes: those whose objects can be, the places of these, which of the selected.
 Places = Callable[[Selection], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -131,13 +127,14 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
 
 
 def _wait(machine: Machine, instruction: Instruction) -> Action:
-    """test_wait and try_wait: lanes sleep at the latter until their phase is complete."""
+    """test_wait and try_wait: lanes sleep until their phase is complete. At the former others only
+    go first."""
     result, address, value, *_ = instruction.operands
     by_parity = instruction.has("parity")
     destination = machine.destination(result, "pred")
     places = places_of(machine, instruction, address, is_local=True)
     values = _numbers(machine, value, "u32" if by_parity else "b64")
-    position, phases, transfers = machine.position, machine.phases, machine.transfers
+    position, phases = machine.position, machine.phases
     acquires = not instruction.has("relaxed")
     is_test = instruction.modifiers[0] == "test_wait"
 
@@ -148,9 +145,6 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
         )
         destination[selection] = False
         destination[lanes] = complete
-        if is_test:
-            left = set(at[~complete].tolist())
-            transfers.help({where for where in left if phases.has_polled(where, _PATIENCE)})
 
     def is_ready(lanes: np.ndarray) -> np.ndarray:
         mine, at, which = places(lanes)
@@ -165,8 +159,7 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     def name(value: int) -> str:
         return f"parity {value}" if by_parity else f"phase {phase_of(value)}"
 
-    if not is_test:
-        machine.waits[position] = Wait(is_ready, reason, phases.give_up)
+    machine.waits[position] = Wait(is_ready, reason, phases.give_up, is_patient=not is_test)
     return machine.from_some(run_some)
 
 

@@ -61,12 +61,14 @@ class Wait:
 
     is_ready: for each of some lanes, whether it may execute the instruction now. reason: of lanes
     of one block that may not, whom or what they wait for, in words. give_up: lets lanes execute it
-    all the same, with what it does when its time is up; None for what waits for ever.
+    all the same, with what it does when its time is up; None for what waits for ever. is_patient:
+    that happens only where nobody can go on otherwise.
     """
 
     is_ready: Callable[[np.ndarray], np.ndarray]
     reason: Callable[[np.ndarray], str]
     give_up: Callable[[np.ndarray], None] | None = None
+    is_patient: bool = True
 
 
 @dataclass(frozen=True)

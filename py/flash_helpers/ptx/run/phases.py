@@ -30,7 +30,7 @@ class Phased:
     made: when, by which lane, by which instruction, and as which agent (whoever knows it of that
     time may use the object). arrived: lane and instruction of the last
     arrival, if there was one. seen: of each lane that saw a phase complete, how many phases were,
-    and at which instruction. polls: unsatisfied test_waits since anything happened.
+    and at which instruction.
     """
 
     state: Mbarrier
@@ -38,7 +38,6 @@ class Phased:
     made: tuple[int, int, int, int]
     arrived: tuple[int, int] | None = None
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
-    polls: int = 0
 
 
 class Phases:
@@ -151,7 +150,7 @@ class Phases:
                 knowledge = self.order.knowledge(mine) if releases else None
                 state.arrive(int(sums.sum()), knowledge, drops=drops, may_complete=may_complete)
             found.arrived = int(mine[-1]), position
-            self._changed(found)
+            self.version += 1
         return states
 
     def add_pending(self, position: int, lanes: np.ndarray, where: int) -> None:
@@ -160,7 +159,7 @@ class Phases:
         if found is not None:
             with self._reported(position, int(lanes[0]), where):
                 found.state.add_pending(lanes.size)
-            self._changed(found)
+            self.version += 1
 
     def arrive_for(
         self, position: int, lanes: np.ndarray, where: int, knowledge: Knowledge
@@ -171,7 +170,7 @@ class Phases:
             with self._reported(position, int(lanes[0]), where):
                 found.state.arrive(lanes.size, knowledge)
             found.arrived = int(lanes[-1]), position
-            self._changed(found)
+            self.version += 1
 
     def expect(
         self, position: int, lanes: np.ndarray, places: np.ndarray, sizes: np.ndarray
@@ -182,7 +181,7 @@ class Phases:
             if found is not None:
                 with self._reported(position, int(lanes[chosen][0]), where):
                     found.state.expect(int(sizes[chosen].sum()))
-                self._changed(found)
+                self.version += 1
 
     def complete(
         self,
@@ -205,7 +204,7 @@ class Phases:
                     f"phase {phase}: the phase that should have waited for them did not expect them"
                 )
             found.state.complete(size, knowledge)
-        self._changed(found)
+        self.version += 1
 
     # -- what lanes ask ----------------------------------------------------------------------------
 
@@ -265,14 +264,7 @@ class Phases:
                     complete[mine] = _is_over(found.state, value, parity)
                 if complete[mine[0]]:
                     self._seen(position, found, lanes[mine], acquires)
-                else:
-                    found.polls += 1
         return complete
-
-    def has_polled(self, where: int, times: int) -> bool:
-        """Whether test_waits have asked for an object so often since anything happened to it."""
-        found = self.objects.get(where)
-        return found is not None and found.polls >= times
 
     def _seen(self, position: int, found: Phased, lanes: np.ndarray, acquires: bool) -> None:
         state = found.state
@@ -306,10 +298,6 @@ class Phases:
                 int((known < since).sum()),
             )
         return found
-
-    def _changed(self, found: Phased) -> None:
-        found.polls = 0
-        self.version += 1
 
     @contextmanager
     def _reported(self, position: int, lane: int, where: int) -> Iterator[None]:

@@ -29,7 +29,7 @@ from flash_helpers.ptx.errors import (
 from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
 from flash_helpers.ptx.read.module import Immediate, Instruction
 from flash_helpers.ptx.run.forms import check_modifiers
-from flash_helpers.ptx.run.machine import Action, Machine, pick, warp_masks
+from flash_helpers.ptx.run.machine import Action, Machine, Wait, pick, warp_masks
 from flash_helpers.ptx.run.memory import ALL, Selection
 from flash_helpers.ptx.run.observe import Observation, Observer
 from flash_helpers.ptx.run.operations import bind, refusing
@@ -361,7 +361,7 @@ class Scheduler:
             if self._steps % self.fairness:
                 position = int(self.pc[running].min())
             else:
-                self._wake()
+                self._look_after_sleepers()
                 oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
                 position = int(self.pc[oldest])
             here = self.pc == position
@@ -461,20 +461,28 @@ class Scheduler:
     def _give_up(self) -> bool:
         """Lets lanes go on whose waits have an end, once where nothing else has happened; whether
         there are any."""
-        asleep = np.flatnonzero(self.status == _ASLEEP)
         state = self.machine.phases.version, self.pc.tobytes(), self.status.tobytes()
         if not self._stood_still or self._stood_still[0][0] != state[0]:
             self._stood_still = []
         if state in self._stood_still:
             return False
         self._stood_still.append(state)
+        return self._let_give_up(lambda wait: wait.give_up is not None)
+
+    def _let_give_up(self, which: Callable[[Wait], bool]) -> bool:
+        asleep = np.flatnonzero(self.status == _ASLEEP)
         for position in np.unique(self.pc[asleep]).tolist():
-            give_up = self.sleeps[position].give_up
-            if give_up is not None:
+            if which(self.sleeps[position]):
                 lanes = asleep[self.pc[asleep] == position]
-                give_up(lanes)
+                self.sleeps[position].give_up(lanes)
                 self.status[lanes] = _RUNNING
         return bool((self.status[asleep] == _RUNNING).any())
+
+    def _look_after_sleepers(self) -> None:
+        """While others run, which may wait for them by spinning."""
+        self._wake()
+        self._help()
+        self._let_give_up(lambda wait: not wait.is_patient)
 
     def _at_other_warp_barriers(self, position: int) -> np.ndarray:
         """Of each lane the mask of the bar.warp.sync at which it waits, unless it is the one at the
