@@ -25,9 +25,12 @@ def make(dims, box, dtype="u16", pads=(), **options) -> TensorMap:
     return TensorMap(dtype, BASE + OFFSET, dims, box, tuple(strides), **options)
 
 
-def elements(tensor_map, coordinates):
+def elements(tensor_map, coordinates, is_stored=False):
     """Of each element that is moved, in the order of the box: its coordinates, its address, and
-    whether it is inside."""
+    whether it is inside, or shares 16 bytes with one that is."""
+    sizes = list(tensor_map.dims)
+    while is_stored and sizes[0] * tensor_map.element_bytes % 16:
+        sizes[0] += 1
     for index in itertools.product(*(range(n) for n in reversed(tensor_map.moved))):
         position = [
             start + i * step
@@ -35,7 +38,7 @@ def elements(tensor_map, coordinates):
                 coordinates, reversed(index), tensor_map.element_strides, strict=True
             )
         ]
-        inside = all(0 <= x < n for x, n in zip(position, tensor_map.dims, strict=True))
+        inside = all(0 <= x < n for x, n in zip(position, sizes, strict=True))
         strides = (tensor_map.element_bytes, *tensor_map.strides)
         address = tensor_map.address + sum(x * s for x, s in zip(position, strides, strict=True))
         yield position, address, inside
@@ -92,10 +95,11 @@ class TestEveryElement:
         size = tensor_map.element_bytes
         for at in corners(tensor_map):
             data = RNG.integers(1, 256, tensor_map.box_bytes, np.uint8)
-            box, memory, wanted = Box(tensor_map, at), MEMORY.copy(), MEMORY.copy()
+            box, memory = Box(tensor_map, at, is_stored=True), MEMORY.copy()
+            wanted = MEMORY.copy()
             if not box.is_outside:
                 box.view(memory, BASE)[...] = box.inside(data)
-            for i, (_, address, inside) in enumerate(elements(tensor_map, at)):
+            for i, (_, address, inside) in enumerate(elements(tensor_map, at, is_stored=True)):
                 if inside:
                     wanted[address - BASE :][:size] = data[i * size :][:size]
             assert np.array_equal(memory, wanted), at
@@ -121,6 +125,7 @@ class TestFilling:
         box = Box(make((16, 8), (8, 4), dtype, fill="nan"), (12, 6))
         values = box.read(MEMORY, BASE).view(view).reshape(4, 8)
         assert np.isnan(values[2:]).all() and np.isnan(values[:, 4:]).all()
+        assert (values[2:].copy().view(np.uint16) == 0x7FF7).all()
         inside = expected(box.map, (12, 6)).view(view).reshape(4, 8)[:2, :4]
         assert np.array_equal(values[:2, :4], inside, equal_nan=True)
 

@@ -21,25 +21,33 @@ CHUNK = 16
 """Bytes that a swizzle leaves together."""
 SECTOR = 32
 
-# Canonical NaNs; which one the hardware fills with is not published.
-_NANS = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFF_FFFF, "f64": 0x7FFF_FFFF_FFFF_FFFF}
+_NAN = np.uint16(0x7FF7)
+"""What an H200 fills with, 16 bits after the other, of whatever type."""
 
 
 class Box:
     """A box of a tensor whose first element has given coordinates, which may lie outside.
 
-    coordinates: one for each dimension, dimension 0 first. low, high: along each dimension, which
-    of the elements that are moved lie inside of the tensor.
+    coordinates: one for each dimension, dimension 0 first. is_stored: the box goes to global memory
+    rather than comes from there; then what shares 16 bytes of a row with an element inside counts
+    as inside too, and is overwritten: so an H200 does it. low, high: along each dimension, which of
+    the elements that are moved lie inside of the tensor.
     """
 
-    def __init__(self, tensor_map: TensorMap, coordinates: Sequence[int]) -> None:
+    def __init__(
+        self, tensor_map: TensorMap, coordinates: Sequence[int], *, is_stored: bool = False
+    ) -> None:
         self.map = tensor_map
         self.coordinates = tuple(coordinates)
+        sizes = list(tensor_map.dims)
+        if is_stored:
+            per_chunk = CHUNK // tensor_map.element_bytes
+            sizes[0] = -(-sizes[0] // per_chunk) * per_chunk
         low, high = [], []
         for start, step, size, count in zip(
             self.coordinates,
             tensor_map.element_strides,
-            tensor_map.dims,
+            sizes,
             tensor_map.moved,
             strict=True,
         ):
@@ -185,9 +193,8 @@ class Span:
 @lru_cache(maxsize=64)
 def _filling(tensor_map: TensorMap) -> np.ndarray:
     """A box that lies outside of the tensor."""
-    size = tensor_map.element_bytes
-    value = _NANS[tensor_map.dtype] if tensor_map.fill == "nan" else 0
-    return np.full(tensor_map.box_bytes // size, value, f"u{size}").view(np.uint8)
+    value = _NAN if tensor_map.fill == "nan" else np.uint16(0)
+    return np.full(tensor_map.box_bytes // 2, value).view(np.uint8)
 
 
 def swizzled(addresses: np.ndarray, swizzle_bytes: int) -> np.ndarray:

@@ -262,7 +262,7 @@ class _Copy:
         def issue(lane: int, lanes: np.ndarray) -> None:
             place = int(start(lanes)[0])
             if tensor is not None:
-                target: Box | Span = self._box(tensor, lanes)
+                target: Box | Span = self._box(tensor, lanes, is_stored=True)
                 if min(target.coordinates) < 0:
                     raise _Refused(
                         BulkCopyError,
@@ -391,7 +391,7 @@ class _Copy:
         self._check_allocated(span, "")
         return span
 
-    def _box(self, tensor: _Tensor, lanes: np.ndarray) -> Box:
+    def _box(self, tensor: _Tensor, lanes: np.ndarray, *, is_stored: bool = False) -> Box:
         address = int(tensor.maps(lanes)[0])
         tensor_map = self._map(address)
         if tensor_map.rank != self.rank:
@@ -401,7 +401,8 @@ class _Copy:
                 "dimensions",
                 address,
             )
-        box = Box(tensor_map, [int(pick(c, lanes)[0]) for c in tensor.coordinates])
+        coordinates = [int(pick(c, lanes)[0]) for c in tensor.coordinates]
+        box = Box(tensor_map, coordinates, is_stored=is_stored)
         if box.coordinates[0] * tensor_map.element_bytes % CHUNK:
             raise _Refused(
                 BulkCopyError,
