@@ -96,11 +96,12 @@ __device__ inline void prefetch_map(const CUtensorMap *map) {
 
 // -- one box --------------------------------------------------------------------------------------
 
-// Shared memory as a load of one box leaves it.
+// Shared memory as a load of one box to an offset leaves it.
 template <int rank>
-__device__ void load_box(const CUtensorMap *map, Place place, uint4 *out, uint32_t bytes) {
+__device__ void load_box(const CUtensorMap *map, Place place, uint32_t offset, uint4 *out,
+                         uint32_t bytes) {
     __shared__ uint64_t barriers[1];
-    const uint32_t barrier = shared_address(barriers), box = shared_address(smem);
+    const uint32_t barrier = shared_address(barriers), box = shared_address(smem + offset);
     if (threadIdx.x == 0) {
         prefetch_map(map);
         init(barrier, 1);
@@ -111,7 +112,7 @@ __device__ void load_box(const CUtensorMap *map, Place place, uint4 *out, uint32
     __syncthreads();
     wait(barrier, 0);
     for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x)
-        out[i] = reinterpret_cast<uint4 *>(smem)[i];
+        out[i] = reinterpret_cast<uint4 *>(smem + offset)[i];
 }
 
 __device__ inline void write_box(const uint4 *in, uint32_t bytes) {
@@ -134,9 +135,9 @@ __device__ void store_box(const CUtensorMap *map, Place place, const uint4 *in, 
 
 #define MAP const __grid_constant__ CUtensorMap
 #define BOX(rank)                                                                         \
-    extern "C" __global__ void load_box_##rank##d(MAP map, Place place, uint4 *out,       \
-                                                  uint32_t bytes) {                       \
-        load_box<rank>(&map, place, out, bytes);                                          \
+    extern "C" __global__ void load_box_##rank##d(MAP map, Place place, uint32_t offset,  \
+                                                  uint4 *out, uint32_t bytes) {           \
+        load_box<rank>(&map, place, offset, out, bytes);                                  \
     }                                                                                     \
     extern "C" __global__ void store_box_##rank##d(MAP map, Place place, const uint4 *in, \
                                                    uint32_t bytes) {                      \
