@@ -96,23 +96,28 @@ __device__ inline void prefetch_map(const CUtensorMap *map) {
 
 // -- one box --------------------------------------------------------------------------------------
 
-// Shared memory as a load of one box to an offset leaves it.
+// Shared memory, of which `bytes` begin at an offset, as a load of one box to there leaves it.
 template <int rank>
 __device__ void load_box(const CUtensorMap *map, Place place, uint32_t offset, uint4 *out,
-                         uint32_t bytes) {
+                         uint32_t bytes, uint32_t box_bytes) {
     __shared__ uint64_t barriers[1];
-    const uint32_t barrier = shared_address(barriers), box = shared_address(smem + offset);
+    const uint32_t barrier = shared_address(barriers);
+    uint4 *window = reinterpret_cast<uint4 *>(smem + offset);
+    for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x)
+        window[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     if (threadIdx.x == 0) {
         prefetch_map(map);
         init(barrier, 1);
-        fence_proxy();
-        arrive_expecting(barrier, bytes);
-        load<rank>(box, map, barrier, place);
     }
+    fence_proxy(); // of what is written above and of the barrier
     __syncthreads();
+    if (threadIdx.x == 0) {
+        arrive_expecting(barrier, box_bytes);
+        load<rank>(shared_address(window), map, barrier, place);
+    }
     wait(barrier, 0);
     for (uint32_t i = threadIdx.x; i < bytes / 16; i += blockDim.x)
-        out[i] = reinterpret_cast<uint4 *>(smem + offset)[i];
+        out[i] = window[i];
 }
 
 __device__ inline void write_box(const uint4 *in, uint32_t bytes) {
@@ -134,14 +139,14 @@ __device__ void store_box(const CUtensorMap *map, Place place, const uint4 *in, 
 }
 
 #define MAP const __grid_constant__ CUtensorMap
-#define BOX(rank)                                                                         \
-    extern "C" __global__ void load_box_##rank##d(MAP map, Place place, uint32_t offset,  \
-                                                  uint4 *out, uint32_t bytes) {           \
-        load_box<rank>(&map, place, offset, out, bytes);                                  \
-    }                                                                                     \
-    extern "C" __global__ void store_box_##rank##d(MAP map, Place place, const uint4 *in, \
-                                                   uint32_t bytes) {                      \
-        store_box<rank>(&map, place, in, bytes);                                          \
+#define BOX(rank)                                                                                \
+    extern "C" __global__ void load_box_##rank##d(                                               \
+        MAP map, Place place, uint32_t offset, uint4 *out, uint32_t bytes, uint32_t box_bytes) { \
+        load_box<rank>(&map, place, offset, out, bytes, box_bytes);                              \
+    }                                                                                            \
+    extern "C" __global__ void store_box_##rank##d(MAP map, Place place, const uint4 *in,        \
+                                                   uint32_t bytes) {                             \
+        store_box<rank>(&map, place, in, bytes);                                                 \
     }
 BOX(1)
 BOX(2)
