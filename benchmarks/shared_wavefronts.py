@@ -280,7 +280,8 @@ def launch(name: str) -> int:
     results = torch.empty(64 * WARP, dtype=torch.uint8, device="cuda")
     kernel = LoadedKernel(module().encode(), name, 0)
     for table in tables:
-        kernel.start((1, 1, 1), WARP, struct.pack("<2Q", table.data_ptr(), results.data_ptr()))
+        arguments = struct.pack("<2Q", table.data_ptr(), results.data_ptr())
+        kernel.start((1, 1, 1), WARP, [arguments])
     torch.cuda.synchronize()
     return 0
 

@@ -89,7 +89,7 @@ ret;
         out = torch.zeros(self.out_bytes, dtype=torch.uint8, device="cuda")
         kernel = LoadedKernel(self.ptx().encode(), "k", 0)
         arguments = struct.pack("<2Q", data.data_ptr(), out.data_ptr())
-        kernel.start((self.threads // WARP, 1, 1), WARP, arguments)
+        kernel.start((self.threads // WARP, 1, 1), WARP, [arguments])
         return out.cpu().numpy().view(self.word).reshape(self.outputs[0] or 1, -1)
 
     def simulated(self) -> np.ndarray:

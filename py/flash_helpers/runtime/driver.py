@@ -9,13 +9,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 
+from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap
 from flash_helpers.registry.launch import Launch
 
 CUDA_SUCCESS = 0
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
+
+_DTYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
+_SWIZZLES = ("none", "32B", "64B", "128B")
+_PROMOTIONS = ("none", "64B", "128B", "256B")
+_FILLS = ("zeros", "nan")
+"""Of a tensor map: CUtensorMapDataType, -Swizzle, -L2promotion and -FloatOOBfill from 0 on."""
 
 LIBRARY = "libcuda.so.1"
 
@@ -63,6 +71,10 @@ def driver() -> ctypes.CDLL:
         "cuModuleGetFunction": [handles, pointer, text],
         "cuFuncSetAttribute": [pointer, integer, integer],
         "cuLaunchKernelEx": [ctypes.POINTER(_LaunchConfig), pointer, handles, handles],
+        "cuTensorMapEncodeTiled": [
+            *(pointer, integer, ctypes.c_uint, pointer, pointer, pointer, pointer, pointer),
+            *(integer, integer, integer, integer),
+        ],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)
@@ -77,6 +89,22 @@ def _call(name: str, *arguments: object) -> None:
         driver().cuGetErrorString(status, ctypes.byref(text))
         said = text.value.decode() if text.value else "an unknown error"
         raise DriverError(f"{name}: {said} (CUresult {status})")
+
+
+def encode_tensor_map(tensor_map: TensorMap) -> bytes:
+    """What a kernel takes. Raises DriverError if the driver refuses the map."""
+    m, rank = tensor_map, len(tensor_map.dims)
+    memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+    shift = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+    _call(
+        "cuTensorMapEncodeTiled",
+        *(ctypes.addressof(memory) + shift, _DTYPES.index(m.dtype), rank, m.address),
+        *((ctypes.c_uint64 * rank)(*m.dims), (ctypes.c_uint64 * rank)(*m.strides)),
+        *((ctypes.c_uint32 * rank)(*m.box), (ctypes.c_uint32 * rank)(*m.element_strides)),
+        *(0, _SWIZZLES.index(m.swizzle)),  # without interleaving
+        *(_PROMOTIONS.index(m.l2_promotion), _FILLS.index(m.fill)),
+    )
+    return memory.raw[shift:][:TENSOR_MAP_BYTES]
 
 
 class LoadedKernel:
@@ -102,21 +130,21 @@ class LoadedKernel:
 
     def launch(self, found: Launch, arguments: bytes, stream: int) -> None:
         """Launch on a stream handle, without waiting. arguments: of `Launch.bind`."""
-        self.start(found.grid, found.block, arguments, stream, found.shared_bytes, found.cluster)
+        self.start(found.grid, found.block, [arguments], stream, found.shared_bytes, found.cluster)
 
     def start(
         self,
         grid: tuple[int, int, int],
         block: int,
-        arguments: bytes,
+        arguments: Sequence[bytes],
         stream: int = 0,
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         """Launch on a stream handle, 0 for the default stream, without waiting. arguments: the
-        kernel's one parameter. The rest as in `Launch`."""
-        memory = ctypes.create_string_buffer(arguments, len(arguments))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        kernel's parameters. The rest as in `Launch`."""
+        memory = [ctypes.create_string_buffer(a, len(a)) for a in arguments]
+        parameters = (ctypes.c_void_p * len(memory))(*map(ctypes.addressof, memory))
         dimensions = _Attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value=cluster)
         config = _LaunchConfig(
             (*grid, block, 1, 1),
