@@ -76,10 +76,11 @@ class Case:
         return bound
 
     def error(self, found: np.ndarray) -> float:
-        """Relative Frobenius norm of the difference; of what is exact, infinity unless it is."""
+        """Relative Frobenius norm of the difference; of what is exact, the share of the elements
+        that differ in a bit."""
         if not self.bound:
-            same = np.array_equal(found, self.expected.astype(found.dtype), equal_nan=True)
-            return 0.0 if same else math.inf
+            wanted = self.expected.astype(found.dtype)
+            return float((integers(found) != integers(wanted)).mean())
         wanted = self.expected
         return float(np.linalg.norm(values(found, self.dtype) - wanted) / np.linalg.norm(wanted))
 
@@ -100,6 +101,11 @@ def values(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return (x.view(np.float16) if dtype == "f16" else x).astype(np.float64)
+
+
+def integers(x: np.ndarray) -> np.ndarray:
+    """The bits of each element."""
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
 
 
 def normal(seed: int, dtype: str, *shape: int) -> np.ndarray:
@@ -358,6 +364,8 @@ KINDS = {
     "s32": np.int32, "f32": np.float32, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
 }  # fmt: skip
 """NumPy's types for those of tensor maps."""
+NAN = b"\xf7\x7f"
+"""What "nan" fills the outside of a tensor with, whatever its type."""
 
 
 @dataclass(frozen=True)
@@ -449,9 +457,8 @@ def load_box(box: Box, at: int = 0) -> Case:
     """Into shared memory, `at` bytes after its start."""
     tensor = patterned(box.tensor_bytes // box.size, box.dtype)
     offset, inside = box.offsets()
-    nan = {"bf16": np.uint16(0x7FFF), "f16": np.float16("nan")}.get(box.dtype, np.nan)
-    expected = np.zeros(offset.size, KINDS[box.dtype])
-    expected[:] = nan if box.fill == "nan" else 0
+    outside = NAN if box.fill == "nan" else b"\0\0"
+    expected = np.frombuffer(outside * (box.box_bytes // 2), KINDS[box.dtype]).copy()
     expected[inside] = tensor[offset[inside] // box.size]
     placed = np.frombuffer(b"\xff" * box.window_bytes, KINDS[box.dtype]).copy()
     placed[box.in_shared(at)] = expected
@@ -552,6 +559,41 @@ def box_cases() -> Iterator[tuple[str, Case]]:
             row = 64 // np.dtype(KINDS[dtype]).itemsize
             box = Box(dtype, (row * 5 // 4, 9), (row, 6), (96,), (1, 1), (row // 2, 4), "64B")
             yield f"reduce_box {operation} {dtype}", reduce_box(box, operation)
+
+
+# -- tensor maps -----------------------------------------------------------------------------------
+
+
+def map_variants() -> Iterator[dict[str, Any]]:
+    """Fields of a `TensorMap` that cuTensorMapEncodeTiled is asked about: a plain one, those that
+    differ from it in a field, and combinations that have rules of their own."""
+    plain = {
+        **{"dtype": "f32", "address": 1 << 30, "dims": (64, 64), "box": (32, 32)},
+        **{"strides": (256,), "element_strides": (1, 1), "swizzle": "none", "fill": "zeros"},
+    }
+    yield plain
+    others = {
+        "address": (0, 4, 8, 16, 32, 48, 1 << 40),
+        "dims": ((0, 64), (1, 64), (3, 64), (1 << 32, 1), (1 + (1 << 32), 1), (64, 0), (31, 5)),
+        "strides": ((n,) for n in (0, 8, 16, 24, 128, 240, 264, (1 << 40) - 16, 1 << 40)),
+        "box": ((x, 32) for x in (0, 1, 2, 3, 4, 5, 6, 8, 255, 256, 257)),
+        "element_strides": ((1, 0), (1, 2), (1, 8), (1, 9), (0, 1), (2, 1), (9, 1)),
+    }
+    for name, alternatives in others.items():
+        for value in alternatives:
+            yield {**plain, name: value}
+    for y in (0, 1, 227, 228, 229, 256, 257):  # of 1 KiB
+        yield {**plain, "box": (256, y)}
+        yield {**plain, "box": (256, y), "element_strides": (1, 2)}
+    for dtype, swizzle, chunks in itertools.product(KINDS, BYTES, (1, 2, 3, 4, 5, 8, 9)):
+        box = (chunks * 16 // np.dtype(KINDS[dtype]).itemsize, 8)
+        yield {**plain, "dtype": dtype, "swizzle": swizzle, "box": box}
+    for dtype in KINDS:
+        yield {**plain, "dtype": dtype, "box": (16, 8), "fill": "nan"}
+    for rank, side in itertools.product(range(1, 7), (8, 16)):
+        strides = tuple(256 * 64**n for n in range(rank - 1))
+        shape = {"dims": (64,) * rank, "box": (side,) * rank, "element_strides": (1,) * rank}
+        yield {**plain, **shape, "strides": strides}
 
 
 # -- the other kernels -----------------------------------------------------------------------------

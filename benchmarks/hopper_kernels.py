@@ -14,11 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from hopper_cases import CASES, WHOLE, Case
+from hopper_cases import CASES, WHOLE, Case, map_variants
 
 from flash_helpers.console.command_line import (
     add_commit_argument,
@@ -33,7 +34,7 @@ from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
 from flash_helpers.runtime.backend import Backend, KernelsNotRun
-from flash_helpers.runtime.driver import LoadedKernel, encode_tensor_map
+from flash_helpers.runtime.driver import DriverError, LoadedKernel, encode_tensor_map
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "tests" / "ptx" / "kernels"
@@ -85,9 +86,9 @@ METRICS = (
 DESCRIPTION = f"""\
 Run the kernels of tests/ptx/kernels/hopper_*.cu, from the committed PTX, on the inputs of
 hopper_cases.py, and compare what they write with what NumPy computes. Then let Nsight Compute count
-in those that are more than a single copy or product. {RESULTS} gets errors and counts, and the file
-beside it with the ending .npz what was written, of kernels whose sums depend on the order; the
-tests compare the simulator with both.
+in those that are more than a single copy or product, and ask the driver which tensor maps it takes.
+{RESULTS} gets errors, counts and verdicts, and the file beside it with the ending .npz what was
+written, of kernels whose sums depend on the order; the tests compare the simulator with both.
 """
 
 EXAMPLES = f"""\
@@ -104,7 +105,7 @@ exit status: 0 all outputs are right, 1 some are not, 2 wrong usage, no GPU or n
 
 @dataclass(frozen=True)
 class Output:
-    """Of one case: relative Frobenius norm of the difference to NumPy's; 0 where equal."""
+    """Of one case, beside what NumPy computes. error: of `Case.error`."""
 
     case: str
     error: float
@@ -122,6 +123,14 @@ class CountedCase:
 
 
 @dataclass(frozen=True)
+class MapVerdict:
+    """Whether the driver takes a tensor map. fields: those of `map_variants`, printed."""
+
+    fields: str
+    is_taken: bool
+
+
+@dataclass(frozen=True)
 class HopperKernels(RecordFile):
     """Everything that one run found. profiler: its version."""
 
@@ -132,6 +141,7 @@ class HopperKernels(RecordFile):
     profiler: str
     outputs: tuple[Output, ...]
     launches: tuple[CountedCase, ...]
+    maps: tuple[MapVerdict, ...]
 
     def table(self) -> Table:
         """A row a metric, a column a counted case."""
@@ -171,6 +181,15 @@ def launch(case: Case) -> np.ndarray:
             raise RuntimeError(f"{case.kernel} does not end within {LONGEST_S} s")
     before = case.buffers[case.output]
     return buffers[case.output].cpu().numpy().view(before.dtype).reshape(before.shape)
+
+
+def verdict(fields: Mapping[str, Any]) -> MapVerdict:
+    """The driver's."""
+    try:
+        encode_tensor_map(SimpleNamespace(l2_promotion="none", **fields))
+    except DriverError:
+        return MapVerdict(str(fields), False)
+    return MapVerdict(str(fields), True)
 
 
 def recorded(case: Case, output: np.ndarray) -> np.ndarray:
@@ -226,6 +245,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     result = HopperKernels(
         provenance(backend, command, arguments.commit or git_commit(ROOT)),
         *(f"Nsight Compute {profiler.version()}", outputs, count(profiler)),
+        tuple(map(verdict, map_variants())),
     )
     result.save(arguments.json)
     kept = {name: recorded(CASES[name], found[name]) for name in CASES if CASES[name].kept}

@@ -77,6 +77,7 @@ class TestTypesOfArguments:
 OUTPUTS = {
     "benchmarks/call_overhead.py": ["--json"],
     "benchmarks/experiments/run_experiments.py": ["--json"],
+    "benchmarks/hopper_kernels.py": ["--json"],
     "benchmarks/mma_cycles.py": ["--json"],
     "benchmarks/shared_wavefronts.py": ["--json"],
     "benchmarks/simulator.py": ["--json"],
