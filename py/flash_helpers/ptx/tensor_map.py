@@ -49,6 +49,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 }
 
 _MAGIC = b"FH-TMAP1"
+_MOST_BYTES = 228 << 10  # of a box: the shared memory of an SM; found by asking the driver
 _MOST = 5  # dimensions
 _RECORD = struct.Struct(f"<8s6B2xQ{_MOST}Q{_MOST - 1}Q{_MOST}H{_MOST}B")
 
@@ -91,6 +92,10 @@ class TensorMap:
         self._check_row()
         # The driver ignores that of dimension 0.
         object.__setattr__(self, "element_strides", (1, *self.element_strides[1:]))
+        if self.box_bytes > _MOST_BYTES:
+            raise ValueError(
+                f"{self.box_bytes} bytes in a box: give at most {_MOST_BYTES}, split the box"
+            )
 
     def _default(self, name: str, value: tuple[int, ...]) -> None:
         given = tuple(getattr(self, name))
