@@ -590,6 +590,18 @@ class TestHeight:
         assert min(heights) >= 0.7 * metrics["height"]
 
 
+class TestWidth:
+    def test_a_pane_scrolls_as_far_as_its_longest_line_goes(self, shown: Page) -> None:
+        """Also while that is out of sight, where it is not drawn."""
+        widths = "return [...document.querySelectorAll('.rows')].map((rows) => rows.offsetWidth)"
+        before = shown.js(widths)
+        shown.js(
+            "const style = document.body.appendChild(document.createElement('style'));"
+            "style.textContent = '.row[data-key] { content-visibility: visible !important }'"
+        )
+        assert before == shown.js(widths)
+
+
 class TestThemes:
     def background(self, shown: Page) -> tuple[int, ...]:
         text = shown.js("return getComputedStyle(document.body).backgroundColor")

@@ -220,6 +220,8 @@ function render(name) {
   elements.forEach((element, r) => keys[r].forEach((k) => own.rows.set(k, element)));
   own.hunks = starts.map(([r, isCode]) => ({ row: elements[r], isCode }));
   own.texts = elements.map((element, r) => [element, texts[r]]);
+  const longest = texts.reduce((most, text, r) => (text.length > texts[most].length ? r : most), 0);
+  elements[longest]?.classList.add("widest");
   own.cursor = null;
   if (own.rows.has(kept)) placeCursor(name, own.rows.get(kept));
   for (const kind of ["near", "lit"]) {
