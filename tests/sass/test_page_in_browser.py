@@ -121,18 +121,15 @@ class Page:
 @pytest.fixture
 def shown(browser, page: Path) -> Iterator[Page]:
     """The page, freshly opened on version 9; afterwards its logs must be clean."""
-    from selenium.webdriver.common.by import By
-
+    browser.get("about:blank")
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia",
         {"features": [{"name": "prefers-color-scheme", "value": "light"}]},
     )
-    browser.get("about:blank")
     browser.get_log("browser")
     requested_urls(browser)  # those of the browser's own first page
-    browser.get(page.as_uri())
-    browser.find_element(By.CSS_SELECTOR, '#versions [data-kernel="1"]').click()
+    browser.get(f"{page.as_uri()}#v9")
     yield Page(browser)
     browser.execute_script("localStorage.clear()")
     assert [entry["message"] for entry in browser.get_log("browser")] == []
