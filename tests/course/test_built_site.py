@@ -8,6 +8,8 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ WIDE = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 LOW = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+SCREENS = {"narrow": NARROW, "middle": MIDDLE, "wide": WIDE}
 RIGHT, ENTER, TAB = "\ue014", "\ue007", "\ue004"
 STEP = STEPS["v7"]  # whose page and view are looked at
 
@@ -227,28 +230,66 @@ class Reader:
         return said + sorted(u for u in asked if not u.startswith("data:") and u != "about:blank")
 
 
-@pytest.fixture
-def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
-    """A reader at the front page with a wide, light screen; afterwards nothing must have gone
-    wrong, and nothing have been asked of a network."""
+@contextmanager
+def reading(browser: Any, built: BuiltSite) -> Iterator[Reader]:
+    """A reader with a wide, light screen, who has chosen nothing and opened no page yet; afterwards
+    nothing must have gone wrong, and nothing have been asked of a network."""
+    browser.get("about:blank")
+    browser.execute_cdp_cmd(
+        "Storage.clearDataForOrigin", {"origin": "file://", "storageTypes": "local_storage"}
+    )
     found = Reader(browser, built.folder)
     found.screen(WIDE)
     found.system_theme("light")
-    browser.get("about:blank")
     found.faults()  # those of the browser's own first page
-    found.open("index.html")
-    found.js("localStorage.clear()")
-    found.open("index.html")
     yield found
     assert found.faults() == []
+
+
+@pytest.fixture
+def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
+    with reading(browser, built) as found:
+        yield found
 
 
 def page_of(step: Step) -> str:
     return next(f"{page.path.stem}.html" for page in PAGES if page.step == step.id)
 
 
+@dataclass(frozen=True)
+class Visit:
+    """What is seen of a page. widths: of all there is to scroll to, by screen. pictures: widths of
+    their files, 0 for one that is not shown."""
+
+    widths: dict[str, int]
+    pictures: list[int]
+
+
+@pytest.fixture(scope="module")
+def visits(browser: Any, built: BuiltSite) -> dict[str, Visit]:
+    """Every page, each opened on the first of SCREENS, and then shown on the others."""
+    found = {}
+    with reading(browser, built) as reader:
+        for path in sorted(built.folder.glob("*.html")):
+            widths = {}
+            for name, metrics in SCREENS.items():
+                reader.screen(metrics)
+                if not widths:
+                    reader.open(path.name)
+                widths[name] = reader.js("return document.documentElement.scrollWidth")
+            pictures = reader.js(
+                "return [...document.querySelectorAll('article img')].map(async (image) => {"
+                "image.loading = 'eager'; await image.decode().catch(() => {});"
+                "return image.naturalWidth; })"
+                ".reduce(async (all, one) => [...await all, await one], [])"
+            )
+            found[path.name] = Visit(widths, pictures)
+    return found
+
+
 class TestPages:
     def test_can_be_read_one_after_the_other(self, reader: Reader) -> None:
+        reader.open("index.html")
         read = []
         reader.find('.sidebar-tree a[href="00_start.html"]').click()
         for _ in COURSE:
@@ -257,31 +298,18 @@ class TestPages:
             reader.click(reader.find("a.next-page"))
         assert read == [f"{page.path.stem}.html" for page in COURSE]
 
-    @pytest.mark.parametrize("metrics", [WIDE, MIDDLE, NARROW], ids=["wide", "middle", "narrow"])
-    def test_fit_the_screen(
-        self, reader: Reader, built: BuiltSite, metrics: dict[str, Any]
-    ) -> None:
+    @pytest.mark.parametrize("screen", SCREENS)
+    def test_fit_the_screen(self, visits: dict[str, Visit], screen: str) -> None:
         """Wide tables, code and pictures scroll by themselves; the page never does."""
-        reader.screen(metrics)
-        too_wide = {}
-        for path in sorted(built.folder.glob("*.html")):
-            reader.open(path.name)
-            width = reader.js("return document.documentElement.scrollWidth")
-            if width > metrics["width"]:
-                too_wide[path.name] = width
-        assert too_wide == {}
+        widths = {page: visit.widths[screen] for page, visit in visits.items()}
+        assert {page: w for page, w in widths.items() if w > SCREENS[screen]["width"]} == {}
 
-    def test_pictures_are_shown(self, reader: Reader, built: BuiltSite) -> None:
-        for page in PAGES:
-            reader.open(f"{page.path.stem}.html")
-            sizes = reader.js(
-                "return [...document.querySelectorAll('article img')].map(async (image) => {"
-                "image.loading = 'eager'; await image.decode(); return image.naturalWidth; })"
-                ".reduce(async (all, one) => [...await all, await one], [])"
-            )
-            assert all(sizes), page.name
+    def test_pictures_are_shown(self, visits: dict[str, Visit]) -> None:
+        assert any(visit.pictures for visit in visits.values())
+        assert [page for page, visit in visits.items() if not all(visit.pictures)] == []
 
     def test_the_menu_opens_on_a_narrow_screen(self, reader: Reader) -> None:
+        reader.open("index.html")
         reader.screen(NARROW)
         link = reader.find('.sidebar-tree a[href="00_start.html"]')
         assert reader.js("return arguments[0].getBoundingClientRect().right", link) <= 0
@@ -296,6 +324,7 @@ class TestSearch:
         """The results, by the pages that they open."""
         from selenium.webdriver.support.ui import WebDriverWait
 
+        reader.open("index.html")
         reader.find("input.sidebar-search").send_keys(words, ENTER)
         WebDriverWait(reader.driver, 20).until(
             lambda _: "Search finished" in reader.find("#search-results").text
@@ -351,6 +380,7 @@ class TestSearch:
         assert not first.startswith("Glossary:")
 
     def test_says_when_there_is_nothing(self, reader: Reader) -> None:
+        reader.open("index.html")
         reader.find("input.sidebar-search").send_keys("xyzzyplugh", ENTER)
         assert "did not match" in reader.wait("#search-results p.search-summary").text
 
@@ -594,6 +624,7 @@ class TestPlots:
 
 class TestThemes:
     def test_the_button_is_remembered_everywhere(self, reader: Reader) -> None:
+        reader.open("index.html")
         reader.choose_theme("dark")
         assert reader.is_dark()
         reader.open(page_of(STEP))
@@ -613,6 +644,7 @@ class TestThemes:
         assert reader.is_dark()
 
     def test_the_system_is_followed_until_then_and_again(self, reader: Reader) -> None:
+        reader.open("index.html")
         reader.system_theme("dark")
         assert reader.is_dark()
         reader.choose_theme("light")
@@ -626,6 +658,7 @@ class TestThemes:
     def test_pictures_follow_the_button(self, reader: Reader, theme: str, other: str) -> None:
         """The media query in a picture asks for the scheme of the element that shows it (CSS Color
         Adjustment Module Level 1, section 2.3)."""
+        reader.open("index.html")
         reader.system_theme(other)
         reader.choose_theme(theme)
         assert reader.js("return getComputedStyle(document.body).colorScheme") == theme
@@ -633,6 +666,7 @@ class TestThemes:
     @pytest.mark.parametrize("theme", ["light", "dark"])
     def test_text_has_contrast(self, reader: Reader, theme: str) -> None:
         """WCAG 2.1, success criterion 1.4.3: at least 4.5 to 1."""
+        reader.open("index.html")
         reader.system_theme(theme)
         ratios = reader.js(
             """
