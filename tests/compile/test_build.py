@@ -22,6 +22,7 @@ from other_family import OTHER, OtherConfig
 import flash_attention
 from flash_helpers.compile import toolchain
 from flash_helpers.compile.build import (
+    COMPILE_FLAGS,
     LibraryBuild,
     architecture_names,
     copy_built_files,
@@ -30,7 +31,7 @@ from flash_helpers.compile.build import (
     requested_configs,
     requested_jobs,
 )
-from flash_helpers.compile.codegen import configs_to_build, kernel_map_header
+from flash_helpers.compile.codegen import configs_to_build, kernel_map_header, kernel_unit
 from flash_helpers.compile.toolchain import (
     PYPI_TOOLCHAIN,
     BuildError,
@@ -117,13 +118,12 @@ class TestArchitectures:
         assert requested_architectures({"FLASH_ATTENTION_CUDA_ARCHS": "90"}) == (90,)
 
     def test_become_machine_code_each_and_ptx_of_the_lowest(self):
-        assert gencode_flags(("80", "90")) == [
-            *("-gencode", "arch=compute_80,code=[sm_80,compute_80]"),
-            *("-gencode", "arch=compute_90,code=[sm_90]"),
+        assert gencode_flags(("80", "90", "100", "103")) == [
+            *("-gencode", "arch=compute_80,code=[sm_80,sm_90,compute_80]"),
+            *("-gencode", "arch=compute_100,code=[sm_100,sm_103]"),
         ]
         assert gencode_flags(("80", "86", "90", "90a")) == [
-            *("-gencode", "arch=compute_80,code=[sm_80,sm_86,compute_80]"),
-            *("-gencode", "arch=compute_90,code=[sm_90]"),
+            *("-gencode", "arch=compute_80,code=[sm_80,sm_86,sm_90,compute_80]"),
             *("-gencode", "arch=compute_90a,code=[sm_90a]"),
         ]
         assert gencode_flags(("90a",)) == ["-gencode", "arch=compute_90a,code=[sm_90a,compute_90a]"]
@@ -357,9 +357,10 @@ class TestBuild:
         assert "for 'sm_90'" in (package / "ptxas" / f"{NAME_1}.log").read_text()
 
     def test_ships_the_ptx_of_the_lowest_architecture_without_the_builders_paths(self, tree, build):
-        build(architectures=(80, 90))
         ptx = tree / "flash_attention" / "ptx" / f"{NAME_1}.ptx"
-        assert ptx.read_text() == '.target sm_80\n.file 1 "previous_kernels/v1/kernel.cuh"\n'
+        for architectures in ((80, 90), (80, 100)):  # of one PTX, and of two
+            build(architectures=architectures)
+            assert ptx.read_text() == '.target sm_80\n.file 1 "previous_kernels/v1/kernel.cuh"\n'
         build(architectures=(90,))
         assert ".target sm_90" in ptx.read_text()
 
@@ -604,3 +605,21 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
     change(tree / "src/include/shared.cuh")
     assert NAME_1 in " ".join(build())
     assert build() == ["2 of 2 units are up to date"]
+
+
+@pytest.mark.parametrize("step", ["v16", "o5"])
+def test_ptx_for_90_differs_from_that_for_80_in_the_target_only(tmp_path, root, step):
+    """So that one can stand for both."""
+    try:
+        nvcc = find_toolchain((80, 90)).nvcc
+    except BuildError as error:
+        pytest.skip(str(error).splitlines()[0])
+    unit = tmp_path / "kernel.cu"
+    config = next(c for c in get_kernel_progression_configs() if c.step is STEPS[step])
+    unit.write_text(kernel_unit(config))
+    texts = []
+    for target in (80, 90):
+        flags = [*COMPILE_FLAGS, f"-arch=compute_{target}", "-ptx", unit, "-o", tmp_path / "ptx"]
+        subprocess.run([nvcc, *flags], cwd=root, check=True, capture_output=True)
+        texts.append((tmp_path / "ptx").read_text().replace(f".target sm_{target}", ".target"))
+    assert "mma.sync" in texts[0] and texts[0] == texts[1]

@@ -82,7 +82,8 @@ def compile_unit():
         middle = f".compute_{number}" if len(codes) > 1 else ""
         ptx = f'.target sm_{number}\n.file 1 "{Path.cwd()}/./previous_kernels/v1/kernel.cuh"\n'
         (Path(after("--keep-dir")) / f"{source.stem}{middle}.ptx").write_text(ptx)
-        print(f"ptxas info    : Compiling entry function 'k' for 'sm_{number}'")
+        for machine in re.findall(r"sm_\w+", code):
+            print(f"ptxas info    : Compiling entry function 'k' for '{machine}'")
     Path(after("-o")).write_text("\n".join([text, *codes]))
     return 0
 

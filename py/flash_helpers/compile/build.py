@@ -85,12 +85,18 @@ def architecture_names(targets: Sequence[str]) -> str:
 def gencode_flags(targets: Sequence[str]) -> list[str]:
     """nvcc's flags for machine code for each target, and PTX for the first.
 
-    Targets of one major version are assembled from the PTX of the first of them: to make PTX is
-    most of the work, and that for the others differs in the name of the target only.
+    To make PTX is most of the work. Targets share that of the first of them where theirs would
+    differ in the name of the target only: all up to 90, and later those of one major version.
     """
+
+    def generation(target: str) -> str:
+        if not target.isdecimal():
+            return target
+        return "up to 90" if int(target) <= 90 else target[:-1]
+
     sharing: dict[str, list[str]] = {}
     for target in targets:
-        sharing.setdefault(target[:-1] if target.isdecimal() else target, []).append(target)
+        sharing.setdefault(generation(target), []).append(target)
     flags = []
     for own in sharing.values():
         code = [f"sm_{target}" for target in own]
