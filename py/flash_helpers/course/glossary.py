@@ -15,8 +15,9 @@ written. A spelling stands for its plural too, and one in backticks for a code s
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
@@ -221,13 +222,22 @@ def _spelled(terms: tuple[Term, ...]) -> _Spelled:
         for spelling in term.spellings
         for written in _ways_to_write(spelling)
     }
-    code, words = [], []
-    for written in sorted(found, key=len, reverse=True):
-        chosen = code if written.startswith("`") else words
-        chosen.append(re.escape(written).replace(r"\ ", r"(?: |\n *)"))
+    code = [written for written in found if written.startswith("`")]
+    words = [written for written in found if not written.startswith("`")]
     # What stands before is looked at first: at most places nothing can begin.
-    pattern = rf"(?<![\w./@$%`-])(?:{'|'.join(words)})(?![\w-]|[./]\w)|{'|'.join(code)}"
-    return _Spelled(found, re.compile(pattern if code else pattern.removesuffix("|")))
+    pattern = rf"(?<![\w./@$%`-])(?:{_any_of(words)})(?![\w-]|[./]\w)"
+    return _Spelled(found, re.compile(f"{pattern}|{_any_of(code)}" if code else pattern))
+
+
+def _any_of(spellings: Iterable[str]) -> str:
+    """A pattern that finds the longest. Of more than a thousand, those are tried whose first letter
+    is there."""
+    groups = []
+    ordered = sorted(spellings, key=lambda written: (written[0], -len(written)))
+    for first, alike in itertools.groupby(ordered, key=lambda written: written[0]):
+        rest = "|".join(re.escape(w[1:]).replace(r"\ ", r"(?: |\n *)") for w in alike)
+        groups.append(f"{re.escape(first)}(?:{rest})")
+    return "|".join(groups)
 
 
 def _ways_to_write(spelling: str) -> Iterator[str]:
