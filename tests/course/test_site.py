@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from built_site import require_builder
+from fake_backend import load_tool
 
 from flash_helpers.course import site
 from flash_helpers.course.pages import GLOSSARY, PAGES, Page
@@ -324,10 +325,16 @@ class TestTool:
         assert done.returncode == 0
         assert f"python {TOOL} --strict" in done.stdout and "exit status: 0" in done.stdout
 
-    def test_strict_faults_exit_with_1(self, root: Path, repository: Path) -> None:
-        """The planted repository has none of the later pages."""
+    def test_strict_faults_exit_with_1(
+        self,
+        repository: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(site, "PAGES", pages_of("01_base.md", "02_swizzle.md"))
         output = repository.parent / "site"
-        done = self.run(root, "--root", str(repository), "--output", str(output), "--strict")
-        assert done.returncode == 1
-        assert "docs/02_swizzle.md is in the list of pages, and not there" in done.stderr
+        arguments = ["--root", str(repository), "--output", str(output), "--strict"]
+        assert load_tool(TOOL).main(arguments) == 1
+        error = capsys.readouterr().err
+        assert "docs/02_swizzle.md is in the list of pages, and not there" in error
         assert not output.exists()
