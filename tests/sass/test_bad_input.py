@@ -185,12 +185,12 @@ class TestDisassembler:
         script = f'if [ "$1" = --version ]; then {banner("99.5.37")}; else {refusal}; fi'
         newest = program(tmp_path / "newest", "nvdisasm", script)
         real = find_disassembler("nvdisasm")
-        path = planted / "several.sm_80.cubin"
+        path = planted / "unrolled.sm_80.cubin"
         cache = DisassemblyCache(tmp_path / "cache")
         monkeypatch.setattr(disassembler, "candidates", lambda *_: [newest])
         with pytest.raises(
             SassError,
-            match=r"several\.sm_80\.cubin: SM70 is deprecated\. Please use 13\.0 or earlier "
+            match=r"unrolled\.sm_80\.cubin: SM70 is deprecated\. Please use 13\.0 or earlier "
             r"\(tried nvdisasm 99\.5\.37: for another, name its toolkit in CUDA_HOME\)",
         ):
             load_kernels(path, cache=cache)
@@ -204,14 +204,17 @@ class TestDisassembler:
         crashes = replace(real, path=program(tmp_path, "nvdisasm", script))
         (member,) = members_of(planted / "several.sm_90.cubin")
         cubin = member.cubin()
-        for kernel in cubin.kernels:
-            batch = Batch((Request(member, cubin, kernel),), merged=False)
-            (listed,), (told,) = (disassemble([tool], batch, tmp_path) for tool in (crashes, real))
-            assert listed.live == told.live
-            for one, other in zip(listed.operations, told.operations, strict=True):
-                if "`" in one.operands or "32@" in one.operands:  # which names symbols
-                    one, other = replace(one, operands=""), replace(other, operands="")
-                assert one == other
+        batch = Batch(tuple(Request(member, cubin, k) for k in cubin.kernels), merged=False)
+        listed, told = (disassemble([tool], batch, tmp_path) for tool in (crashes, real))
+        assert [d.live for d in listed] == [d.live for d in told]
+        for one, other in zip(
+            (o for d in listed for o in d.operations),
+            (o for d in told for o in d.operations),
+            strict=True,
+        ):
+            if "`" in one.operands or "32@" in one.operands:  # which names symbols
+                one, other = replace(one, operands=""), replace(other, operands="")
+            assert one == other
 
     def test_whose_json_crashes_reads_a_file_to_be_linked(self, planted: Path) -> None:
         """As that of nvdisasm 13.5 does at the call in `table`."""
@@ -395,9 +398,9 @@ class TestFiles:
 
     def test_one_damaged_kernel_does_not_spoil_the_others(self, planted: Path, tmp_path) -> None:
         """Merged for one run, they are told apart again when it fails."""
-        good = planted / "unrolled.sm_90.cubin"
+        good = planted / "unrolled.sm_80.cubin"
         requests = []
-        for path, code in ((good, None), (planted / "spills.sm_90.cubin", b"\xff" * 64)):
+        for path, code in ((good, None), (planted / "spills.sm_80.cubin", b"\xff" * 64)):
             cubin = read_cubin(path.read_bytes(), path.name)
             (kernel,) = cubin.kernels
             if code is not None:
@@ -405,7 +408,7 @@ class TestFiles:
                 kernel = replace(kernel, section=section)
             requests.append(Request(*members_of(path), cubin, kernel))
         tool = find_disassembler("nvdisasm")
-        with pytest.raises(SassError, match=r"spills\.sm_90\.cubin"):
+        with pytest.raises(SassError, match=r"spills\.sm_80\.cubin"):
             disassemble([tool], Batch(tuple(requests), merged=True), tmp_path)
 
 
