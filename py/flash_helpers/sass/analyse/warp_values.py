@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from flash_helpers.gpu import WARP
 from flash_helpers.sass.read import opcodes
@@ -116,7 +117,7 @@ def _following(block: Block, last: Instruction, state: _State) -> tuple[int, ...
         return block.successors
     conditions = [state.truth(last.predicate.removeprefix("@"))] if last.predicate else []
     if last.base in BRANCHES and "," in last.operands:
-        conditions.append(state.truth(_operands(last)[0]))
+        conditions.append(state.truth(last.operands.partition(",")[0].strip()))
     if ".ANY" in last.opcode or ".DIV" in last.opcode or ".CONV" in last.opcode:
         conditions.append(None)
     behind = block.index + 1
@@ -127,8 +128,23 @@ def _following(block: Block, last: Instruction, state: _State) -> tuple[int, ...
     return tuple(n for n in block.successors if n != behind)
 
 
-def _operands(instruction: Instruction) -> list[str]:
-    return [operand.strip() for operand in instruction.operands.split(",")]
+@dataclass(frozen=True)
+class _Words:
+    """An instruction's text, taken apart. registers, predicates: names of those that it may write:
+    what stands first, a register, and the predicates beside it."""
+
+    base: str
+    modifiers: frozenset[str]
+    operands: tuple[str, ...]
+    registers: tuple[str, ...]
+    predicates: tuple[str, ...]
+
+
+@lru_cache(maxsize=1 << 14)  # each warp meets the same, and each turn of a loop
+def _words(opcode: str, operands: str) -> _Words:
+    base, *modifiers = opcode.split(".")
+    parts = tuple(operand.strip() for operand in operands.split(","))
+    return _Words(base, frozenset(modifiers), parts, *_written(opcode, parts))
 
 
 def _execute(instruction: Instruction, state: _State, warp: int) -> None:
@@ -137,21 +153,20 @@ def _execute(instruction: Instruction, state: _State, warp: int) -> None:
     certain = True if guard in ALWAYS else state.truth(guard.removeprefix("@"))
     if guard in NEVER or certain is False:
         return
-    if instruction.base in CALLS:
+    words = _words(instruction.opcode, instruction.operands)
+    if words.base in CALLS:
         state.registers.clear()
         state.predicates.clear()
         return
-    operands = _operands(instruction)
-    registers, predicates = _written(instruction, operands)
-    found = _result(instruction, operands, state, warp)
-    truths = _truths(instruction, operands, state)
-    for name in registers:
-        known = found if name == registers[0] else None
+    found = _result(words, state, warp) if words.registers else None
+    truths = _truths(words, state) if words.predicates else {}
+    for name in words.registers:
+        known = found if name == words.registers[0] else None
         if known is None or (certain is None and state.registers.get(name) != known):
             state.registers.pop(name, None)
         else:
             state.registers[name] = known
-    for name in predicates:
+    for name in words.predicates:
         truth = truths.get(name)
         if truth is None or (certain is None and state.predicates.get(name) is not truth):
             state.predicates.pop(name, None)
@@ -159,32 +174,32 @@ def _execute(instruction: Instruction, state: _State, warp: int) -> None:
             state.predicates[name] = truth
 
 
-def _written(instruction: Instruction, operands: list[str]) -> tuple[list[str], list[str]]:
-    """Names of the registers and predicates that it may write: what stands first, a register, and
-    the predicates beside it."""
-    if instruction.base in _WRITES_NOTHING:
-        return [], []
-    if instruction.base in ("R2P", "UR2UP"):
-        return [], [f"{'U' * (instruction.base[0] == 'U')}P{n}" for n in range(7)]
+def _written(opcode: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`_Words.registers` and `_Words.predicates`."""
+    base = opcode.partition(".")[0]
+    if base in _WRITES_NOTHING:
+        return (), ()
+    if base in ("R2P", "UR2UP"):
+        return (), tuple(f"{'U' * (base[0] == 'U')}P{n}" for n in range(7))
     registers: list[str] = []
     predicates: list[str] = []
-    sets = "SETP" in instruction.base or "PLOP3" in instruction.base
+    sets = "SETP" in base or "PLOP3" in base
     for operand in operands:
         if match := _PREDICATE.fullmatch(operand):
             predicates.append(match[2] + match[3])
         elif (match := _REGISTER.fullmatch(operand)) and not registers and not sets:
             number = 0 if match[3] == "Z" else int(match[3])
-            names = [f"{match[2]}{number + k}" for k in range(_width(instruction))]
+            names = [f"{match[2]}{number + k}" for k in range(_width(opcode))]
             registers = names if match[3] != "Z" else [match[2] + "Z"]
         else:
             break
-    return registers, predicates
+    return tuple(registers), tuple(predicates)
 
 
-def _width(instruction: Instruction) -> int:
+def _width(opcode: str) -> int:
     """Registers that a result takes at most."""
-    base, *modifiers = instruction.opcode.split(".")
-    name = opcodes.classify(instruction.opcode)
+    base, *modifiers = opcode.split(".")
+    name = opcodes.classify(opcode)
     if base in opcodes.GROUP_TENSOR or name == opcodes.TENSOR_MEMORY:
         return _WIDEST
     told = [_WIDTHS[modifier] for modifier in modifiers if modifier in _WIDTHS]
@@ -192,11 +207,9 @@ def _width(instruction: Instruction) -> int:
     return max(told, default=1 if narrow else 4)
 
 
-def _truths(
-    instruction: Instruction, operands: list[str], state: _State
-) -> Mapping[str, bool | None]:
+def _truths(words: _Words, state: _State) -> Mapping[str, bool | None]:
     """The predicates that a comparison or a table of truth writes, as far as they are known."""
-    base, *modifiers = instruction.opcode.split(".")
+    base, modifiers, operands = words.base, words.modifiers, words.operands
     target = operands[0]
     if base in ("ISETP", "UISETP") and len(operands) >= 5 and "EX" not in modifiers:
         compared = _compared(modifiers, state.value(operands[2]), state.value(operands[3]))
@@ -225,7 +238,7 @@ def _truths(
     return {}
 
 
-def _compared(modifiers: list[str], a: _Range | None, b: _Range | None) -> bool | None:
+def _compared(modifiers: frozenset[str], a: _Range | None, b: _Range | None) -> bool | None:
     """Whether all lanes' values compare so; None if some may and some may not."""
     holds = next((_COMPARISONS[m] for m in modifiers if m in _COMPARISONS), None)
     if holds is None or a is None or b is None or ("U32" in modifiers and min(*a, *b) < 0):
@@ -239,11 +252,9 @@ def _compared(modifiers: list[str], a: _Range | None, b: _Range | None) -> bool 
     return ways.pop() if len(ways) == 1 else None
 
 
-def _result(
-    instruction: Instruction, operands: list[str], state: _State, warp: int
-) -> _Range | None:
+def _result(words: _Words, state: _State, warp: int) -> _Range | None:
     """The register that an instruction writes, as far as it is known."""
-    base, *modifiers = instruction.opcode.split(".")
+    base, modifiers, operands = words.base, words.modifiers, words.operands
     if base in ("S2R", "S2UR"):
         return (WARP * warp, WARP * warp + WARP - 1) if operands[-1] == "SR_TID.X" else None
     if base in _MOVES:
@@ -255,12 +266,12 @@ def _result(
         found = _anded(operands[1 + bool(_PREDICATE.fullmatch(operands[0])) :], state)
     elif base in _SHIFTS and len(operands) == 4:
         found = _shifted(modifiers, [state.value(operand) for operand in operands[1:]])
-    elif base in _ADDITIONS and not {"X", "64"} & {*modifiers}:
+    elif base in _ADDITIONS and not {"X", "64"} & modifiers:
         terms = [state.value(o) for o in operands[1:] if not _PREDICATE.fullmatch(o)]
         known = [term for term in terms if term is not None]
         if len(known) == len(terms):
             found = (sum(low for low, _ in known), sum(high for _, high in known))
-    elif base == "IMAD" and not {"X", "WIDE", "HI"} & {*modifiers} and len(operands) == 4:
+    elif base == "IMAD" and not {"X", "WIDE", "HI"} & modifiers and len(operands) == 4:
         a, b, c = (state.value(operand) for operand in operands[1:])
         if a == (0, 0) or b == (0, 0):
             found = c
@@ -272,7 +283,7 @@ def _result(
     return found if found and -_LARGEST <= found[0] <= found[1] <= _LARGEST else None
 
 
-def _shifted(modifiers: list[str], sources: list[_Range | None]) -> _Range | None:
+def _shifted(modifiers: frozenset[str], sources: list[_Range | None]) -> _Range | None:
     """Of a funnel shift of one word: to the right the upper one, to the left the lower one."""
     low, by, high = sources
     if by is None or by[0] != by[1] or not 0 <= by[0] < 32:
@@ -284,7 +295,7 @@ def _shifted(modifiers: list[str], sources: list[_Range | None]) -> _Range | Non
     return None
 
 
-def _anded(operands: list[str], state: _State) -> _Range | None:
+def _anded(operands: tuple[str, ...], state: _State) -> _Range | None:
     """The range of `a & b`, if that is what the table of truth behind three operands says."""
     if len(operands) < 4 or state.value(operands[3]) != (_AND, _AND):
         return None
