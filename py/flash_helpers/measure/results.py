@@ -109,6 +109,8 @@ def read_record(kind: type[T], value: Any, place: str = "$") -> T:
 
     Raises ValueError, which says where, for a field that is missing, unknown or of another type.
     """
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
     arguments = get_args(kind)
     if is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in fields(kind)]
@@ -125,8 +127,6 @@ def read_record(kind: type[T], value: Any, place: str = "$") -> T:
         return {key: read_record(arguments[1], v, f"{place}.{key}") for key, v in value.items()}
     if NoneType in arguments:
         return None if value is None else read_record(arguments[0], value, place)
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
     raise ValueError(f"{place} is {json.dumps(value)[:50]}, which is no {kind.__name__}")
 
 
