@@ -19,8 +19,8 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure.machine_code import (
     config_facts,
-    config_matrix,
     default_architecture,
+    facts_matrix,
     library_configs,
 )
 from flash_helpers.measure.results import BenchmarkResults, load_results
@@ -65,7 +65,8 @@ def results(root) -> BenchmarkResults:
 @pytest.fixture(scope="module")
 def matrix(results) -> Matrix:
     """Every version in bf16; for sm_90, the architecture of the measurements, if it is built."""
-    return config_matrix([(of_version(n), library_kernel(n)) for n in NUMBERS], results, 4096)
+    rows = [config_facts(of_version(n), library_kernel(n), results) for n in NUMBERS]
+    return facts_matrix(rows, results)
 
 
 class TestChoice:
@@ -283,7 +284,7 @@ class TestTables:
         assert "different compilers" not in matrix_text(matrix)
 
     def test_without_measurements_say_so(self, matrix) -> None:
-        bare = config_matrix([(f.config, f.kernel) for f in matrix.rows[:2]], None)
+        bare = facts_matrix([config_facts(f.config, f.kernel, None) for f in matrix.rows[:2]], None)
         text = matrix_text(bare)
         assert "No measurement" in text and "TFLOP/s" not in text
 

@@ -14,7 +14,7 @@ import pytest
 from edited_kernels import library_kernel
 from sass_text import of_version
 
-from flash_helpers.measure.machine_code import config_matrix, config_page
+from flash_helpers.measure.machine_code import config_facts, facts_matrix, matrix_page
 from flash_helpers.sass.analyse.counts import Bucket, buckets
 from flash_helpers.sass.analyse.matrix import GROUP_NAMES, Matrix
 from flash_helpers.sass.read.records import Kernel
@@ -47,12 +47,13 @@ class Elements(HTMLParser):
 
 
 def matrix_of(versions: tuple[int, ...]) -> Matrix:
-    return config_matrix([(of_version(n), library_kernel(n)) for n in versions], None)
+    rows = [config_facts(of_version(n), library_kernel(n), None) for n in versions]
+    return facts_matrix(rows, None)
 
 
 @pytest.fixture(scope="module")
 def page(root) -> str:
-    return config_page(matrix_of(FEW), root)
+    return matrix_page(matrix_of(FEW), root)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ class TestDocument:
         assert "default-src 'none'" in page
 
     def test_is_the_same_each_time(self, page, root) -> None:
-        assert config_page(matrix_of(FEW), root) == page
+        assert matrix_page(matrix_of(FEW), root) == page
 
     def test_no_text_can_end_a_script(self) -> None:
         text = "</script><script>alert(1)</script><!--"
@@ -300,5 +301,5 @@ class TestPicture:
                 assert float(height) / heights == pytest.approx(share, abs=0.01)
 
     def test_of_one_kernel_is_no_comparison(self, root) -> None:
-        page = config_page(matrix_of((9,)), root)
+        page = matrix_page(matrix_of((9,)), root)
         assert "<svg" not in page

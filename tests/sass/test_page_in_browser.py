@@ -11,7 +11,7 @@ from browser import open_browser, requested_urls
 from edited_kernels import library_kernel
 from sass_text import of_version
 
-from flash_helpers.measure.machine_code import config_matrix, config_page
+from flash_helpers.measure.machine_code import config_facts, facts_matrix, matrix_page
 from flash_helpers.sass.analyse.diff import KernelDiff, Likeness, Side, diff_kernels
 from flash_helpers.sass.read.flow import NEVER
 from flash_helpers.sass.read.opcodes import TENSOR
@@ -26,9 +26,11 @@ NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 @pytest.fixture(scope="module")
 def page(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    matrix = config_matrix([(of_version(n), library_kernel(n)) for n in SHOWN], None)
+    matrix = facts_matrix(
+        [config_facts(of_version(n), library_kernel(n), None) for n in SHOWN], None
+    )
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(config_page(matrix, root))
+    file.write_text(matrix_page(matrix, root))
     return file
 
 

@@ -13,33 +13,45 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.console.command_line import make_parser, output_file, print_text, run_tool
+from flash_helpers.console.command_line import (
+    make_parser,
+    not_negative,
+    output_file,
+    positive,
+    print_text,
+    run_tool,
+)
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import escaped_markdown, fenced, json_text
 from flash_helpers.gpu import LIMITS
-from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
     SEQ_LEN,
-    config_matrix,
-    config_page,
+    ConfigFacts,
+    config_facts,
     default_architecture,
+    facts_matrix,
+    file_facts,
+    file_in,
     library_configs,
     library_kernels,
+    matrix_page,
     source_diff,
 )
 from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     KERNEL_NAMES,
+    UsageError,
     choose_kernels,
     parse_config_option,
     parse_dtypes,
 )
+from flash_helpers.sass.analyse.bound import Launch
 from flash_helpers.sass.analyse.diff import diff_kernels
-from flash_helpers.sass.analyse.matrix import Matrix
-from flash_helpers.sass.read.records import Kernel
+from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
+from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.show.diff_text import diff_as_json, diff_text
 from flash_helpers.sass.show.matrix_tables import (
     matrix_csv,
@@ -51,9 +63,10 @@ from flash_helpers.sass.show.matrix_tables import (
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Compare the machine code (SASS) of kernels of the installed library: registers, spills, shared
-memory, occupancy, instructions of the main loop for each HMMA, a static bound beside the measured
-time, and the opcodes that changed most. Needs neither a GPU nor a CUDA toolkit.
+Compare the machine code (SASS) of kernels, of the installed library or of any cubin, fatbin, object
+file or library: registers, spills, shared memory, occupancy, instructions of the main loop for each
+HMMA, a static bound beside the measured time, and the opcodes that changed most. Needs neither a
+GPU nor a CUDA toolkit.
 """
 
 EXAMPLES = """\
@@ -68,6 +81,13 @@ examples:
     python tools/analysis/compare_kernels.py 7 16 --config B_r=128
   CUDA, PTX and SASS of all versions, linked, in one page that needs no network:
     python tools/analysis/compare_kernels.py 1..16 --html kernels.html
+  a kernel of anybody's before and after, with the diff of its machine code:
+    python tools/analysis/compare_kernels.py --sass \\
+        examples/own_kernel/row_softmax.sm_90.cubin#row_softmax \\
+        examples/own_kernel/row_softmax_fixed.sm_90.cubin#row_softmax
+  the same as a page, and a step of this library beside it, all as if launched with 64 threads:
+    python tools/analysis/compare_kernels.py examples/own_kernel/row_softmax.sm_90.cubin \\
+        examples/own_kernel/row_softmax_fixed.sm_90.cubin 16 --threads 64 --html own.html
   for a spreadsheet:
     python tools/analysis/compare_kernels.py 1..16 --dtype fp16 --csv > kernels.csv
 
@@ -82,14 +102,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "kernels",
         nargs="+",
         metavar="KERNEL",
-        help=KERNEL_NAMES,
+        help=f"{KERNEL_NAMES}; or a file that holds machine code: {NAMED_SO}",
     )
     parser.add_argument(
         "--arch",
         action="append",
         choices=[f"sm_{capability}" for capability in LIMITS],
         help="several may be given: each kernel on one, then on the next (default: "
-        f"{ARCHITECTURE}, that of the committed measurements, or else the latest that is built)",
+        f"{ARCHITECTURE}, that of the committed measurements, or else the latest that is built; "
+        "the only one of a FILE)",
     )
     parser.add_argument(
         "--dtype",
@@ -116,7 +137,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="what pt_bench.py measured (default: the repository's, if it is there)",
     )
-    parser.add_argument("--source", action="store_true", help="also the diff of the kernels' files")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="of FILEs: threads a block, for the occupancy"
+    )
+    parser.add_argument(
+        "--smem",
+        type=not_negative,
+        default=0,
+        metavar="BYTES",
+        help="of FILEs: dynamic shared memory a block (default: 0)",
+    )
+    parser.add_argument(
+        "--source", action="store_true", help="also the diff of the kernels' files, of steps"
+    )
     parser.add_argument(
         "--fold-namespace",
         action="store_true",
@@ -144,6 +177,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--csv has no place for --source and --sass: use --json")
     if arguments.fold_namespace and not arguments.source:
         parser.error("--fold-namespace goes with --source")
+    if arguments.smem and arguments.threads is None:
+        parser.error("--smem goes with --threads")
     return arguments
 
 
@@ -159,6 +194,8 @@ def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, 
     """Title, text and JSON of each diff asked for, of each kernel with the one before it."""
     for (name_a, a), (name_b, b) in itertools.pairwise(matrix.named):
         if arguments.source:
+            if not (isinstance(a, ConfigFacts) and isinstance(b, ConfigFacts)):
+                raise UsageError("--source compares the files of steps: leave it out for a FILE")
             text = source_diff(a.config.step, b.config.step, ROOT, arguments.fold_namespace)
             yield f"Source, {name_a} to {name_b}", text or "the same file\n", text
         if arguments.sass:
@@ -187,31 +224,59 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def read_kernels(arguments: argparse.Namespace) -> list[tuple[Config, Kernel]]:
-    """The kernels asked for, in their order, each on all architectures asked for."""
+def read_kernels(
+    arguments: argparse.Namespace, results: BenchmarkResults | None
+) -> list[KernelFacts]:
+    """The kernels asked for, in their order, each on all architectures asked for. Steps that follow
+    one another are read together. Raises ValueError."""
+    found: list[list[KernelFacts]] = []
+    asked = [(file_in(text), text) for text in arguments.kernels]
+    for is_file, group in itertools.groupby(asked, key=lambda pair: pair[0] is not None):
+        if is_file:
+            found += [_of_file(where, arguments, results) for where, _ in group if where]
+        else:
+            found += _of_library([text for _, text in group], arguments, results)
+    return [facts for on_each in found for facts in on_each]
+
+
+def _of_file(
+    where: KernelPath, arguments: argparse.Namespace, results: BenchmarkResults | None
+) -> list[KernelFacts]:
+    """A kernel of a file on each architecture."""
+    launch = Launch(arguments.threads, arguments.smem) if arguments.threads else None
+    with progress_bar(f"read SASS of {where.path.name}") as progress:
+        return [
+            file_facts(where, architecture, results, launch=launch, progress=progress)
+            for architecture in dict.fromkeys(arguments.arch or [None])
+        ]
+
+
+def _of_library(
+    selectors: Sequence[str], arguments: argparse.Namespace, results: BenchmarkResults | None
+) -> list[list[KernelFacts]]:
+    """Kernels of the installed library, each on each architecture."""
     wanted = parse_config_option(arguments.config) if arguments.config else None
-    architectures = list(dict.fromkeys(arguments.arch or [default_architecture()]))
-    found = []
-    for architecture in architectures:
+    found: list[list[KernelFacts]] = []
+    for architecture in dict.fromkeys(arguments.arch or [default_architecture()]):
         built = library_configs(architecture)
         configs = dict.fromkeys(
             config
             for dtype in parse_dtypes(arguments.dtype)
-            for config in choose_kernels(built, arguments.kernels, dtype, wanted)
+            for config in choose_kernels(built, selectors, dtype, wanted)
         )
         with progress_bar(f"read SASS of {architecture}") as progress:
             kernels = library_kernels(architecture, configs, progress=progress)
-        found.append([(config, kernels[config]) for config in configs])
-    return [pair for pairs in zip(*found, strict=True) for pair in pairs]
+        found.append([config_facts(c, kernels[c], results, arguments.seq) for c in configs])
+    return [list(on_each) for on_each in zip(*found, strict=True)]
 
 
 def compare(arguments: argparse.Namespace) -> str:
     """Write the page if one is asked for; what goes to stdout. Raises ValueError and OSError."""
     results = read_results(arguments.results)
-    matrix = config_matrix(read_kernels(arguments), results, arguments.seq)
+    matrix = facts_matrix(read_kernels(arguments, results), results, arguments.seq)
     text = report(matrix, arguments)
     if arguments.html:
-        write_if_different(arguments.html, config_page(matrix, ROOT))
+        write_if_different(arguments.html, matrix_page(matrix, ROOT))
     return text
 
 

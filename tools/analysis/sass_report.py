@@ -15,26 +15,25 @@ from pathlib import Path
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import json_text
-from flash_helpers.kernel_configs import AttentionForward, DType, find_config
+from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
     SEQ_LEN,
     ConfigFacts,
     config_facts,
     default_architecture,
-    kernel_names,
+    file_facts,
+    file_in,
     library_configs,
     library_kernels,
     predict_config,
-    with_own_paths,
 )
 from flash_helpers.measure.results import RESULTS, load_results
 from flash_helpers.registry.selection import UsageError, choose_kernels, require_supported
 from flash_helpers.sass.analyse.bound import Chip, Launch
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.report import report_on
-from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
-from flash_helpers.sass.read.reader import load_kernel
+from flash_helpers.sass.read.choice import NAMED_SO
 from flash_helpers.sass.show.report_text import (
     SourceText,
     report_json,
@@ -145,20 +144,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_kernel(arguments: argparse.Namespace) -> KernelFacts:
     """The kernel that is named, of a file or of the installed library. Raises UsageError, SassError
     and ValueError."""
-    where = KernelPath.parse(arguments.kernel_or_file)
-    path = where.path
     results = load_results(arguments.results) if arguments.results.is_file() else None
-    if path.is_file():
-        names = kernel_names([*where.names, *filter(None, [arguments.kernel])])
+    where = file_in(arguments.kernel_or_file)
+    if where is not None:
+        names = [arguments.kernel] if arguments.kernel else []
         with progress_bar("disassembling") as progress:
-            found = load_kernel(path, arguments.arch, names, where.member, progress=progress)
-        kernel = with_own_paths(found)
-        config = find_config(kernel.symbol)
-        if config is None:
-            return KernelFacts(kernel=kernel, name=kernel.name)
-        return config_facts(config, kernel, results)
-    if str(where) != path.name or path.suffix[1:].isalpha():
-        raise UsageError(f"{path} is not a file that is there")
+            return file_facts(where, arguments.arch, results, names=names, progress=progress)
     architecture = arguments.arch or default_architecture()
     dtype = DType.from_name(arguments.dtype)
     configs = choose_kernels(library_configs(architecture), [arguments.kernel_or_file], dtype)

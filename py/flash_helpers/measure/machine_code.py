@@ -1,5 +1,5 @@
 """The machine code of this library's kernels: what `sass/` finds in it, by config, beside what was
-measured."""
+measured; and of anybody's kernels beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 import re
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,9 +26,10 @@ from flash_helpers.runtime import library
 from flash_helpers.sass.analyse.bound import Chip, Launch, Measured, Prediction, predict
 from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_counts
+from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.lines import relative_to_repository
-from flash_helpers.sass.read.reader import list_kernels, load_kernels
-from flash_helpers.sass.read.records import Kernel, SassError
+from flash_helpers.sass.read.reader import list_kernels, load_kernel, load_kernels
+from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
 from flash_helpers.sass.read.symbols import plain_name
 from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
@@ -135,6 +136,63 @@ def kernel_names(selectors: Iterable[str]) -> list[str]:
             steps = None
         names += [selector] if steps is None else [step.namespace for step in steps]
     return names
+
+
+# -- files of anybody ------------------------------------------------------------------------------
+
+
+def file_in(text: str) -> KernelPath | None:
+    """The file that FILE or FILE#NAME is; None for what cannot be one, such as a step. Raises
+    UsageError for a file that is not there."""
+    where = KernelPath.parse(text)
+    if where.path.is_file():
+        return where
+    if str(where) != where.path.name or where.path.suffix[1:].isalpha():
+        raise UsageError(f"{where.path} is not a file that is there")
+    return None
+
+
+def file_facts(
+    where: KernelPath,
+    architecture: str | None,
+    results: BenchmarkResults | None,
+    *,
+    names: Iterable[str] = (),
+    launch: Launch | None = None,
+    progress: Progress | None = None,
+) -> KernelFacts:
+    """What is known of a kernel of a file; of one of this library, what is known of its config.
+
+    architecture, names: as for `reader.load_kernel`, besides the name in `where`, and it raises as
+    that does. results: as for `config_facts`. launch: None takes that of the config, if it is one.
+    """
+    names = kernel_names([*where.names, *names])
+    kernel = with_own_paths(
+        load_kernel(where.path, architecture, names, where.member, progress=progress)
+    )
+    config = find_config(kernel.symbol)
+    if config is not None:
+        facts: KernelFacts = config_facts(config, kernel, results)
+    else:
+        named = {"kernel": kernel.name, "file": kernel.origin}
+        facts = KernelFacts(kernel=kernel, name=kernel.name, identity=named)
+    return replace(facts, where=where, launch=launch or facts.launch)
+
+
+def with_sources(kernel: Kernel, folder: Path) -> tuple[Kernel, dict[str, str]]:
+    """The kernel, with paths of the sources that lie beside its file beginning with that folder,
+    and their texts by these paths: files of one name in several folders are several."""
+    texts = {str(folder / name): text for name, text in read_sources([kernel], folder).items()}
+
+    def moved(line: SourceLine) -> SourceLine:
+        path = str(folder / line.file)
+        return replace(line, file=path) if path in texts else line
+
+    instructions = (
+        replace(i, source=tuple(map(moved, i.source))) if i.source else i
+        for i in kernel.instructions
+    )
+    return replace(kernel, instructions=tuple(instructions)), texts
 
 
 # -- launches --------------------------------------------------------------------------------------
@@ -244,19 +302,47 @@ def config_facts(
     )
 
 
-def config_matrix(
-    kernels: Iterable[tuple[Config, Kernel]],
-    results: BenchmarkResults | None,
-    seq_len: int = SEQ_LEN,
+def facts_matrix(
+    rows: Sequence[KernelFacts], results: BenchmarkResults | None, seq_len: int = SEQ_LEN
 ) -> Matrix:
-    """The matrix of some kernels, in their order. results, seq_len: as for `config_facts`."""
-    rows = tuple(config_facts(config, kernel, results, seq_len) for config, kernel in kernels)
+    """The matrix of kernels, be they configs or of files. results, seq_len: as for
+    `config_facts`."""
     where = ""
     if results is not None and any(facts.measurement for facts in rows):
         found = results.provenance
         where = f"{found.gpu}, {found.date}, CUDA {found.cuda}, commit {found.commit}"
-    names = names_of([facts.config for facts in rows])
-    return Matrix(rows, names, f"length {seq_len}", where)
+    return Matrix(tuple(rows), _short_names(rows), f"length {seq_len}", where)
+
+
+def _short_names(rows: Sequence[KernelFacts]) -> list[str]:
+    """Of a config of the installed library, its step; of a kernel of a file, its own name, or else
+    the file's, or else both, the first that tells all of the comparison apart."""
+    own = [f for f in rows if isinstance(f, ConfigFacts) and f.where is None]
+    steps = dict(zip(map(id, own), names_of([f.config for f in own]), strict=True))
+    files = [(f.where, f.kernel.symbol) for f in rows if f.where is not None]
+    ways: list[list[str]] = [
+        [_function_name(symbol) for _, symbol in files],
+        [where.path.stem for where, _ in files],
+        [where.path.name for where, _ in files],
+        [str(where) for where, _ in files],
+    ]
+    apart = (
+        way
+        for way in ways
+        if len({*way}) == len({where for where, _ in files}) and not {*way} & {*steps.values()}
+    )
+    named = iter(next(apart, ways[-1]))
+    return [steps[id(facts)] if facts.where is None else next(named) for facts in rows]
+
+
+def _function_name(symbol: str) -> str:
+    """The short form of a config; else the function's own name, without namespaces, arguments and
+    those of a template."""
+    config = find_config(symbol)
+    if config is not None:
+        return config.short_form()
+    name = plain_name(symbol).replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", name)[0].rpartition(" ")[2].rpartition("::")[2] or symbol
 
 
 # -- sources ---------------------------------------------------------------------------------------
@@ -268,15 +354,22 @@ def shipped_ptx(config: Config) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def config_page(matrix: Matrix, root: Path) -> str:
-    """The page of a matrix of configs. root: of the repository, whose sources are shown where they
-    are at hand."""
-    return comparison_page(
-        matrix,
-        [shipped_ptx(facts.config) for facts in matrix.rows],
-        read_sources([facts.kernel for facts in matrix.rows], root),
-        "FlashAttention-2 kernels",
-    )
+def matrix_page(matrix: Matrix, root: Path) -> str:
+    """The page of a matrix. root: of the repository, whose sources are shown where they are at
+    hand, as are those beside the files of other kernels."""
+    rows, ptx, sources = [], [], {}
+    for facts in matrix.rows:
+        own = isinstance(facts, ConfigFacts)
+        if facts.where is not None and not own:
+            kernel, texts = with_sources(facts.kernel, facts.where.path.parent)
+            facts = replace(facts, kernel=kernel)
+            sources.update(texts)
+        rows.append(facts)
+        ptx.append(shipped_ptx(facts.config) if own and facts.where is None else "")
+    sources.update(read_sources([f.kernel for f in rows if isinstance(f, ConfigFacts)], root))
+    only_own = all(isinstance(facts, ConfigFacts) for facts in rows)
+    title = "FlashAttention-2 kernels" if only_own else "Kernels"
+    return comparison_page(replace(matrix, rows=tuple(rows)), ptx, sources, title)
 
 
 def source_diff(before: Step, after: Step, root: Path, fold_namespace: bool = False) -> str:

@@ -10,11 +10,12 @@ from types import MappingProxyType
 
 from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import Bound, Launch, Measured, Prediction, loop_bound
-from flash_helpers.sass.analyse.counts import count_changes
+from flash_helpers.sass.analyse.counts import count_all, count_changes
 from flash_helpers.sass.analyse.occupancy import Occupancy, kernel_occupancy
 from flash_helpers.sass.analyse.phases import PhaseCounts, Unit, count_phases, main_loop
 from flash_helpers.sass.analyse.roles import Role, roles
 from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.records import Kernel, Loop
 
 # The classes of opcodes, in the groups that a table or a picture has room for.
@@ -53,8 +54,9 @@ class KernelFacts:
     """What is known of one kernel, beside others or alone.
 
     name: in full. is_usual: a short name says the same. identity: what else names it, by column of
-    a table for machines. note: what is particular about it, in a line. launch: None takes the most
-    threads that it was compiled for, if it was for any. unit: what its loops handle. prediction,
+    a table for machines. note: what is particular about it, in a line. where: the file and the name
+    that it was asked for by; None of the installed library. launch: None takes the most threads
+    that it was compiled for, if it was for any. unit: what its loops handle. prediction,
     measurement: of a launch, `timed` in words; None where none was timed, on this architecture, or
     where the text does not tell what is executed.
     """
@@ -64,6 +66,7 @@ class KernelFacts:
     is_usual: bool = False
     identity: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    where: KernelPath | None = None
     launch: Launch | None = None
     unit: Unit | None = None
     prediction: Prediction | None = None
@@ -189,22 +192,22 @@ class Matrix:
 
 
 def opcode_changes(before: KernelFacts, after: KernelFacts) -> list[tuple[str, float]]:
-    """Opcodes of the main loop whose number changed, the largest change first.
+    """Opcodes of the main loop whose number changed, the largest change first; of the whole text
+    where one of the two has no loop.
 
-    Differences of numbers where both loops take as many tensor operations; else of numbers as
-    `Counts.per_tensor` tells them.
+    Differences of numbers as `Counts.per_tensor` tells them where both take tensor operations, but
+    not as many; else of numbers.
     """
     old, new = before.phases.main_loop, after.phases.main_loop
     if old is None or new is None:
-        return []
-    if (old.tensor_operations, old.tensor) == (new.tensor_operations, new.tensor):
-        found = count_changes(old.by_opcode, new.by_opcode)
-    elif old.tensor_operations and new.tensor_operations:
+        old, new = (count_all(facts.kernel.instructions) for facts in (before, after))
+    per_tensor = old.tensor_operations and new.tensor_operations
+    if per_tensor and (old.tensor_operations, old.tensor) != (new.tensor_operations, new.tensor):
         found = count_changes(
             *({o: c.per_tensor(n) or 0 for o, n in c.by_opcode.items()} for c in (old, new))
         )
     else:
-        found = []
+        found = count_changes(old.by_opcode, new.by_opcode)
     return [(opcode, number_after - number) for opcode, number, number_after in found]
 
 

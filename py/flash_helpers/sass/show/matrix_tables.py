@@ -16,6 +16,7 @@ from flash_helpers.console.tables import (
     percent,
     records_csv,
 )
+from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
@@ -137,7 +138,7 @@ def _tables(matrix: Matrix) -> list[Table]:
             ("", "idea", "changes"),
             [[name, f.note, text] for (name, f), text in zip(matrix.named, changes, strict=True)],
             "lll",
-            "Opcodes of the main loop that changed most, against the row above",
+            "Opcodes that changed most, against the row above: of main loops, or else of texts",
         ),
     ]
     return [table for table in tables if matrix.measured_on or table.header != _TIME_HEADERS]
@@ -156,7 +157,11 @@ def heading(matrix: Matrix) -> list[str]:
     lines = [", ".join(parts)]
     if len(compilers) > 1:
         lines.append("different compilers: differences may be theirs, not the kernels'")
-    lines += [f"{name}: {facts.name}" for name, facts in matrix.named if not facts.is_usual]
+    for name, facts in matrix.named:
+        if facts.where is not None:
+            lines.append(f"{name}: {facts.name} of {facts.kernel.origin}")
+        elif not facts.is_usual:
+            lines.append(f"{name}: {facts.name}")
     return lines
 
 
@@ -172,6 +177,11 @@ def footnotes(matrix: Matrix) -> list[str]:
         "Bounds leave out instructions whose cost no source tells (unknown), latency of memory and "
         "bank conflicts; predicated instructions count as executed, filler only as issued."
     )
+    if any(f.occupancy is None and f.kernel.capability in LIMITS for f in matrix.rows):
+        notes.append(
+            "Without the occupancy bounds are those of one warp. It is unknown where it is not "
+            "told how a kernel is launched: give --threads."
+        )
     if matrix.measured_on:
         notes.append(f"Measured on {matrix.measured_on}.")
     else:
@@ -225,8 +235,9 @@ def facts_as_dict(facts: KernelFacts) -> dict[str, Any]:
 
 
 def matrix_csv(matrix: Matrix) -> str:
-    """A row a kernel."""
-    return records_csv([facts_as_dict(facts) for facts in matrix.rows])
+    """A row a kernel. What names some kernels and not others is empty of these."""
+    columns = dict.fromkeys((name for facts in matrix.rows for name in facts.identity), "")
+    return records_csv([{**columns, **facts_as_dict(facts)} for facts in matrix.rows])
 
 
 def counts_as_dict(counts: Counts) -> dict[str, Any]:

@@ -148,9 +148,11 @@ def read_sources(kernels: Iterable[Kernel], root: Path) -> dict[str, str]:
         for line in {line for i in kernel.instructions for line in i.source}:
             named[line.file].add(line.line)
     found = {}
+    folder = root.resolve()
     for name, numbers in sorted(named.items()):
         path = root / name
-        if not Path(name).is_absolute() and path.is_file():
+        is_inside = not Path(name).is_absolute() and path.resolve().is_relative_to(folder)
+        if is_inside and path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
             if not _is_out_of_date(text, numbers):
                 found[name] = text
