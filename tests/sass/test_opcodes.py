@@ -188,8 +188,32 @@ def test_tensor_costs_are_those_of_the_peak_rates():
 def test_tensor_instructions_cost_by_shape_and_type(opcode, operations, cycles):
     assert tensor_operations(opcode) == operations
     assert tuple(cost(opcode, capability) for capability in (75, *CAPABILITIES)) == cycles
-    for capability in (100, 103, 110, 120, 121):
+    for capability in (100, 103, 110, 121):
         assert cost(opcode, capability) is None
+
+
+@pytest.mark.parametrize(
+    ("opcode", "cycles"),
+    (
+        # GeForce RTX 5090: 419 TFLOP/s of fp16 with 170 SMs at 2407 MHz are 1024 a cycle
+        ("HMMA.16816.F16", 4),
+        ("HMMA.16816.F32.BF16", 8),
+        ("HMMA.1688.F32.TF32", 8),
+        ("IMMA.16832.S8.S8", 4),
+        ("QMMA.16832.F16.E4M3.E4M3", 4),
+        # sources differ, or tell nothing
+        ("QMMA.16832.F32.E4M3.E4M3", None),
+        ("IMMA.16864.S4.S4", None),
+        ("OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X", None),
+        ("DMMA.8x8x4", None),
+        # only tensor instructions are known
+        ("FFMA", None),
+    ),
+)
+def test_costs_of_geforce_blackwell(opcode: str, cycles: float | None) -> None:
+    assert cost(opcode, 120) == cycles
+    found = throughput(opcode, 120)
+    assert found is None or not found.certain
 
 
 def test_what_was_measured_or_is_documented_for_sure_is_told_from_the_rest():

@@ -204,7 +204,7 @@ def _bound_verdict(report: KernelReport, bound: Bound) -> str:
             f"No bound: what {sum(row.number for row in without)} of the tensor instructions take "
             f"is not known for {report.kernel.architecture}."
         )
-    if report.kernel.capability not in opcodes.KNOWN:
+    if not bound.pipes and report.kernel.capability not in opcodes.KNOWN:
         return (
             f"No bound: what instructions cost on {report.kernel.architecture} is not known. To "
             f"issue an iteration of {warps_text(report)} takes {warps * bound.issue:,.0f} cycles "

@@ -18,7 +18,15 @@ Sources, as the rows below name them:
   shape and with either operand A, once two warp groups issue.
 - white papers: NVIDIA's of the A100, the H100, the Turing and the Ada GPUs, dense peak rates over
   SMs and clock. Of GeForce cards those of the Ada paper, which repeats them for Ampere; cards for
-  professionals accumulate in fp32 twice as fast.
+  professionals accumulate in fp32 twice as fast. Peaks in 10^12 operations a second are, for an RTX
+  2080 Ti (68 SMs, 1635 MHz), 113.8 of fp16, 56.9 with fp32 sums, 227.7 of int8, 455.4 of int4; for
+  an RTX 4090 (128 SMs, 2520 MHz) 330.3, 165.2, 660.6 and 1321.2, 82.6 of tf32, 660.6 of fp8, 330.3
+  with fp32 sums. An RTX 4080 was measured at these rates, but for int4 (ReinForce-II/mmapeak, pull
+  request 5).
+- specifications: for a GeForce RTX 5090 (170 SMs, 2407 MHz) 419 of fp16 and 838 of int8; for an RTX
+  5050 (20 SMs, 2570 MHz) 52.6 of fp16, 26.3 with fp32 sums, 13.2 of tf32, 105.3 of int8 and of fp8.
+  Of fp8 with fp32 sums they tell half, which measurements exceed (xzwgit/gpu-flops-bench), and of
+  int4 nothing: both are unknown.
 - utilities: CUDA Binary Utilities 13, "Instruction Set Reference", for the classes. Those of Hopper
   and Blackwell were compared with what ptxas 13.0 makes of the PTX instructions.
 
@@ -162,6 +170,7 @@ class Throughput:
 
 
 KNOWN = (75, 80, 86, 89, 90)  # compute capabilities
+TENSOR_KNOWN = (*KNOWN, 120)  # those of tensor instructions at least
 
 # What four warps execute together, each issuing it.
 GROUP_TENSOR = frozenset({"HGMMA", "IGMMA", "QGMMA", "BGMMA"})
@@ -197,6 +206,7 @@ _TENSOR_RATES = {
             "f16 f16": 4096, "f16 f32": 4096, "tf32": 2048, "i8": 8192, "f8 f16": 8192,
             "f8 f32": 8192, "f64": 256,
         },
+        120: {"f16 f16": 1024, "f16 f32": 512, "tf32": 256, "i8": 2048, "f8 f16": 2048},
     }.items()
     for kind, rate in rates.items()
 }  # fmt: skip
@@ -206,14 +216,13 @@ _RATE_SOURCES = {
     86: "white paper of Ada, GeForce",
     89: "white paper of Ada, GeForce",
     90: "white paper of the H100, dense peak",
+    120: "specifications of the GeForce RTX 50 series",
 }
 _MEASURED_WGMMA = "measured with wgmma on an H100"
 
 _GUIDE = "CUDA C++ Programming Guide 12.6, arithmetic instructions"
 _HMMA_16816_F32 = {
     80: Throughput(2.0, "XLA's device description of the A100"),
-    86: Throughput(8.0, "half of the professional cards' rate, 4 cycles?", certain=False),
-    89: Throughput(8.0, "half of the professional cards' rate, 4 cycles?", certain=False),
     90: Throughput(1.5, "measured with mma.sync on an H100"),
 }
 _SHARED = "wavefronts of 128 bytes, one a clock?"
@@ -256,18 +265,19 @@ def pipe(opcode: str, capability: int) -> str:
 def throughput(opcode: str, capability: int) -> Throughput | None:
     """What one warp instruction costs its pipe, with the source; None where nothing is known.
 
-    Shared-memory accesses are taken to be free of bank conflicts. Tensor instructions of 7.5, 8.6
-    and 8.9 are those of GeForce: cards for professionals take half as long. An instruction of a
-    warp group, which each of its four warps issues, costs each of them a quarter.
+    Shared-memory accesses are taken to be free of bank conflicts. Tensor instructions of 7.5, 8.6,
+    8.9 and 12.0 are those of GeForce: cards for professionals take half as long. An instruction of
+    a warp group, which each of its four warps issues, costs each of them a quarter.
 
-    capability: such as 90; for others than KNOWN nothing is known.
+    capability: such as 90; for others than KNOWN nothing is known but, of TENSOR_KNOWN, tensor
+    instructions.
     """
-    if capability not in KNOWN:
-        return None
     base = opcode.partition(".")[0]
     name = classify(opcode)
     if name == TENSOR:
         return _tensor_throughput(opcode, capability)
+    if capability not in KNOWN:
+        return None
     if name in (LDMATRIX, SHARED_LOAD, SHARED_STORE):
         return _shared_throughput(opcode)
     if name == FP32:

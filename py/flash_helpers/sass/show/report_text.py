@@ -181,9 +181,11 @@ def _headline(report: KernelReport) -> str:
             f"limited by {limits}"
         )
     if kernel.capability not in opcodes.KNOWN:
+        tensor = "tensor, " if kernel.capability in opcodes.TENSOR_KNOWN else ""
+        unknown = " but of tensor instructions" if tensor else ""
         parts.append(
-            f"costs of instructions: unknown for {kernel.architecture}; bounds are of issue and "
-            "latency alone"
+            f"costs of instructions: unknown for {kernel.architecture}{unknown}; bounds are of "
+            f"{tensor}issue and latency alone"
         )
     return "\n".join(parts)
 
