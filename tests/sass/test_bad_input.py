@@ -38,7 +38,7 @@ from flash_helpers.sass.read.disassembler import (
     run_program,
 )
 from flash_helpers.sass.read.disassembly import Batch, Disassembly, Request, disassemble
-from flash_helpers.sass.read.elf import read_cubin
+from flash_helpers.sass.read.elf import read_cubin, read_sections
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, read_line_tables
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import (
@@ -215,6 +215,17 @@ class TestDisassembler:
             if "`" in one.operands or "32@" in one.operands:  # which names symbols
                 one, other = replace(one, operands=""), replace(other, operands="")
             assert one == other
+
+    def test_names_symbols_in_cpp(self, planted: Path) -> None:
+        data = bytearray((planted / "functions.sm_90.cubin").read_bytes())
+        tables = [s for s in read_sections(bytes(data), "f") if s.name == ".symtab"]
+        start = data.index(bytes(tables[0].content))
+        symbols = read_cubin(bytes(data), "f").symbols
+        symbol = next(s for s in symbols if s.is_function and s.name.startswith("_Z"))
+        data[start + 24 * symbol.index + 16] ^= 0x10  # a bit of st_size
+        with pytest.raises(SassError, match=r"^f is damaged: the code of (\w+::)*\w+\(") as caught:
+            read_cubin(bytes(data), "f")
+        assert "_Z" not in str(caught.value)
 
     def test_whose_json_crashes_reads_a_file_to_be_linked(self, planted: Path) -> None:
         """As that of nvdisasm 13.5 does at the call in `table`."""

@@ -37,6 +37,7 @@ from flash_helpers.sass.read.records import (
     SassError,
     SourceLine,
 )
+from flash_helpers.sass.read.symbols import plain_name, with_demangled_symbols
 
 LARGEST_BATCH = 32  # kernels: some seconds of work, of which the start is half a second
 
@@ -136,7 +137,7 @@ def _disassemble(
                     return _read(form, tool, path, only, requests, names)
                 except SassError as error:
                     problems.append(str(error).replace(str(path), cubin.origin))
-    reason = problems[0]
+    reason = with_demangled_symbols(problems[0])
     if cubin.relocatable:
         reason += " (it was compiled with -rdc=true: link it first, nvcc -dlink -cubin)"
     tried = ", ".join(map(str, tools))
@@ -270,7 +271,8 @@ def _operations(
         listed = function["sass-instructions"] if function else []
         if len(listed) * INSTRUCTION_BYTES != len(kernel.code) or function["start"]:
             raise SassError(
-                f"nvdisasm lists {len(listed)} instructions of {kernel.symbol} in {origin}, whose "
+                f"nvdisasm lists {len(listed)} instructions of {plain_name(kernel.symbol)} in "
+                f"{origin}, whose "
                 f"{len(kernel.code)} bytes are {len(kernel.code) // INSTRUCTION_BYTES}"
             )
         return tuple(
@@ -278,7 +280,7 @@ def _operations(
         )
     except (TypeError, KeyError) as error:
         raise SassError(
-            f"nvdisasm's JSON of {kernel.symbol} in {origin} cannot be read: {error!r}"
+            f"nvdisasm's JSON of {plain_name(kernel.symbol)} in {origin} cannot be read: {error!r}"
         ) from error
 
 

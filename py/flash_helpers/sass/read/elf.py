@@ -20,6 +20,7 @@ from flash_helpers.console.file_kinds import ELF_HEADER_BYTES, ELF_MAGIC, EM_CUD
 from flash_helpers.gpu import RESERVED_SMEM_BYTES
 from flash_helpers.sass.read.disassembler import parse_version
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Compiler, Resources, SassError
+from flash_helpers.sass.read.symbols import with_demangled_symbols
 
 Content = bytes | memoryview
 
@@ -170,6 +171,11 @@ def _flags(data: Content) -> int:
 class _DamagedError(SassError):
     """What is wrong with a file, whose name the message still lacks."""
 
+    @property
+    def readable(self) -> str:
+        """With the names in C++ of symbols."""
+        return with_demangled_symbols(str(self))
+
 
 def read_sections(data: Content, origin: str) -> list[Section]:
     """The sections of a 64-bit ELF file, by their index; nothing is copied but their names.
@@ -186,7 +192,7 @@ def read_sections(data: Content, origin: str) -> list[Section]:
     try:
         return _sections(file)
     except _DamagedError as error:
-        raise SassError(f"{origin} is truncated or damaged: {error}") from None
+        raise SassError(f"{origin} is truncated or damaged: {error.readable}") from None
 
 
 def _sections(file: memoryview) -> list[Section]:
@@ -265,7 +271,7 @@ def read_cubin(data: Content, origin: str, architecture: str | None = None) -> C
     try:
         return _cubin(data, origin, architecture)
     except _DamagedError as error:
-        raise SassError(f"{origin} is damaged: {error}") from None
+        raise SassError(f"{origin} is damaged: {error.readable}") from None
 
 
 def _cubin(data: Content, origin: str, architecture: str | None) -> Cubin:
