@@ -17,7 +17,7 @@ from flash_helpers.measure.machine_code import installed_library, readable_name
 from flash_helpers.sass.read.listing import parse_listing
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.extract import (
-    file_names,
+    FileNames,
     graph_text,
     listing_text,
 )
@@ -139,16 +139,17 @@ class TestGraph:
 class TestNames:
     def test_of_files_are_all_different_and_safe(self) -> None:
         long = "x" * 400
-        names = file_names(
-            [
+        files = FileNames(".sass")
+        names = [
+            files.of(*kernel)
+            for kernel in (
                 ("sm_80", "a/b"),
                 ("sm_80", "a_b"),
                 ("sm_90", "a_b"),
                 ("sm_80", long),
                 ("sm_80", long + "y"),
-            ],
-            ".sass",
-        )
+            )
+        ]
         assert len(set(names)) == 5
         assert all("/" not in name and len(name) < 255 for name in names)
 
@@ -156,8 +157,7 @@ class TestNames:
         config = get_kernel_progression_configs()[0]
         short = config.short_form()
         symbol = f"_ZN2v114forward_kernelI{len(short)}{short}EEv17ForwardKernelArgs"
-        named = file_names([("sm_90", symbol)], ".sass", readable_name)
-        assert named == [f"{short}.sm_90.sass"]
+        assert FileNames(".sass", readable_name).of("sm_90", symbol) == f"{short}.sm_90.sass"
 
 
 class TestExtractSass:

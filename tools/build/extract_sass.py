@@ -8,16 +8,18 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
 
-from flash_helpers.console.command_line import make_parser, output_folder, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, output_folder, print_texts, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
-from flash_helpers.sass.read.reader import find_kernels, load_kernels
+from flash_helpers.sass.read.reader import find_kernels, iter_kernels
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show.extract import (
-    file_names,
+    FileNames,
     graph_text,
     kernel_list_text,
     listing_text,
@@ -95,28 +97,37 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def extract(arguments: argparse.Namespace) -> str:
-    """What is to be printed. Raises SassError and OSError."""
+def extract(arguments: argparse.Namespace) -> Iterator[str]:
+    """What is to be printed, a text a kernel. Raises SassError and OSError."""
     where = arguments.file
     names = kernel_names([*where.names, *arguments.kernel])
     chosen = where.path, arguments.arch, names, where.member
     if arguments.list:
-        return kernel_list_text(find_kernels(*chosen), readable_name)
-    with progress_bar("disassemble") as progress:
-        kernels = [with_own_paths(kernel) for kernel in load_kernels(*chosen, progress=progress)]
+        yield kernel_list_text(find_kernels(*chosen), readable_name)
+    elif arguments.output is None:
+        for number, (_, text) in enumerate(texts(arguments, chosen)):
+            yield f"\n{text}" if number else text
+    else:
+        yield from write_files(arguments.output, texts(arguments, chosen))
+
+
+def texts(arguments: argparse.Namespace, chosen: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    """The name of a file and the text of each kernel, one in memory at a time. chosen: what
+    `reader.iter_kernels` takes."""
     make, suffix = (graph_text, ".dot") if arguments.cfg else (listing_text, ".sass")
-    texts = [make(kernel, offsets=not arguments.no_offsets) for kernel in kernels]
-    if arguments.output is None:
-        return "\n".join(texts)
-    found = [(kernel.architecture, kernel.symbol) for kernel in kernels]
-    names = file_names(found, suffix, readable_name)
-    return write_files(arguments.output, dict(zip(names, texts, strict=True)))
+    files = FileNames(suffix, readable_name)
+    # a bar would stand between the lines
+    is_shown = arguments.output is None and sys.stdout.isatty()
+    with nullcontext() if is_shown else progress_bar("disassemble") as progress:
+        for kernel in map(with_own_paths, iter_kernels(*chosen, progress=progress)):
+            name = files.of(kernel.architecture, kernel.symbol)
+            yield name, make(kernel, offsets=not arguments.no_offsets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Extract and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    return run_tool(lambda: print_text(extract(arguments)), SassError, OSError)
+    return run_tool(lambda: print_texts(extract(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

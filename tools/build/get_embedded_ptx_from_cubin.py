@@ -8,13 +8,13 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from flash_helpers.console.command_line import make_parser, output_folder, print_text, run_tool
+from flash_helpers.console.command_line import make_parser, output_folder, print_texts, run_tool
 from flash_helpers.measure.machine_code import kernel_names, readable_name
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.read.records import SassError
-from flash_helpers.sass.show.extract import file_names, ptx_texts, write_files
+from flash_helpers.sass.show.extract import FileNames, ptx_texts, write_files
 
 DESCRIPTION = """\
 Print the PTX in a cubin, fatbin, object file, library or program: that which was compiled to its
@@ -57,23 +57,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def extract(arguments: argparse.Namespace) -> str:
+def extract(arguments: argparse.Namespace) -> Iterable[str]:
     """What is to be printed. Raises SassError and OSError."""
     where = arguments.file
     names = kernel_names([*where.names, *arguments.kernel])
     modules = ptx_texts(where.path, arguments.arch, names, where.member)
-    texts = [module.text for module in modules]
     if arguments.output is None:
-        return "".join(texts)
-    found = [(module.architecture, module.name) for module in modules]
-    files = file_names(found, ".ptx", readable_name)
-    return write_files(arguments.output, dict(zip(files, texts, strict=True)))
+        return (module.text for module in modules)
+    files = FileNames(".ptx", readable_name)
+    named = ((files.of(module.architecture, module.name), module.text) for module in modules)
+    return write_files(arguments.output, named)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Extract and print; returns the exit status."""
     arguments = parse_arguments(argv)
-    return run_tool(lambda: print_text(extract(arguments)), SassError, OSError)
+    return run_tool(lambda: print_texts(extract(arguments)), SassError, OSError)
 
 
 if __name__ == "__main__":

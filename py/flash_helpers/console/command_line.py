@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from flash_helpers.console.files import text_diff, write_if_different
@@ -153,9 +153,16 @@ def _without_folders(argument: str) -> str:
 
 def print_text(text: str) -> None:
     """Write to stdout, until whoever reads it has seen enough, such as `head`."""
+    print_texts([text])
+
+
+def print_texts(texts: Iterable[str]) -> None:
+    """Write one after the other as `print_text` does: after a text that nobody reads to its end, no
+    other is asked for."""
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        for text in texts:
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except BrokenPipeError:
         # what is left in the buffer would be tried once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -164,7 +164,7 @@ def members_of(path: Path) -> list[Member]:
         walk.file(file, path.name)
     if not walk.members:
         raise SassError((*walk.problems, f"{path} holds no device code")[0])
-    _warn(walk.problems)
+    warn(walk.problems)
     return walk.members
 
 
@@ -187,7 +187,7 @@ def cubins_of(path: Path, capability: int | None = None) -> list[Member]:
         told = f"only code for sm_{FIRST_ARCHITECTURE} and later can be read"
         if not known:
             raise SassError(f"{path} is for {', '.join(old)}: {told}")
-        _warn(
+        warn(
             [f"{path}: {len(cubins) - len(known)} cubins for {', '.join(old)} are left out: {told}"]
         )
     return known
@@ -210,7 +210,7 @@ def read_cubins(members: Iterable[Member]) -> Iterator[tuple[Member, Cubin]]:
         _forget(number, member.stored)
     if problems and not any_can:
         raise SassError(problems[0])
-    _warn(problems)
+    warn(problems)
 
 
 def ptx_of(members: Iterable[Member]) -> dict[str, str]:
@@ -221,11 +221,11 @@ def ptx_of(members: Iterable[Member]) -> dict[str, str]:
             try:
                 found[member.name] = bytes(member.read()).decode(errors="replace").rstrip("\0")
             except SassError as error:
-                _warn([str(error)])
+                warn([str(error)])
     return found
 
 
-def _warn(problems: Iterable[str]) -> None:
+def warn(problems: Iterable[str]) -> None:
     """Tell what could not be read; each once in a process."""
     for problem in problems:
         warnings.warn(problem, SassWarning, stacklevel=1)

@@ -22,14 +22,22 @@ from flash_helpers.sass.read.choice import (
     require_one,
     require_one_member,
 )
-from flash_helpers.sass.read.containers import Member, cubins_of, read_cubins
+from flash_helpers.sass.read.containers import Member, cubins_of, read_cubins, warn
 from flash_helpers.sass.read.control import decode_control
 from flash_helpers.sass.read.disassembler import (
     Disassembler,
     find_disassemblers,
     require_new_enough,
 )
-from flash_helpers.sass.read.disassembly import Disassembly, Request, batches, disassemble
+from flash_helpers.sass.read.disassembly import (
+    LARGEST_BATCH,
+    Batch,
+    Disassembly,
+    Request,
+    batches,
+    disassemble,
+)
+from flash_helpers.sass.read.elf import Cubin
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Instruction,
@@ -37,6 +45,9 @@ from flash_helpers.sass.read.records import (
     Operation,
     SassError,
 )
+
+_AT_ONCE = 2 * LARGEST_BATCH  # kernels: those of a library take some megabytes each
+_REFUSAL = "CUDA architecture"  # in what nvdisasm says of one that it no longer reads
 
 
 class FoundKernel(NamedTuple):
@@ -59,7 +70,7 @@ def list_kernels(
 ) -> list[Found]:
     """Architecture and symbol of the kernels in a file, without disassembling.
 
-    architecture, names: as for `load_kernels`, which also tells what is raised.
+    architecture, names: as for `iter_kernels`, which also tells what is raised.
     """
     return [kernel.found for kernel in find_kernels(path, architecture, names)]
 
@@ -68,8 +79,33 @@ def find_kernels(
     path: Path, architecture: str | None = None, names: Iterable[str] = (), member: str = ""
 ) -> list[FoundKernel]:
     """The kernels and device functions in a file, without disassembling; the arguments are those of
-    `load_kernels`, which also tells what is raised."""
-    return [kernel for _, kernel in _chosen(path, architecture, names, member)]
+    `iter_kernels`, which also tells what is raised."""
+    return [kernel for _, kernel in chosen_kernels(path, architecture, names, member)]
+
+
+def iter_kernels(
+    path: Path,
+    architecture: str | None = None,
+    names: Iterable[str] = (),
+    member: str = "",
+    *,
+    cache: DisassemblyCache | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Kernel]:
+    """The kernels and device functions in a cubin, fatbin, object file, library or program, a few
+    of them in memory at a time.
+
+    architecture: such as "sm_90"; None takes all. names: which kernels to take, as
+    `choice.matching` takes them; without any, all. member: name of a cubin in the file, or a part
+    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. progress:
+    called with the number of kernels that are read and of all, while they are being disassembled.
+
+    Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
+    architecture, a member or a name that is not in it, and for a disassembler that is missing. Of
+    kernels that no disassembler reads, or that are too new for it, a `SassWarning` tells at the
+    end; it is an error if there are no others.
+    """
+    return read_chosen(chosen_kernels(path, architecture, names, member), cache, progress)
 
 
 def load_kernels(
@@ -81,18 +117,8 @@ def load_kernels(
     cache: DisassemblyCache | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
-    """The kernels and device functions in a cubin, fatbin, object file, library or program.
-
-    architecture: such as "sm_90"; None takes all. names: which kernels to take, as
-    `choice.matching` takes them; without any, all. member: name of a cubin in the file, or a part
-    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. progress:
-    called with the number of kernels that are read and of all, while they are being disassembled.
-
-    Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
-    architecture, a member or a name that is not in it, and for a disassembler that is missing or
-    too old.
-    """
-    return _load(_chosen(path, architecture, names, member), cache, progress)
+    """All of `iter_kernels`, which tells of the arguments and of what is raised."""
+    return [*iter_kernels(path, architecture, names, member, cache=cache, progress=progress)]
 
 
 def load_kernel(
@@ -103,20 +129,24 @@ def load_kernel(
     *,
     progress: Progress | None = None,
 ) -> Kernel:
-    """The one kernel of a file that is asked for; the arguments are those of `load_kernels`.
+    """The one kernel of a file that is asked for; the arguments are those of `iter_kernels`.
 
     Raises SassError as that does, and if several are left, be they of one name in several members.
     """
-    chosen = _chosen(path, architecture, names, member)
+    chosen = chosen_kernels(path, architecture, names, member)
     require_one(str(path), [kernel.found for _, kernel in chosen])
     require_one_member(str(path), chosen[0][1].symbol, [kernel.member for _, kernel in chosen])
-    return _load(chosen, None, progress)[0]
+    return next(read_chosen(chosen, progress=progress))
 
 
-_Chosen = Sequence[tuple[Member, FoundKernel]]
+Chosen = Sequence[tuple[Member, FoundKernel]]
 
 
-def _chosen(path: Path, architecture: str | None, names: Iterable[str], member: str) -> _Chosen:
+def chosen_kernels(
+    path: Path, architecture: str | None, names: Iterable[str], member: str
+) -> Chosen:
+    """The kernels of a file that are asked for, each with the member that holds it, without
+    disassembling. The arguments are those of `iter_kernels`, and it raises as that does."""
     try:
         capability = None if architecture is None else capability_of(architecture)
     except ValueError as error:
@@ -133,7 +163,7 @@ def _chosen(path: Path, architecture: str | None, names: Iterable[str], member: 
     return [(cubin, kernel) for cubin, kernel in there if kernel.found in wanted]
 
 
-def _kernels_of(members: Iterable[Member]) -> _Chosen:
+def _kernels_of(members: Iterable[Member]) -> Chosen:
     return [
         (
             member,
@@ -144,52 +174,67 @@ def _kernels_of(members: Iterable[Member]) -> _Chosen:
     ]
 
 
-def _requests(chosen: _Chosen) -> list[Request]:
-    """Cubins are read again: those of a large file that are not wanted take no memory."""
-    symbols: dict[Member, set[str]] = {}
-    for member, kernel in chosen:
-        symbols.setdefault(member, set()).add(kernel.symbol)
-    return [
-        Request(member, cubin, kernel)
-        for member, wanted in symbols.items()
-        for cubin in [member.cubin()]
-        for kernel in cubin.kernels
-        if kernel.symbol in wanted
-    ]
-
-
-def _load(
-    chosen: _Chosen,
-    cache: DisassemblyCache | None,
-    progress: Progress | None,
-) -> list[Kernel]:
+def read_chosen(
+    chosen: Chosen, cache: DisassemblyCache | None = None, progress: Progress | None = None
+) -> Iterator[Kernel]:
+    """The kernels in their order, _AT_ONCE by _AT_ONCE; see `iter_kernels`. Their cubins are read
+    again: those of a large file that are not wanted take no memory."""
     cache = cache or DisassemblyCache(cache_folder())
     tools = find_disassemblers("nvdisasm")
-    digest = functools.cache(lambda member: cubin_digest(member.read()))
-    keys: dict[Request, str] = {}
-    for request in _requests(chosen):
-        cubin = request.cubin
-        require_new_enough(tools[0], cubin.compiler.name, cubin.compiler.version, cubin.origin)
-        keys[request] = entry_key(digest(request.member), request.kernel.symbol, str(tools[0]))
-    found = {
-        request: disassembly
-        for request, key in keys.items()
-        if (disassembly := cache.read(key, request.kernel.code)) is not None
-    }
-    missing = [request for request in keys if request not in found]
-    for request, disassembly in _disassemble(tools, missing):
-        cache.write(keys[request], disassembly)
-        found[request] = disassembly
-        if progress is not None:
-            progress(len(found), len(keys))
-    if missing:
-        cache.prune()
-    return [_with_analysis(request, found[request]) for request in keys]
+    cubin_of = functools.lru_cache(maxsize=1)(Member.cubin)
+    digest = functools.lru_cache(maxsize=1)(lambda member: cubin_digest(member.read()))
+    problems: dict[str, None] = {}
+    refused: dict[str, SassError] = {}  # by architecture
+    count = 0
+    for start in range(0, len(chosen), _AT_ONCE):
+        requests = []
+        outcomes: dict[Request, Disassembly | SassError] = {}
+        missing: dict[Request, str] = {}  # keys of the cache
+        for member, wanted in chosen[start : start + _AT_ONCE]:
+            cubin = cubin_of(member)
+            kernel = next(k for k in cubin.kernels if k.symbol == wanted.symbol)
+            request = Request(member, cubin, kernel)
+            requests.append(request)
+            key = entry_key(digest(member), kernel.symbol, str(tools[0]))
+            known = cache.read(key, kernel.code) or refused.get(cubin.architecture)
+            if known := known or _too_new(tools[0], cubin):
+                outcomes[request] = known
+            else:
+                missing[request] = key
+        for request, outcome in _disassemble(tools, [*missing]):
+            outcomes[request] = outcome
+            architecture = request.cubin.architecture
+            if isinstance(outcome, Disassembly):
+                cache.write(missing[request], outcome)
+            elif _REFUSAL in str(outcome):
+                refused[architecture] = SassError(f"no kernel for {architecture}: {outcome}")
+        if missing:
+            cache.prune()
+        for done, request in enumerate(requests, start=start + 1):
+            outcome = outcomes.pop(request)
+            if isinstance(outcome, SassError):
+                problems[str(refused.get(request.cubin.architecture, outcome))] = None
+                continue
+            if missing and progress is not None:
+                progress(done, len(chosen))
+            count += 1
+            yield _with_analysis(request, outcome)
+    if problems and not count:
+        raise SassError(next(iter(problems)))
+    warn(problems)
+
+
+def _too_new(tool: Disassembler, cubin: Cubin) -> SassError | None:
+    try:
+        require_new_enough(tool, cubin.compiler.name, cubin.compiler.version, cubin.origin)
+    except SassError as error:
+        return error
+    return None
 
 
 def _disassemble(
     tools: Sequence[Disassembler], requests: Sequence[Request]
-) -> Iterator[tuple[Request, Disassembly]]:
+) -> Iterator[tuple[Request, Disassembly | SassError]]:
     """The disassemblies in batches, as they come."""
     workers = len(os.sched_getaffinity(0))
     with (
@@ -197,7 +242,7 @@ def _disassemble(
         ThreadPoolExecutor(workers) as pool,
     ):
         running = {
-            pool.submit(disassemble, tools, batch, Path(folder)): batch
+            pool.submit(_outcomes, tools, batch, Path(folder)): batch
             for batch in batches(requests, workers)
         }
         try:
@@ -206,6 +251,19 @@ def _disassemble(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _outcomes(
+    tools: Sequence[Disassembler], batch: Batch, folder: Path
+) -> Sequence[Disassembly | SassError]:
+    """Of each request its disassembly, or why there is none."""
+    try:
+        return disassemble(tools, batch, folder)
+    except SassError as error:
+        if not batch.merged or _REFUSAL in str(error):
+            return [error] * len(batch.requests)
+    alone = (Batch((request,), merged=False) for request in batch.requests)
+    return [outcome for one in alone for outcome in _outcomes(tools, one, folder)]
 
 
 def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:

@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.tables import known
-from flash_helpers.sass.read.choice import Found, choose, members_named
+from flash_helpers.sass.read.choice import choose, members_named
 from flash_helpers.sass.read.containers import Member, members_of, ptx_of, read_cubins
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.reader import FoundKernel
@@ -217,27 +217,35 @@ def kernel_list_text(kernels: Sequence[FoundKernel], name: ReadableName = str) -
     return "\n".join(rows) + "\n"
 
 
-def file_names(kernels: Iterable[Found], suffix: str, name: ReadableName = str) -> list[str]:
-    """A file name for each (architecture, symbol), all different."""
-    names: dict[str, None] = {}
-    for architecture, symbol in kernels:
-        stem = re.sub(r"[^\w.$-]", "_", name(symbol))
+class FileNames:
+    """Names of files, all different, for kernels or modules. suffix: of all of them. name: what a
+    symbol is called."""
+
+    def __init__(self, suffix: str, name: ReadableName = str) -> None:
+        self._suffix = suffix
+        self._name = name
+        self._given: set[str] = set()
+
+    def of(self, architecture: str, symbol: str) -> str:
+        """One more."""
+        stem = re.sub(r"[^\w.$-]", "_", self._name(symbol))
         if len(stem) > _LONGEST_NAME:
             stem = f"{stem[:_LONGEST_NAME]}_{hashlib.sha256(symbol.encode()).hexdigest()[:8]}"
-        stem = f"{stem}.{architecture}"
         copies = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
-        names[next(n for c in copies if (n := f"{stem}{c}{suffix}") not in names)] = None
-    return list(names)
+        names = (f"{stem}.{architecture}{copy}{self._suffix}" for copy in copies)
+        found = next(name for name in names if name not in self._given)
+        self._given.add(found)
+        return found
 
 
-def write_files(folder: Path, texts: Mapping[str, str]) -> str:
-    """Write each text into the file of its name; returns their paths, a line each.
+def write_files(folder: Path, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Write each text into the file of its name, and tell the file's path, a line each.
 
     Raises OSError.
     """
-    for name, text in texts.items():
+    for name, text in texts:
         write_if_different(folder / name, text)
-    return "".join(f"{folder / name}\n" for name in texts)
+        yield f"{folder / name}\n"
 
 
 @dataclass(frozen=True)
@@ -259,7 +267,7 @@ def ptx_texts(
 ) -> list[PtxText]:
     """The PTX in a file: that which -lineinfo put into its cubins, else its PTX members.
 
-    architecture, names, member: as for `reader.load_kernels`. Raises SassError if there is none.
+    architecture, names, member: as for `reader.iter_kernels`. Raises SassError if there is none.
     """
     there = members_of(path)
     if member:

@@ -8,7 +8,7 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from flash_helpers.sass.read.listing import (
     parse_listing,
 )
 from flash_helpers.sass.read.records import Operation, SassError
+
+_HEAD_BYTES = 4096  # that tell machine code from text
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,11 @@ def load_counts(
     Raises OSError if the file cannot be read, and SassError for what is none of these, and for a
     function, an architecture or a member that is not in it.
     """
-    data = path.read_bytes()  # once: a pipe cannot be read again
+    with path.open("rb") as file:  # once: a pipe cannot be read again
+        data = file.read(_HEAD_BYTES)
+        data += b"" if is_binary(data) else file.read()
     if is_binary(data):
-        there = reader.find_kernels(path, member=member)
-        chosen = _choose(path, [kernel.found for kernel in there], function, architecture)
-        if function:
-            members = [kernel.member for kernel in there if kernel.found in chosen]
-            require_one_member(str(path), chosen[0][1], members)
-        symbols = {symbol for _, symbol in chosen}
-        kernels = reader.load_kernels(path, chosen[0][0], symbols, member, progress=progress)
-        compilers = sorted({str(kernel.compiler) for kernel in kernels})
-        return count_functions((k.instructions for k in kernels), " and ".join(compilers))
+        return _of_machine_code(path, function, architecture, member, progress)
     if member:
         raise SassError(f"{path} is a text, which has no member {member!r}")
     text = decode(data, str(path))
@@ -131,14 +127,43 @@ def load_counts(
     return count_functions(f.operations for f in listed if f.found in chosen)
 
 
+def _of_machine_code(
+    path: Path,
+    function: str | None,
+    architecture: str | None,
+    member: str,
+    progress: Progress | None,
+) -> OpcodeCounts:
+    """One kernel is in memory at a time."""
+    names = [function] if function else []
+    chosen = reader.chosen_kernels(path, architecture, names, member)
+    _require(path, [kernel.found for _, kernel in chosen], function)
+    if function:
+        require_one_member(str(path), chosen[0][1].symbol, [k.member for _, k in chosen])
+    compilers = set()
+
+    def functions() -> Iterator[Sequence[Operation]]:
+        for kernel in reader.read_chosen(chosen, progress=progress):
+            compilers.add(str(kernel.compiler))
+            yield kernel.instructions
+
+    counts = count_functions(functions())
+    return replace(counts, compiler=" and ".join(sorted(compilers)))
+
+
+def _require(path: Path, chosen: Sequence[Found], function: str | None) -> None:
+    """Of one architecture, and one of them if a function is named."""
+    if function:
+        require_one(str(path), chosen)
+    require_one_architecture(str(path), chosen)
+
+
 def _choose(
     path: Path, there: Sequence[Found], function: str | None, architecture: str | None
 ) -> list[Found]:
     """Of one architecture: one function, or all of them."""
     chosen = choose(str(path), there, architecture, [function] if function else [])
-    if function:
-        require_one(str(path), chosen)
-    require_one_architecture(str(path), chosen)
+    _require(path, chosen, function)
     return chosen
 
 
