@@ -31,14 +31,14 @@ instructions says nothing of how often each runs: tools/analysis/compare_kernels
 
 EXAMPLES = """\
 examples:
-  two listings:
-    python tools/analysis/compare_sass_instruction_counts.py before.sass after.sass
   two versions, for a commit message:
-    python tools/analysis/compare_sass_instruction_counts.py v2.cubin v3.cubin --base --markdown
-  two kernels of a library:
-    python tools/analysis/compare_sass_instruction_counts.py libgemm.so#tiled libgemm.so#naive
-  counts that were kept, with what did not change:
-    python tools/analysis/compare_sass_instruction_counts.py before.txt after.txt --all
+    python tools/analysis/compare_sass_instruction_counts.py --base --markdown \\
+        examples/own_kernel/row_softmax.sm_90.cubin \\
+        examples/own_kernel/row_softmax_fixed.sm_90.cubin
+  two kernels of a library, with what did not change:
+    python tools/analysis/compare_sass_instruction_counts.py --arch sm_90 --all \\
+        flash_attention/libflash_attention.so#v1_bf16_d128_Br64 \\
+        flash_attention/libflash_attention.so#v2_bf16_d128_Br64
 
 exit status: 0 compared, 2 wrong usage, or a file that cannot be counted
 """

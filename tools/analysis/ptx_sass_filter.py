@@ -30,11 +30,13 @@ that ptxas merged, one has the SASS, and the others seem to have vanished.
 EXAMPLES = """\
 examples:
   which lines there are to ask about:
-    python tools/build/get_embedded_ptx_from_cubin.py kernel.cubin | cat -n
-  line 838 of it, what it reads, and the SASS of each, with line numbers and addresses:
-    python tools/analysis/ptx_sass_filter.py kernel.cubin 838 -n
+    python tools/build/get_embedded_ptx_from_cubin.py \\
+        examples/own_kernel/row_softmax.sm_90.cubin | cat -n
+  line 308 of it, what it reads, and the SASS of each, with line numbers and addresses:
+    python tools/analysis/ptx_sass_filter.py examples/own_kernel/row_softmax.sm_90.cubin 308 -n
   only the PTX, six steps back:
-    python tools/analysis/ptx_sass_filter.py kernel.cubin 838 -ptx --depth 6
+    python tools/analysis/ptx_sass_filter.py examples/own_kernel/row_softmax.sm_90.cubin 308 -ptx \\
+        --depth 6
   what became of the PTX of version 9:
     python tools/analysis/ptx_sass_filter.py --arch sm_90 --fan-out \\
         flash_attention/libflash_attention.so#v9_bf16_d128_Br64

@@ -64,10 +64,11 @@ examples:
     python tools/analysis/sass_report.py 16 --arch sm_80 --sms 108 --mhz 1410 --seq 8192
   where a tile of 128 rows spills:
     python tools/analysis/sass_report.py v7_bf16_d128_Br128_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma
-  anybody's kernel, launched with 256 threads and 48 KiB of dynamic shared memory:
-    python tools/analysis/sass_report.py gemm.cubin#gemm --threads 256 --smem 49152
-  the second loop of it, for a page:
-    python tools/analysis/sass_report.py gemm.cubin#gemm --loop 1 --markdown > gemm.md
+  anybody's kernel, launched with 64 threads and 8 KiB of dynamic shared memory:
+    python tools/analysis/sass_report.py \\
+        examples/own_kernel/row_softmax.sm_90.cubin#row_softmax --threads 64 --smem 8192
+  a certain loop of a kernel, for a page:
+    python tools/analysis/sass_report.py 16 --loop 0 --markdown > v16.md
 
 exit status: 0 reported, 2 wrong usage or a file that cannot be read, 130 interrupted
 """  # noqa: E501

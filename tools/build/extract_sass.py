@@ -47,13 +47,16 @@ examples:
     python tools/build/extract_sass.py flash_attention/libflash_attention.so --arch sm_90 \\
         --kernel v16 -o sass
   one kernel of somebody's library, by its name in C++ or a part of it:
-    python tools/build/extract_sass.py 'libgemm.so#gemm<float, 64>'
+    python tools/build/extract_sass.py 'examples/own_kernel/row_softmax.sm_90.cubin#row_softmax'
   two cubins compared with nothing but diff:
-    python tools/build/extract_sass.py --no-offsets before.cubin > before.sass
-    python tools/build/extract_sass.py --no-offsets after.cubin > after.sass
+    python tools/build/extract_sass.py --no-offsets \\
+        examples/own_kernel/row_softmax.sm_90.cubin > before.sass
+    python tools/build/extract_sass.py --no-offsets \\
+        examples/own_kernel/row_softmax_fixed.sm_90.cubin > after.sass
     diff before.sass after.sass
   a picture of the control flow:
-    python tools/build/extract_sass.py kernel.cubin --cfg | dot -Tsvg > kernel.svg
+    python tools/build/extract_sass.py --cfg \\
+        examples/own_kernel/row_softmax.sm_90.cubin | dot -Tsvg > kernel.svg
 
 exit status: 0 done, 2 wrong usage or a file that will not do, 130 interrupted
 """

@@ -29,7 +29,8 @@ examples:
     python tools/build/get_embedded_ptx_from_cubin.py flash_attention/libflash_attention.so \\
         --arch sm_90 --kernel v16 -o ptx
   of a cubin:
-    python tools/build/get_embedded_ptx_from_cubin.py kernel.cubin > kernel.ptx
+    python tools/build/get_embedded_ptx_from_cubin.py \\
+        examples/own_kernel/row_softmax.sm_90.cubin > row_softmax.ptx
 
 exit status: 0 done, 2 wrong usage or a file without PTX, 130 interrupted
 """

@@ -158,7 +158,7 @@ def choose(
     for name in names:
         found = matching(symbols, name)
         if not found:
-            raise SassError(f"{file} holds no kernel {name!r}, only {_listed(symbols)}")
+            raise SassError(f"{file} holds no kernel {name!r}, only {listed(symbols)}")
         wanted.update(found)
     chosen = [found for found in here if found[1] in wanted] if wanted else here
     variants = sorted({found for found, _ in chosen} - {architecture})
@@ -182,7 +182,7 @@ def require_one(file: str, chosen: Sequence[Found]) -> None:
     require_one_architecture(file, chosen)
     symbols = list(dict.fromkeys(symbol for _, symbol in chosen))
     if len(symbols) > 1:
-        raise SassError(f"{file} holds {len(symbols)} such kernels: name one of {_listed(symbols)}")
+        raise SassError(f"{file} holds {len(symbols)} such kernels: name one of {listed(symbols)}")
 
 
 def require_one_member(file: str, symbol: str, members: Sequence[str]) -> None:
@@ -210,8 +210,9 @@ def _and_more(names: Sequence[str]) -> str:
     return f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
 
 
-def _listed(symbols: Sequence[str]) -> str:
-    """The symbols, each by the longest identifier that it alone has, or else by its name in C++."""
+def listed(symbols: Sequence[str]) -> str:
+    """The first of some symbols, each by the longest identifier that it alone has, or else by its
+    name in C++."""
     count = Counter(name for symbol in symbols for name in set(identifiers(symbol)))
     names = [
         max(

@@ -18,6 +18,7 @@ from flash_helpers.sass.read.cache import DisassemblyCache, cache_folder, cubin_
 from flash_helpers.sass.read.choice import (
     Found,
     choose,
+    listed,
     members_named,
     require_one,
     require_one_member,
@@ -46,7 +47,7 @@ from flash_helpers.sass.read.records import (
     SassError,
 )
 
-_AT_ONCE = 2 * LARGEST_BATCH  # kernels: those of a library take some megabytes each
+_AT_ONCE = LARGEST_BATCH  # kernels: those of a library take some megabytes each
 _REFUSAL = "CUDA architecture"  # in what nvdisasm says of one that it no longer reads
 
 
@@ -183,7 +184,7 @@ def read_chosen(
     tools = find_disassemblers("nvdisasm")
     cubin_of = functools.lru_cache(maxsize=1)(Member.cubin)
     digest = functools.lru_cache(maxsize=1)(lambda member: cubin_digest(member.read()))
-    problems: dict[str, None] = {}
+    problems: dict[str, list[str]] = {}  # symbols by what hinders reading them
     refused: dict[str, SassError] = {}  # by architecture
     count = 0
     for start in range(0, len(chosen), _AT_ONCE):
@@ -207,13 +208,14 @@ def read_chosen(
             if isinstance(outcome, Disassembly):
                 cache.write(missing[request], outcome)
             elif _REFUSAL in str(outcome):
-                refused[architecture] = SassError(f"no kernel for {architecture}: {outcome}")
+                refused[architecture] = SassError(f"{architecture} cannot be read: {outcome}")
         if missing:
             cache.prune()
         for done, request in enumerate(requests, start=start + 1):
             outcome = outcomes.pop(request)
             if isinstance(outcome, SassError):
-                problems[str(refused.get(request.cubin.architecture, outcome))] = None
+                why = str(refused.get(request.cubin.architecture, outcome))
+                problems.setdefault(why, []).append(request.kernel.symbol)
                 continue
             if missing and progress is not None:
                 progress(done, len(chosen))
@@ -221,7 +223,7 @@ def read_chosen(
             yield _with_analysis(request, outcome)
     if problems and not count:
         raise SassError(next(iter(problems)))
-    warn(problems)
+    warn(f"{why}: left out: {listed(symbols)}" for why, symbols in problems.items())
 
 
 def _too_new(tool: Disassembler, cubin: Cubin) -> SassError | None:

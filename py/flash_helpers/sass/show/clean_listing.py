@@ -101,9 +101,11 @@ are: tools/analysis/compare_kernels.py --sass compares without their names.
 
 EXAMPLES = """\
 examples:
-  tools/build/clean_asm.sh before.sass > before.txt
-  diff <(nvdisasm -c a.cubin | tools/build/clean_asm.sh -) \\
-       <(cuobjdump -sass b.cubin | tools/build/clean_asm.sh -)
+  what changed, whatever made the listings, such as nvdisasm -c or cuobjdump -sass:
+    diff <(python tools/build/extract_sass.py examples/own_kernel/row_softmax.sm_90.cubin \\
+            | tools/build/clean_asm.sh -) \\
+         <(python tools/build/extract_sass.py examples/own_kernel/row_softmax_fixed.sm_90.cubin \\
+            | tools/build/clean_asm.sh -)
 
 exit status: 0 done, 2 wrong usage, or a file that is no listing
 """

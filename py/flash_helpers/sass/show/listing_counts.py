@@ -218,12 +218,14 @@ examples:
   one kernel of the library:
     tools/analysis/count_sass_instructions.sh --arch sm_90 \\
         flash_attention/libflash_attention.so#v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0
-  a listing, by opcode without modifiers:
-    tools/analysis/count_sass_instructions.sh kernel.sass --base
+  a file, by opcode without modifiers:
+    tools/analysis/count_sass_instructions.sh examples/own_kernel/row_softmax.sm_90.cubin --base
   counts to compare later:
-    tools/analysis/count_sass_instructions.sh kernel.cubin > before.txt
+    tools/analysis/count_sass_instructions.sh examples/own_kernel/row_softmax.sm_90.cubin \\
+        > before.txt
   what a pipe brings:
-    cuobjdump -sass kernel.o | tools/analysis/count_sass_instructions.sh -
+    python tools/build/extract_sass.py examples/own_kernel/row_softmax.sm_90.cubin \\
+        | tools/analysis/count_sass_instructions.sh -
 
 exit status: 0 counted, 2 wrong usage, or a file that cannot be counted
 """
