@@ -49,7 +49,7 @@ def examples(text: str) -> list[str]:
     [(tool, command) for tool, text in TOOLS.items() for command in examples(text)],
 )
 def test_an_example_runs(tool: str, command: str, tmp_path: Path) -> None:
-    assert tool in command
+    assert "tools/" in command
     for architecture in re.findall(r"\bsm_\d+\b(?!\.cubin)", command):
         if architecture not in ARCHITECTURES:
             pytest.skip(f"the library is not built for {architecture}")
