@@ -293,4 +293,4 @@ class TestCommand:
     def test_help_shows_worked_examples(self, tool, capsys) -> None:
         with pytest.raises(SystemExit):
             tool.main(["--help"])
-        assert "ptx_sass_filter.py kernel.cubin 838 -n" in capsys.readouterr().out
+        assert "row_softmax.sm_90.cubin 308 -n" in capsys.readouterr().out
