@@ -309,14 +309,31 @@ class TestReductions:
         found = run(body, block=32, tensor_map=tensor_map, results=512)[1].reshape(16, 32)
         assert found[8, :4].tolist() == [wanted] * 4 and not found[8, 4:].any()
 
-    def test_of_a_box_whose_type_it_has_not(self):
+    @pytest.mark.parametrize(
+        ("operation", "dtypes"),
+        [
+            ("add", "u32 s32 u64 f16 f32 f64 bf16"),
+            ("min", "u32 s32 u64 s64 f16 bf16"),
+            ("max", "u32 s32 u64 s64 f16 bf16"),
+            *((name, "u32") for name in ("inc", "dec")),
+            *((name, "u32 s32 u64") for name in ("and", "or", "xor")),
+        ],
+    )
+    def test_of_a_box_has_the_types_that_a_gpu_takes(self, operation, dtypes):
+        """An H200 ran these; any other was an illegal instruction."""
         body = f"""{FILL}
-        @%p0 cp.reduce.async.bulk.tensor.2d.global.shared::cta.min.bulk_group [%rd2, {{0, 0}}],
-          [smem];"""
-        with pytest.raises(
-            BulkCopyError, match=r"min of a tensor map of 32 x 16 f32 .*: it has u32"
-        ):
-            run(body, block=32, tensor_map=out_map("f32"))
+        @%p0 cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.bulk_group
+          [%rd2, {{0, 0}}], [smem];
+        {WAIT_ALL}"""
+        for dtype in ["u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16"]:
+            size = int(dtype.lstrip("usbf")) // 8
+            tensor_map = out_map(dtype, (128 // size, 16), (16 // size, 1))
+            if dtype in dtypes.split():
+                run(body, block=32, tensor_map=tensor_map)
+                continue
+            told = f"{operation} of a tensor map of .* {dtype} .*: it has {dtypes.split()[0]}"
+            with pytest.raises(BulkCopyError, match=told):
+                run(body, block=32, tensor_map=tensor_map)
 
 
 class TestOperands:
