@@ -5,7 +5,14 @@ import pytest
 from ptx_snippets import entry
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx import PendingCopyError, ProxyError, RaceError, load_ptx
+from flash_helpers.ptx import (
+    AbsentBlockError,
+    OutlivedError,
+    PendingCopyError,
+    ProxyError,
+    RaceError,
+    load_ptx,
+)
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.order import Order, Strength, join
 from flash_helpers.ptx.run.shared import SharedMemory
@@ -403,6 +410,113 @@ class TestKnowledge:
             at = world.shared.granules_at(np.array([0]), np.array([[address]]), 16)
             agents = np.array([world.order.agent(0, WGMMA)])
             world.shared.begin_read(TRAP, agents, lanes_of(warp)[:1], [common], at)
+
+
+def end(world, lanes):
+    """Threads end."""
+    world.shared.end_blocks(world.shared.presence.end(lanes))
+
+
+class TestTheEndOfABlock:
+    """Nobody may touch its shared memory any more."""
+
+    def test_while_an_agent_writes_to_it(self, world):
+        world.begin("write", PRODUCER, 128)
+        end(world, world.geometry.lanes_of(1))
+        with pytest.raises(
+            OutlivedError,
+            match=rf"write by {TMA} of shared address 128, whose block has ended:\n.*none of",
+        ) as caught:
+            end(world, world.geometry.lanes_of(0))
+        assert caught.value.thread.warp == 0 and caught.value.site.opcode == "trap"
+
+    def test_before_anybody_has_waited_for_what_an_agent_reads(self, world):
+        world.touch("write", PRODUCER, 128)
+        world.order.proxy_fence(PRODUCER)
+        (read,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
+        world.shared.end(read)
+        with pytest.raises(OutlivedError, match=f"read by {WGMMA}"):
+            end(world, world.geometry.lanes_of(0))
+
+    def test_after_one_of_its_threads_has_waited(self, world):
+        (write,) = world.begin("write", PRODUCER, 128)
+        world.order.acquire(ONE, [world.shared.end(write)])
+        end(world, world.geometry.lanes_of(0))
+
+    def test_of_whose_agents_the_last_deed_was_not_waited_for(self, world):
+        (first,) = world.begin("write", PRODUCER, 128)
+        (second,) = world.begin("write", PRODUCER, 256)
+        world.order.acquire(ONE, [world.shared.end(first)])
+        world.shared.end(second)
+        with pytest.raises(OutlivedError, match="shared address 256"):
+            end(world, world.geometry.lanes_of(0))
+
+    def test_comes_with_its_last_thread(self, world):
+        world.begin("write", PRODUCER, 128)
+        end(world, world.geometry.lanes_of(0)[:-1])
+        with pytest.raises(OutlivedError):
+            end(world, world.geometry.lanes_of(0)[-1:])
+
+
+class TestAnAgentInAnotherBlock:
+    """Lane 0 of block 0 lets TMA write to block 1 of its cluster, whose mbarrier it is."""
+
+    @pytest.fixture
+    def world(self):
+        return World(cluster=3)
+
+    def begin(self, world):
+        agents = np.array([world.order.agent(1, TMA)])
+        granules = world.shared.granules_at(np.array([1]), np.array([[128]]), 64)
+        known = [world.order.knowledge(PRODUCER)]
+        (write,) = world.shared.begin_write(TRAP, agents, PRODUCER, known, granules)
+        return write
+
+    def meet(self, world):
+        lanes = np.arange(world.geometry.lanes)
+        world.order.acquire(lanes, [world.order.knowledge(lanes)])
+
+    def test_that_may_not_have_begun(self, world):
+        with pytest.raises(
+            AbsentBlockError, match=r"write of shared address 128 of the block of rank 1, which may"
+        ):
+            self.begin(world)
+        self.meet(world)
+        self.begin(world)
+
+    def test_that_has_ended(self, world):
+        self.meet(world)
+        end(world, world.geometry.lanes_of(1))
+        with pytest.raises(AbsentBlockError, match="rank 1, which has ended"):
+            self.begin(world)
+
+    def test_that_ends_before_it_is_done(self, world):
+        self.meet(world)
+        self.begin(world)
+        end(world, world.geometry.lanes_of(0))
+        with pytest.raises(
+            OutlivedError,
+            match=f"write by {TMA} of the block of rank 1 of shared address 128 of the block of ra",
+        ):
+            end(world, world.geometry.lanes_of(1))
+
+    def test_that_has_waited(self, world):
+        self.meet(world)
+        write = self.begin(world)
+        world.order.acquire(lanes_of(2, block=1), [world.shared.end(write)])
+        world.touch("read", lanes_of(2, block=1), 128)
+        with pytest.raises(RaceError, match="read of shared address 128 and write by TMA"):
+            world.touch("read", lanes_of(1, block=1), 128)
+        for block in range(3):
+            end(world, world.geometry.lanes_of(block))
+
+    def test_that_reads_and_writes_there(self, world):
+        self.meet(world)
+        world.touch("read", lanes_of(3, block=1), 128)
+        with pytest.raises(
+            RaceError, match="128 of the block of rank 1 and read by warp 3 of the block of rank 1"
+        ):
+            self.begin(world)
 
 
 class TestOrder:

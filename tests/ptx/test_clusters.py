@@ -8,16 +8,19 @@ from ptx_snippets import entry
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx import (
+    AbsentBlockError,
     ClusterBarrierError,
     DeadlockError,
     DeviceMemory,
     LaunchError,
     MisalignedError,
     MissingLanesError,
+    NotResidentError,
     OutOfBoundsError,
     RaceError,
     load_ptx,
 )
+from flash_helpers.ptx.run import batches
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import RANK_SHIFT
 from flash_helpers.ptx.run.shared import SharedMemory
@@ -384,3 +387,215 @@ class TestTheBarrier:
         body = f"setp.ge.u32 %p, %r0, 16;\n@%p bra LATE;\n{ARRIVE}\n{WAIT}\nLATE:\n"
         with pytest.raises(MissingLanesError, match="0xffff0000 do not come"):
             launch(body + "bar.warp.sync 0xffffffff;")
+
+
+MEET = f"{ARRIVE}\n{WAIT}\n"
+# Thread 0 of each block takes the address of `word` in the next one: %r8, and %rd2 generic.
+NEXT = """
+mov.u32 %r4, 0;
+mapa.shared::cluster.u32 %r8, word, %r2;
+cvt.u64.u32 %rd2, %r8;
+cvta.shared::cluster.u64 %rd2, %rd2;
+setp.eq.u32 %p, %r0, 0;
+"""
+
+
+class TestRaces:
+    """Between blocks of a cluster, on what lies in one of them."""
+
+    def test_of_writes_to_a_third_block(self):
+        body = NEXT + MEET + "mapa.shared::cluster.u32 %r8, word, 2;\n"
+        store = "@%p st.shared::cluster.u32 [%r8], %r1;\n"
+        with pytest.raises(
+            RaceError, match="address 0 of the block of rank 2 and write of another"
+        ):
+            launch(body + store + MEET)
+        one_after_the_other = "".join(
+            f"setp.eq.u32 %q, %r1, {rank};\nand.pred %q, %p, %q;\n@%q{store[3:]}{MEET}"
+            for rank in range(4)
+        )
+        launch(body + one_after_the_other)
+
+    def test_of_a_read_by_another_block_and_the_next_write(self):
+        body = NEXT + "@%p st.shared.u32 [word], %r1;\n" + MEET + "@%p ld.u32 %r4, [%rd2];\n"
+        rewrite = "@%p st.shared.u32 [word], 9;\n" + MEET
+        with pytest.raises(
+            RaceError, match="write of shared address 0 and read by warp 0 of the block of rank 0"
+        ) as caught:
+            launch(body + "bar.sync 0;\n" + rewrite)
+        assert caught.value.thread.block == (1, 0, 0)
+        assert launch(body + MEET + rewrite)[1][:, 0].tolist() == [1, 2, 3, 0]
+
+    def test_of_an_atomic_and_a_read(self):
+        """In the block of rank 0."""
+        body = NEXT + "@%p st.shared.u32 [word], 0;\nmapa.shared::cluster.u32 %r8, word, 0;\n"
+        body += MEET + "@%p {}.shared::cluster.add.u32 {}[%r8], 5;\n{}"
+        body += "@%p ld.shared.u32 %r4, [word];\n" + MEET
+        with pytest.raises(RaceError, match="read of shared address 0 and write by warp 0 of the"):
+            launch(body.format("red.relaxed.cluster", "", ""))
+        assert launch(body.format("red", "", MEET))[1][0, 0] == 20
+        assert launch(body.format("atom", "%r9, ", MEET))[1][0, 0] == 20
+
+    def test_by_a_flag_without_release(self):
+        """The block of rank 0 writes 7 to the next one, then sets its flag."""
+        body = (
+            NEXT
+            + "st.relaxed.cluster.shared.u32 [word+4], 0;\n"
+            + MEET
+            + """
+        setp.eq.u32 %q, %r1, 0;
+        and.pred %q, %p, %q;
+        @%q st.shared::cluster.u32 [%r8], 7;
+        @%q st.{}.cluster.shared::cluster.u32 [%r8+4], 1;
+        setp.eq.u32 %q, %r1, 1;
+        and.pred %q, %p, %q;
+        @!%q bra DONE;
+        SPIN:
+        ld.{}.cluster.shared.u32 %r5, [word+4];
+        setp.eq.u32 %p, %r5, 0;
+        @%p bra SPIN;
+        ld.shared.u32 %r4, [word];
+        DONE:
+        """
+        )
+        assert launch(body.format("release", "acquire"), block=1)[1][:, 0].tolist() == [0, 7, 0, 0]
+        for orders in (("relaxed", "acquire"), ("release", "relaxed")):
+            with pytest.raises(RaceError, match="write by warp 0 of the block of rank 0"):
+                launch(body.format(*orders), block=1)
+
+
+class TestBlocksThatAreNotThere:
+    def test_before_they_have_begun(self):
+        with pytest.raises(
+            AbsentBlockError,
+            match="write of shared address 0 of the block of rank 1, which may not have begun",
+        ) as caught:
+            launch(NEXT + "@%p st.shared::cluster.u32 [%r8], 1;\n" + MEET)
+        assert caught.value.thread.block == (0, 0, 0)
+        assert caught.value.count == 4
+
+    def test_a_barrier_of_the_block_says_nothing_of_others(self):
+        body = NEXT + f"@%p st.shared.u32 [word], 3;\nbar.sync 0;\n@%p ld.u32 %r4, [%rd2];\n{MEET}"
+        with pytest.raises(AbsentBlockError, match=r"read of shared address 0 of the .* rank 1"):
+            launch(body)
+
+    def test_an_arrival_without_a_wait_says_nothing_of_others(self):
+        body = f"{NEXT}{ARRIVE}\n@%p atom.shared::cluster.exch.b32 %r4, [%r8], 2;\n{WAIT}\n{MEET}"
+        with pytest.raises(AbsentBlockError, match="may not have begun"):
+            launch(body)
+
+    def test_relaxed_arrivals_say_that_they_have_begun(self):
+        relaxed = MEET.replace("arrive", "arrive.relaxed")
+        launch(NEXT + relaxed + "@%p st.shared::cluster.u32 [%r8], 1;\n" + MEET)
+
+    ENDS = "which may have ended:\n    no barrier.cluster between this and its end"
+
+    @pytest.mark.parametrize("last", ["", "bar.sync 0;", ARRIVE, "relaxed"])
+    def test_after_they_have_ended(self, last):
+        """The last barrier is missing, of the block, has no wait, or orders nothing."""
+        last = MEET.replace("arrive", "arrive.relaxed") if last == "relaxed" else last
+        body = f"{NEXT}{MEET}@%p st.shared::cluster.u32 [%r8+4], 1;\n"
+        with pytest.raises(AbsentBlockError, match=self.ENDS) as caught:
+            launch(body + last)
+        assert caught.value.address == 4 and caught.value.thread.lane == 0
+        assert "shared address 4 of the block of rank 0" in str(caught.value)
+        launch(body + MEET)
+
+    def test_while_others_still_read_from_them(self):
+        """The last arrival stands before the read."""
+        body = (
+            f"{NEXT}@%p st.shared.u32 [word], %r1;\n{MEET}{{}}@%p ld.u32 %r4, [%rd2];\n{{}}{WAIT}"
+        )
+        assert launch(body.format("", ARRIVE))[1][:, 0].tolist() == [1, 2, 3, 0]
+        with pytest.raises(AbsentBlockError, match=rf"read of shared .* rank 0, {self.ENDS}"):
+            launch(body.format(ARRIVE, ""))
+
+    def test_when_they_have_ended_early(self):
+        """The block of rank 1 ends at once; that of rank 0 writes to it after many steps."""
+        body = f"""{NEXT}{MEET}
+        setp.eq.u32 %q, %r1, 1;
+        @%q ret;
+        mov.u32 %r5, 0;
+        LOOP:
+        add.u32 %r5, %r5, 1;
+        setp.lt.u32 %q, %r5, 1000;
+        @%q bra LOOP;
+        setp.eq.u32 %q, %r1, 0;
+        @%q st.shared::cluster.u32 [%r8], 1;
+        """
+        with pytest.raises(AbsentBlockError, match="of the block of rank 1, which has ended"):
+            launch(body, block=1)
+
+    def test_a_flag_makes_them_stay(self):
+        """The block of rank 1 waits until that of rank 0 has told that it has written."""
+        body = f"""{NEXT}
+        st.relaxed.cluster.shared.u32 [word+4], 0;
+        {MEET}
+        setp.eq.u32 %q, %r1, 0;
+        @%q st.shared::cluster.u32 [%r8], 7;
+        @%q st.{{}}.cluster.shared::cluster.u32 [%r8+4], 1;
+        setp.eq.u32 %q, %r1, 1;
+        @!%q bra DONE;
+        SPIN:
+        ld.acquire.cluster.shared.u32 %r5, [word+4];
+        setp.eq.u32 %p, %r5, 0;
+        @%p bra SPIN;
+        DONE:
+        """
+        launch(body.format("release"), block=1)
+        with pytest.raises(AbsentBlockError, match=self.ENDS):
+            launch(body.format("relaxed"), block=1)
+
+    ARRIVE_THERE = f"""{NEXT}
+    .shared .align 8 .b64 bar;
+    @%p mbarrier.init.shared.b64 [bar], 1;
+    @%p fence.mbarrier_init.release.cluster;
+    {{}}
+    mapa.shared::cluster.u32 %r8, bar, %r2;
+    @%p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r8];
+    {{}}
+    """
+    WAIT_HERE = "AGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared.b64 %q, [bar], 0;\n"
+    WAIT_HERE += "@!%q bra AGAIN;\n"
+
+    def test_before_their_mbarriers_are_made(self):
+        with pytest.raises(AbsentBlockError, match=r"mbarrier\.arrive of .* rank 1, which may not"):
+            launch(self.ARRIVE_THERE.format("bar.sync 0;", MEET))
+
+    def test_while_others_arrive_at_their_mbarriers(self):
+        launch(self.ARRIVE_THERE.format(MEET, MEET))
+        launch(self.ARRIVE_THERE.format(MEET, self.WAIT_HERE))
+        with pytest.raises(AbsentBlockError, match=rf"mbarrier\.arrive of .* rank 0, {self.ENDS}"):
+            launch(self.ARRIVE_THERE.format(MEET, ""))
+        # The blocks of the other ranks wait.
+        wait = f"setp.eq.u32 %q, %r1, 2;\n@%q bra DONE;\n{self.WAIT_HERE}DONE:\n"
+        with pytest.raises(AbsentBlockError, match=rf"mbarrier\.arrive of .* rank 2, {self.ENDS}"):
+            launch(self.ARRIVE_THERE.format(MEET, wait))
+
+    def test_are_all_told(self):
+        body = f"{NEXT}{MEET}@%p st.shared::cluster.u32 [%r8], 1;\n@%p ld.u32 %r4, [%rd2+4];\n"
+        run, _ = launch(body.replace("ld.u32 %r4", "ld.u32 %r9"), grid=8, keep_going=True)
+        (fault,) = run.faults
+        assert fault.site.opcode == "ld.u32" and fault.count == 8
+
+
+class TestResidence:
+    def test_blocks_of_a_cluster_begin_together(self, monkeypatch):
+        """Each block waits for the next one. A GPU that holds 16 has room for three clusters."""
+        monkeypatch.setitem(batches.gpu.__dict__, "MOST_SMS", {90: 2})
+        body = """
+        mov.u32 %r4, 1;
+        mov.u32 %r6, %nctaid.x;
+        sub.u32 %r6, %r6, 1;
+        setp.eq.u32 %p, %r3, %r6;
+        setp.ne.or.u32 %p, %r0, 0, %p;
+        @%p bra DONE;
+        SPIN:
+        ld.acquire.gpu.global.u32 %r5, [%rd0+1024];
+        setp.eq.u32 %q, %r5, 0;
+        @%q bra SPIN;
+        DONE:
+        """
+        assert launch(body, grid=15, block=256, cluster=5)[1].all()
+        with pytest.raises(NotResidentError, match="15 blocks are resident and all wait"):
+            launch(body, grid=20, block=256, cluster=5)

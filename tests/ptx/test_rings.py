@@ -281,12 +281,12 @@ FAULTS = {
     "a tile too many loaded": (
         RING, f"setp.lt.u32 %p1, %r0, {TILES}; // of the consumer",
         f"setp.lt.u32 %p1, %r0, {TILES - 1};", OutlivedError,
-        r"block \(0, 0, 0\) from address 512 on is still being written by the copy",
+        "write by TMA for mbarrier .* of shared address 512, whose block has ended",
     ),
     "stores not waited for before the end": (
         IN_PLACE, "cp.async.bulk.wait_group.read 0;",
         f"setp.lt.u32 %p2, %r0, {CHUNKS - 1};\n@%p2 cp.async.bulk.wait_group.read 0;",
-        OutlivedError, "from address 0 on is still being read by the copy",
+        OutlivedError, "read by bulk stores of warp 0 lane 0 of shared address 0, whose block",
     ),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flash_helpers.ptx.errors import (
+    AbsentBlockError,
     AssertError,
     BarrierError,
     BarrierOperandError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from flash_helpers.ptx.run.observe import Observation, Observer
 
 __all__ = [
+    "AbsentBlockError",
     "AssertError",
     "BarrierError",
     "BarrierOperandError",

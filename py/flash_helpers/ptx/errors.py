@@ -147,6 +147,14 @@ class ProxyError(SimulatorError):
     title = "missing proxy fence"
 
 
+class AbsentBlockError(SimulatorError):
+    """A thread touches shared memory of another block of its cluster when that may not have begun
+    yet, or may have ended (CUDA C++ Programming Guide, "Distributed Shared Memory": all the thread
+    blocks have to exist, and all operations to happen before the exit of a thread block)."""
+
+    title = "block not there"
+
+
 class BarrierError(SimulatorError):
     """A barrier that not all of its threads reach."""
 
@@ -187,9 +195,10 @@ class BulkCopyError(SimulatorError):
 
 
 class OutlivedError(SimulatorError):
-    """A block has ended while a bulk copy still writes its shared memory, or still reads it: no
-    thread has waited for that (PTX ISA 9.0, "cp.async.bulk.wait_group"; of a copy that completes on
-    an mbarrier, "mbarrier.try_wait")."""
+    """A block has ended while a bulk copy may still write its shared memory, or read it: none of
+    its threads knows that it is done (CUDA C++ Programming Guide, "Distributed Shared Memory"; PTX
+    ISA 9.0, "cp.async.bulk.wait_group"; of a copy that completes on an mbarrier,
+    "mbarrier.try_wait")."""
 
     title = "copy not waited for at the end"
 

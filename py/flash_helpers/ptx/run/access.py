@@ -99,6 +99,7 @@ class Port:
     def __init__(self, machine: Machine, instruction: Instruction, size: int) -> None:
         self.machine = machine
         self.position = machine.position
+        self.name = ".".join(instruction.opcode.split(".")[:2])
         self.size = size
         self.shift = size.bit_length() - 1
         self.space = space_of(instruction)
@@ -138,7 +139,9 @@ class Port:
             good[chosen] = True if checked is None else checked
             places[chosen] = machine.shared.offsets(part, some)
         which = np.flatnonzero(good)
-        return lanes[which], places[which], which
+        lanes, places = lanes[which], places[which]
+        machine.shared.presence.check(self.name, self.position, lanes, *machine.shared.at(places))
+        return lanes, places, which
 
     def _not_shared(self, addresses: np.ndarray, selection: Selection) -> None:
         machine = self.machine
@@ -173,10 +176,14 @@ class Port:
         rows = region.offsets(addresses, lanes) >> self.shift
         unwritten = None
         if rows.size and space == "shared":
+            own, mine = ALL, lanes
+            if machine.geometry.cluster > 1:
+                addresses, own, mine = self._reach(action, addresses, lanes)
             unwritten = machine.shared.note(
                 action, position, rows, size, lanes, value, self.strength
             )
-            addresses = self._count_shared(addresses, lanes)
+            if addresses[own].size:
+                machine.tally.shared_access(position, addresses[own], size, machine.counted(mine))
         elif rows.size and space == "global":
             if machine.copies.pending and action not in ("read", "copy"):
                 self._check_sources(action, addresses, lanes)
@@ -187,20 +194,19 @@ class Port:
             machine.poison.touch(action, position, space, addresses, rows, size, lanes, unwritten)
         return region.words(size), rows, good
 
-    def _count_shared(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
-        """Counts accesses to the own block's shared memory. Returns all addresses, without the
-        ranks of their blocks."""
-        machine = self.machine
-        if int(addresses.max()) >> RANK_SHIFT:
-            lanes = machine.lanes_of(selection)
-            own = ~machine.shared.is_remote(addresses, lanes)
-            addresses = machine.shared.resolve(addresses, lanes)[1]
-            if own.any():
-                machine.tally.shared_access(self.position, addresses[own], self.size, lanes[own])
-        else:
-            counted = machine.counted(selection)
-            machine.tally.shared_access(self.position, addresses, self.size, counted)
-        return addresses
+    def _reach(
+        self, action: str, addresses: np.ndarray, selection: Selection
+    ) -> tuple[np.ndarray, Selection, Selection]:
+        """Checks accesses to other blocks of the cluster. Returns the addresses without ranks,
+        which of them are of the own block, and the lanes of these."""
+        if not int(addresses.max()) >> RANK_SHIFT:
+            return addresses, ALL, selection
+        machine, lanes = self.machine, self.machine.lanes_of(selection)
+        blocks, addresses = machine.shared.resolve(addresses, lanes)
+        for tell in (machine.shared.presence.check, machine.shared.presence.record):
+            tell(action, self.position, lanes, blocks, addresses)
+        own = blocks == machine.geometry.block_of(lanes)
+        return addresses, own, lanes[own]
 
     def read(
         self, space: str, addresses: np.ndarray, selection: Selection, action: str = "read"

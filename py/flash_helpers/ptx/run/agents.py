@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flash_helpers.ptx.errors import OutlivedError
 from flash_helpers.ptx.run.boxes import CHUNK, Box, Span
 from flash_helpers.ptx.run.faults import FaultLog
 from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
@@ -260,30 +259,11 @@ class Transfers:
 
     def finish(self) -> None:
         """Ends what no thread has waited for, when all have ended."""
-        for load in self.incoming:
-            if isinstance(load, Load):
-                self._outlived(load, "is still being written by the copy of this instruction")
         self.incoming.clear()
         for store in self._stores():
-            if store.data is None:
-                self._outlived(store, "is still being read by the copy of this instruction")
             self._read(store)
             self._write(store)
         self.groups.clear()
-
-    def _outlived(self, copy: Load | Store, what: str) -> None:
-        block, first = self.shared.geometry.block_of(copy.lane), 0
-        if isinstance(copy, Load):
-            block, first = copy.block, int(copy.rows.min()) * copy.unit
-        else:
-            first = int(copy.chunks.min()) * CHUNK
-        address = first % self.shared.stride
-        detail = (
-            f"shared memory of block {self.shared.geometry.blocks[block]} from address {address} "
-            f"on {what}\n    when all its threads have ended: nobody has waited for it"
-        )
-        thread = self.shared.geometry.thread(copy.lane)
-        self.log.report(OutlivedError, detail, copy.position, thread, address)
 
     def _stores(self) -> Iterator[Store]:
         for groups in self.groups.values():

@@ -120,6 +120,10 @@ def _arrive(machine: Machine, instruction: Instruction) -> Action:
         if number is not None:
             given = number(selection)[which].astype(np.int64)
             counts, sizes = (counts, given) if expects else (given, None)
+        if options["releases"]:
+            machine.shared.presence.record(
+                "mbarrier.arrive", position, lanes, *machine.shared.at(at)
+            )
         states = machine.phases.arrive(position, lanes, at, counts, expects=sizes, **options)
         destination[lanes] = states
 

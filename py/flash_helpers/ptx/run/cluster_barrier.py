@@ -8,6 +8,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import ClusterBarrierError
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.order import Knowledge, Order, join
+from flash_helpers.ptx.run.presence import Presence
 
 
 class ClusterBarrier:
@@ -15,12 +16,11 @@ class ClusterBarrier:
     have arrived. A thread may be at most one phase ahead of another: it has to wait between two
     arrivals."""
 
-    def __init__(self, geometry: Geometry, order: Order, log: FaultLog) -> None:
+    def __init__(self, geometry: Geometry, order: Order, presence: Presence, log: FaultLog) -> None:
         self.geometry = geometry
         self.order = order
+        self.presence = presence
         self.log = log
-        lanes = np.arange(geometry.lanes)
-        self._is_gone = geometry.thread_of(lanes) >= geometry.threads
         clusters = len(geometry.blocks) // geometry.cluster
         self._lanes_of = geometry.lane_at(
             np.arange(clusters)[:, None], np.arange(geometry.lanes_per_cluster)
@@ -70,8 +70,7 @@ class ClusterBarrier:
         )
 
     def end(self, lanes: np.ndarray) -> None:
-        """Threads end: they are not waited for any more."""
-        self._is_gone[lanes] = True
+        """Threads have ended: they are not waited for any more."""
         for cluster, _ in self._by_cluster(lanes):
             if self._told[cluster]:
                 self._end_phase(cluster)
@@ -93,7 +92,7 @@ class ClusterBarrier:
     def _is_missing(self, lanes: np.ndarray) -> np.ndarray:
         """For each lane, whether the current phase of its cluster waits for it."""
         phase = self._phase[self.geometry.cluster_of(lanes)]
-        return (self._arrived[lanes] == phase) & ~self._is_gone[lanes]
+        return (self._arrived[lanes] == phase) & ~self.presence.is_gone[lanes]
 
     def _by_cluster(self, lanes: np.ndarray) -> list[tuple[int, np.ndarray]]:
         clusters = self.geometry.cluster_of(lanes)

@@ -167,7 +167,9 @@ class Machine:
         self.shared = SharedMemory(geometry, size, launch.granule, log)
         if launch.scratch is not None:
             self.shared.initialise(launch.scratch, RESERVED_SMEM_BYTES)
-        self.cluster_barrier = ClusterBarrier(geometry, self.shared.order, log)
+        self.cluster_barrier = ClusterBarrier(
+            geometry, self.shared.order, self.shared.presence, log
+        )
         self.copies = AsyncCopies(self.shared)
         self.local = LocalMemory(self.lanes, launch.local_bytes)
         parameters = launch.parameters
@@ -233,12 +235,14 @@ class Machine:
     def end(self, selection: Selection) -> None:
         """The threads of selected lanes end."""
         lanes = self.lanes_of(selection)
+        ended_blocks = self.shared.presence.end(lanes)
         self.cluster_barrier.end(lanes)
         np.subtract.at(self._live, lanes // WARP, 1)
         warps = np.unique(lanes // WARP)
         ended = warps[self._live[warps] == 0]
         self.warpgroups.end(ended)
         self.register_pool.end(ended)
+        self.shared.end_blocks(ended_blocks)
 
     # -- operands ----------------------------------------------------------------------------------
 

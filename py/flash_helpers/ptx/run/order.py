@@ -131,6 +131,19 @@ class Order:
         each[self._place[warp] == others[:, :, None]] = _OWN
         return each.min(axis=2)
 
+    def has_begun(self, lanes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Whether lanes (n,) of the batch know that the blocks of ranks (n,) of their cluster, of
+        several, have begun."""
+        return self._table[0, self._row_of[lanes], self._begun[ranks]] > 0
+
+    def known_to_any(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Up to which time any of lanes of one block knows others (n,), places of other blocks."""
+        return self._known(self._one_a_row(lanes)[:, None], others).max(axis=0)
+
+    def agent_known_to_any(self, lanes: np.ndarray, agent: int) -> int:
+        """Up to which time any of lanes of the batch knows an agent."""
+        return int(self._table[0, self._row_of[lanes], agent].max())
+
     def unknown(
         self, lanes: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
     ) -> np.ndarray:
@@ -164,6 +177,9 @@ class Order:
             warp = _lanes_of_warps(lanes // WARP)[:, None, :]
             return self._table[0, self._row_of[warp], agents[:, :, None]].min(axis=2)
         return self._table[0, self._row_of[lanes][:, None], agents]
+
+    def _one_a_row(self, lanes: np.ndarray) -> np.ndarray:
+        return lanes[np.unique(self._row_of[lanes], return_index=True)[1]]
 
     def _known(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
         rows = self._row_of[lanes]

@@ -17,6 +17,7 @@ when it first reads.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
     MbarrierError,
+    OutlivedError,
     PendingCopyError,
     ProxyError,
     RaceError,
@@ -34,6 +36,7 @@ from flash_helpers.ptx.errors import (
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import RANK_SHIFT, Region, Selection
 from flash_helpers.ptx.run.order import WEAK, Knowledge, Order, Strength
+from flash_helpers.ptx.run.presence import Presence
 
 # A code says when and where: time above, the instruction's position below.
 _SITE_BITS = 20
@@ -67,6 +70,7 @@ class SharedMemory(Region):
         super().__init__(np.zeros(blocks * self.stride, np.uint8), size, base, "shared memory")
         granules = blocks * self.stride // granule
         self.order = Order(geometry)
+        self.presence = Presence(geometry, self.order, log)
         self.place = geometry.place_of(self.lane_ids).astype(np.uint16)
         self.warp_place = self.place // WARP
         self._lane_bits = np.uint32(1) << (self.lane_ids % WARP).astype(np.uint32)
@@ -79,6 +83,9 @@ class SharedMemory(Region):
         self._agent_reads: dict[int, np.ndarray] = {}
         self._objects = -1
         """The agent that stands for mbarrier objects, once there is one."""
+        # By agent and block: what has not ended, by its code, and what ended last, and when.
+        self._open: defaultdict[tuple[int, int], dict[int, AgentAccess]] = defaultdict(dict)
+        self._ended: dict[tuple[int, int], tuple[int, AgentAccess]] = {}
         self._views: dict[int, _Views] = {}
         self.explain: Callable[[int, int], str] = lambda agent, lane: ""
         """What a lane should know of an agent, in words that follow a complaint about its bytes."""
@@ -93,6 +100,10 @@ class SharedMemory(Region):
         rank = (addresses >> RANK_SHIFT) - 1
         blocks = np.where(rank < 0, own, np.where(rank < size, own - own % size + rank, -1))
         return blocks, np.where(rank < 0, addresses, addresses & ((1 << RANK_SHIFT) - 1))
+
+    def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks of the batch, and addresses in them, of places in `data`."""
+        return np.divmod(places, self.stride)
 
     def is_remote(self, addresses: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """For each address, whether it is of another block than the lane's."""
@@ -113,7 +124,7 @@ class SharedMemory(Region):
 
     def offsets(self, addresses: np.ndarray, selection: Selection) -> np.ndarray:
         """Where in `words` the selected lanes' addresses are, in bytes."""
-        if int(addresses.max(initial=0)) >> RANK_SHIFT:
+        if self.geometry.cluster > 1 and int(addresses.max(initial=0)) >> RANK_SHIFT:
             blocks, at = self.resolve(addresses, self.lane_ids[selection])
             return blocks * self.stride + at
         return super().offsets(addresses, selection)
@@ -253,7 +264,8 @@ class SharedMemory(Region):
         """Checks and records n writes that agents begin; until they `end` their bytes are pending.
 
         agents: (n,), columns of `order`. lanes: (n,), for whom they work. issued: what each knows
-        of what was before: what those know who issue it. granules: (n, m), from `granules_at`.
+        of what was before: what those know who issue it. granules: (n, m), from `granules_at`, of
+        one block each.
         """
         access = self._agent_access("write", position, agents, lanes, issued, granules)
         self._check_agent_writes(access)
@@ -303,7 +315,33 @@ class SharedMemory(Region):
             flag = _BY_AGENT
         # A later access may have taken some of them.
         codes[access.granules[codes[access.granules] == access.code]] = code | flag
+        self.forget(access)
+        self._ended[access.agent, access.block] = self.order.now, access
         return self.order.agent_knowledge(access.agent, access.issued)
+
+    def forget(self, access: AgentAccess) -> None:
+        """It has been told that nobody waits for an access."""
+        self._open[access.agent, access.block].pop(access.code, None)
+
+    def end_blocks(self, blocks: Sequence[int]) -> None:
+        """Blocks of the batch have ended. Reports what agents may still do to their memory."""
+        for block in blocks:
+            own = self.geometry.lanes_of(block)[: self.geometry.threads]
+            left = [a for (_, b), some in self._open.items() if b == block for a in some.values()]
+            left += [
+                access
+                for (agent, b), (time, access) in self._ended.items()
+                if b == block and time > self.order.agent_known_to_any(own, agent)
+            ]
+            for access in left:
+                place, address = self._place(int(access.granules.min()), access.lane)
+                name = self.order.agent_name(access.agent)
+                detail = (
+                    f"{access.action} by {name} of {place}, whose block has ended:\n"
+                    "    none of its threads has waited for it"
+                )
+                thread = self.geometry.thread(access.lane)
+                self.log.report(OutlivedError, detail, access.position, thread, address)
 
     def _agent_access(
         self,
@@ -314,6 +352,8 @@ class SharedMemory(Region):
         issued: Sequence[Knowledge],
         granules: np.ndarray,
     ) -> _AgentAccesses:
+        where = self.at(granules.min(axis=1) * self.granule)
+        self.presence.check(action, position, lanes, *where)
         known, visible = self.order.stacked(issued)
         return _AgentAccesses(action, position, agents, lanes, issued, granules, known, visible)
 
@@ -324,10 +364,14 @@ class SharedMemory(Region):
         flags = _PENDING | (_BY_AGENT if access.action == "write" else 0)
         return times << _SITE_BITS | access.position | flags
 
-    def _begun(self, accesses: _AgentAccesses, codes: np.ndarray) -> list[AgentAccess]:
-        a = accesses
-        columns = zip(a.agents.tolist(), a.issued, a.granules, codes.tolist(), strict=True)
-        return [AgentAccess(a.action, a.position, *column) for column in columns]
+    def _begun(self, a: _AgentAccesses, codes: np.ndarray) -> list[AgentAccess]:
+        blocks = a.granules[:, 0] * self.granule // self.stride
+        whose = (a.agents.tolist(), a.lanes.tolist(), blocks.tolist())
+        rows = zip(*whose, a.issued, a.granules, codes.tolist(), strict=True)
+        accesses = [AgentAccess(a.action, a.position, *row) for row in rows]
+        for access in accesses:
+            self._open[access.agent, access.block][access.code] = access
+        return accesses
 
     def _check_agent_writes(self, access: _AgentAccesses) -> None:
         """Checks accesses by agents against the last weak writes."""
@@ -740,11 +784,14 @@ class _Access:
 @dataclass(frozen=True)
 class AgentAccess:
     """What an agent has begun to do to granules (m,) and not ended. action: "read" or "write".
-    issued: what was known to it. code: marks its granules until it ends."""
+    lane: for whom it works. block: whose granules they are. issued: what was known to it. code:
+    marks its granules until it ends."""
 
     action: str
     position: int
     agent: int
+    lane: int
+    block: int
     issued: Knowledge
     granules: np.ndarray
     code: int

@@ -210,6 +210,9 @@ class Warpgroups:
                 text = "no wgmma.wait_group has waited for this when its warp ends"
                 position = issue.product.position
                 self._report(UnfinishedError, text, position, issue.warps, open_)
+                for owner in np.unique(self._owner_of[issue.warps[open_]]).tolist():
+                    for _, access in self._reads[owner]:
+                        self._shared.forget(access)
         self._issued = [i.some(~np.isin(i.warps, warps)) for i in self._issued]
         self._issued = [i for i in self._issued if i.warps.size]
 
