@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from flash_helpers.console.tables import Table
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, DTYPE, with_parent
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import file_stem
-from flash_helpers.kernel_configs import STEPS
+from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.measure.machine_code import SEQ_LEN
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.ptx_links import ptx_sources
+from flash_helpers.sass.read.records import SourceLine
 from flash_helpers.sass.show.comparison_page import page_facts
 from flash_helpers.sass.show.page import PageKernel, page_html, read_sources
 
@@ -56,6 +58,12 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
 
     Raises SassError, NotBuiltError or OSError if the library has not all of them.
     """
+
+    @functools.cache  # a kernel is shown with its parent, and with each that it is the parent of
+    def ptx_sources_of(config: Config) -> Mapping[int, tuple[SourceLine, ...]]:
+        kernel = evidence.facts(config, DEFAULT_ARCHITECTURE).kernel
+        return ptx_sources(kernel, ptx_path(config).read_text(encoding="utf-8"))
+
     for step in STEPS.values():
         configs = with_parent(step)
         found = [evidence.facts(config, DEFAULT_ARCHITECTURE) for config in configs]
@@ -65,7 +73,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
                 name=name,
                 title=config.step.idea,
                 facts=page_facts(facts, f"length {SEQ_LEN}"),
-                ptx_sources=ptx_sources(facts.kernel, ptx_path(config).read_text(encoding="utf-8")),
+                ptx_sources=ptx_sources_of(config),
             )
             for config, name, facts in zip(configs, names_of(configs), found, strict=True)
         ]

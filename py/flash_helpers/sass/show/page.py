@@ -119,9 +119,13 @@ def page_html(
         ],
         "sources": {path: text for path, text in sources.items() if path in named},
     }
-    data = {f"kernel-{number}": _kernel_data(page) for number, page in enumerate(kernels)}
+    lines = [_ptx_lines(page.kernel) for page in kernels]
+    data = {
+        f"kernel-{number}": _kernel_data(page, lines[number]) for number, page in enumerate(kernels)
+    }
     for number, (before, after) in enumerate(itertools.pairwise(kernels), start=1):
-        data[f"diff-{number}"] = _diff_data(before.kernel, after.kernel, sources)
+        ptx = [line for _, line in lines[number - 1]], [line for _, line in lines[number]]
+        data[f"diff-{number}"] = _diff_data(before.kernel, after.kernel, ptx, sources)
     parts = {
         "title": html.escape(title),
         "style": _asset("page.css"),
@@ -185,7 +189,11 @@ def packed_control(control: Control) -> int:
     return control.stall | control.yields << 4 | write << 5 | read << 8 | control.wait_mask << 11
 
 
-def _kernel_data(page: PageKernel) -> dict[str, Any]:
+_NumberedLines = Sequence[tuple[int, Line]]
+
+
+def _kernel_data(page: PageKernel, lines: _NumberedLines) -> dict[str, Any]:
+    """What the page has of a kernel. lines: of its PTX, as for `_ptx_data`."""
     kernel = page.kernel
     files: _Numbering[str] = _Numbering()
     chains: _Numbering[tuple[SourceLine, ...]] = _Numbering({(): 0})
@@ -207,7 +215,7 @@ def _kernel_data(page: PageKernel) -> dict[str, Any]:
         "target": [_target(i, len(instructions)) for i in instructions],
         "idle": [int(kind not in WORK) for kind in buckets(instructions)],
     }
-    ptx = _ptx_data(page, chains)
+    ptx = _ptx_data(page, lines, chains)
     return {
         "sass": sass,
         "ptx": ptx,
@@ -272,9 +280,10 @@ def _loop_data(kernel: Kernel) -> list[dict[str, int]]:
     return found
 
 
-def _ptx_data(page: PageKernel, chains: _Numbering[tuple[SourceLine, ...]]) -> dict[str, Any]:
+def _ptx_data(
+    page: PageKernel, rows: _NumberedLines, chains: _Numbering[tuple[SourceLine, ...]]
+) -> dict[str, Any]:
     kernel = page.kernel
-    rows = _ptx_lines(kernel)
     phases = [line.phase for _, line in rows]
     made = {i.ptx_line for i in kernel.instructions}
     instructions = {number for number, line in rows if line.opcode is not None}
@@ -322,12 +331,16 @@ def _cuda_lines(kernel: Kernel, text: str) -> list[Line]:
     return [Line(line, name.sub("", " ".join(line.split()))) for line in text.split("\n") if text]
 
 
-def _diff_data(before: Kernel, after: Kernel, sources: Mapping[str, str]) -> dict[str, Any]:
-    """The rows of each pane, as runs; see `_runs`. CUDA: of the kernels' own files. None where one
-    of the two has no text."""
+def _diff_data(
+    before: Kernel,
+    after: Kernel,
+    ptx: tuple[Sequence[Line], Sequence[Line]],
+    sources: Mapping[str, str],
+) -> dict[str, Any]:
+    """The rows of each pane, as runs; see `_runs`. CUDA: of the kernels' own files. ptx: the lines
+    of both. None where one of the two has no text."""
     pair = (before, after)
     cuda = [_cuda_lines(kernel, sources.get(_main_file(kernel), "")) for kernel in pair]
-    ptx = [[line for _, line in _ptx_lines(kernel)] for kernel in pair]
     return {
         "cuda": _runs(line_rows(*cuda)) if all(cuda) else None,
         "ptx": _runs(line_rows(*ptx)) if all(ptx) else None,
