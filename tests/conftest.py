@@ -22,6 +22,8 @@ from flash_helpers.sass.read.records import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANTED = ROOT / "tests/sass/kernels"
+OPT_IN = ("mutants", "seeds")
+"""Markers of tests that run only if -m names them."""
 
 
 def why_no_gpu() -> str | None:
@@ -53,10 +55,11 @@ def pytest_xdist_setupnodes() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "gpu", "mutants")):
+        if not any(item.get_closest_marker(name) for name in ("slow", "gpu", *OPT_IN)):
             item.add_marker("quick")
-    if "mutants" not in config.getoption("markexpr"):
-        items[:] = [item for item in items if not item.get_closest_marker("mutants")]
+    for name in OPT_IN:
+        if name not in config.getoption("markexpr"):
+            items[:] = [item for item in items if not item.get_closest_marker(name)]
     # what takes long begins first, so that no worker is left with it in the end
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     reason = why_no_gpu()
