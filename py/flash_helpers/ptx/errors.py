@@ -162,7 +162,8 @@ class BarrierError(SimulatorError):
 
 
 class BarrierOperandError(BarrierError):
-    """A barrier whose number, or number of threads, no block has."""
+    """A barrier whose number, or number of threads, no block has, or to which more threads come at
+    once than it waits for (PTX ISA 9.0, "barrier": operand b is the number that participates)."""
 
     title = "impossible barrier"
 

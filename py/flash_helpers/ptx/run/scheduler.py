@@ -72,9 +72,11 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Threads of one block that came to a barrier together. knowledge: what they knew then."""
+    """Threads of one block that came to a barrier together. position: of the instruction.
+    knowledge: what they knew then."""
 
     lanes: np.ndarray
+    position: int
     barrier: Barrier
     knowledge: Knowledge
 
@@ -594,7 +596,8 @@ class Scheduler:
             for name in np.unique(names[owners == owner]):
                 chosen = lanes[(owners == owner) & (names == name)]
                 knowledge = self.machine.shared.order.arrive(chosen)
-                self.arrivals[int(owner), int(name)].append(Arrival(chosen, barrier, knowledge))
+                arrival = Arrival(chosen, block.end - 1, barrier, knowledge)
+                self.arrivals[int(owner), int(name)].append(arrival)
                 self._release_if_complete(int(owner), int(name))
 
     def _check_operands(self, barrier: Barrier, position: int, lanes: np.ndarray) -> np.ndarray:
@@ -640,6 +643,7 @@ class Scheduler:
         if not self._is_complete(owner, arrivals):
             return
         del self.arrivals[owner, name]
+        self._check_arrived(owner, name, arrivals)
         waiting = [a.lanes for a in arrivals if a.barrier.waits]
         if waiting:
             released = np.concatenate(waiting)
@@ -670,6 +674,23 @@ class Scheduler:
         missing = (gone & ~arrived).reshape(-1, WARP)[warps].sum()
         came = sum(arrival.lanes.size for arrival in arrivals)
         return came + missing >= self._expected(newest.barrier, newest.lanes)
+
+    def _check_arrived(self, owner: int, name: int, arrivals: Sequence[Arrival]) -> None:
+        """Reports a barrier of a number of threads at which more have come together: which of them
+        it lets go is undefined."""
+        newest = arrivals[-1]
+        if newest.barrier.count is None:
+            return
+        came = sum(arrival.lanes.size for arrival in arrivals)
+        due = self._expected(newest.barrier, newest.lanes)
+        if came > due > WARP:  # one of a warp lets each go by itself
+            position = newest.position
+            thread = self.machine.geometry.thread(newest.lanes[0])
+            detail = (
+                f"{came} threads of block {self.machine.geometry.blocks[owner]} come together to "
+                f"barrier {name}, which waits for {due}"
+            )
+            self.machine.log.report(BarrierOperandError, detail, position, thread)
 
     def _ended(self, owner: int) -> np.ndarray:
         """Lanes of a block whose threads have ended."""
