@@ -737,12 +737,14 @@ class Scheduler:
 
     def _resolve_deadlock(self) -> None:
         """Reports why nobody can run; if faults are collected, lets the waiting go on, or end where
-        some sleep."""
+        some sleep. Lanes that wait for others of their warp, of which none sleeps, come first:
+        sleepers may wait for what these are to do."""
         asleep = np.flatnonzero(self.status == _ASLEEP)
-        if asleep.size:
+        at_sync = np.flatnonzero(self.status == _AT_SYNC)
+        at_sync = at_sync[~np.isin(at_sync // WARP, asleep // WARP)]
+        if asleep.size and not at_sync.size:
             self._end_cluster(asleep)
             return
-        at_sync = np.flatnonzero(self.status == _AT_SYNC)
         if at_sync.size:
             position = int(self.pc[at_sync].min())
             lanes = at_sync[self.pc[at_sync] == position]
