@@ -273,6 +273,34 @@ class AssertError(SimulatorError):
     title = "assertion failed"
 
 
+class Lint(SimulatorError):
+    """Something legal that is seldom meant. Collected in `Run.lints`, never raised."""
+
+    title = "lint"
+
+
+class ZeroFillLint(Lint):
+    """Bytes of a box that lie outside of its tensor, read by a thread or a `wgmma` as data: TMA has
+    filled them (PTX ISA 9.0, "Tensors: Tiled Mode")."""
+
+    title = "filled bytes read as data"
+
+
+class NeverReadLint(Lint):
+    """Bytes that a bulk copy brings to shared memory, and that nobody reads before they are
+    overwritten or the block ends."""
+
+    title = "bytes delivered and never read"
+
+
+class EarlyReleaseLint(Lint):
+    """Memory that a `wgmma` of several warps reads, released after only some of them have waited:
+    right if one warp's `wgmma.wait_group` holds for the warpgroup (PTX ISA 9.0,
+    "wgmma.wait_group": it waits for groups of the executing threads)."""
+
+    title = "released by one warp for others"
+
+
 class NotResidentError(SimulatorError):
     """Blocks that wait for one which begins only when one of them has ended."""
 

@@ -121,6 +121,7 @@ def _run(
             memory=memory,
             keep_going=keep_going,
             strict_barriers=True,
+            lints=True,
             max_instructions=max_instructions,
             progress=advance,
             observer=observer,

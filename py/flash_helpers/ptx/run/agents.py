@@ -38,7 +38,7 @@ class Load:
     lane, position: who issued it, and where. where: place of the mbarrier object that counts its
     bytes, and phase: that was going on. block: whose memory it fills. rows: which of
     `shared.words(unit)`. read: gives what to write there. size: its bytes. accesses: of the copy to
-    shared memory.
+    shared memory. filled: which of its bytes lie outside of a tensor, None for none.
     """
 
     lane: int
@@ -51,6 +51,7 @@ class Load:
     size: int
     read: Callable[[], np.ndarray]
     accesses: Sequence[AgentAccess]
+    filled: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -133,23 +134,26 @@ class Transfers:
         read: Callable[[], np.ndarray],
         issued: Knowledge,
         source: np.ndarray | None = None,
+        filled: np.ndarray | None = None,
     ) -> None:
         """Begins a copy into shared memory, as `Load` has it. issued: what its thread knows.
         source: rows that it reads, if those are in shared memory too."""
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
-        accesses = self.shared.begin_write(
-            position, agents, lanes, [issued], self._granules(rows, unit)[None]
-        )
+        granules, lints = self._granules(rows, unit), self.shared.lints
+        accesses = self.shared.begin_write(position, agents, lanes, [issued], granules[None])
+        if lints is not None:
+            lints.issue(position, lane, granules, issued)
         if source is not None:
-            reading, _ = self.shared.begin_read(
-                position, agents, lanes, [issued], self._granules(source, unit)[None]
-            )
+            origin = self._granules(source, unit)
+            reading, _ = self.shared.begin_read(position, agents, lanes, [issued], origin[None])
             accesses += reading
+            if lints is not None:
+                lints.copy_out(origin)
         found = self.phases.find(position, lanes, where)
         phase = 0 if found is None else found.state.phase
         block, size = where // self.shared.stride, rows.size * unit
-        load = Load(lane, position, where, phase, block, unit, rows, size, read, accesses)
-        self.incoming.append(load)
+        load = (lane, position, where, phase, block, unit, rows, size, read, accesses, filled)
+        self.incoming.append(Load(*load))
 
     def store(
         self,
@@ -170,6 +174,8 @@ class Transfers:
         (access,), unwritten = self.shared.begin_read(
             position, np.array([agent]), lanes, [issued], granules[None]
         )
+        if self.shared.lints is not None:
+            self.shared.lints.copy_out(granules)
         inside = np.ones(granules.size, bool)
         if not target.is_whole:
             inside = ~target.filled.reshape(granules.size, -1).all(axis=1)
@@ -264,6 +270,8 @@ class Transfers:
             self._read(store)
             self._write(store)
         self.groups.clear()
+        if self.shared.lints is not None:
+            self.shared.lints.finish()
 
     def _stores(self) -> Iterator[Store]:
         for groups in self.groups.values():
@@ -282,7 +290,10 @@ class Transfers:
     def _fill(self, load: Load) -> None:
         words = self.shared.words(load.unit)
         words[load.rows] = load.read().view(words.dtype).reshape(load.rows.size, *words.shape[1:])
-        self.poison.copied_in(self._granules(load.rows, load.unit))
+        granules = self._granules(load.rows, load.unit)
+        self.poison.copied_in(granules)
+        if self.shared.lints is not None:
+            self.shared.lints.deliver(load.position, load.lane, granules, load.filled)
         for access in load.accesses:
             self.shared.end(access)
         # What its thread knew when it issued the copy is not handed on.

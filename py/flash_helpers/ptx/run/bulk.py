@@ -194,9 +194,11 @@ class _Copy:
             mine, wheres, _ = objects(lanes)
             if not mine.size:
                 return
-            where, source = int(wheres[0]), None
+            where, source, filled = int(wheres[0]), None, None
             if tensor is not None:
                 piece = self._box(tensor, lanes)
+                if shared.lints is not None and not piece.is_whole:
+                    filled = piece.filled
                 chunks = self._chunks_of(piece, place)
             else:
                 count = int(pick(size, lanes)[0])
@@ -234,6 +236,7 @@ class _Copy:
                     read,
                     issued,
                     source,
+                    filled,
                 )
 
         return self._each(issue)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.errors import SimulatorError, Site, Thread
+from flash_helpers.ptx.errors import Lint, SimulatorError, Site, Thread
 from flash_helpers.ptx.read.flow import Program
 
 Lanes = np.ndarray | int
@@ -22,10 +22,12 @@ class FaultLog:
     program: Program
     keep_going: bool
     faults: dict[tuple[type[SimulatorError], Site], SimulatorError] = field(default_factory=dict)
+    lints: dict[tuple[type[Lint], Site], Lint] = field(default_factory=dict)
 
-    def go_on_with(self, faults: Iterable[SimulatorError]) -> None:
-        """Adds faults of an earlier launch of the kernel, which count on."""
+    def go_on_with(self, faults: Iterable[SimulatorError], lints: Iterable[Lint]) -> None:
+        """Adds those of an earlier launch of the kernel, which count on."""
         self.faults |= {(type(fault), fault.site): fault for fault in faults}
+        self.lints |= {(type(lint), lint.site): lint for lint in lints}
 
     def site(self, position: int) -> Site:
         """Where in the kernel an instruction of the program stands."""
@@ -58,6 +60,14 @@ class FaultLog:
         if not self.keep_going:
             raise error
         self.faults[kind, site] = error
+
+    def lint(
+        self, kind: type[Lint], detail: str, position: int, thread: Thread, address: int
+    ) -> None:
+        """Adds a lint to the log, one for each instruction and kind."""
+        site = self.site(position)
+        known = self.lints.setdefault((kind, site), kind(detail, site, thread, address, 0))
+        known.count += 1
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from flash_helpers import gpu
 from flash_helpers.console.file_kinds import FileKind, kind_of, mistaken
 from flash_helpers.ptx.errors import (
     LaunchError,
+    Lint,
     NotPtxError,
     PtxSyntaxError,
     SimulatorError,
@@ -64,13 +65,14 @@ DEFAULT_MAX_INSTRUCTIONS = 20_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """A finished launch. n_blocks: that have run. faults: those that `keep_going` collected, one
-    for each instruction and kind."""
+    """A finished launch. n_blocks: that have run. faults: those that `keep_going` collected, and
+    lints: what is suspicious, if it was asked for; one for each instruction and kind."""
 
     kernel: str
     n_blocks: int
     counters: Counters
     faults: tuple[SimulatorError, ...]
+    lints: tuple[Lint, ...] = ()
 
     def __repr__(self) -> str:
         total = self.counters.total
@@ -90,8 +92,8 @@ class Run:
         return self.counters.by_line()
 
     def report(self) -> str:
-        """The collected faults as text."""
-        return "\n".join(str(fault) for fault in self.faults)
+        """The collected faults and lints as text."""
+        return "\n".join(map(str, (*self.faults, *self.lints)))
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class Kernel:
         keep_going: bool = False,
         strict_barriers: bool = False,
         strict_wgmma: bool = False,
+        lints: bool = False,
         registers: int | None = None,
         max_instructions: int = DEFAULT_MAX_INSTRUCTIONS,
         progress: Progress | None = None,
@@ -198,7 +201,8 @@ class Kernel:
         strict_barriers: a barrier that waits for the whole block is a fault if a thread has ended
         before it; from compute capability 7.0 on it waits for the others only. strict_wgmma: a
         wgmma.wait_group waits for its own warp's part of the products alone, not for that of the
-        warpgroup. registers: of a thread when the kernel begins, as ptxas reports them, for
+        warpgroup. lints: collect in `Run.lints` what is legal and suspicious (`errors.Lint`).
+        registers: of a thread when the kernel begins, as ptxas reports them, for
         setmaxnreg; by its directives if None (`register_pool.entry_registers`).
         max_instructions: a warp that runs more raises InstructionLimitError. progress: called with
         the number of blocks done and the number of blocks. observer: is shown registers and shared
@@ -226,13 +230,13 @@ class Kernel:
         launch = self._launch(grid3, block3, shared_bytes, args, memory, target)
         if registers is None:
             registers = entry_registers(self.function)
-        more = {"strict_wgmma": strict_wgmma, "registers": registers}
+        more = {"strict_wgmma": strict_wgmma, "lints": lints, "registers": registers}
         launch = replace(launch, cluster=cluster3, output=output, seed=seed, **more)
         log = FaultLog(self.program, keep_going)
         tally, n_blocks = Tally(self.program), math.prod(grid3)
         if before is not None:
             tally, n_blocks = before.counters.tally, n_blocks + before.n_blocks
-            log.go_on_with(before.faults)
+            log.go_on_with(before.faults, before.lints)
         blocks = _by_cluster(grid3, cluster3 or (1, 1, 1))
         cluster_size = math.prod(cluster3 or ())
         n_batches = max(1, round(len(blocks) * _aligned(threads, gpu.WARP) / _BATCH_LANES))
@@ -261,7 +265,8 @@ class Kernel:
                 ended,
                 cluster_size,
             )
-        return Run(self.name, n_blocks, Counters(tally), tuple(log.faults.values()))
+        found = (tuple(log.faults.values()), tuple(log.lints.values()))
+        return Run(self.name, n_blocks, Counters(tally), *found)
 
     def _check_launch(
         self,

@@ -34,6 +34,7 @@ from flash_helpers.ptx.run.agents import Transfers
 from flash_helpers.ptx.run.cluster_barrier import ClusterBarrier
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
+from flash_helpers.ptx.run.lints import Lints
 from flash_helpers.ptx.run.memory import ALL, DeviceMemory, LocalMemory, Region, Selection
 from flash_helpers.ptx.run.pending import AsyncCopies
 from flash_helpers.ptx.run.phases import Phases
@@ -105,8 +106,8 @@ class Launch:
     None if the kernel does not ask. workspace: address of the memory that a grid synchronises
     through; 0 if it does not. seed: of the order in which asynchronous work is done; None for as
     late as can be. strict_wgmma: each warp retires the products of `wgmma` alone. registers: of a
-    thread, when the kernel begins; None if not known. output: what printf writes to; None for
-    standard output.
+    thread, when the kernel begins; None if not known. lints: what is suspicious is collected.
+    output: what printf writes to; None for standard output.
     """
 
     grid: tuple[int, int, int]
@@ -126,6 +127,7 @@ class Launch:
     seed: int | None = None
     strict_wgmma: bool = False
     registers: int | None = None
+    lints: bool = False
 
 
 _ADDRESS = (1 << 64) - 1
@@ -134,6 +136,12 @@ _ADDRESS = (1 << 64) - 1
 def pick(array: np.ndarray, selection: Selection) -> np.ndarray:
     """The selected lanes of a source, which may be one value for all lanes."""
     return array if array.shape[0] == 1 else array[selection]
+
+
+def _has_agents(program: Program) -> bool:
+    """Whether it has instructions of TMA or wgmma."""
+    marks = {"wgmma": "sync", "cp": "bulk", "st": "async"}
+    return any(i.name in marks and i.has(marks[i.name]) for i in program.instructions)
 
 
 def warp_masks(lanes: np.ndarray) -> np.ndarray:
@@ -189,6 +197,9 @@ class Machine:
         if launch.seed is not None:
             random = np.random.default_rng((launch.seed, *geometry.blocks[0]))
         self.phases = Phases(self.shared, log, random)
+        if launch.lints and _has_agents(program):
+            order, granule, stride = self.shared.order, self.shared.granule, self.shared.stride
+            self.shared.lints = Lints(geometry, order, self.phases, log, granule, stride)
         self.transfers = Transfers(
             self.shared, memory, self.phases, self.poison, self.copies, log, random
         )

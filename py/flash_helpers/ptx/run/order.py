@@ -373,6 +373,13 @@ class Order:
         rows = np.arange(len(known))[:, None]
         return np.maximum(known[rows, places // WARP], known[rows, self._column_of[places]])
 
+    def warps_in(self, knowledge: Knowledge) -> np.ndarray:
+        """Up to which time each warp of the cluster is known, (warps,): what any of its lanes did
+        that is known, and what all of them do together."""
+        known = self.stacked([knowledge])[0, 0]
+        each = known[self._column_of].reshape(-1, WARP).max(axis=1)
+        return np.maximum(known[: each.size], each)
+
     def unknown_in(
         self, known: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
     ) -> np.ndarray:

@@ -55,6 +55,8 @@ class Phases:
         self.objects: dict[int, Phased] = {}
         self.wanted: set[int] = set()
         self.version = 0
+        self.passed: dict[int, Phased] = {}
+        """By lane, the object that it last saw a phase of complete."""
         self._agents: dict[tuple[int, int], int] = {}
         self._given_up = np.zeros(shared.lane_ids.size, bool)
         shared.explain = self._explain
@@ -270,6 +272,7 @@ class Phases:
         state = found.state
         state.observe()
         found.seen.update(dict.fromkeys(lanes.tolist(), (state.phase, position)))
+        self.passed.update(dict.fromkeys(lanes.tolist(), found))
         if acquires and state.released:
             state.released = [join(state.released)]
             self.order.acquire(lanes, state.released)

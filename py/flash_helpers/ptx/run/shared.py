@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.memory import RANK_SHIFT, Region, Selection
 from flash_helpers.ptx.run.order import WEAK, Knowledge, Order, Strength
 from flash_helpers.ptx.run.presence import Presence
+
+if TYPE_CHECKING:
+    from flash_helpers.ptx.run.lints import Lints
 
 # A code says when and where: time above, the instruction's position below.
 _SITE_BITS = 20
@@ -89,6 +93,7 @@ class SharedMemory(Region):
         self._views: dict[int, _Views] = {}
         self.explain: Callable[[int, int], str] = lambda agent, lane: ""
         """What a lane should know of an agent, in words that follow a complaint about its bytes."""
+        self.lints: Lints | None = None
 
     # -- addresses ---------------------------------------------------------------------------------
 
@@ -175,6 +180,8 @@ class SharedMemory(Region):
         granules), or None.
         """
         view = self._view(size)
+        if self.lints is not None:
+            self.lints.touch(action, position, rows, view.width, self.lane_ids[selection])
         told = {"copy": "write", "matrix read": "read"}.get(action, action)
         access = _Access(told, position, rows, view, selection, action == "matrix read")
         written = view.written[rows]

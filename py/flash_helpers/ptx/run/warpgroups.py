@@ -162,6 +162,8 @@ class Warpgroups:
         np.maximum.at(limits, owners, targets)
         self._compute(limits)
         self.registers.waited(warps, targets)
+        if self._shared.lints is not None:
+            self._shared.lints.wait(warps, targets)
         for owner in np.unique(owners).tolist():
             self._end_reads(owner, int(limits[owner]))
             known = np.zeros((1, self._agent(owner) + 1), np.int64)
@@ -283,6 +285,14 @@ class Warpgroups:
             self._reads[owner].append((group, access))
         if unwritten is not None:
             self._poison.start()
+        if self._shared.lints is not None:
+            # Of B each warp reads what the first of its owner does.
+            i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
+            if which.size == issue.warps.size:
+                i = j = np.arange(which.size)
+            self._shared.lints.multiply(
+                issue.product.position, issue.warps[i], issue.groups[i], granules[j]
+            )
 
     def _agent(self, owner: int) -> int:
         block, number = owner % len(self._geometry.blocks), owner // len(self._geometry.blocks)

@@ -1,0 +1,190 @@
+"""What is legal and suspicious: lints, in kernels of Hopper's units with and without mistakes."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from fake_backend import ROOT
+from hopper_faults import (
+    HAZARDS,
+    Case,
+    Edit,
+    Fault,
+    module_of,
+    only,
+    plant,
+    source_of,
+    swap,
+)
+from tma_snippets import EXPECT, INIT, LOAD, run, wait
+
+from flash_helpers.ptx import (
+    DeviceMemory,
+    EarlyReleaseLint,
+    Lint,
+    NeverReadLint,
+    Run,
+    ZeroFillLint,
+    load_ptx,
+)
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from hopper_cases import WHOLE, gemm, gemm_a_registers
+
+KINDS = {"zero fill lint": ZeroFillLint, "never read lint": NeverReadLint}
+
+
+def launched(case: Case, text: str | None = None, **options: object) -> Run:
+    """The run of a case, of its own PTX or another."""
+    memory = DeviceMemory()
+    addresses = {name: memory.upload(buffer) for name, buffer in case.buffers.items()}
+    module = module_of(case.module) if text is None else load_ptx(text)
+    return module.kernel(case.kernel).launch(
+        case.grid,
+        case.block,
+        case.shared_bytes,
+        case.bind(addresses, lambda tensor_map: tensor_map.encode()),
+        memory,
+        cluster=case.cluster,
+        **options,
+    )
+
+
+def linted(planted: Fault, cases: dict[str, Case] = WHOLE) -> tuple[Lint, ...]:
+    case = planted.launch(cases[planted.case])
+    return launched(case, plant(planted), lints=True).lints
+
+
+def lines_of(lint: Lint, case: Case) -> list[str]:
+    """The lines of the .cu file that a lint names as its place."""
+    source = source_of(case)
+    numbers = re.findall(rf"{case.module}\.cu:(\d+)", lint.site.source)
+    return [source[int(number) - 1] for number in numbers]
+
+
+PLANTED = {
+    name: planted
+    for faults in HAZARDS.values()
+    for name, planted in faults.items()
+    if planted.error in KINDS
+}
+RELEASES = r"mbarrier\.arrive\."
+
+
+def released_by(count: int, register: str) -> tuple[Edit, ...]:
+    """The slots of gemm_bf16 are released by the first of each group of threads, so many in all."""
+    return (
+        Edit("init(empty + 8 * s, 128)", r"mbarrier\.init", swap(r"%r\d+;", f"{count};")),
+        Edit("arrive(last)", RELEASES, only(register, "lt 1")),
+    )
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("name", PLANTED)
+    def test_are_found_where_they_are(self, name: str) -> None:
+        planted = PLANTED[name]
+        mine = [lint for lint in linted(planted) if type(lint) is KINDS[planted.error]]
+        case = WHOLE[planted.case]
+        assert any(planted.at in line for lint in mine for line in lines_of(lint, case))
+
+    @pytest.mark.parametrize(
+        ("name", "at", "opcode"),
+        [
+            ("gemm_a_registers", "load_fragment(a, 4 * step", "ldmatrix"),
+            ("scale_tiles", "four", "ld.shared"),
+            ("gemm_bf16", "wgmma<T>(acc, a + advance", "wgmma"),
+        ],
+    )
+    def test_what_lies_outside_of_a_tensor_is_read(self, name: str, at: str, opcode: str) -> None:
+        found = [x for x in launched(WHOLE[name], lints=True).lints if isinstance(x, ZeroFillLint)]
+        lines = [
+            line for x in found if opcode in x.site.opcode for line in lines_of(x, WHOLE[name])
+        ]
+        assert any(at in line for line in lines)
+        assert "lies outside of the tensor" in str(found[0])
+
+    def test_one_warp_releases_for_its_warpgroup(self) -> None:
+        case = WHOLE["attention_bf16"]
+        found = launched(case, lints=True).lints
+        assert {type(lint) for lint in found} == {EarlyReleaseLint}
+        assert all("arrive(barrier)" in "".join(lines_of(x, case)) for x in found)
+        assert "warps 1, 2, 3, 5, 6, 7 of its block" in str(found[0])
+
+    def test_one_thread_releases_for_its_warpgroup(self) -> None:
+        planted = Fault("gemm_bf16", released_by(1, "%tid.x"), "", "")
+        cases = {"gemm_bf16": gemm("gemm_bf16", "bf16", 4, 64, 128, 448)}
+        (lint,) = linted(planted, cases)
+        assert type(lint) is EarlyReleaseLint
+        assert "warps 1, 2, 3 of its block" in str(lint)
+        assert "arrive(last)" in "".join(lines_of(lint, cases["gemm_bf16"]))
+
+
+class TestNone:
+    """Nothing is said where nothing is suspicious."""
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            gemm("gemm_bf16", "bf16", 4, 64, 128, 448),
+            gemm_a_registers(64, 128, 192),
+            WHOLE["copy_bytes"],
+            WHOLE["cluster_shift"],
+            WHOLE["hand_over"],
+        ],
+        ids=lambda case: case.kernel,
+    )
+    def test_of_kernels_whose_tensors_are_multiples_of_boxes(self, case: Case) -> None:
+        assert launched(case, lints=True).lints == ()
+
+    def test_of_a_slot_that_each_warp_releases(self) -> None:
+        planted = Fault("gemm_bf16", released_by(4, "%laneid"), "", "")
+        assert linted(planted, {"gemm_bf16": gemm("gemm_bf16", "bf16", 4, 64, 128, 448)}) == ()
+
+    def test_unless_asked_for(self) -> None:
+        assert launched(WHOLE["scale_tiles"]).lints == ()
+
+
+class TestBytes:
+    BODY = f"""@%p0 {INIT} [bar], 1;
+    bar.sync 0;
+    @%p0 {EXPECT} [bar], 512;
+    @%p0 {LOAD} [smem], [%rd2, {{0, 62}}], [bar];
+    {{wait}}
+    shl.b32 %r1, %tid, 2;
+    mov.u32 %r2, smem;
+    add.u32 %r1, %r1, %r2;
+    {{read}}"""
+    """A box of 4 rows of 128 bytes, the last two of which are beyond the end."""
+
+    def lints(self, read: str) -> dict[type[Lint], Lint]:
+        body = self.BODY.replace("{wait}", wait("bar", 0)).replace("{read}", read)
+        return {type(lint): lint for lint in run(body, lints=True)[0].lints}
+
+    def test_read_within_the_tensor(self) -> None:
+        assert self.lints("ld.shared.u32 %r3, [%r1];") == {}
+
+    def test_read_beyond_its_end(self) -> None:
+        found = self.lints("ld.shared.u32 %r3, [%r1]; ld.shared.u32 %r4, [%r1+252];")
+        lint = found.pop(ZeroFillLint)
+        assert (found, lint.thread.lane, lint.address) == ({}, 1, 256)
+        assert lint.site.opcode == "ld.shared.u32"
+
+    def test_overwritten_by_a_thread(self) -> None:
+        lint = self.lints("st.shared.u32 [%r1], %tid;")
+        assert set(lint) == {NeverReadLint}
+        assert "have not been read when they are overwritten at" in str(lint[NeverReadLint])
+
+    def test_never_read(self) -> None:
+        lint = self.lints("")[NeverReadLint]
+        assert "256 of the bytes" in str(lint)
+        assert "when its block ends" in str(lint)
+        assert (lint.address, lint.count, lint.thread.lane) == (0, 1, 0)
+
+    def test_are_reported_with_the_faults(self) -> None:
+        body = self.BODY.replace("{wait}", wait("bar", 0)).replace("{read}", "")
+        found = run(body, lints=True)[0]
+        assert found.report() == str(found.lints[0])
+        assert found.report().startswith("bytes delivered and never read: 256 of")
