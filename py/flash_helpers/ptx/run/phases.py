@@ -55,6 +55,8 @@ class Phases:
         self.objects: dict[int, Phased] = {}
         self.wanted: set[int] = set()
         self.version = 0
+        self._ended: dict[int, int] = {}
+        """Of objects that mbarrier.inval has ended: by which instruction."""
         self.passed: dict[int, Phased] = {}
         """By lane, the object that it last saw a phase of complete."""
         self._agents: dict[tuple[int, int], int] = {}
@@ -119,6 +121,8 @@ class Phases:
         for lane, where in zip(lanes.tolist(), places.tolist(), strict=True):
             if self.find(position, np.array([lane]), where) is not None:
                 del self.objects[where]
+                self._ended[where] = position
+                self.version += 1
                 rows = np.array([where // MBARRIER_BYTES])
                 self.shared.let_go(position, np.array([lane]), rows)
 
@@ -284,7 +288,11 @@ class Phases:
         found = self.objects.get(where)
         if found is None:
             with self._reported(position, int(lanes[0]), where):
-                raise MbarrierMisuse("there is no mbarrier object: mbarrier.init has not made one")
+                why = "mbarrier.init has not made one"
+                if where in self._ended:
+                    site = self.log.site(self._ended[where])
+                    why = f"mbarrier.inval has ended it at {site}"
+                raise MbarrierMisuse(f"there is no mbarrier object: {why}")
             return None
         since, maker, made_at, agent = found.made
         known = self.order.known_of_agents(lanes, np.full((lanes.size, 1), agent))[:, 0]
