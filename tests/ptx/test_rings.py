@@ -240,7 +240,7 @@ FAULTS = {
     # -- waits without an end
     "fewer bytes expected than come": (
         RING, f"{EXPECT} [%r4], 512;", f"{EXPECT} [%r4], 256;", DeadlockError,
-        r"1 threads \(warp 0.*parity 0 of the mbarrier at .*\(256 expected, 512 came\)",
+        r"1 thread \(warp 0.*waits\n.*parity 0 of the mbarrier at .*\(256 expected, 512 came\)",
     ),
     "more bytes expected than come": (
         IN_PLACE, f"{EXPECT} [bar], 512;", f"{EXPECT} [bar], 528;", DeadlockError,

@@ -798,12 +798,19 @@ class Scheduler:
             warps = np.unique(geometry.warp_of(lanes)).tolist()
             named = f"warp {warps[0]}" if len(warps) == 1 else f"warps {', '.join(map(str, warps))}"
             told.append(
-                f"{lanes.size} threads ({named} of block {geometry.blocks[owner]}) wait\n"
+                f"{_threads(lanes.size)} ({named} of block {geometry.blocks[owner]}) "
+                f"{'waits' if lanes.size == 1 else 'wait'}\n"
                 f"      {reason}\n      at {log.site(position)}"
             )
         owners = range(cluster * geometry.cluster, (cluster + 1) * geometry.cluster)
         ended = sum(self._ended(owner).size for owner in owners)
-        detail = "\n    ".join(["nobody can go on", *told, f"{ended} threads have ended"])
+        detail = "\n    ".join(
+            [
+                "nobody can go on",
+                *told,
+                f"{_threads(ended)} {'has' if ended == 1 else 'have'} ended",
+            ]
+        )
         first = int(asleep[0])
         log.report(DeadlockError, detail, int(self.pc[first]), geometry.thread(first))
         for key in [k for k in self.arrivals if k[0] in owners]:
@@ -820,6 +827,10 @@ class Scheduler:
         self.machine.log.report(
             MissingLanesError, detail, position, self.machine.geometry.thread(lanes[0])
         )
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"
 
 
 def _nothing(selection: Selection | None = None) -> None:
