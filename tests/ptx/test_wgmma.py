@@ -14,6 +14,7 @@ from flash_helpers.ptx import (
     Phase,
     ProxyError,
     RaceError,
+    UnfinishedError,
     UninitialisedReadError,
     UnsupportedInstruction,
 )
@@ -444,3 +445,49 @@ class TestRefused:
         _, _, rest = operands(8)
         with pytest.raises(UnsupportedInstruction):
             Snippet(FENCE + mma("%A", "%B", rest=literals), **rest).run()
+
+
+class TestSeeds:
+    """A fifth warp is kept busy, so that there are moments at which products may be computed."""
+
+    BUSY = """
+    setp.lt.u32 %p, %thread, 128;
+    @%p bra MULTIPLY;
+    mov.u32 %r8, 0;
+    MORE:
+    add.u32 %r8, %r8, 1;
+    setp.lt.u32 %q, %r8, 20;
+    @%q bra MORE;
+    bra READY;
+    MULTIPLY:
+    """
+
+    def products(self, seed, between="", last=WAIT, **options):
+        a, b, rest = operands(8)
+        pause = "mov.u32 %r9, 0;\nWAIT_A_BIT: add.u32 %r9, %r9, 1;\nsetp.lt.u32 %q, %r9, 20;\n"
+        pause += "@%q bra WAIT_A_BIT;\n"
+        steps = 3 * (mma("%A", "%B") + COMMIT)
+        body = self.BUSY + fill(3, 4) + FENCE + steps + pause + between + last + "\nREADY:"
+        outputs = 4 if last else 0
+        result = Snippet(body, outputs=outputs, **rest).run(160, seed=seed, **options)
+        return a, b, result
+
+    @pytest.mark.parametrize("seed", [None, *range(5)])
+    def test_do_not_change_the_result(self, seed):
+        a, b, result = self.products(seed)
+        assert (result.matrix(160) == 3 * (a @ b.T) + 3).all()
+
+    def test_decide_when_products_are_computed(self):
+        """Seen in what they should not do: read what is overwritten while they may read it."""
+        found = set()
+        overwrite = "setp.lt.u32 %p, %thread, 1; @%p st.shared.u64 [2048], 0;\n"
+        for seed in (None, *range(8)):
+            a, b, result = self.products(seed, overwrite, keep_going=True)
+            assert RaceError in {type(fault) for fault in result.run.faults}
+            found.add(result.matrix(160).tobytes() == (3 * (a @ b.T) + 3).astype("f4").tobytes())
+        assert found == {True, False}
+
+    @pytest.mark.parametrize("seed", [None, *range(5)])
+    def test_none_ends_before_it_was_waited_for(self, seed):
+        with pytest.raises(UnfinishedError):
+            self.products(seed, last="")

@@ -25,7 +25,7 @@ from flash_helpers.ptx.run.phases import Phases
 from flash_helpers.ptx.run.poison import Poison
 from flash_helpers.ptx.run.shared import AgentAccess, SharedMemory
 
-_CHANCE = 0.25
+CHANCE = 0.25
 """Of a step of the threads that pending work is done after it, where that is random."""
 
 Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -247,7 +247,7 @@ class Transfers:
 
     def step(self) -> None:
         """Perhaps does something that is pending."""
-        if self.random is None or self.random.random() > _CHANCE:
+        if self.random is None or self.random.random() > CHANCE:
             return
         stores = [s for s in self._stores() if not s.is_written]
         n = len(self.incoming) + len(stores)

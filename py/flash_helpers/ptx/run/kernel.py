@@ -209,8 +209,9 @@ class Kernel:
         memory while the kernel runs. target: compute capability whose limits the launch must keep,
         such as sm_90a; the module's own if None. before: a run of this kernel whose counts and
         faults this one goes on with; it is used up. output: what the kernel's printf writes to, in
-        place of standard output. seed: bulk copies complete at random times, and mbarrier.try_wait
-        gives up at random, by this; without it copies complete as late as can be.
+        place of standard output. seed: bulk copies and products of wgmma complete at
+        random times, and mbarrier.try_wait gives up at random, by this; without it they complete as
+        late as can be.
 
         A kernel that synchronises its grid (it reads %envreg1 and 2, as cooperative groups do) is
         launched cooperatively: all of its blocks are resident together.

@@ -204,7 +204,13 @@ class Machine:
             self.shared, memory, self.phases, self.poison, self.copies, log, random
         )
         self.warpgroups = Warpgroups(
-            geometry, program, self.shared, self.poison, log, strict=launch.strict_wgmma
+            geometry,
+            program,
+            self.shared,
+            self.poison,
+            log,
+            strict=launch.strict_wgmma,
+            random=random,
         )
         self.register_pool = RegisterPool(geometry, self.shared.order, log, launch.registers)
         # Threads of each warp that have not ended.

@@ -360,6 +360,7 @@ class Scheduler:
                 continue
             self._steps += 1
             machine.transfers.step()
+            machine.warpgroups.step()
             if self._steps % self.fairness:
                 position = int(self.pc[running].min())
             else:

@@ -4,7 +4,8 @@ Warpgroup Level Matrix Multiply-Accumulate Instructions").
 A warp issues a product and commits it to a group. From then on until the group retires the product
 may read its matrices: an agent reads their bytes of shared memory, and nobody may touch its
 registers (`wgmma_registers`). It is computed at the latest moment that is allowed, when the group
-retires, the 16 rows of each warp by themselves.
+retires, the 16 rows of each warp by themselves; or at a random moment before, once the warps that
+retire together have committed it.
 
 A group retires for the whole warpgroup as soon as one of its warps has waited for it, and that warp
 waits until all four have committed the group. Where warps retire alone (`strict`), each waits for
@@ -28,6 +29,7 @@ from flash_helpers.ptx.errors import (
     WarpgroupError,
 )
 from flash_helpers.ptx.read.flow import Program
+from flash_helpers.ptx.run.agents import CHANCE
 from flash_helpers.ptx.run.descriptors import CHUNK, MatrixOperand
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.order import Knowledge
@@ -103,12 +105,14 @@ class Warpgroups:
         log: FaultLog,
         *,
         strict: bool,
+        random: np.random.Generator | None = None,
     ) -> None:
         self._geometry = geometry
         self._shared = shared
         self._poison = poison
         self._log = log
         self.strict = strict
+        self._random = random
         self.registers = RegisterWatch(program, geometry, log)
         self._together = Together(geometry, log, values=3)
         self.committed = np.zeros(self._together.ended.size, np.int64)
@@ -118,6 +122,8 @@ class Warpgroups:
         if strict:
             self._owner_of = np.arange(geometry.warps)
         self._issued: list[Issue] = []
+        # Those that were computed early, until somebody has waited for them.
+        self._early: list[Issue] = []
         self._reads: dict[int, list[tuple[int, AgentAccess]]] = defaultdict(list)
         # Up to when the reads of each owner are over.
         self._over = np.zeros(int(self._owner_of.max()) + 1, np.int64)
@@ -161,6 +167,7 @@ class Warpgroups:
         limits = np.zeros(self._over.size, np.int64)
         np.maximum.at(limits, owners, targets)
         self._compute(limits)
+        self._early, _ = self._parted(self._early, limits)
         self.registers.waited(warps, targets)
         if self._shared.lints is not None:
             self._shared.lints.wait(warps, targets)
@@ -206,7 +213,7 @@ class Warpgroups:
     def end(self, warps: np.ndarray) -> None:
         """All threads of warps end."""
         self._together.end(warps)
-        for issue in self._issued:
+        for issue in (*self._early, *self._issued):
             open_ = np.isin(issue.warps, warps)
             if open_.any():
                 text = "no wgmma.wait_group has waited for this when its warp ends"
@@ -215,8 +222,22 @@ class Warpgroups:
                 for owner in np.unique(self._owner_of[issue.warps[open_]]).tolist():
                     for _, access in self._reads[owner]:
                         self._shared.forget(access)
-        self._issued = [i.some(~np.isin(i.warps, warps)) for i in self._issued]
-        self._issued = [i for i in self._issued if i.warps.size]
+        for issues in (self._early, self._issued):
+            left = [i.some(~np.isin(i.warps, warps)) for i in issues]
+            issues[:] = [i for i in left if i.warps.size]
+
+    def step(self) -> None:
+        """Perhaps computes some of the products that nobody has waited for."""
+        if self._random is None or not self._issued or self._random.random() > CHANCE:
+            return
+        issue = self._issued[int(self._random.integers(len(self._issued)))]
+        i = int(self._random.integers(issue.warps.size))
+        owner, limit = self._owner_of[issue.warps[i]], issue.groups[i] + 1
+        mates = self._owner_of == owner
+        if (self.committed[mates] >= limit).all():
+            limits = np.zeros(self._over.size, np.int64)
+            limits[owner] = limit
+            self._early += self._compute(limits)
 
     def _record(self, position: int, warps: np.ndarray, *values: np.ndarray) -> np.ndarray:
         none = np.zeros(warps.size, np.uint64)
@@ -311,28 +332,34 @@ class Warpgroups:
 
     # -- what they compute -------------------------------------------------------------------------
 
-    def _compute(self, limits: np.ndarray) -> None:
-        """Computes the products of all groups before a limit, by their owner."""
-        left, chain = [], None
-        for issue in self._issued:
-            due = issue.groups < limits[self._owner_of[issue.warps]]
-            if not due.any():
-                left.append(issue)
-                continue
-            now = issue
-            if not due.all():
-                now = issue.some(due)
-                left.append(issue.some(~due))
-            if chain is None or not chain.goes_on_with(now):
+    def _compute(self, limits: np.ndarray) -> list[Issue]:
+        """Computes the products of all groups before a limit, by their owner; these products."""
+        self._issued, due = self._parted(self._issued, limits)
+        chain = None
+        for issue in due:
+            if chain is None or not chain.goes_on_with(issue):
                 if chain is not None:
                     chain.store()
-                chain = _Chain(now, self._poison)
-            chain.add(now, *self._factors(now))
+                chain = _Chain(issue, self._poison)
+            chain.add(issue, *self._factors(issue))
             if self._poison.active:
-                chain.add_poison(now, *self._poison_of_factors(now))
-        self._issued = left
+                chain.add_poison(issue, *self._poison_of_factors(issue))
         if chain is not None:
             chain.store()
+        return due
+
+    def _parted(
+        self, issues: Sequence[Issue], limits: np.ndarray
+    ) -> tuple[list[Issue], list[Issue]]:
+        """Those of groups from a limit on, by their owner, and those before."""
+        left, before = [], []
+        for issue in issues:
+            due = issue.groups < limits[self._owner_of[issue.warps]]
+            if not due.all():
+                left.append(issue if not due.any() else issue.some(~due))
+            if due.any():
+                before.append(issue if due.all() else issue.some(due))
+        return left, before
 
     def _factors(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of A of each warp, (warps, 16, 16); the different matrices B, transposed,
