@@ -8,6 +8,7 @@ from flash_helpers.ptx import (
     BulkCopyError,
     MisalignedError,
     OutOfBoundsError,
+    PendingCopyError,
     RaceError,
     TensorMap,
     UninitialisedReadError,
@@ -170,7 +171,8 @@ class TestStores:
         assert np.array_equal(found[16:80], self.FILLED.ravel()[4:68]) and not found[80:].any()
 
     def test_they_complete_when_they_are_waited_for(self):
-        """The writes of a group are there after wait_group, but need not be after .read."""
+        """The writes of a group are there after wait_group, but need not be after .read, and who
+        reads them before is told so."""
         body = f"""{FILL}
         @!%p0 bra END;
         cp.async.bulk.global.shared::cta.bulk_group [%rd1], [smem], 16;
@@ -187,7 +189,11 @@ class TestStores:
         st.global.v4.u32 [%rd1+32], {{%r0, %r1, %r2, %r3}};
         END:
         """
-        assert run(body, block=32, results=12)[1][8:].tolist() == [0, 1000, 0, 1000]
+        found, out = run(body, block=32, results=12, keep_going=True)
+        assert out[8:].tolist() == [0, 1000, 0, 1000]
+        assert [type(fault) for fault in found.faults] == 2 * [PendingCopyError]
+        ptx = [fault.site.ptx_line for fault in found.faults]
+        assert ptx[1] == ptx[0] + 3  # of the first and the third load
 
     def test_only_who_has_waited_may_write_again(self):
         def writes_again(thread, between):
@@ -223,6 +229,132 @@ class TestStores:
         @%p0 {STORE} [%rd2, {{0, 8}}], [smem];\n{WAIT_ALL}"""
         with pytest.raises(UninitialisedReadError, match=r"what goes to global .*address 4096"):
             run(body, block=32, tensor_map=out_map())
+
+
+class TestGlobalMemory:
+    """What a pending copy reads nobody may write, and what it writes nobody may touch."""
+
+    LOADED = f"""{MADE}
+    @%p0 {EXPECT} [bar], 512;
+    @%p0 {LOAD} [smem], [%rd2, {{0, 4}}], [bar];
+    FIRST
+    {wait("bar", 0)}
+    THEN
+    """
+    STORED = f"""{FILL}
+    @%p0 {STORE} [%rd2, {{0, 8}}], [smem];
+    @%p0 cp.async.bulk.commit_group;
+    @%p0 cp.async.bulk.wait_group.read 0;
+    FIRST
+    @%p0 cp.async.bulk.wait_group 0;
+    THEN
+    """
+
+    @pytest.mark.parametrize(
+        ("body", "access", "tensor_map", "words"),
+        [
+            (LOADED, "@%p0 st.global.u32 [%rd0+512], 7;", None, "reads, issued at"),
+            (LOADED, "@%p0 st.global.u64 [%rd0+1016], 7;", None, "reads, issued at"),
+            (LOADED, "@%p0 red.global.add.u32 [%rd0+640], 7;", None, "reads, issued at"),
+            (STORED, "@%p0 st.global.u32 [%rd1+1024], 7;", out_map(), "writes, issued at"),
+            (STORED, "@%p0 ld.global.u32 %r0, [%rd1+1532];", out_map(), "writes, issued at"),
+        ],
+    )
+    def test_touched_too_early(self, body, access, tensor_map, words):
+        right = body.replace("FIRST", "").replace("THEN", access)
+        run(right, block=32, tensor_map=tensor_map)
+        wrong = body.replace("FIRST", access).replace("THEN", "")
+        with pytest.raises(PendingCopyError, match=f"which a bulk copy {words}"):
+            run(wrong, block=32, tensor_map=tensor_map)
+
+    @pytest.mark.parametrize(
+        ("body", "access", "tensor_map"),
+        [
+            (LOADED, "@%p0 st.global.u32 [%rd0+508], 7;", None),
+            (LOADED, "@%p0 st.global.u32 [%rd0+1024], 7;", None),
+            (LOADED, "@%p0 ld.global.u32 %r0, [%rd0+512];", None),
+            (STORED, "@%p0 ld.global.u32 %r0, [%rd1+1020];", out_map()),
+            (STORED, "@%p0 st.global.u32 [%rd1+1536], 7;", out_map()),
+        ],
+    )
+    def test_beside_it_all_may_be_touched(self, body, access, tensor_map):
+        run(body.replace("FIRST", access).replace("THEN", ""), block=32, tensor_map=tensor_map)
+
+    def test_between_the_rows_of_a_box_too(self):
+        tensor_map = out_map(dims=(64, 8), box=(32, 4))
+        body = self.STORED.replace("0, 8}", "0, 0}").replace("THEN", "")
+        run(body.replace("FIRST", "@%p0 st.global.u32 [%rd1+128], 7;"), tensor_map=tensor_map)
+        with pytest.raises(PendingCopyError):
+            run(body.replace("FIRST", "@%p0 st.global.u32 [%rd1+256], 7;"), tensor_map=tensor_map)
+
+    def test_reductions_go_together(self):
+        reduce = STORE.replace("cp.async", "cp.reduce.async").replace(".tile", ".add.tile")
+        body = self.STORED.replace(STORE, reduce).replace("THEN", "")
+        atomic = "@%p0 red.global.add.u32 [%rd1+1024], 7;"
+        found = run(body.replace("FIRST", atomic), block=32, tensor_map=out_map())[1]
+        assert found[256] == 1007
+        with pytest.raises(PendingCopyError):
+            run(body.replace("FIRST", atomic.replace("red", "st").replace(".add", "")), block=32,
+                tensor_map=out_map())  # fmt: skip
+
+
+class TestToAnotherBlock:
+    """The block of rank 0 sends 64 bytes from `smem` on, of which FIRST writes some, to rank 1."""
+
+    BODY = f"""{MADE}
+    mov.u32 %r8, %cluster_ctarank;
+    setp.eq.u32 %p1, %r8, 0;
+    setp.lt.and.u32 %p2, %tid, 16, %p1;
+    shl.b32 %r9, %tid, 2;
+    mov.u32 %r10, smem;
+    add.u32 %r9, %r9, %r10;
+    FIRST
+    fence.proxy.async;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    @!%p1 bra RECEIVE;
+    @!%p0 bra END;
+    mapa.shared::cluster.u32 %r11, smem, 1;
+    mapa.shared::cluster.u32 %r12, bar, 1;
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
+      [%r11+1024], [smem], 64, [%r12];
+    bra END;
+    RECEIVE:
+    @%p0 {EXPECT} [bar], 64;
+    {wait("bar", 0)}
+    ld.shared.u32 %r0, [smem+1072];
+    @%p0 st.global.u32 [%rd1], %r0;
+    END:
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    """
+
+    def sent(self, first: str) -> int:
+        body = self.BODY.replace("FIRST", first)
+        launch = {"block": 32, "grid": 2, "cluster": 2, "target": "sm_90"}
+        return int(run(body, results=1, **launch)[1][0])
+
+    def test_what_was_written(self):
+        assert self.sent("@%p2 st.shared.u32 [%r9], %tid;") == 12
+
+    def test_what_nothing_has_written(self):
+        first = "setp.lt.and.u32 %p3, %tid, 12, %p1;\n@%p3 st.shared.u32 [%r9], %tid;"
+        words = r"that goes to global memory .*address 48, .*had written\n .*cp\.async\.bulk"
+        with pytest.raises(UninitialisedReadError, match=words):
+            self.sent(first)
+
+    def test_poison(self):
+        first = "ld.shared.u32 %r7, [smem+4096];\n@%p2 st.shared.u32 [%r9], %r7;"
+        with pytest.raises(UninitialisedReadError, match=r"address 4096, .*\n.*ld\.shared"):
+            self.sent(first)
+
+
+class TestMaps:
+    def test_are_not_to_be_loaded(self):
+        with pytest.raises(BulkCopyError, match="of a tensor map: it is opaque"):
+            run("ld.param.u32 %r0, [map+64];", block=32)
+        with pytest.raises(BulkCopyError, match=r"__grid_constant__"):
+            run("ld.u64 %rd5, [%rd2];", block=32)
 
 
 REDUCED = np.array([5, 7, 0xFFFF_FFF0, 0], np.uint32)

@@ -188,7 +188,8 @@ class MbarrierError(SimulatorError):
 
 class BulkCopyError(SimulatorError):
     """Operands of a bulk copy that the PTX ISA leaves undefined: addresses, sizes and coordinates
-    that are not aligned, a tensor map that is none, destinations that the instruction cannot have
+    that are not aligned, a tensor map that is none, or that a thread loads ("Tensor-map": it is
+    opaque), destinations that the instruction cannot have
     (PTX ISA 9.0, "cp.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk"); or, of a tensor,
     that an H200 refuses: rows of a box that begin between two multiples of 16 bytes."""
 

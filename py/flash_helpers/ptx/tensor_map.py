@@ -229,6 +229,11 @@ class TensorMap:
         )
         return record.ljust(TENSOR_MAP_BYTES, b"\0")
 
+    @staticmethod
+    def is_record(data: bytes) -> bool:
+        """Whether bytes begin with what `encode` has made."""
+        return data.startswith(_MAGIC)
+
     @classmethod
     def decode(cls, record: bytes) -> TensorMap:
         """The map that 128 bytes stand for. Raises ValueError for any others."""

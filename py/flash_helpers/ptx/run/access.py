@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from flash_helpers.ptx.errors import (
+    BulkCopyError,
     MisalignedError,
     OutOfBoundsError,
     PendingCopyError,
@@ -30,6 +31,7 @@ from flash_helpers.ptx.run.memory import (
 )
 from flash_helpers.ptx.run.order import Strength
 from flash_helpers.ptx.run.rounding import on_registers
+from flash_helpers.ptx.tensor_map import TENSOR_MAP_BYTES
 
 SPACES = ("shared", "global", "local", "param", "const")
 SHARED_CLUSTER = "shared::cluster"
@@ -187,7 +189,11 @@ class Port:
         elif rows.size and space == "global":
             if machine.copies.pending and action not in ("read", "copy"):
                 self._check_sources(action, addresses, lanes)
+            if machine.transfers.is_busy:
+                self._check_transfers(action, addresses, lanes)
             machine.tally.global_access(position, addresses, size, machine.counted(lanes))
+        elif rows.size and space == "param" and machine.tensor_maps.size:
+            self._check_maps(addresses, lanes)
         elif rows.size and space == "local":
             unwritten = machine.local.note(action, rows, size)
         if rows.size and (unwritten is not None or machine.poison.active):
@@ -236,6 +242,42 @@ class Port:
                 machine.geometry.thread(machine.lanes_of(selection)[first]),
                 int(addresses[first]),
                 int(hit.sum()),
+            )
+
+    def _check_transfers(self, action: str, addresses: np.ndarray, selection: Selection) -> None:
+        """Reports accesses to global memory that a pending bulk copy writes, or reads while this
+        writes."""
+        hit, text = self.machine.transfers.pending_at(
+            addresses, self.size, is_read=action == "read", is_atomic=self.strength.updates
+        )
+        if text:
+            first = int(np.flatnonzero(hit)[0])
+            self.machine.log.report(
+                PendingCopyError,
+                f"{action} of {self.size} bytes of global memory, which a bulk copy {text}"
+                "nobody has waited for it",
+                self.position,
+                self.machine.geometry.thread(self.machine.lanes_of(selection)[first]),
+                int(addresses[first]),
+                int(hit.sum()),
+            )
+
+    def _check_maps(self, addresses: np.ndarray, selection: Selection) -> None:
+        """Reports loads of the bytes of tensor maps among the parameters."""
+        maps = self.machine.tensor_maps
+        hit = (addresses[:, None] < maps + TENSOR_MAP_BYTES) & (
+            addresses[:, None] + self.size > maps
+        )
+        lanes = self.machine.lanes_of(selection)[hit.any(axis=1)]
+        if lanes.size:
+            self.machine.log.report(
+                BulkCopyError,
+                f"load of {self.size} bytes of a tensor map: it is opaque, only its address may be "
+                "used (declare the parameter const __grid_constant__)",
+                self.position,
+                self.machine.geometry.thread(lanes[0]),
+                int(addresses[hit.any(axis=1)][0]),
+                lanes.size,
             )
 
     def _check(

@@ -38,7 +38,8 @@ class Load:
     lane, position: who issued it, and where. where: place of the mbarrier object that counts its
     bytes, and phase: that was going on. block: whose memory it fills. rows: which of
     `shared.words(unit)`. read: gives what to write there. size: its bytes. accesses: of the copy to
-    shared memory. filled: which of its bytes lie outside of a tensor, None for none.
+    shared memory. piece: of global memory, that it reads; None if of none. source: granules of
+    shared memory that it reads, and which of them nothing has written; None if none.
     """
 
     lane: int
@@ -51,7 +52,8 @@ class Load:
     size: int
     read: Callable[[], np.ndarray]
     accesses: Sequence[AgentAccess]
-    filled: np.ndarray | None
+    piece: Box | Span | None
+    source: tuple[np.ndarray, np.ndarray | None] | None
 
 
 @dataclass(frozen=True)
@@ -134,26 +136,29 @@ class Transfers:
         read: Callable[[], np.ndarray],
         issued: Knowledge,
         source: np.ndarray | None = None,
-        filled: np.ndarray | None = None,
+        piece: Box | Span | None = None,
     ) -> None:
         """Begins a copy into shared memory, as `Load` has it. issued: what its thread knows.
-        source: rows that it reads, if those are in shared memory too."""
+        source: rows that it reads, if those are in shared memory too. piece: of global memory."""
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
-        granules, lints = self._granules(rows, unit), self.shared.lints
+        granules, lints, read_from = self._granules(rows, unit), self.shared.lints, None
         accesses = self.shared.begin_write(position, agents, lanes, [issued], granules[None])
         if lints is not None:
             lints.issue(position, lane, granules, issued)
         if source is not None:
             origin = self._granules(source, unit)
-            reading, _ = self.shared.begin_read(position, agents, lanes, [issued], origin[None])
+            reading, unwritten = self.shared.begin_read(
+                position, agents, lanes, [issued], origin[None]
+            )
             accesses += reading
+            read_from = origin, None if unwritten is None else unwritten[0]
             if lints is not None:
                 lints.copy_out(origin)
         found = self.phases.find(position, lanes, where)
         phase = 0 if found is None else found.state.phase
         block, size = where // self.shared.stride, rows.size * unit
-        load = (lane, position, where, phase, block, unit, rows, size, read, accesses, filled)
-        self.incoming.append(Load(*load))
+        begun = (lane, position, where, phase, block, unit, rows, size, read, accesses)
+        self.incoming.append(Load(*begun, piece, read_from))
 
     def store(
         self,
@@ -234,6 +239,11 @@ class Transfers:
             kept = [[s for s in group if not s.is_written] for group in done]
             self.groups[lane].committed = kept + groups[len(done) :]
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies may be pending."""
+        return bool(self.incoming or self.groups)
+
     # -- doing -------------------------------------------------------------------------------------
 
     def help(self, wanted: Set[int]) -> bool:
@@ -263,6 +273,29 @@ class Transfers:
         else:
             self._write(store)
 
+    def pending_at(
+        self, addresses: np.ndarray, size: int, *, is_read: bool, is_atomic: bool
+    ) -> tuple[np.ndarray, str]:
+        """Which of `size` bytes at addresses of global memory a thread may not access now, since a
+        copy that was not waited for writes them, or reads what is to be written; and what is said
+        of it. is_atomic: reductions do not mind."""
+        hit, text = np.zeros(addresses.shape, bool), ""
+        if not is_read:
+            for load in self.incoming:
+                if isinstance(load, Load) and load.piece is not None:
+                    found = load.piece.holds(addresses, size)
+                    if found.any():
+                        site = self.log.site(load.position)
+                        hit, text = hit | found, f"reads, issued at {site}\n    "
+        for store in self._stores():
+            if store.is_written or (is_atomic and store.reduction is not None):
+                continue
+            found = store.target.holds(addresses, size)
+            if found.any():
+                site = self.log.site(store.position)
+                hit, text = hit | found, f"writes, issued at {site}\n    "
+        return hit, text
+
     def finish(self) -> None:
         """Ends what no thread has waited for, when all have ended."""
         self.incoming.clear()
@@ -291,9 +324,9 @@ class Transfers:
         words = self.shared.words(load.unit)
         words[load.rows] = load.read().view(words.dtype).reshape(load.rows.size, *words.shape[1:])
         granules = self._granules(load.rows, load.unit)
-        self.poison.copied_in(granules)
+        self.poison.copied_in(load.position, granules, self.shared.stride, load.source)
         if self.shared.lints is not None:
-            self.shared.lints.deliver(load.position, load.lane, granules, load.filled)
+            self.shared.lints.deliver(load.position, load.lane, granules, load.piece)
         for access in load.accesses:
             self.shared.end(access)
         # What its thread knew when it issued the copy is not handed on.

@@ -98,6 +98,18 @@ class Box:
             rows = (np.arange(count)[:, None] * step + rows).reshape(-1)
         return rows
 
+    def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """For each address, whether something of `size` bytes from it is of the box."""
+        hit = np.zeros(addresses.shape, bool)
+        if self.is_outside:
+            return hit
+        near = np.flatnonzero((addresses < self.end) & (addresses + size > self.address))
+        if near.size:
+            rows = np.sort(self.rows)
+            last = np.searchsorted(rows, addresses[near] + size) - 1
+            hit[near] = (last >= 0) & (rows[last] + self.row_bytes > addresses[near])
+        return hit
+
     @property
     def sectors(self) -> int:
         """Sectors of global memory, 32 bytes each, that hold something of the box."""
@@ -171,6 +183,10 @@ class Span:
     def __init__(self, address: int, size: int) -> None:
         self.address = address
         self.end = address + size
+
+    def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """As `Box.holds`."""
+        return (addresses < self.end) & (addresses + size > self.address)
 
     @property
     def sectors(self) -> int:

@@ -194,11 +194,10 @@ class _Copy:
             mine, wheres, _ = objects(lanes)
             if not mine.size:
                 return
-            where, source, filled = int(wheres[0]), None, None
+            where, source = int(wheres[0]), None
+            piece: Box | Span | None = None
             if tensor is not None:
                 piece = self._box(tensor, lanes)
-                if shared.lints is not None and not piece.is_whole:
-                    filled = piece.filled
                 chunks = self._chunks_of(piece, place)
             else:
                 count = int(pick(size, lanes)[0])
@@ -236,7 +235,7 @@ class _Copy:
                     read,
                     issued,
                     source,
-                    filled,
+                    piece,
                 )
 
         return self._each(issue)

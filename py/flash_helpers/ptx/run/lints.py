@@ -14,7 +14,7 @@ import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, ZeroFillLint
-from flash_helpers.ptx.run.boxes import CHUNK
+from flash_helpers.ptx.run.boxes import CHUNK, Box, Span
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.order import Knowledge, Order
 from flash_helpers.ptx.run.phases import Phases
@@ -76,14 +76,14 @@ class Lints:
         self._check_release(position, lane, granules, issued)
 
     def deliver(
-        self, position: int, lane: int, granules: np.ndarray, filled: np.ndarray | None
+        self, position: int, lane: int, granules: np.ndarray, piece: Box | Span | None
     ) -> None:
-        """Its bytes have come. filled: which of them lie outside of the tensor, (bytes,)."""
+        """Its bytes have come. piece: of global memory, None if from elsewhere."""
         number = len(self._copies)
         self._copies.append((position, lane))
         self._unread[granules] = number
-        if filled is not None:
-            outside = granules[filled.reshape(granules.size, -1).any(axis=1)]
+        if isinstance(piece, Box) and not piece.is_whole:
+            outside = granules[piece.filled.reshape(granules.size, -1).any(axis=1)]
             self._unread[outside] = 0
             self._filled[outside] = number
 

@@ -43,6 +43,7 @@ from flash_helpers.ptx.run.register_pool import RegisterPool
 from flash_helpers.ptx.run.shared import SharedMemory
 from flash_helpers.ptx.run.tally import Tally
 from flash_helpers.ptx.run.warpgroups import Warpgroups
+from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TensorMap
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
@@ -192,6 +193,15 @@ class Machine:
             "shared": Memory(self.shared.data.size, launch.granule, self.shared.is_written),
             "local": Memory(self.local.data.size, 1, self.local.is_written),
         }
+        self.tensor_maps = np.array(
+            [
+                at
+                for at in range(0, parameters.size, TENSOR_MAP_ALIGNMENT)
+                if TensorMap.is_record(parameters[at:].tobytes())
+            ],
+            np.int64,
+        )
+        """Where in the parameters tensor maps are."""
         self.poison = Poison(geometry, log, program.registers, spaces)
         random = None
         if launch.seed is not None:

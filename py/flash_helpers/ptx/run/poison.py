@@ -181,21 +181,51 @@ class Poison:
         granules: their indices. addresses: of each, in its block. unwritten: which of them have not
         been written to at all; None for none.
         """
-        codes = np.zeros(granules.size, np.int64)
-        if "shared" in self._memory:
-            held = self._memory["shared"][granules]
-            codes = np.where(held & COUNTS, held, 0)
-        if unwritten is not None:
-            began = _POISON | position | (_LAST_ADDRESS - addresses) << _SITE_BITS | COUNTS
-            codes = np.where(unwritten, began, codes)
+        codes = self._codes_out(position, granules, addresses, unwritten)
+        codes = np.where(codes & COUNTS, codes, 0)
         if codes.any():
             worst = codes.max().reshape(1, 1)
             self.report(position, np.array([lane]), worst, "what goes to global memory")
 
-    def copied_in(self, granules: np.ndarray) -> None:
-        """A copy from global memory has written to granules of shared memory."""
+    def _codes_out(
+        self,
+        position: int,
+        granules: np.ndarray,
+        addresses: np.ndarray,
+        unwritten: np.ndarray | None,
+    ) -> Codes:
+        """Of granules of shared memory that a copy reads, (n,), as `copied_out` has them."""
+        codes = np.zeros(granules.size, np.int64)
         if "shared" in self._memory:
-            self._memory["shared"][granules] = 0
+            codes = self._memory["shared"][granules]
+        if unwritten is not None:
+            began = _POISON | position | (_LAST_ADDRESS - addresses) << _SITE_BITS | COUNTS
+            codes = np.where(unwritten, began, codes)
+        return codes
+
+    def copied_in(
+        self,
+        position: int,
+        granules: np.ndarray,
+        stride: int,
+        source: tuple[np.ndarray, np.ndarray | None] | None,
+    ) -> None:
+        """A copy has written to granules of shared memory, from global memory or from others there.
+
+        stride: bytes of a block. source: these others, and which of them nothing has written; None
+        for none.
+        """
+        codes = None
+        if source is not None:
+            origin, unwritten = source
+            granule = self.spaces["shared"].granule
+            if unwritten is not None:
+                self.start()
+            codes = self._codes_out(position, origin, origin * granule % stride, unwritten)
+            if codes.any() and "shared" not in self._memory:
+                self._memory["shared"] = np.zeros(self.spaces["shared"].size // granule, np.int64)
+        if "shared" in self._memory:
+            self._memory["shared"][granules] = 0 if codes is None else codes
 
     def start(self) -> None:
         """Something has read what nothing had written: from now on poison is followed."""
