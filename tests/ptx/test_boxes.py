@@ -1,6 +1,7 @@
 """Boxes of tensor copies, against loops over single elements."""
 
 import itertools
+import math
 from timeit import repeat
 
 import numpy as np
@@ -104,15 +105,23 @@ class TestEveryElement:
                     wanted[address - BASE :][:size] = data[i * size :][:size]
             assert np.array_equal(memory, wanted), at
 
-    def test_rows_and_sectors(self, tensor_map):
+    @pytest.mark.parametrize("is_stored", [False, True])
+    def test_rows_and_sectors(self, tensor_map, is_stored):
         size, row = tensor_map.element_bytes, tensor_map.moved[0]
         for at in corners(tensor_map):
-            addresses = [a if inside else -1 for _, a, inside in elements(tensor_map, at)]
+            found = elements(tensor_map, at, is_stored=is_stored)
+            addresses = [a if inside else -1 for _, a, inside in found]
             rows = np.array(addresses).reshape(-1, row)
-            box = Box(tensor_map, at)
+            box = Box(tensor_map, at, is_stored=is_stored)
             assert box.rows.tolist() == [min(r[r >= 0]) for r in rows if (r >= 0).any()], at
             octets = {a + i for a in addresses if a >= 0 for i in range(size)}
-            assert box.sectors == len({octet // 32 for octet in octets}), at
+            sectors = 0
+            for r in rows:
+                sectors += len({a // 32 for a in r if a >= 0})
+                for is_inside, run in itertools.groupby(r, lambda a: a >= 0):
+                    if not is_inside and not is_stored:
+                        sectors += math.ceil(len(list(run)) * size / 32)
+            assert box.sectors == sectors, at
             if octets:
                 assert (box.address, box.end) == (min(octets), max(octets) + 1), at
 

@@ -49,7 +49,7 @@ from flash_helpers.ptx.errors import (
 )
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.reader import read_ptx
-from flash_helpers.ptx.run.counters import Counters, Counts, LineCounts
+from flash_helpers.ptx.run.counters import Counters, Counts, LineCounts, Role
 from flash_helpers.ptx.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ __all__ = [
     "PtxSyntaxError",
     "RaceError",
     "RegisterCountError",
+    "Role",
     "Run",
     "SimulatorError",
     "TensorMap",

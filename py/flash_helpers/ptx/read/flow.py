@@ -26,7 +26,8 @@ MAX_LOOP_DEPTH = 64
 
 
 class Phase(str, Enum):
-    """Part of the kernel relative to its main loop (the loops that hold `mma` or `wgmma`)."""
+    """Part of the kernel relative to its main loop: the loops that hold products of matrices, and
+    those that hold bulk loads and do not lead there, which other warps run beside them."""
 
     PROLOGUE = "prologue"
     MAIN_LOOP = "main loop"
@@ -90,6 +91,18 @@ def is_wgmma(instruction: Instruction) -> bool:
     return instruction.name == "wgmma" and instruction.has("mma_async")
 
 
+def is_product(instruction: Instruction) -> bool:
+    """Whether it multiplies matrices."""
+    is_mma = instruction.name == "mma" or (instruction.name == "wmma" and instruction.has("mma"))
+    return is_mma or is_wgmma(instruction)
+
+
+def is_bulk_load(instruction: Instruction) -> bool:
+    """Whether it is a bulk copy from global to shared memory."""
+    spaces = [m for m in instruction.modifiers if m == "global" or m.startswith("shared")]
+    return instruction.has("bulk") and len(spaces) == 2 and spaces[1] == "global"
+
+
 def _ending(instruction: Instruction) -> Ending:
     if instruction.name == "bra":
         return Ending.BRANCH
@@ -126,7 +139,8 @@ def build_program(function: Function) -> Program:
         return index_of.get(function.labels[label], -1)
 
     blocks: list[Block] = []
-    holds_mma: set[int] = set()
+    multiplying: set[int] = set()
+    loading: set[int] = set()
     for b, (start, end) in enumerate(itertools.pairwise([*starts, len(instructions)])):
         last = instructions[end - 1]
         ending = _ending(last)
@@ -141,8 +155,9 @@ def build_program(function: Function) -> Program:
         goes_on = ending in (Ending.NEXT, Ending.BARRIER) or last.guard is not None
         following = b + 1 if goes_on and b + 1 < len(starts) else -1
         blocks.append(Block(start, end, ending, targets, following, Phase.PROLOGUE))
-        if any(i.name in ("mma", "wmma") or is_wgmma(i) for i in instructions[start:end]):
-            holds_mma.add(b)
+        for does, where in ((is_product, multiplying), (is_bulk_load, loading)):
+            if any(map(does, instructions[start:end])):
+                where.add(b)
 
     successors = [[s for s in dict.fromkeys((*b.targets, b.next)) if s >= 0] for b in blocks]
     order, loops, too_deep = _order(successors)
@@ -150,7 +165,7 @@ def build_program(function: Function) -> Program:
         first = instructions[blocks[too_deep].start]
         reason = f"it stands in more than {MAX_LOOP_DEPTH} loops inside each other"
         raise UnsupportedInstruction(first.opcode, first.line, reason)
-    phases = _phases(order, loops, successors, holds_mma)
+    phases = _phases(order, loops, successors, multiplying, loading)
     rank = {b: i for i, b in enumerate(order)}
     placed: list[Instruction] = []
     ordered: list[Block] = []
@@ -231,11 +246,15 @@ def _phases(
     order: list[int],
     loops: list[set[int]],
     successors: list[list[int]],
-    holds_mma: set[int],
+    multiplying: set[int],
+    loading: set[int],
 ) -> dict[int, Phase]:
-    """loops: the outermost ones."""
-    main = set().union(*(loop for loop in loops if loop & holds_mma))
-    if not main:
+    """loops: the outermost ones. multiplying, loading: nodes that do."""
+    main = set().union(*(loop for loop in loops if loop & multiplying))
+    if main:
+        beside = (loop for loop in loops if loop & loading)
+        main |= set().union(*(x for x in beside if not _reachable(successors, x) & main))
+    else:
         # A kernel without a matrix loop: its loops are the main part, or everything is.
         main = set().union(*loops) if loops else set(order)
     after = _reachable(successors, [s for b in main for s in successors[b]])

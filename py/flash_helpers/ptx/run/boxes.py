@@ -38,6 +38,7 @@ class Box:
         self, tensor_map: TensorMap, coordinates: Sequence[int], *, is_stored: bool = False
     ) -> None:
         self.map = tensor_map
+        self.is_stored = is_stored
         self.coordinates = tuple(coordinates)
         sizes = list(tensor_map.dims)
         if is_stored:
@@ -112,13 +113,19 @@ class Box:
 
     @property
     def sectors(self) -> int:
-        """Sectors of global memory, 32 bytes each, that hold something of the box."""
-        rows = np.sort(self.rows)
-        if not rows.size:
-            return 0
+        """Sectors of 32 bytes that a copy takes: of each row, those of global memory that hold
+        something of it, and as many as what is filled in fills. As an H200 counts them."""
+        rows = self.rows
         first, last = rows // SECTOR, (rows + self.row_bytes - 1) // SECTOR
-        seen = np.maximum.accumulate(np.r_[first[0] - 1, last[:-1]])
-        return int(np.maximum(last - np.maximum(first - 1, seen), 0).sum())
+        taken = int((last - first + 1).sum())
+        if self.is_stored:
+            return taken
+        bytes_of_row = self.map.row_bytes
+        whole = self.map.box_bytes // bytes_of_row - rows.size
+        left = self.low[0] * self.map.element_bytes
+        right = bytes_of_row - left - self.row_bytes
+        filled = rows.size * (_sectors(left) + _sectors(right)) if rows.size else 0
+        return taken + filled + whole * _sectors(bytes_of_row)
 
     @property
     def _strides(self) -> tuple[int, ...]:
@@ -191,7 +198,8 @@ class Span:
     @property
     def sectors(self) -> int:
         """As `Box.sectors`."""
-        return (self.end - 1) // SECTOR - self.address // SECTOR + 1
+        size = self.end - self.address
+        return _sectors(self.address % SECTOR + size) if size else 0
 
     def view(self, memory: np.ndarray, base: int, dtype: np.dtype | str = np.uint8) -> np.ndarray:
         """As `Box.view`."""
@@ -211,6 +219,10 @@ def _filling(tensor_map: TensorMap) -> np.ndarray:
     """A box that lies outside of the tensor."""
     value = _NAN if tensor_map.fill == "nan" else np.uint16(0)
     return np.full(tensor_map.box_bytes // 2, value).view(np.uint8)
+
+
+def _sectors(size: int) -> int:
+    return -(-size // SECTOR)
 
 
 def swizzled(addresses: np.ndarray, swizzle_bytes: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import (
     BulkCopyError,
     MisalignedError,
@@ -51,6 +52,10 @@ _REDUCTIONS: Mapping[str, str] = {
 """Types of elements that each reduction to global memory has. Of a tensor, an H200 takes the same;
 the logic ones of u32, s32 and u64, and any other pair is an illegal instruction."""
 _REDUCED = " ".join(sorted({name for names in _REDUCTIONS.values() for name in names.split()}))
+
+
+_Traffic = tuple[int, int]
+"""Of a copy: bytes of shared memory, sectors of global memory."""
 
 
 class _Refused(Exception):
@@ -189,11 +194,11 @@ class _Copy:
         self._end()
         machine, shared = self.machine, self.machine.shared
 
-        def issue(lane: int, lanes: np.ndarray) -> None:
+        def issue(lane: int, lanes: np.ndarray) -> _Traffic | None:
             place = int(to(lanes)[0])
             mine, wheres, _ = objects(lanes)
             if not mine.size:
-                return
+                return None
             where, source = int(wheres[0]), None
             piece: Box | Span | None = None
             if tensor is not None:
@@ -225,7 +230,8 @@ class _Copy:
                 return piece.read(machine.memory.words(1), ARENA_BASE)
 
             issued = shared.order.knowledge(lanes)
-            for by in self._destinations(lanes, mask, place):
+            destinations = self._destinations(lanes, mask, place)
+            for by in destinations:
                 machine.transfers.load(
                     self.position,
                     lane,
@@ -237,6 +243,8 @@ class _Copy:
                     source,
                     piece,
                 )
+            sectors, times = 0 if source is not None else piece.sectors, len(destinations)
+            return times * chunks.size * CHUNK, times * sectors
 
         return self._each(issue)
 
@@ -261,7 +269,7 @@ class _Copy:
                     raise self.machine.unsupported(f"{operation} has the types {', '.join(types)}")
         transfers = self.machine.transfers
 
-        def issue(lane: int, lanes: np.ndarray) -> None:
+        def issue(lane: int, lanes: np.ndarray) -> _Traffic:
             place = int(start(lanes)[0])
             if tensor is not None:
                 target: Box | Span = self._box(tensor, lanes, is_stored=True)
@@ -282,11 +290,12 @@ class _Copy:
                 target, element = self._span(int(to(lanes)[0]), count), type_name or "u8"
             reduction = None if operation is None else _reduction(operation, element)
             transfers.store(self.position, lane, chunks, target, dtype_of(element), reduction)
+            return chunks.size * CHUNK, target.sectors
 
         return self._each(issue)
 
     def prefetch(self) -> Action:
-        """To the L2 cache, which is not simulated: only the operands are looked at."""
+        """To the L2 cache, which is not simulated: operands are looked at, nothing moves."""
         tensor = size = start = None
         if self.is_tensor:
             tensor = self._tensor()
@@ -294,24 +303,30 @@ class _Copy:
             start, size = addresses_of(self.machine, self._next()), self._source("u32")
         self._end()
 
-        def issue(lane: int, lanes: np.ndarray) -> None:
+        def issue(lane: int, lanes: np.ndarray) -> _Traffic:
             if tensor is not None:
                 self._box(tensor, lanes)
-                return
-            count = int(pick(size, lanes)[0])
-            self._check_size(count)
-            self._span(int(start(lanes)[0]), count)
+            else:
+                count = int(pick(size, lanes)[0])
+                self._check_size(count)
+                self._span(int(start(lanes)[0]), count)
+            return 0, 0
 
         return self._each(issue)
 
-    def _each(self, issue: Callable[[int, np.ndarray], None]) -> Action:
-        """Lanes issue copies one after the other."""
+    def _each(self, issue: Callable[[int, np.ndarray], _Traffic | None]) -> Action:
+        """Lanes issue copies one after the other. issue: returns None if it made none."""
         machine, position = self.machine, self.position
 
         def run_some(selection: Selection) -> None:
+            warps = set()
             for lane in machine.lanes_of(selection).tolist():
                 try:
-                    issue(lane, np.array([lane]))
+                    traffic = issue(lane, np.array([lane]))
+                    if traffic is not None:
+                        is_request = lane // WARP not in warps
+                        warps.add(lane // WARP)
+                        machine.tally.bulk_copy(position, *traffic, is_request=is_request)
                 except _Refused as refusal:
                     thread = machine.geometry.thread(lane)
                     machine.log.report(

@@ -23,11 +23,13 @@ All of this was measured on an H200 (benchmarks/shared_wavefronts.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from flash_helpers.ptx.read.flow import Phase
+import numpy as np
+
+from flash_helpers.ptx.read.flow import Phase, is_bulk_load, is_product
 from flash_helpers.ptx.read.module import Instruction
 
 if TYPE_CHECKING:
@@ -41,8 +43,16 @@ class Counts:
     """Counts of one instruction, line, phase or launch; the unit is one warp's execution, of which
     a `wgmma` has four.
 
+    tma_requests: bulk copies, reductions and prefetches, of which each thread that takes part makes
+    one of tma_boxes (a box of a tensor, or bytes in a row). tma_bytes: of shared memory that they
+    fill or read, in each block that gets them. tma_sectors: those that an SM takes from the L2
+    cache or sends there, each row of a box by itself, and with what is filled in outside of the
+    tensor; a prefetch has none of either.
     mma_flops: of `mma` and `wgmma`. wgmma_bytes: of the operands of `wgmma` in shared memory, once
     for a warpgroup. They are not part of shared_bytes, and their wavefronts are not known.
+    mbarrier_waits: test_wait and try_wait, as often as they return. blocked: warps that fell asleep
+    at a wait, for an mbarrier, a `wgmma`, a barrier of the cluster or registers. Who falls asleep
+    depends on what is late: here everything is, unless the launch has a seed.
     """
 
     instructions: int = 0
@@ -53,12 +63,18 @@ class Counts:
     global_requests: int = 0
     global_sectors: int = 0
     global_bytes: int = 0
+    tma_requests: int = 0
+    tma_boxes: int = 0
+    tma_bytes: int = 0
+    tma_sectors: int = 0
     mma: int = 0
     wgmma: int = 0
     mma_flops: int = 0
     wgmma_bytes: int = 0
     barriers: int = 0
     waits: int = 0
+    mbarrier_waits: int = 0
+    blocked: int = 0
 
     @property
     def bank_conflicts(self) -> int:
@@ -81,6 +97,14 @@ class LineCounts:
     counts: Counts
 
 
+@dataclass(frozen=True)
+class Role:
+    """Counts of some warps. warps: numbered within the block."""
+
+    warps: tuple[int, ...]
+    phases: Mapping[Phase, Counts]
+
+
 class Counters:
     """Counts of a finished launch, by whatever one asks for."""
 
@@ -92,7 +116,7 @@ class Counters:
 
     def _each(self) -> Iterator[tuple[int, Counts]]:
         for position in range(len(self.tally.program.instructions)):
-            if self.tally.issued[position]:
+            if self.tally.issued[position].any():
                 yield position, self.tally.counts(position)
 
     def _group(self, key: Callable[[int], Key | None]) -> dict[Key, Counts]:
@@ -120,6 +144,31 @@ class Counters:
         """Counts of prologue, main loop and epilogue (all three are present)."""
         found = self._group(self._phase)
         return {phase: found.get(phase, Counts()) for phase in Phase}
+
+    def by_role(self) -> dict[str, Role]:
+        """Counts of those who do different work in a block: "producer", warps that issue bulk
+        loads and multiply nothing; "consumer", those that run `mma`, `wmma` or `wgmma`; "others";
+        and under "several" what warps of more than one of these execute. The roles that are there,
+        in this order."""
+        issued, instructions = self.tally.issued > 0, self.tally.program.instructions
+        loads, multiplies = (
+            issued[[does(i) for i in instructions]].any(axis=0)
+            for does in (is_bulk_load, is_product)
+        )
+        kinds = np.select([multiplies, loads], ["consumer", "producer"], "others")
+
+        def key(position: int) -> tuple[str, Phase]:
+            found = set(kinds[issued[position]].tolist())
+            return found.pop() if len(found) == 1 else "several", self._phase(position)
+
+        grouped = self._group(key)
+        roles = {}
+        for name in ("producer", "consumer", "others", "several"):
+            phases = {phase: grouped.get((name, phase), Counts()) for phase in Phase}
+            warps = np.flatnonzero((kinds == name) & issued.any(axis=0))
+            if warps.size or any(counts.instructions for counts in phases.values()):
+                roles[name] = Role(tuple(warps.tolist()), phases)
+        return roles
 
     def _phase(self, position: int) -> Phase:
         return self.tally.program.block_at(position).phase

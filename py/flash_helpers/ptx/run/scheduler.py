@@ -145,7 +145,8 @@ class Scheduler:
         self._stood_still: list[tuple[int, bytes, bytes]] = []
         self.fairness = _FAIRNESS
         self._turn_ends = 0
-        self.issued = machine.tally.issued
+        self.issued = machine.tally.issued_by(machine.geometry.warps_per_block)
+        self.blocked = machine.tally.blocked
         # Weakly, so that a batch that is done needs no garbage collector to go.
         machine.poison.begin = WeakMethod(self._carry_poison)
 
@@ -265,7 +266,7 @@ class Scheduler:
         self._at = None
         machine = self.machine
         blocks = self.program.blocks
-        warps = machine.geometry.warps
+        n_blocks = len(machine.geometry.blocks)
         lanes = machine.lanes
         issued = self.issued
         while True:
@@ -277,7 +278,7 @@ class Scheduler:
                 self.pc[:] = block.start
                 self._run_group(block, block.start, machine.lane_ids)
                 return
-            issued[block.start : block.end] += warps
+            issued[block.start : block.end] += n_blocks
             self._spend(block, block.end - block.start)
             for run in self.full[index]:
                 run()
@@ -383,28 +384,34 @@ class Scheduler:
 
     def _run_group(self, block: Block, position: int, lanes: np.ndarray) -> None:
         end = block.body_end
-        selection, whole, warps = _as_selection(lanes), _whole_warps(lanes), _warp_count(lanes)
+        selection, whole, first = _as_selection(lanes), _whole_warps(lanes), position
         self._spend(block, block.end - position, selection)
         for i in range(position, end):
-            if not whole and i in self.members:
-                lanes = self._join(i, lanes)
+            if i in self.sleeps or (not whole and i in self.members):
+                self._count(first, i, lanes)
+                lanes, first = self._those_going_on(i, lanes, whole), i
                 if lanes.size == 0:
                     return
                 selection, whole = _as_selection(lanes), _whole_warps(lanes)
-                warps = _warp_count(lanes)
-            if i in self.sleeps:
-                lanes = self._those_ready(i, lanes)
-                if lanes.size == 0:
-                    return
-                selection, whole = _as_selection(lanes), _whole_warps(lanes)
-                warps = _warp_count(lanes)
-            self.issued[i] += warps
             self.actions[i].some(selection)
         if end < block.end:
-            self.issued[end] += warps
             self.actions[end].some(selection)
+        self._count(first, block.end, lanes)
         self.pc[lanes] = block.end - 1
         self._finish_block(block, selection)
+
+    def _count(self, start: int, end: int, lanes: np.ndarray) -> None:
+        """Counts instructions [start, end) as executed by the warps of some lanes."""
+        warps = _warps_of(lanes) // len(self.machine.geometry.blocks)
+        self.issued[start:end] += np.bincount(warps, minlength=self.issued.shape[1])
+
+    def _those_going_on(self, position: int, lanes: np.ndarray, whole: bool) -> np.ndarray:
+        """Lanes that may execute an instruction now. whole: they are all of their warps."""
+        if not whole and position in self.members:
+            lanes = self._join(position, lanes)
+        if position in self.sleeps and lanes.size:
+            lanes = self._those_ready(position, lanes)
+        return lanes
 
     def _join(self, position: int, lanes: np.ndarray) -> np.ndarray:
         """Lanes that may execute a warp-wide instruction now; the others wait for their warp."""
@@ -444,8 +451,10 @@ class Scheduler:
         """Lanes that may execute an instruction that waits; the others fall asleep."""
         ready = self.sleeps[position].is_ready(lanes)
         asleep = lanes[~ready]
-        self.pc[asleep] = position
-        self.status[asleep] = _ASLEEP
+        if asleep.size:
+            self.blocked[position] += _warps_of(asleep).size
+            self.pc[asleep] = position
+            self.status[asleep] = _ASLEEP
         return lanes[ready]
 
     def _wake(self) -> bool:
@@ -500,7 +509,7 @@ class Scheduler:
     def _step_past(self, position: int, lanes: np.ndarray) -> None:
         """Lets lanes go on that wait at an instruction of the warp."""
         block = self.program.block_at(position)
-        self.issued[position] += _warp_count(lanes)
+        self._count(position, position + 1, lanes)
         self.status[lanes] = _RUNNING
         if position + 1 < block.end:
             self.pc[lanes] = position + 1
@@ -856,6 +865,7 @@ def _whole_warps(lanes: np.ndarray) -> bool:
     return bool((rows[:, 0] % WARP == 0).all() and (rows[:, -1] - rows[:, 0] == WARP - 1).all())
 
 
-def _warp_count(lanes: np.ndarray) -> int:
+def _warps_of(lanes: np.ndarray) -> np.ndarray:
+    """Their warps, numbered over the batch. lanes: ascending."""
     warps = lanes // WARP
-    return 1 + int(np.count_nonzero(warps[1:] != warps[:-1]))
+    return warps[np.flatnonzero(np.r_[True, warps[1:] != warps[:-1]])]

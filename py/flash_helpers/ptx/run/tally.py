@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.read.flow import BARRIERS, Program, is_wgmma
+from flash_helpers.ptx.read.flow import BARRIERS, Program, is_product, is_wgmma
 from flash_helpers.ptx.read.module import Immediate, Instruction, Vector
 from flash_helpers.ptx.read.types import SCALAR_TYPES, size_of
 from flash_helpers.ptx.run.counters import Counts
 
-_WAITS = ("cp.async.wait", "wgmma.wait")
+_WAITS = ("cp.async.wait", "cp.async.bulk.wait", "wgmma.wait")
+_MBARRIER_WAITS = ("mbarrier.test_wait", "mbarrier.try_wait")
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
 
@@ -56,13 +57,24 @@ def _counts_votes(program: Program, instruction: Instruction) -> bool:
 
 
 class Tally:
-    """Counts by instruction of the program while it runs."""
+    """Counts by instruction of the program while it runs.
+
+    issued: (instructions, warps of a block), executions by that warp of all blocks. blocked: of
+    each instruction, warps that fell asleep at it.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.issued = np.zeros(len(program.instructions), np.int64)
+        self.issued = np.zeros((len(program.instructions), 0), np.int64)
+        self.blocked = np.zeros(len(program.instructions), np.int64)
         self.accesses = [Counts() for _ in program.instructions]
         self._rules: dict[int, _SharedRule] = {}
+
+    def issued_by(self, warps: int) -> np.ndarray:
+        """`issued` of the first warps of a block, to be counted up."""
+        missing = max(warps - self.issued.shape[1], 0)
+        self.issued = np.pad(self.issued, ((0, 0), (0, missing)))
+        return self.issued[:, :warps]
 
     @property
     def global_requests(self) -> int:
@@ -126,15 +138,21 @@ class Tally:
             counts.global_sectors += _distinct((warps << 48) + sectors)
         counts.global_bytes += sectors.size * size
 
+    def bulk_copy(self, position: int, size: int, sectors: int, *, is_request: bool) -> None:
+        """Counts a copy by a lane. size: bytes of shared memory. sectors: of global memory.
+        is_request: it is the first of its warp's execution."""
+        counts = self.accesses[position]
+        counts.tma_requests += is_request
+        counts.tma_boxes += 1
+        counts.tma_bytes += size
+        counts.tma_sectors += sectors
+
     def counts(self, position: int) -> Counts:
         """Of one instruction."""
         instruction = self.program.instructions[position]
-        issued = int(self.issued[position])
-        is_mma = instruction.name == "mma" or (
-            instruction.name == "wmma" and instruction.has("mma")
-        )
-        mma = issued if is_mma else 0
+        issued = int(self.issued[position].sum())
         wgmma = issued if is_wgmma(instruction) else 0
+        mma = issued if is_product(instruction) and not wgmma else 0
         is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
         is_barrier &= not (instruction.has("cluster") and instruction.has("arrive"))
         return replace(
@@ -147,6 +165,8 @@ class Tally:
             wgmma_bytes=wgmma * _operand_bytes(instruction) if wgmma else 0,
             barriers=issued if is_barrier else 0,
             waits=issued if instruction.opcode.startswith(_WAITS) else 0,
+            mbarrier_waits=issued if instruction.opcode.startswith(_MBARRIER_WAITS) else 0,
+            blocked=int(self.blocked[position]),
         )
 
 
