@@ -28,6 +28,7 @@ _INPUTS = "normal"
 _LABELS = {
     "instructions": "warp instructions",
     "mma": "mma",
+    "wgmma": "wgmma",
     "shared_requests": "shared requests",
     "shared_wavefronts": "shared wavefronts",
     "bank_conflicts": "bank conflicts",
@@ -35,8 +36,14 @@ _LABELS = {
     "global_requests": "global requests",
     "global_sectors": "global sectors",
     "global_bytes": "global bytes",
+    "tma_requests": "TMA requests",
+    "tma_boxes": "TMA boxes",
+    "tma_bytes": "TMA bytes",
+    "tma_sectors": "TMA sectors",
     "barriers": "barriers",
     "waits": "cp.async waits",
+    "mbarrier_waits": "mbarrier waits",
+    "blocked": "blocked warps",
 }
 _LINE_COLUMNS = {
     "instructions": "instr",
