@@ -23,7 +23,7 @@ All of this was measured on an H200 (benchmarks/shared_wavefronts.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -110,19 +110,15 @@ class Counters:
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
+        self._each = dict(tally.executed())
         self.total = Counts()
-        for _, counts in self._each():
+        for counts in self._each.values():
             self.total.add(counts)
-
-    def _each(self) -> Iterator[tuple[int, Counts]]:
-        for position in range(len(self.tally.program.instructions)):
-            if self.tally.issued[position].any():
-                yield position, self.tally.counts(position)
 
     def _group(self, key: Callable[[int], Key | None]) -> dict[Key, Counts]:
         """Sums of what has one key; what has None is left out."""
         grouped: dict[Key, Counts] = defaultdict(Counts)
-        for position, counts in self._each():
+        for position, counts in self._each.items():
             if (found := key(position)) is not None:
                 grouped[found].add(counts)
         return dict(grouped)

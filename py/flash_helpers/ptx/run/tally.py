@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -147,10 +148,14 @@ class Tally:
         counts.tma_bytes += size
         counts.tma_sectors += sectors
 
-    def counts(self, position: int) -> Counts:
-        """Of one instruction."""
+    def executed(self) -> Iterator[tuple[int, Counts]]:
+        """Positions and counts of the instructions that some warp executed."""
+        for position, issued in enumerate(self.issued.sum(axis=1).tolist()):
+            if issued:
+                yield position, self._counts(position, issued)
+
+    def _counts(self, position: int, issued: int) -> Counts:
         instruction = self.program.instructions[position]
-        issued = int(self.issued[position].sum())
         wgmma = issued if is_wgmma(instruction) else 0
         mma = issued if is_product(instruction) and not wgmma else 0
         is_barrier = instruction.name in BARRIERS and not instruction.has("warp")
