@@ -98,6 +98,39 @@ class TestWaking:
         body += "st.shared.u32 [word], %r4;\nDONE:\n"
         assert launch(body)[1].all()
 
+    def test_lanes_that_come_late_meet_those_of_their_warp_that_wait(self):
+        # Lanes 16 to 31 stand at the shuffle, within its block, before the others wake.
+        body = """
+        setp.lt.u32 %p, %r0, 16;
+        setp.ge.u32 %q, %r0, 32;
+        @%q bra WRITE;
+        @!%p bra MEET;
+        pmevent 1;
+        MEET:
+        add.u32 %r5, %r0, 7;
+        shfl.sync.idx.b32 %r4, %r5, 3, 31, 0xffffffff;
+        bra DONE;
+        WRITE:
+        st.shared.u32 [word], %r4;
+        DONE:
+        """
+        assert launch(body)[1].tolist() == [10] * 32 + [1] * 32
+
+    def test_lanes_of_one_mask_do_not_wait_for_those_of_another(self):
+        # 16 to 23 wait for 24 to 31, which sleep until 0 to 15 have met and written.
+        body = """
+        setp.lt.u32 %p, %r0, 16;
+        selp.b32 %r6, 0xffff, 0xffff0000, %p;
+        setp.ge.u32 %q, %r0, 24;
+        @!%q bra MEET;
+        pmevent 1;
+        MEET:
+        add.u32 %r5, %r0, 7;
+        shfl.sync.idx.b32 %r4, %r5, 3, 0x100f, %r6;
+        @%p st.shared.u32 [word], %r4;
+        """
+        assert launch(body, block=32)[1].tolist() == [10] * 16 + [26] * 16
+
     def test_all_threads_together(self):
         body = "st.shared.u32 [word], %r4;\nbar.sync 0;\npmevent 1;\n"
         assert launch(body, grid=2)[1].all()

@@ -368,10 +368,7 @@ class Scheduler:
                 self._look_after_sleepers()
                 oldest = np.where(running, self.last_run, np.iinfo(np.int64).max).argmin()
                 position = int(self.pc[oldest])
-            here = self.pc == position
-            active = running & here
-            if position in self.members:
-                active |= (self.status == _AT_SYNC) & here
+            active = running & (self.pc == position)
             block = self.program.block_at(position)
             if position == block.start and active.all():
                 self.status[:] = _RUNNING
@@ -414,7 +411,10 @@ class Scheduler:
         return lanes
 
     def _join(self, position: int, lanes: np.ndarray) -> np.ndarray:
-        """Lanes that may execute a warp-wide instruction now; the others wait for their warp."""
+        """Lanes that may execute a warp-wide instruction now, those among them that have waited for
+        the others of their warp; the rest wait."""
+        waited = np.flatnonzero((self.status == _AT_SYNC) & (self.pc == position))
+        lanes = np.union1d(lanes, waited)
         members = self.members[position]
         instruction = self.program.instructions[position]
         present = self.machine.masks(lanes)
@@ -433,9 +433,7 @@ class Scheduler:
                     here = lanes[needed == mask]
                     present[here] |= warp_masks(elsewhere == mask)[here]
         ready = (needed & ~present[lanes]) == 0
-        # A warp goes on together or not at all.
-        stuck = np.unique((lanes // WARP)[~ready])
-        ready &= ~np.isin(lanes // WARP, stuck)
+        self.status[lanes[ready]] = _RUNNING
         waiting = lanes[~ready]
         self.pc[waiting] = position
         self.status[waiting] = _AT_SYNC
