@@ -3,8 +3,10 @@
 # KERNEL.sm_80.cubin and KERNEL.sm_90.cubin, with line numbers and the PTX inside, for the others.
 #
 #   examples/own_kernel/compile.sh KERNEL.cu [KERNEL.cu ...]
+#   ARCHS=90 examples/own_kernel/compile.sh KERNEL.cu
 #
-# The files land beside the .cu. NVCC names the compiler (default: nvcc).
+# The files land beside the .cu. ARCHS names the compute capabilities of the cubins, the first that
+# of the PTX (default: 80 90), NVCC the compiler (default: nvcc).
 #
 # exit status: 0 compiled, 2 wrong usage, else that of nvcc
 set -euo pipefail
@@ -17,15 +19,16 @@ case "${1-}" in
     -h | --help) usage && exit ;;
     "" | -*) usage >&2 && exit 2 ;;
 esac
+read -ra archs <<<"${ARCHS:-80 90}"
 for source in "$@"; do
     (
         cd "$(dirname "$source")"
         name=$(basename "$source" .cu)
-        "${NVCC:-nvcc}" -ptx -arch=compute_80 -lineinfo -std=c++20 -o "$name.ptx" "$name.cu"
+        "${NVCC:-nvcc}" -ptx -arch="compute_${archs[0]}" -lineinfo -std=c++20 -o "$name.ptx" "$name.cu"
         # without folder names the files do not depend on where they are made
         sed -i -E 's|^(\s*\.file\s.*")[^"]*/|\1|' "$name.ptx"
-        for arch in 80 90; do
-            "${NVCC:-nvcc}" -cubin -arch=sm_$arch -lineinfo -o "$name.sm_$arch.cubin" "$name.ptx"
+        for arch in "${archs[@]}"; do
+            "${NVCC:-nvcc}" -cubin -arch="sm_$arch" -lineinfo -o "$name.sm_$arch.cubin" "$name.ptx"
         done
     )
 done

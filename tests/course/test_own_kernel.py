@@ -22,9 +22,14 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_kernel"
-SIMULATE = EXAMPLE / "simulate.py"
+SIMULATE, SIMULATE_RING = EXAMPLE / "simulate.py", EXAMPLE / "simulate_column_sum.py"
 FLAWED, FIXED = "row_softmax", "row_softmax_fixed"
+RING, RING_FIXED = "column_sum", "column_sum_fixed"
 ARCHITECTURES = ("sm_80", "sm_90")
+CUBINS = {
+    **dict.fromkeys((FLAWED, FIXED), ARCHITECTURES),
+    **dict.fromkeys((RING, RING_FIXED), ("sm_90",)),
+}
 
 THREADS = 64
 WARPS, CHUNKS = THREADS // 32, 16
@@ -122,6 +127,55 @@ def test_the_python_that_the_page_shows_runs():
     assert int(result.stdout) == 2 * WARPS * 2 * CHUNKS * CONFLICTS_OF_A_REQUEST
 
 
+# -- the ring of Hopper ------------------------------------------------------------------------
+
+
+def line_of(text: str, name: str) -> int:
+    """Number of the last line with that text."""
+    return max(n for n, line in enumerate(source(name), 1) if text in line)
+
+
+@pytest.mark.parametrize("options", [(), ("--seed", "1")], ids=["late", "random"])
+def test_a_wait_for_the_wrong_parity_is_found_at_its_line(options):
+    result = run(SIMULATE_RING, EXAMPLE / f"{RING}.ptx", *options)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "asynchronous copy not waited for" in result.stderr
+    assert "was for parity 1, which holds before phase 0 is complete" in result.stderr
+    read, wait = line_of("sum += ring.tile", RING), line_of("wait(&ring.full", RING)
+    copy = line_of("load(ring.tile", RING)
+    assert f"at {RING}.cu:{read} [ld.shared.f32" in result.stderr
+    assert f"inlined at {RING}.cu:{wait} [mbarrier.try_wait" in result.stderr
+    page = (ROOT / "docs/own_kernel.md").read_text(encoding="utf-8")
+    assert f"Line {read} read a tile that TMA, asked in line {copy}, had" in page
+    assert f"The wait before it, line {wait}, was" in page
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_ring_is_right_with_the_right_parity(seed):
+    result = run(SIMULATE_RING, EXAMPLE / f"{RING_FIXED}.ptx", "--seed", str(seed))
+    assert result.returncode == 0, result.stderr
+    assert f"{RING_FIXED}: right" in result.stdout
+
+
+def test_a_producer_with_the_wrong_parity_is_a_deadlock(tmp_path):
+    assert ptx(RING_FIXED).count("not.b32") == 1  # of the producer's parity, as the page takes it
+    wrong = tmp_path / "wrong.ptx"
+    wrong.write_text(ptx(RING_FIXED).replace("not.b32", "mov.b32"))
+    result = run(SIMULATE_RING, wrong)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "deadlock" in result.stderr
+    for wait in ("wait(&ring.empty", "wait(&ring.full"):
+        assert f"{RING_FIXED}.cu:{line_of(wait, RING_FIXED)} " in result.stderr
+
+
+def test_a_wrong_sum_is_told(tmp_path):
+    wrong = tmp_path / "wrong.ptx"
+    wrong.write_text(ptx(RING_FIXED).replace("add.f32", "sub.f32"))
+    result = run(SIMULATE_RING, wrong)
+    assert result.returncode == 1
+    assert "wrong: WRONG" in result.stdout
+
+
 # -- the machine code --------------------------------------------------------------------------
 
 
@@ -194,11 +248,22 @@ def test_an_exponential_of_the_ptx_is_found_in_the_machine_code():
 # -- the committed files -----------------------------------------------------------------------
 
 
+def changes(before: str, after: str) -> list[tuple[str, str]]:
+    """Lines of two kernels that differ."""
+    pairs = zip(code(before), code(after), strict=True)
+    return [(old, new) for old, new in pairs if old != new]
+
+
 def test_the_fix_is_two_constants():
-    changed = [(old, new) for old, new in zip(code(FLAWED), code(FIXED), strict=True) if old != new]
-    assert [old.split(" = ")[0] for old, _ in changed] == [
+    assert [old.split(" = ")[0] for old, _ in changes(FLAWED, FIXED)] == [
         "constexpr int kStride", "constexpr int kBlocks",
     ]  # fmt: skip
+
+
+def test_the_fix_of_the_ring_is_a_line_that_the_page_shows():
+    ((old, new),) = changes(RING, RING_FIXED)
+    page = (ROOT / "docs/own_kernel.md").read_text(encoding="utf-8")
+    assert f"\n-{old.strip()}\n+{new.strip()}\n" in page
 
 
 def code(name: str) -> list[str]:
@@ -228,8 +293,9 @@ def test_the_ptx_belongs_to_the_source(name):
     assert all("__expf" in lines[n - 1] for n in found["ex2.approx"]) and found["ex2.approx"]
 
 
-@pytest.mark.parametrize("name", [FLAWED, FIXED])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "architecture"), [(name, each) for name, all_ in CUBINS.items() for each in all_]
+)
 def test_the_cubin_is_made_of_the_ptx(name, architecture):
     kernel = machine_code(name, architecture)
     assert kernel.architecture == architecture
@@ -253,20 +319,22 @@ def test_compiling_again_gives_the_committed_files(tmp_path):
         pytest.skip("no nvcc: the files are compared with their sources above")
     for file in (*EXAMPLE.glob("*.cu"), EXAMPLE / "compile.sh"):
         shutil.copy(file, tmp_path)
-    subprocess.run(
-        [tmp_path / "compile.sh", *(tmp_path / f"{name}.cu" for name in (FLAWED, FIXED))],
-        env={**os.environ, "NVCC": str(found[0])},
-        check=True,
-    )
     release = "Cuda compilation tools, release"
-    for name in (FLAWED, FIXED):
+    for name, architectures in CUBINS.items():
+        capabilities = " ".join(each.removeprefix("sm_") for each in architectures)
+        subprocess.run(
+            [tmp_path / "compile.sh", tmp_path / f"{name}.cu"],
+            env={**os.environ, "NVCC": str(found[0]), "ARCHS": capabilities},
+            check=True,
+        )
         again = (tmp_path / f"{name}.ptx").read_text(encoding="utf-8")
         (by,) = (line for line in again.splitlines() if release in line)
         if by not in ptx(name):  # another compiler: it need not agree, but the example must work
-            assert run(SIMULATE, tmp_path / f"{name}.ptx").returncode == 0
+            simulate = SIMULATE if name in (FLAWED, FIXED) else SIMULATE_RING
+            assert run(simulate, tmp_path / f"{name}.ptx").returncode == (name == RING)
             continue
         assert again == ptx(name)
-        for architecture in ARCHITECTURES:
+        for architecture in architectures:
             old, new = (
                 [i.encoding for i in machine_code(name, architecture, folder).instructions]
                 for folder in (EXAMPLE, tmp_path)
