@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from fake_backend import load_tool
+from fake_backend import ROOT, load_tool
 
 from flash_helpers.check.problems import SMALL_SHAPE
 from flash_helpers.kernel_configs import STEPS
@@ -13,14 +14,16 @@ from flash_helpers.kernel_configs import STEPS
 
 @pytest.fixture
 def tool(monkeypatch):
-    """The tool, for which every run takes a second."""
+    """The tool, for which every run of a step takes a second."""
     module = load_tool("benchmarks/simulator.py")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as that of a script
 
     def measure(config, shape):
         sizes = {"batch": shape.batch, "n_heads": shape.heads, "seq_len": shape.seq_len}
         return {"config": config.short_form(), **sizes, "blocks": 1, "seconds": 1.0, "peak_mib": 1}
 
     monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "HOPPER_ROWS", 128)
     return module
 
 
@@ -31,3 +34,23 @@ def test_every_step_is_measured_in_every_dtype(tool, tmp_path):
     assert len(document["small"]) == document["seconds_for_all"] == 2 * len(STEPS)
     assert {record["seq_len"] for record in document["small"]} == {SMALL_SHAPE.seq_len}
     assert len(document["scaling"]) == len(tool.SCALING_SHAPES)
+    assert document["seconds_are"] == "the least of 3 runs"
+
+
+def test_the_kernel_of_hopper_is_run(tool):
+    record = tool.measure_hopper()
+    # of each of the 8 warps of consumers: 8 of 16 columns of d_head, 8 of 16 keys
+    assert record["wgmma"] == 8 * (8 + 8)
+    assert (record["seq_len"], record["blocks"]) == (128, 1)
+    assert record["seconds"] > 0
+    assert 0 < record["peak_mib"] <= tool.peak_mib() + 1
+
+
+def test_a_time_is_the_least_of_three(tool, monkeypatch):
+    clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 24.0])  # 5, 2 and 4 seconds
+    monkeypatch.setattr(tool.time, "perf_counter", lambda: next(clock))
+    total = SimpleNamespace(instructions=7, mma=1, wgmma=0)
+    counted = SimpleNamespace(counters=SimpleNamespace(total=total))
+    record = tool.timed(lambda: counted)
+    assert (record["seconds"], record["warp_instructions"], record["mma"]) == (2.0, 7, 1)
+    assert list(clock) == []
