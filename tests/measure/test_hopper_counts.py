@@ -20,7 +20,9 @@ import hopper_kernels as tool
 from hopper_cases import WHOLE
 
 COUNTED = {launch.case: launch for launch in tool.HopperKernels.load(ROOT / tool.RESULTS).launches}
-PAGE = (ROOT / "docs" / "simulator.md").read_text()
+PAGE = re.sub(
+    r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / "docs" / "simulator.md").read_text()
+)  # without links
 
 
 @functools.cache
