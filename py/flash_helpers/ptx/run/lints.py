@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from flash_helpers.gpu import WARP
@@ -17,26 +19,27 @@ from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, ZeroFillLi
 from flash_helpers.ptx.run.boxes import CHUNK, Box, Span
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.order import Knowledge, Order
-from flash_helpers.ptx.run.phases import Phases
+from flash_helpers.ptx.run.phases import Phased
 
 _NOT_YET = np.iinfo(np.int64).max
 
 
 class Lints:
-    """The marks on shared memory that they need. granule, stride: as `SharedMemory` has them."""
+    """The marks on shared memory that they need. passed: as `Phases` has it. granule, stride: as
+    `SharedMemory` has them."""
 
     def __init__(
         self,
         geometry: Geometry,
         order: Order,
-        phases: Phases,
+        passed: Mapping[int, Phased],
         log: FaultLog,
         granule: int,
         stride: int,
     ) -> None:
         self._geometry = geometry
         self._order = order
-        self._phases = phases
+        self._passed = passed
         self._log = log
         self._granule = granule
         self._stride = stride
@@ -192,7 +195,7 @@ class Lints:
             self._log.site(int(self._products[chunks[column]])),
             self._log.site(position),
         )
-        passed = self._phases.passed.get(lane)
+        passed = self._passed.get(lane)
         if passed is not None and passed.arrived is not None:
             lane, position = passed.arrived
         self._log.lint(

@@ -209,7 +209,8 @@ class Machine:
         self.phases = Phases(self.shared, log, random)
         if launch.lints and _has_agents(program):
             order, granule, stride = self.shared.order, self.shared.granule, self.shared.stride
-            self.shared.lints = Lints(geometry, order, self.phases, log, granule, stride)
+            passed = self.phases.passed
+            self.shared.lints = Lints(geometry, order, passed, log, granule, stride)
         self.transfers = Transfers(
             self.shared, memory, self.phases, self.poison, self.copies, log, random
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import proxy
 
 import numpy as np
 
@@ -61,7 +62,9 @@ class Phases:
         """By lane, the object that it last saw a phase of complete."""
         self._agents: dict[tuple[int, int], int] = {}
         self._given_up = np.zeros(shared.lane_ids.size, bool)
-        shared.explain = self._explain
+        # Weakly, as all that belongs to a batch: it is gone as soon as the batch is.
+        weak = proxy(self)
+        shared.explain = lambda agent, lane: weak._explain(agent, lane)
 
     def address_of(self, where: int) -> int:
         """The shared address of an object in its block."""

@@ -128,7 +128,8 @@ class Scheduler:
             if self.program.instructions[position].name in BARRIERS
             and self.program.instructions[position].has("warp")
         ]
-        self.sleeps = machine.waits
+        # Taken from the machine: what is bound refers to it.
+        self.sleeps, machine.waits = machine.waits, {}
         self.sleeping_blocks = {self.program.block_of[position] for position in self.sleeps}
         """Of the program: where threads may fall asleep."""
         n = machine.lanes

@@ -1,0 +1,63 @@
+"""What a launch has needed is freed when it returns, not when the garbage collector runs: shared
+memory, registers and marks of one batch may be 20 MiB."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from hopper_cases import CASES
+from hopper_faults import module_of
+from ptx_snippets import entry
+
+from flash_helpers.ptx import DeviceMemory, load_ptx
+from flash_helpers.ptx.run.scheduler import Scheduler
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Weak references to the parts of each batch that runs, while nobody collects garbage."""
+    found = []
+    original = Scheduler.__init__
+
+    def begin(self, machine, *arguments, **options):
+        original(self, machine, *arguments, **options)
+        parts = (self, machine, machine.shared.data, *machine.register_files)
+        found.extend(weakref.ref(part) for part in parts)
+
+    monkeypatch.setattr(Scheduler, "__init__", begin)
+    gc.collect()
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+@pytest.mark.parametrize("name", ["gemm_cluster_bf16", "copy_bytes", "cluster_shift"])
+def test_of_hoppers_units(batches, name) -> None:
+    case = CASES[name]
+    memory = DeviceMemory()
+    addresses = {name: memory.upload(array) for name, array in case.buffers.items()}
+    run = (
+        module_of(case.module)
+        .kernel(case.kernel)
+        .launch(
+            case.grid,
+            case.block,
+            case.shared_bytes,
+            case.bind(addresses, lambda tensor_map: tensor_map.encode()),
+            memory,
+            cluster=case.cluster,
+            lints=True,
+            seed=1,
+        )
+    )
+    assert run.counters.total.instructions
+    assert batches and all(part() is None for part in batches)
+
+
+@pytest.mark.parametrize("body", ["bar.sync 0;", "ld.shared.u32 %r0, [word];"])
+def test_of_others(batches, body) -> None:
+    text = entry(body, "", ".shared .align 4 .b32 word[1];\n.reg .b32 %r<2>;")
+    load_ptx(text).kernel("k").launch(4, 64)
+    assert batches and all(part() is None for part in batches)
