@@ -152,9 +152,36 @@ class TestDeadlock:
             launch(body, block=128)
         text = str(caught.value)
         assert "64 threads (warps 0, 1 of block (0, 0, 0)) wait\n      for a word of 1" in text
-        assert "32 threads (warp 3 of block (0, 0, 0)) wait\n      32 of 128 threads wait" in text
+        assert "32 threads (warp 3 of block (0, 0, 0)) wait\n      for barrier 0: 32 of 128" in text
         assert "32 threads have ended" in text
         assert caught.value.site.opcode == "pmevent"
+
+    def test_names_each_barrier_and_who_waits_there(self):
+        # The name is a register's: all wait at one instruction. Warp 3 only arrives.
+        body = """
+        shr.u32 %r5, %r0, 5;
+        add.u32 %r5, %r5, 4;
+        setp.eq.u32 %p, %r5, 7;
+        @%p bar.arrive 5, 128;
+        @%p bar.arrive 9, 64;
+        setp.eq.u32 %q, %r0, 0;
+        @%q pmevent 1;
+        @!%p bar.sync %r5, 128;
+        """
+        with pytest.raises(DeadlockError) as caught:
+            launch(body, block=128)
+        text = " ".join(str(caught.value).split())
+        for told in (
+            "31 threads (warp 0 of block (0, 0, 0)) wait for barrier 4: 31 of 128 threads wait, "
+            "32 have ended",
+            "32 threads (warp 1 of block (0, 0, 0)) wait for barrier 5: 32 of 128 threads wait, "
+            "32 have arrived, 32 have ended",
+            "32 threads (warp 2 of block (0, 0, 0)) wait for barrier 6: 32 of 128 threads wait, "
+            "32 have ended",
+            "nobody waits at a barrier of block (0, 0, 0) barrier 9: 0 of 64 threads wait, "
+            "32 have arrived, 32 have ended",
+        ):
+            assert told in text
 
     def test_ends_the_block_where_faults_are_collected(self):
         # Block 1 has the word, blocks 0 and 2 sleep for ever.

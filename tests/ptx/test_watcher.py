@@ -321,8 +321,14 @@ def test_a_barrier_orders_what_threads_did_that_have_ended():
 
 
 def test_a_barrier_that_some_threads_never_reach():
-    with pytest.raises(BarrierError, match="32 of 64 threads wait, 0 have ended, 32 wait at"):
+    with pytest.raises(BarrierError, match="barrier 0: 32 of 64 threads wait, 0 have") as caught:
         run("@%p bra A;\n bar.sync 0;\n ret;\nA:\n bar.sync 1;")
+    assert "barrier 1: 32 of 64 threads wait, 0 have ended\n" in str(caught.value)
+    assert "others wait at" in str(caught.value)
+    with pytest.raises(BarrierError) as caught:
+        run("add.u32 %r6, %r5, 1;\n bar.sync %r6, 64;")
+    for name in (1, 2):
+        assert f"barrier {name}: 32 of 64 threads wait, 0 have ended\n" in str(caught.value)
     # The one of a number of threads does not count warps that have ended.
     with pytest.raises(BarrierError, match="32 of 64 threads wait, 64 have ended"):
         run("setp.lt.u32 %q, %r5, 2;\n @%q ret;\n bar.sync 1, 64;", threads=96)

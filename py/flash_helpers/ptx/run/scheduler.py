@@ -764,28 +764,33 @@ class Scheduler:
             self._step_past(position, lanes)
             return
         waiting = np.flatnonzero(self.status == _AT_BARRIER)
-        geometry = self.machine.geometry
+        geometry, log = self.machine.geometry, self.machine.log
         owners = geometry.block_of(waiting)
         owner = int(owners[0])
         mine = waiting[owners == owner]
         position = int(self.pc[mine].min())
-        here = mine[self.pc[mine] == position]
-        elsewhere = mine[self.pc[mine] != position]
-        detail = self._missing_at_barrier(position, here)
-        if elsewhere.size:
-            detail += (
-                f", {elsewhere.size} wait at {self.machine.log.site(int(self.pc[elsewhere[0]]))}"
-            )
-        self.machine.log.report(BarrierError, detail, position, geometry.thread(here[0]))
-        for key in [k for k in self.arrivals if k[0] == owner]:
+        first = mine[self.pc[mine] == position][0]
+        keys = sorted(key for key in self.arrivals if key[0] == owner)
+        told = [self._barrier_state(*key) for key in keys]
+        told += [
+            f"others wait at {log.site(other)}"
+            for other in np.unique(self.pc[mine]).tolist()
+            if other != position
+        ]
+        log.report(BarrierError, "\n    ".join(told), position, geometry.thread(first))
+        for key in keys:
             del self.arrivals[key]
         self._release(mine)
 
-    def _missing_at_barrier(self, position: int, here: np.ndarray) -> str:
-        """here: lanes of one block that wait at the barrier."""
-        expected = self._expected(self.barriers[position], here)
-        ended = self._ended(int(self.machine.geometry.block_of(here[0]))).size
-        return f"{here.size} of {expected} threads wait, {ended} have ended"
+    def _barrier_state(self, owner: int, name: int) -> str:
+        """How a barrier of a block stands, at which threads wait or have arrived."""
+        arrivals = self.arrivals[owner, name]
+        came = sum(arrival.lanes.size for arrival in arrivals)
+        waiting = sum(arrival.lanes.size for arrival in arrivals if arrival.barrier.waits)
+        due = self._expected(arrivals[-1].barrier, arrivals[-1].lanes)
+        arrived = f", {came - waiting} have arrived" if came > waiting else ""
+        ended = self._ended(owner).size
+        return f"barrier {name}: {waiting} of {due} threads wait{arrived}, {ended} have ended"
 
     def _end_cluster(self, asleep: np.ndarray) -> None:
         """Reports who waits for what in the first cluster with lanes that sleep, and ends it."""
@@ -793,17 +798,26 @@ class Scheduler:
         cluster = geometry.cluster_of(asleep[0])
         stuck = np.flatnonzero(self.status != _DONE)
         stuck = stuck[geometry.cluster_of(stuck) == cluster]
-        groups = np.stack([geometry.block_of(stuck), self.pc[stuck], self.status[stuck]])
+        owners = range(cluster * geometry.cluster, (cluster + 1) * geometry.cluster)
+        keys = sorted(key for key in self.arrivals if key[0] in owners)
+        names = np.zeros(geometry.lanes, np.int64)
+        for key in keys:
+            for arrival in self.arrivals[key]:
+                if arrival.barrier.waits:
+                    names[arrival.lanes] = key[1]
+        groups = np.stack(
+            [geometry.block_of(stuck), self.pc[stuck], self.status[stuck], names[stuck]]
+        )
         told = []
         for group in np.unique(groups, axis=1).T:
-            owner, position, status = group.tolist()
+            owner, position, status, name = group.tolist()
             lanes = stuck[(groups == group[:, None]).all(axis=0)]
             if status == _ASLEEP:
                 reason = self.sleeps[position].reason(lanes)
             elif status == _AT_SYNC:
                 reason = "for the other lanes of the warp"
             else:
-                reason = self._missing_at_barrier(position, lanes)
+                reason = f"for {self._barrier_state(owner, name)}"
             warps = np.unique(geometry.warp_of(lanes)).tolist()
             named = f"warp {warps[0]}" if len(warps) == 1 else f"warps {', '.join(map(str, warps))}"
             told.append(
@@ -811,7 +825,12 @@ class Scheduler:
                 f"{'waits' if lanes.size == 1 else 'wait'}\n"
                 f"      {reason}\n      at {log.site(position)}"
             )
-        owners = range(cluster * geometry.cluster, (cluster + 1) * geometry.cluster)
+        told += [
+            f"nobody waits at a barrier of block {geometry.blocks[key[0]]}\n"
+            f"      {self._barrier_state(*key)}"
+            for key in keys
+            if not any(arrival.barrier.waits for arrival in self.arrivals[key])
+        ]
         ended = sum(self._ended(owner).size for owner in owners)
         detail = "\n    ".join(
             [
@@ -822,7 +841,7 @@ class Scheduler:
         )
         first = int(asleep[0])
         log.report(DeadlockError, detail, int(self.pc[first]), geometry.thread(first))
-        for key in [k for k in self.arrivals if k[0] in owners]:
+        for key in keys:
             del self.arrivals[key]
         self.status[stuck] = _DONE
 
