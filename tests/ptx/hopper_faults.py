@@ -409,8 +409,7 @@ DIVERGENCE = {
     ),
 }  # fmt: skip
 
-# C3.11: named barriers. Arrivals that are left over at the end are none of them: no rule of the PTX
-# ISA is broken, and the barriers of a block end with it.
+# C3.11: named barriers.
 WRONG_BARRIERS = {
     "more threads than there are": fault(
         "gemm_bf16", "barrier_sync(1, 128)", r"barrier\.sync|bar", swap(r"%r\d+;", "192;"),
@@ -428,6 +427,16 @@ WRONG_BARRIERS = {
         "cluster_softmax", "top = over_block(", r"barrier\.arrive", swap(r"%r\d+,", "3,"),
         "BarrierError", "top = over_block(",
     ),
+}  # fmt: skip
+
+# C3.11, too: arrivals that are left over at the end. No rule of the PTX ISA is broken, and the
+# barriers of a block end with it.
+LEFT_TURNS = {
+    name: fault(
+        name, "take_turn(); // that consumer 1", r"barrier\.sync|bar", drop,
+        "left arrivals lint", "exponentials();",
+    )
+    for name in ("attention_f16_ping_pong", OVERLAP)
 }  # fmt: skip
 
 # C3.12: a block ends too early.
@@ -550,6 +559,7 @@ HAZARDS: Mapping[str, Mapping[str, Fault]] = {
     "wrong setmaxnreg": WRONG_REGISTERS,
     "not all lanes": DIVERGENCE,
     "wrong barrier": WRONG_BARRIERS,
+    "turn left over": LEFT_TURNS,
     "ends too early": EARLY_EXITS,
     "misaligned": MISALIGNED,
     "unwritten": UNWRITTEN,
@@ -558,7 +568,7 @@ HAZARDS: Mapping[str, Mapping[str, Fault]] = {
 """By kind."""
 
 
-LINTS = frozenset({"zero fill lint", "never read lint"})
+LINTS = frozenset({"zero fill lint", "never read lint", "left arrivals lint"})
 """What is no error: tests/ptx/test_lints.py runs these."""
 
 

@@ -23,6 +23,7 @@ from tma_snippets import EXPECT, INIT, LOAD, run, wait
 from flash_helpers.ptx import (
     DeviceMemory,
     EarlyReleaseLint,
+    LeftArrivalsLint,
     Lint,
     NeverReadLint,
     Run,
@@ -34,7 +35,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from hopper_cases import WHOLE, gemm, gemm_a_registers
 
-KINDS = {"zero fill lint": ZeroFillLint, "never read lint": NeverReadLint}
+KINDS = {
+    "zero fill lint": ZeroFillLint,
+    "never read lint": NeverReadLint,
+    "left arrivals lint": LeftArrivalsLint,
+}
 
 
 def launched(case: Case, text: str | None = None, **options: object) -> Run:
@@ -113,6 +118,10 @@ class TestMistakes:
         assert all("arrive(barrier)" in "".join(lines_of(x, case)) for x in found)
         assert "warps 1, 2, 3, 5, 6, 7 of its block" in str(found[0])
 
+    def test_a_turn_that_is_taken_at_the_end_is_not_left(self) -> None:
+        found = launched(WHOLE["attention_f16_ping_pong"], lints=True).lints
+        assert {type(lint) for lint in found} == {EarlyReleaseLint}
+
     def test_one_thread_releases_for_its_warpgroup(self) -> None:
         planted = Fault("gemm_bf16", released_by(1, "%tid.x"), "", "")
         cases = {"gemm_bf16": gemm("gemm_bf16", "bf16", 4, 64, 128, 448)}
@@ -145,6 +154,26 @@ class TestNone:
 
     def test_unless_asked_for(self) -> None:
         assert launched(WHOLE["scale_tiles"]).lints == ()
+
+
+class TestArrivals:
+    """At a named barrier, by warp 0 of two, which then ends."""
+
+    @pytest.mark.parametrize(("threads", "due"), [("64", 64), ("96", 96), ("%r0", 64)])
+    def test_that_nobody_waits_for(self, threads: str, due: int) -> None:
+        body = f"mov.u32 %r0, %ntid.x;\nsetp.lt.u32 %p1, %tid, 32;\n@%p1 bar.arrive 1, {threads};"
+        (lint,) = run(body, block=64 if due == 64 else 96, grid=2, lints=True)[0].lints
+        assert type(lint) is LeftArrivalsLint
+        assert f"32 of {due} threads of block (0, 0, 0) have arrived at barrier 1" in str(lint)
+        assert (lint.site.opcode, lint.count, lint.address) == ("bar.arrive", 2, None)
+
+    @pytest.mark.parametrize("others", ["bar.sync 1, 64;", "bar.arrive 1, 64;"])
+    def test_that_others_complete(self, others: str) -> None:
+        body = f"setp.lt.u32 %p1, %tid, 32;\n@%p1 bar.arrive 1, 64;\n@!%p1 {others}"
+        assert run(body, lints=True)[0].lints == ()
+
+    def test_unless_asked_for(self) -> None:
+        assert run("setp.lt.u32 %p1, %tid, 32;\n@%p1 bar.arrive 1, 64;")[0].lints == ()
 
 
 class TestBytes:

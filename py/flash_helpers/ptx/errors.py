@@ -302,6 +302,14 @@ class EarlyReleaseLint(Lint):
     title = "released by one warp for others"
 
 
+class LeftArrivalsLint(Lint):
+    """Arrivals at a named barrier that no thread has waited for when the block ends: no rule is
+    broken, and the barrier ends with the block (PTX ISA 9.0, "barrier": `arrive` is for a `sync` or
+    `red` of other threads)."""
+
+    title = "arrivals that nobody waits for"
+
+
 class NotResidentError(SimulatorError):
     """Blocks that wait for one which begins only when one of them has ended."""
 

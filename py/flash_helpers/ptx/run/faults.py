@@ -62,7 +62,12 @@ class FaultLog:
         self.faults[kind, site] = error
 
     def lint(
-        self, kind: type[Lint], detail: str, position: int, thread: Thread, address: int
+        self,
+        kind: type[Lint],
+        detail: str,
+        position: int,
+        thread: Thread,
+        address: int | None = None,
     ) -> None:
         """Adds a lint to the log, one for each instruction and kind."""
         site = self.site(position)

@@ -22,6 +22,7 @@ from flash_helpers.ptx.errors import (
     BarrierOperandError,
     DeadlockError,
     InstructionLimitError,
+    LeftArrivalsLint,
     MissingLanesError,
     OutOfBoundsError,
     UnsupportedInstruction,
@@ -229,6 +230,8 @@ class Scheduler:
                 self._run_together(self._at)
         if self.live_lanes.size:
             return False
+        for owner, name in sorted(self.arrivals):
+            self._tell_left(owner, name, self.arrivals.pop((owner, name)))
         self.machine.transfers.finish()
         return True
 
@@ -654,7 +657,9 @@ class Scheduler:
         del self.arrivals[owner, name]
         self._check_arrived(owner, name, arrivals)
         waiting = [a.lanes for a in arrivals if a.barrier.waits]
-        if waiting:
+        if not waiting:
+            self._tell_left(owner, name, arrivals)
+        else:
             released = np.concatenate(waiting)
             self._check_aligned(released)
             order = self.machine.shared.order
@@ -664,6 +669,21 @@ class Scheduler:
                 known.append(order.arrive(ended))
             order.release(known, released)
             self._release(released)
+
+    def _tell_left(self, owner: int, name: int, arrivals: Sequence[Arrival]) -> None:
+        """Lints arrivals without a wait, unless they are all that the barrier is for."""
+        newest = arrivals[-1]
+        came = sum(arrival.lanes.size for arrival in arrivals)
+        due = self._expected(newest.barrier, newest.lanes)
+        if self.machine.launch.lints and came < due:
+            geometry = self.machine.geometry
+            self.machine.log.lint(
+                LeftArrivalsLint,
+                f"{came} of {due} threads of block {geometry.blocks[owner]} have arrived at "
+                f"barrier {name}, and nobody waits for them",
+                newest.position,
+                geometry.thread(newest.lanes[0]),
+            )
 
     def _is_complete(self, owner: int, arrivals: Sequence[Arrival]) -> bool:
         """Whether nobody is waited for any more. A barrier of the whole block waits for the threads
