@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_backend import load_tool
+from fake_backend import ROOT, load_tool
+from hopper_cases import WHOLE
 
 import flash_attention
 from flash_helpers.kernel_configs import (
@@ -34,7 +36,7 @@ from flash_helpers.measure.kernel_profile import (
     profiles_as_json,
     source_lines,
 )
-from flash_helpers.ptx import Counts, Phase
+from flash_helpers.ptx import Counts, DeviceMemory, Phase, TensorMap, load_ptx
 from flash_helpers.registry.selection import UsageError, choose_kernels, names_of
 
 pytestmark = pytest.mark.slow
@@ -50,6 +52,17 @@ def profiles() -> list[KernelProfile]:
     """Steps v1 and v2 in bf16."""
     configs = choose_kernels(BUILT, ["1", "2"], DType.BF16)
     return profile_kernels(configs, SHAPE, flash_attention.simulate)
+
+
+@pytest.fixture(scope="module")
+def ring(profiles) -> KernelProfile:
+    """A ring whose producer copies by TMA: one of our own, since no step has roles."""
+    case, memory = WHOLE["gemm_bf16"], DeviceMemory()
+    addresses = {name: memory.upload(buffer) for name, buffer in case.buffers.items()}
+    kernel = load_ptx(ROOT / "tests/ptx/kernels" / f"{case.module}.ptx").kernel(case.kernel)
+    args = case.bind(addresses, TensorMap.encode)
+    run = kernel.launch(case.grid, case.block, case.shared_bytes, args, memory)
+    return dataclasses.replace(profiles[0], run=run)
 
 
 def cells(table: str, label: str) -> list[str]:
@@ -136,6 +149,50 @@ class TestText:
         found = profile_kernels(configs, AttentionForward(1, 2, 128), flash_attention.simulate)
         text = profile_text(found)
         assert "was run by" in text and "the row stride is 256 (--heads 16 is its)" in text
+
+
+class TestRoles:
+    def section(self, text: str, name: str) -> str:
+        """The rows under a title."""
+        return text.split(f"[{name}]")[1].split("\n[")[0]
+
+    def test_have_sections_and_add_up(self, ring) -> None:
+        text = comparison_text([ring])
+        total = ring.run.counters.total
+        names = ["producer", "consumer", "others", "several"]
+        parts = [self.section(text, name) for name in names if f"[{name}]" in text]
+        found = re.findall(r"^warp instructions +([\d,]+)", "\n".join(parts), re.M)
+        assert sum(int(n.replace(",", "")) for n in found) == total.instructions
+        producer, consumer = parts[:2]
+        assert cells(producer, "TMA boxes") and cells(producer, "warps of a block") == ["1"]
+        assert cells(consumer, "wgmma") == [f"{total.wgmma:,}"]
+        assert cells(consumer, "waits for async groups") == [f"{total.waits:,}"]
+        for part in (producer, consumer):
+            assert cells(part, "mbarrier waits") and cells(part, "blocked warps")
+        (per_wgmma,) = cells(
+            self.section(text, "consumer, main loop"), "warp instructions per wgmma"
+        )
+        loop = ring.roles["consumer"].phases[Phase.MAIN_LOOP]
+        assert per_wgmma == f"{loop.instructions / loop.wgmma:.2f}"
+
+    def test_stand_beside_a_kernel_without(self, ring, profiles) -> None:
+        text = comparison_text([profiles[0], ring])
+        mma = cells(self.section(text, "consumer"), "mma")
+        assert mma[0] == f"{profiles[0].run.counters.total.mma:,}"
+        assert cells(self.section(text, "producer"), "warps of a block")[:2] == ["0", "1"]
+
+    def test_are_left_out_where_all_warps_do_the_same(self, profiles) -> None:
+        assert "[consumer]" not in comparison_text(profiles)
+
+    def test_are_in_the_json(self, ring) -> None:
+        (found,) = json.loads(json.dumps(profiles_as_json([ring])))["kernels"]
+        assert found["roles"]["producer"]["warps"] == list(ring.roles["producer"].warps)
+        consumer = found["roles"]["consumer"]["phases"][Phase.MAIN_LOOP.value]
+        assert consumer["wgmma"] == ring.run.counters.total.wgmma
+
+    def test_mbarrier_waits_are_in_the_overview(self, ring, profiles) -> None:
+        assert "mbarrier" in overview_text([ring, profiles[0]])
+        assert "mbarrier" not in overview_text(profiles)
 
 
 class TestSource:

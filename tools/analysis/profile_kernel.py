@@ -35,7 +35,8 @@ Count what kernels execute, in the simulator: no GPU is needed. Instructions are
 one for each warp that executes it. A wavefront is one pass through the 32 banks of shared memory,
 and bank conflicts are the wavefronts beyond those that the access needs; a sector is 32 bytes of
 global memory. Prologue, main loop and epilogue are what comes before, in and after the loop over
-the blocks of K and V.
+the blocks of K and V. Where warps have roles, such as a producer that copies by TMA and consumers
+that multiply, each role has its counts too.
 """
 
 EXAMPLES = """\

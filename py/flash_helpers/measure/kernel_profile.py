@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flash_helpers.console.tables import Table, change, number, records_csv
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.ptx import Counts, Phase
+from flash_helpers.ptx import Counts, Phase, Role
+from flash_helpers.ptx.run.counters import ROLES
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ _LABELS = {
     "tma_bytes": "TMA bytes",
     "tma_sectors": "TMA sectors",
     "barriers": "barriers",
-    "waits": "cp.async waits",
+    "waits": "waits for async groups",
     "mbarrier_waits": "mbarrier waits",
     "blocked": "blocked warps",
 }
@@ -55,11 +58,14 @@ _LINE_COLUMNS = {
 _OVERVIEW = (
     "instructions",
     "mma",
+    "wgmma",
     "shared_wavefronts",
     "bank_conflicts",
     "global_sectors",
+    "tma_bytes",
     "barriers",
     "waits",
+    "mbarrier_waits",
 )
 _MOST_SIDE_BY_SIDE = 4
 
@@ -81,6 +87,11 @@ class KernelProfile:
         """Counts of the whole kernel and of each of its phases, by name."""
         parts = {phase.value: counts for phase, counts in self.run.counters.by_phase().items()}
         return {"whole kernel": self.run.counters.total, **parts}
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """As `Counters.by_role` has them."""
+        return self.run.counters.by_role()
 
 
 @dataclass(frozen=True)
@@ -144,29 +155,50 @@ def _side_by_side(
     return Table(header, [[label, *_cells(values)] for label, values in rows], title=title).text()
 
 
-def _per_mma(counts: Counts, name: str) -> float | None:
-    return getattr(counts, name) / counts.mma if counts.mma else None
+def _per(unit: str, counts: Counts, name: str) -> float | None:
+    """unit: mma or wgmma."""
+    count = getattr(counts, unit)
+    return getattr(counts, name) / count if count else None
 
 
-def _phase_rows(
-    profiles: Sequence[KernelProfile], phase: str
-) -> Iterable[tuple[str, list[float | None]]]:
-    each = [profile.phases[phase] for profile in profiles]
+def _count_rows(each: Sequence[Counts]) -> Iterable[tuple[str, list[float | None]]]:
     for name, label in _LABELS.items():
         values: list[float | None] = [getattr(counts, name) for counts in each]
         if any(values):
             yield label, values
-    for name in ("instructions", "shared_wavefronts"):
-        shares = [_per_mma(counts, name) for counts in each]
+    for unit, name in product(("mma", "wgmma"), ("instructions", "shared_wavefronts")):
+        shares = [_per(unit, counts, name) for counts in each]
         if any(shares):
-            yield f"{_LABELS[name]} per mma", shares
+            yield f"{_LABELS[name]} per {unit}", shares
+
+
+def _role_rows(
+    profiles: Sequence[KernelProfile], name: str
+) -> Iterable[tuple[str, list[float | None]]]:
+    """Of one role: its warps, what they count in all, and in the main loop."""
+    each = [profile.roles.get(name, Role((), {})) for profile in profiles]
+    none = [None] * len(profiles)
+    yield f"[{name}]", none
+    if any(role.warps for role in each):
+        yield "warps of a block", [len(role.warps) for role in each]
+    yield from _count_rows([role.total for role in each])
+    in_loop = list(_count_rows([role.phases.get(Phase.MAIN_LOOP, Counts()) for role in each]))
+    if in_loop:
+        yield f"[{name}, {Phase.MAIN_LOOP.value}]", none
+        yield from in_loop
 
 
 def comparison_text(profiles: Sequence[KernelProfile]) -> str:
-    """Every count of every phase, a column a kernel, with the change from its left neighbour."""
+    """Every count of every phase, a column a kernel, with the change from its left neighbour; then
+    of every role, unless all warps of each kernel do the same."""
     rows: list[tuple[str, Sequence[float | None]]] = []
     for phase in profiles[0].phases:
-        rows += [(f"[{phase}]", [None] * len(profiles)), *_phase_rows(profiles, phase)]
+        counts = [profile.phases[phase] for profile in profiles]
+        rows += [(f"[{phase}]", [None] * len(profiles)), *_count_rows(counts)]
+    if any(len(profile.roles) > 1 for profile in profiles):
+        for name in ROLES:
+            if any(name in profile.roles for profile in profiles):
+                rows += _role_rows(profiles, name)
     return _side_by_side(profiles, rows)
 
 
@@ -186,21 +218,22 @@ def opcode_text(profiles: Sequence[KernelProfile], phase: Phase | None = None) -
 
 
 def overview_text(profiles: Sequence[KernelProfile]) -> str:
-    """A line a kernel: totals, and how instructions and wavefronts per mma change."""
+    """A line a kernel: totals that one of them has, and how instructions per mma change."""
     rows = []
     before: float | None = None
+    totals = [profile.run.counters.total for profile in profiles]
+    columns = [name for name in _OVERVIEW if any(getattr(total, name) for total in totals)]
     names = names_of([profile.config for profile in profiles])
-    for name, profile in zip(names, profiles, strict=True):
-        total = profile.run.counters.total
-        share = _per_mma(profile.phases[Phase.MAIN_LOOP.value], "instructions")
-        counts = (number(getattr(total, column)) for column in _OVERVIEW)
+    for name, profile, total in zip(names, profiles, totals, strict=True):
+        share = _per("mma", profile.phases[Phase.MAIN_LOOP.value], "instructions")
+        counts = (number(getattr(total, column)) for column in columns)
         own, changed = _cells([before, share])[1:]
         rows.append([name, profile.config.step.idea, *counts, own, changed])
         before = share
     header = [
         "",
         "idea",
-        *(_LABELS[column] for column in _OVERVIEW),
+        *(_LABELS[column] for column in columns),
         "main-loop instructions per mma",
         "change",
     ]
@@ -291,6 +324,13 @@ def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
                 "config": profile.config.short_form(),
                 "ran": profile.ran.short_form(),
                 "phases": {name: as_dict(counts) for name, counts in profile.phases.items()},
+                "roles": {
+                    name: {
+                        "warps": list(role.warps),
+                        "phases": {p.value: as_dict(c) for p, c in role.phases.items()},
+                    }
+                    for name, role in profile.roles.items()
+                },
                 "opcodes": {
                     phase.value: {
                         opcode: as_dict(counts)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", bound=Hashable)
 
+ROLES = ("producer", "consumer", "others", "several")
+"""Of warps, as `Counters.by_role` names them."""
+
 
 @dataclass
 class Counts:
@@ -50,6 +53,7 @@ class Counts:
     tensor; a prefetch has none of either.
     mma_flops: of `mma` and `wgmma`. wgmma_bytes: of the operands of `wgmma` in shared memory, once
     for a warpgroup. They are not part of shared_bytes, and their wavefronts are not known.
+    waits: for groups of cp.async, bulk copies and `wgmma`.
     mbarrier_waits: test_wait and try_wait, as often as they return. blocked: warps that fell asleep
     at a wait, for an mbarrier, a `wgmma`, a barrier of the cluster or registers. Who falls asleep
     depends on what is late: here everything is, unless the launch has a seed.
@@ -103,6 +107,14 @@ class Role:
 
     warps: tuple[int, ...]
     phases: Mapping[Phase, Counts]
+
+    @property
+    def total(self) -> Counts:
+        """Of all phases."""
+        total = Counts()
+        for counts in self.phases.values():
+            total.add(counts)
+        return total
 
 
 class Counters:
@@ -159,7 +171,7 @@ class Counters:
 
         grouped = self._group(key)
         roles = {}
-        for name in ("producer", "consumer", "others", "several"):
+        for name in ROLES:
             phases = {phase: grouped.get((name, phase), Counts()) for phase in Phase}
             warps = np.flatnonzero((kinds == name) & issued.any(axis=0))
             if warps.size or any(counts.instructions for counts in phases.values()):
