@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_backend import ROOT, fake_backend, load_tool
+from fake_backend import ARRIVAL, ROOT, fake_backend, load_tool
 
 from flash_helpers.check import debugging
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish
@@ -344,6 +344,17 @@ def test_faults_after_the_first_are_summed_up(tmp_path, capsys):
     long = capsys.readouterr().out
     assert len(long) > len(short)
     assert "--all-faults prints them" in short and "--all-faults prints them" not in long
+
+
+def test_lints_are_printed_and_are_no_failure(tmp_path, capsys):
+    path = kernel_ptx(
+        tmp_path, config_of("v4"), edit=lambda text: text.replace("ret;", f"{ARRIVAL}\nret;")
+    )
+    assert debug("--seq", "64", "--ptx", path, "--out", str(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = [line for line in lines if line.startswith("lint: ")]
+    assert told.startswith("lint: arrivals that nobody waits for: 32 of 128 threads of block")
+    assert lines[-1] == "all quantities agree within rounding"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from fake_backend import ROOT, Damage, fake_backend, load_tool
+from fake_backend import ARRIVAL, ROOT, Damage, fake_backend, load_tool
 
 from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 from flash_helpers.kernel_configs import (
@@ -24,7 +24,8 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import simulator
-from flash_helpers.runtime.backend import Backend, find_backend
+from flash_helpers.runtime.backend import Backend, Findings, find_backend
+from flash_helpers.runtime.library import ptx_path
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +112,7 @@ def test_a_wrong_kernel_fails_alone_and_says_why(damage: Damage, reason: str) ->
 
 def test_a_kernel_that_writes_nothing_fails() -> None:
     backend = fake_backend()
-    idle = Backend(backend.device, "idle", lambda config, q, k, v, o: (), backend.kernels)
+    idle = Backend(backend.device, "idle", lambda *tensors: Findings(), backend.kernels)
     assert {check.passed for check in report_on(idle).checks} == {False}
 
 
@@ -268,14 +269,28 @@ def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
 def test_faults_that_did_not_stop_a_kernel_fail_it_with_their_text(monkeypatch, capsys) -> None:
     fake = fake_backend()
 
-    def forward(config: FlashForwardKernelConfig, *tensors: torch.Tensor) -> tuple[str, ...]:
+    def forward(config: FlashForwardKernelConfig, *tensors: torch.Tensor) -> Findings:
         fake.forward(config, *tensors)
-        return ("shared-memory race: here", "misaligned access: there")
+        return Findings(("shared-memory race: here", "misaligned access: there"))
 
     report = report_on(Backend(fake.device, "a fake", forward, fake.kernels), "1")
     assert report.exit_code == 1
     assert report.checks[0].error is not None
     assert report.checks[0].reason == "shared-memory race: here\nmisaligned access: there"
+
+
+def test_lints_are_told_of_a_kernel_that_passes(monkeypatch, tmp_path) -> None:
+    config = of_version(1)
+    path = tmp_path / "kernel.ptx"
+    path.write_text(ptx_path(config).read_text().replace("ret;", f"{ARRIVAL}\nret;"))
+    monkeypatch.setattr(simulator, "ptx_path", lambda config: path)
+    report = report_on(find_backend("cpu"), config.short_form(), shape=AttentionForward(1, 1, 64))
+    assert report.exit_code == 0
+    told = f"{config.short_form()}, lint: arrivals that nobody waits for: 32 of 128 threads"
+    assert told in report.text()
+    (check,) = report.as_json()["checks"]
+    (lint,) = check["lints"]
+    assert check["verdict"] == "pass" and lint.startswith("arrivals that nobody waits for")
 
 
 def test_keep_going_is_for_the_simulator(monkeypatch, capsys) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_backend import load_tool
+from fake_backend import ARRIVAL, load_tool
 
 from flash_helpers.check import faults
 from flash_helpers.check.faults import FAULTS, MMA, NotPlantedError, nth, swap
@@ -59,6 +59,18 @@ def test_a_mistake_that_is_not_caught_is_a_failure(monkeypatch, capsys) -> None:
     status, out, _ = run(capsys, "v1", "a comment")
     assert status == 1
     assert "NOT caught: max abs error " in out
+
+
+def test_lints_are_told_too(monkeypatch, capsys) -> None:
+    legal = faults.Fault(
+        "v1", faults.FP16, faults.EPILOGUE, "ret", lambda line: f"{ARRIVAL}\n{line}"
+    )
+    monkeypatch.setitem(FAULTS, "v1: an arrival", legal)
+    status, out, _ = run(capsys, "v1", "an arrival")
+    assert status == 1
+    caught, lint = out.split("\nlint: ")
+    assert "NOT caught: max abs error " in caught
+    assert lint.startswith("arrivals that nobody waits for: 32 of 128 threads")
 
 
 def test_a_kernel_without_what_is_edited_says_so(monkeypatch, capsys) -> None:

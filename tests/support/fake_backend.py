@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from flash_helpers.kernel_configs import FlashForwardKernelConfig, get_kernels_to_build
-from flash_helpers.runtime.backend import Backend
+from flash_helpers.runtime.backend import Backend, Findings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +41,15 @@ def float32_kernel(
     return o.copy_((PV / P.sum(-1, keepdim=True)).transpose(1, 2))
 
 
+ARRIVAL = """{
+.reg .b32 %thread;
+.reg .pred %one;
+mov.u32 %thread, %tid.x;
+setp.lt.u32 %one, %thread, 32;
+@%one bar.arrive 9, 128;
+}"""
+"""PTX that is legal and suspicious: warp 0 arrives at a barrier, and nobody waits there."""
+
 Damage = Callable[[FlashForwardKernelConfig, torch.Tensor], None]
 
 
@@ -53,9 +62,9 @@ def fake_backend(damage: Damage = lambda config, o: None) -> Backend:
         k: torch.Tensor,
         v: torch.Tensor,
         o: torch.Tensor,
-    ) -> tuple[str, ...]:
+    ) -> Findings:
         float32_kernel(config, q, k, v, o)
         damage(config, o)
-        return ()
+        return Findings()
 
     return Backend(torch.device("cpu"), "a fake device", forward, tuple(get_kernels_to_build()))

@@ -182,6 +182,8 @@ def compare(arguments: argparse.Namespace) -> int:
     if found.faults:
         all_of_them = "\n".join(map(str, found.faults))
         print(all_of_them if arguments.all_faults else fault_summary(found.faults))
+    for lint in found.lints:
+        print(f"lint: {lint}")
     first = found.disagreement
     print(f"first difference: {first}" if first else "all quantities agree within rounding")
     return 1 if first or found.faults else 0

@@ -26,7 +26,8 @@ DESCRIPTION = """\
 Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with
 attention in float64 on the same inputs. A kernel passes when its largest absolute error is at most
 twice that of plain PyTorch in the same dtype plus half an ulp, and its relative (Frobenius) error
-is at most half the dtype's epsilon; the table's bound column gives both.
+is at most half the dtype's epsilon; the table's bound column gives both. Below the table stands why
+a kernel fails, and what the simulator finds legal and suspicious (lints), which fails no kernel.
 """
 
 EXAMPLES = """\

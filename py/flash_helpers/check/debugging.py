@@ -17,7 +17,7 @@ from flash_helpers.kernel_configs import (
     Config,
     find_config,
 )
-from flash_helpers.ptx import SimulatorError, load_ptx
+from flash_helpers.ptx import Lint, SimulatorError, load_ptx
 from flash_helpers.registry.config import difference_text
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_ROW_SUM, MmaSyncConfig
 from flash_helpers.runtime.backend import find_backend
@@ -272,8 +272,8 @@ def fault_summary(
 class Comparison:
     """A kernel that ran, and the reference beside it.
 
-    steps: empty where only the output can be seen. ran: where, in words. faults: that the watcher
-    found. disagreement: the first; None if all agree within rounding.
+    steps: empty where only the output can be seen. ran: where, in words. faults, lints: that the
+    watcher found. disagreement: the first; None if all agree within rounding.
     """
 
     config: MmaSyncConfig
@@ -282,7 +282,8 @@ class Comparison:
     expected_steps: tuple[BlockStep, ...]
     expected_output: torch.Tensor
     ran: str
-    faults: tuple[SimulatorError, ...]
+    faults: tuple[SimulatorError, ...] = ()
+    lints: tuple[Lint, ...] = ()
 
     @property
     def disagreement(self) -> Disagreement | None:
@@ -328,7 +329,7 @@ def compare_with_reference(
         backend.synchronize()
         output = tensors["o"].cpu().contiguous()
         ran = backend.description
-        return Comparison(config, (), output, expected, expected_output, ran, ())
+        return Comparison(config, (), output, expected, expected_output, ran)
     trace = trace_forward(config, load_kernel(config, ptx or ptx_path(config)), q, k, v)
     return Comparison(
         config,
@@ -338,4 +339,5 @@ def compare_with_reference(
         expected_output,
         "the simulator",
         trace.run.faults,
+        trace.run.lints,
     )

@@ -146,17 +146,19 @@ def planted_text(planted: Planted, root: Path) -> str:
 
 def outcome_text(outcome: Outcome, root: Path) -> str:
     """What the simulator and the check say, with the lines of CUDA source."""
-    faults = outcome.found.faults
-    if faults:
-        told = fault_summary(faults, "")
-        return "\n".join([f"caught by the watcher: {told}", *_quoted(str(faults[0]), root)])
+    found = outcome.found
     errors = f"{_error_text(outcome.error)}; allowed are {_error_text(outcome.bound)}"
-    if not outcome.is_caught:
-        return f"NOT caught: {errors}"
-    return (
-        f"caught by the check of the output: {errors}\n"
-        f"first difference: {outcome.found.disagreement}"
-    )
+    if found.faults:
+        told = fault_summary(found.faults, "")
+        lines = [f"caught by the watcher: {told}", *_quoted(str(found.faults[0]), root)]
+    elif outcome.is_caught:
+        lines = [
+            f"caught by the check of the output: {errors}",
+            f"first difference: {found.disagreement}",
+        ]
+    else:
+        lines = [f"NOT caught: {errors}"]
+    return "\n".join([*lines, *(f"lint: {lint}" for lint in found.lints)])
 
 
 def _error_text(error: AttentionError) -> str:

@@ -25,7 +25,7 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.registry.selection import require_supported, select_kernels
-from flash_helpers.runtime.backend import Backend
+from flash_helpers.runtime.backend import Backend, Findings
 from flash_helpers.runtime.simulator import estimate_seconds
 
 
@@ -48,6 +48,7 @@ class KernelCheck:
     ran: the config that was launched for `config`.
     error: None if the kernel could not be run.
     reason: why it failed, the faults found in it included; empty if it passed.
+    lints: what the simulator found that is legal and suspicious.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class KernelCheck:
     bound: AttentionError
     reason: str
     difference: OutputDifference | None
+    lints: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -126,17 +128,18 @@ def _check_kernel(
 ) -> KernelCheck:
     ran = config.runs_as(request.shape.strides())
     error = difference = None
+    found = Findings()
     try:
         output = torch.full_like(inputs[0], torch.nan)
-        faults = backend.forward(config, *inputs, output)
+        found = backend.forward(config, *inputs, output)
         backend.synchronize()
         error = measure_error(output, reference.expected)
-        reason = "\n".join(filter(None, (_reason(output, error, reference.bound), *faults)))
+        reason = "\n".join(filter(None, (_reason(output, error, reference.bound), *found.faults)))
         if request.diff:
             difference = output_difference(output, reference.expected, reference.bound.max_abs)
     except Exception as problem:  # whatever stops one kernel must not stop the others
         reason = f"{type(problem).__name__}: {problem}"
-    return KernelCheck(config, ran, error, reference.bound, reason, difference)
+    return KernelCheck(config, ran, error, reference.bound, reason, difference, found.lints)
 
 
 def estimated_seconds(request: SanityRequest) -> float:
@@ -216,7 +219,7 @@ class SanityReport:
         return Table([*columns, "verdict"], rows, "l" * 8).text()
 
     def notes(self) -> list[str]:
-        """What the table does not say: fallbacks, kernels left out, reasons of failures."""
+        """What the table does not say: fallbacks, kernels left out, reasons of failures, lints."""
         request = self.request
         notes = [
             f"{check.config.short_form()} was run by {check.ran.short_form()}: "
@@ -230,6 +233,7 @@ class SanityReport:
             for check in self.checks
             if not check.passed
         ]
+        notes += [f"{c.config.short_form()}, lint: {lint}" for c in self.checks for lint in c.lints]
         return notes
 
     def text(self) -> str:
@@ -271,6 +275,7 @@ class SanityReport:
                     "relative_bound": check.bound.relative,
                     "verdict": "pass" if check.passed else "fail",
                     "reason": check.reason or None,
+                    "lints": list(check.lints),
                     "diff": asdict(check.difference) if check.difference else None,
                 }
                 for check in self.checks

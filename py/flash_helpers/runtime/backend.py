@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 
 DEVICE_CHOICES = ("auto", "cuda", "cpu")
 
-# (config, q, k, v, o): computes attention of q, k, v into o, all (batch, seq, heads, d_head), and
-# returns the faults, in words, that were found in the kernel but did not stop it
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found in a kernel that ran to its end, in words: faults, and lints, which are legal
+    and suspicious."""
+
+    faults: tuple[str, ...] = ()
+    lints: tuple[str, ...] = ()
+
+
+# (config, q, k, v, o): computes attention of q, k, v into o, all (batch, seq, heads, d_head)
 Forward: TypeAlias = (
-    "Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[str, ...]]"
+    "Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Findings]"
 )
 
 
@@ -94,9 +103,9 @@ def _launcher() -> Forward:
 
     def run(
         config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
-    ) -> tuple[str, ...]:
+    ) -> Findings:
         prepare(config, q, k, v, o).run()
-        return ()
+        return Findings()
 
     return run
 
@@ -106,8 +115,8 @@ def _simulator(keep_going: bool) -> Forward:
 
     def run(
         config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
-    ) -> tuple[str, ...]:
+    ) -> Findings:
         finished = prepare(config, q, k, v, o).simulate(keep_going)
-        return tuple(str(fault) for fault in finished.faults)
+        return Findings(tuple(map(str, finished.faults)), tuple(map(str, finished.lints)))
 
     return run
