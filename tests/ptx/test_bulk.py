@@ -6,6 +6,7 @@ from tma_snippets import EXPECT, INIT, LOAD, LOAD_BYTES, run, wait
 
 from flash_helpers.ptx import (
     BulkCopyError,
+    Counts,
     MisalignedError,
     OutOfBoundsError,
     PendingCopyError,
@@ -355,6 +356,25 @@ class TestMaps:
             run("ld.param.u32 %r0, [map+64];", block=32)
         with pytest.raises(BulkCopyError, match=r"__grid_constant__"):
             run("ld.u64 %rd5, [%rd2];", block=32)
+
+    @pytest.mark.parametrize("space", ["", ".global", ".const"])
+    def test_in_global_memory_are_neither(self, space):
+        """The input begins with two maps, of which the kernel prefetches a box."""
+        tensor_map = TensorMap("f32", INPUT, (4, 4), (4, 4))
+        data = np.frombuffer(2 * tensor_map.encode() + bytes(256), np.uint8)
+        load = f"ld{space}.u64 %rd5, [%rd0+OFFSET];"
+        tma = "@%p0 cp.async.bulk.prefetch.tensor.2d.L2.global [%rd0+128, {0, 0}];"
+
+        def launch(body: str) -> Counts:
+            found, _ = run(body, data=data, tensor_map=tensor_map, block=32)
+            return found.counters.total
+
+        assert launch(tma + load.replace("OFFSET", "256")).tma_requests == 1
+        assert launch(load.replace("OFFSET", "0")).global_requests == (space != ".const")
+        for offset in (0, 120, 128, 248):
+            with pytest.raises(BulkCopyError, match="8 bytes of a tensor map") as caught:
+                launch(tma + load.replace("OFFSET", str(offset)))
+            assert caught.value.address == INPUT + offset
 
 
 REDUCED = np.array([5, 7, 0xFFFF_FFF0, 0], np.uint32)

@@ -17,6 +17,8 @@ from types import MappingProxyType
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
+TENSOR_MAP_MAGIC = b"FH-TMAP1"
+"""What the record of a tensor map begins with."""
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -48,7 +50,6 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "fill": ("zeros", "nan"),
 }
 
-_MAGIC = b"FH-TMAP1"
 _MOST_BYTES = 228 << 10  # of a box: the shared memory of an SM; found by asking the driver
 _MOST = 5  # dimensions
 _RECORD = struct.Struct(f"<8s6B2xQ{_MOST}Q{_MOST - 1}Q{_MOST}H{_MOST}B")
@@ -218,7 +219,7 @@ class TensorMap:
             return [*numbers, *[0] * (size - len(numbers))]
 
         record = _RECORD.pack(
-            _MAGIC,
+            TENSOR_MAP_MAGIC,
             self.rank,
             *(choices.index(getattr(self, name)) for name, choices in _CHOICES.items()),
             self.address,
@@ -229,15 +230,10 @@ class TensorMap:
         )
         return record.ljust(TENSOR_MAP_BYTES, b"\0")
 
-    @staticmethod
-    def is_record(data: bytes) -> bool:
-        """Whether bytes begin with what `encode` has made."""
-        return data.startswith(_MAGIC)
-
     @classmethod
     def decode(cls, record: bytes) -> TensorMap:
         """The map that 128 bytes stand for. Raises ValueError for any others."""
-        if len(record) != TENSOR_MAP_BYTES or not record.startswith(_MAGIC):
+        if len(record) != TENSOR_MAP_BYTES or not record.startswith(TENSOR_MAP_MAGIC):
             raise ValueError(
                 f"{len(record)} bytes that TensorMap.encode has not made: pass its "
                 f"{TENSOR_MAP_BYTES} bytes as the kernel's tensor map"

@@ -177,6 +177,8 @@ class Port:
             value = value if value is None else value[good]
         rows = region.offsets(addresses, lanes) >> self.shift
         unwritten = None
+        if action == "read" and space in machine.tensor_maps:
+            self._check_maps(machine.tensor_maps[space], addresses, lanes)
         if rows.size and space == "shared":
             own, mine = ALL, lanes
             if machine.geometry.cluster > 1:
@@ -192,8 +194,6 @@ class Port:
             if machine.transfers.is_busy:
                 self._check_transfers(action, addresses, lanes)
             machine.tally.global_access(position, addresses, size, machine.counted(lanes))
-        elif rows.size and space == "param" and machine.tensor_maps.size:
-            self._check_maps(addresses, lanes)
         elif rows.size and space == "local":
             unwritten = machine.local.note(action, rows, size)
         if rows.size and (unwritten is not None or machine.poison.active):
@@ -262,9 +262,8 @@ class Port:
                 int(hit.sum()),
             )
 
-    def _check_maps(self, addresses: np.ndarray, selection: Selection) -> None:
-        """Reports loads of the bytes of tensor maps among the parameters."""
-        maps = self.machine.tensor_maps
+    def _check_maps(self, maps: np.ndarray, addresses: np.ndarray, selection: Selection) -> None:
+        """Reports loads of the bytes of tensor maps. maps: their addresses."""
         hit = (addresses[:, None] < maps + TENSOR_MAP_BYTES) & (
             addresses[:, None] + self.size > maps
         )
@@ -273,7 +272,7 @@ class Port:
             self.machine.log.report(
                 BulkCopyError,
                 f"load of {self.size} bytes of a tensor map: it is opaque, only its address may be "
-                "used (declare the parameter const __grid_constant__)",
+                "used (as a parameter, it must be const __grid_constant__)",
                 self.position,
                 self.machine.geometry.thread(lanes[0]),
                 int(addresses[hit.any(axis=1)][0]),

@@ -35,7 +35,14 @@ from flash_helpers.ptx.run.cluster_barrier import ClusterBarrier
 from flash_helpers.ptx.run.dtypes import dtype_of
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
 from flash_helpers.ptx.run.lints import Lints
-from flash_helpers.ptx.run.memory import ALL, DeviceMemory, LocalMemory, Region, Selection
+from flash_helpers.ptx.run.memory import (
+    ALL,
+    ARENA_BASE,
+    DeviceMemory,
+    LocalMemory,
+    Region,
+    Selection,
+)
 from flash_helpers.ptx.run.pending import AsyncCopies
 from flash_helpers.ptx.run.phases import Phases
 from flash_helpers.ptx.run.poison import Memory, Poison
@@ -43,7 +50,7 @@ from flash_helpers.ptx.run.register_pool import RegisterPool
 from flash_helpers.ptx.run.shared import SharedMemory
 from flash_helpers.ptx.run.tally import Tally
 from flash_helpers.ptx.run.warpgroups import Warpgroups
-from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TensorMap
+from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
 
 RunSome = Callable[[Selection], None]
 Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
@@ -145,6 +152,13 @@ def _has_agents(program: Program) -> bool:
     return any(i.name in marks and i.has(marks[i.name]) for i in program.instructions)
 
 
+def _tensor_maps(data: np.ndarray) -> np.ndarray:
+    """Where in bytes tensor maps are."""
+    words = data[: data.size // 8 * 8].view(np.uint64)[:: TENSOR_MAP_ALIGNMENT // 8]
+    magic = np.frombuffer(TENSOR_MAP_MAGIC, np.uint64)
+    return np.flatnonzero(words == magic) * TENSOR_MAP_ALIGNMENT
+
+
 def warp_masks(lanes: np.ndarray) -> np.ndarray:
     """For each lane a 32-bit mask of its warp's lanes, from a boolean array over lanes."""
     return np.packbits(lanes, bitorder="little").view(np.uint32).repeat(WARP)
@@ -193,15 +207,12 @@ class Machine:
             "shared": Memory(self.shared.data.size, launch.granule, self.shared.is_written),
             "local": Memory(self.local.data.size, 1, self.local.is_written),
         }
-        self.tensor_maps = np.array(
-            [
-                at
-                for at in range(0, parameters.size, TENSOR_MAP_ALIGNMENT)
-                if TensorMap.is_record(parameters[at:].tobytes())
-            ],
-            np.int64,
-        )
-        """Where in the parameters tensor maps are."""
+        maps = {"param": _tensor_maps(parameters)}
+        if any(i.has("tensor") for i in program.instructions):
+            maps["global"] = maps["const"] = ARENA_BASE + _tensor_maps(memory.words(1))
+        self.tensor_maps = {space: found for space, found in maps.items() if found.size}
+        """By state space, the addresses of tensor maps there; other kernels than those that copy
+        tensors may move maps in global memory."""
         self.poison = Poison(geometry, log, program.registers, spaces)
         random = None
         if launch.seed is not None:
