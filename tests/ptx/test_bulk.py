@@ -7,8 +7,10 @@ from tma_snippets import EXPECT, INIT, LOAD, LOAD_BYTES, run, wait
 from flash_helpers.ptx import (
     BulkCopyError,
     Counts,
+    Lint,
     MisalignedError,
     OutOfBoundsError,
+    OverlappingStoresLint,
     PendingCopyError,
     RaceError,
     TensorMap,
@@ -287,6 +289,70 @@ class TestGlobalMemory:
         run(body.replace("FIRST", "@%p0 st.global.u32 [%rd1+128], 7;"), tensor_map=tensor_map)
         with pytest.raises(PendingCopyError):
             run(body.replace("FIRST", "@%p0 st.global.u32 [%rd1+256], 7;"), tensor_map=tensor_map)
+
+    # A store from what LOADED has brought; a load, complete, of what STORED has written.
+    STORE_BACK = f"""
+    @%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd0+ADDRESS], [smem], 16;
+    {WAIT_ALL}"""
+    LOAD_BACK = f"""
+    @%p0 {INIT} [bar], 1;
+    @%p0 {EXPECT} [bar], 16;
+    @%p0 {LOAD_BYTES} [smem+4096], [%rd1+ADDRESS], 16, [bar];
+    bar.sync 0;
+    {wait("bar", 0)}"""
+
+    @pytest.mark.parametrize(
+        ("body", "access", "tensor_map", "words", "start", "at", "seed"),
+        [
+            (LOADED, STORE_BACK, None, "write .* which a bulk copy reads", INPUT, 512, None),
+            (LOADED, STORE_BACK, None, "write .* which a bulk copy reads", INPUT, 1008, None),
+            (STORED, LOAD_BACK, out_map(), "read .* which a bulk copy writes", OUT, 1024, None),
+            (STORED, LOAD_BACK, out_map(), "read .* which a bulk copy writes", OUT, 1520, 1),
+        ],
+    )
+    def test_by_another_copy(self, body, access, tensor_map, words, start, at, seed):
+        access = access.replace("ADDRESS", str(at))
+        options = {"block": 32, "tensor_map": tensor_map, "seed": seed}
+        run(body.replace("FIRST", "").replace("THEN", access), **options)
+        with pytest.raises(PendingCopyError, match=words) as caught:
+            run(body.replace("FIRST", access).replace("THEN", ""), **options)
+        assert caught.value.address == start + at
+
+    @pytest.mark.parametrize("address", [1008, 1536])
+    def test_beside_it_copies_may_be_made(self, address):
+        access = self.LOAD_BACK.replace("ADDRESS", str(address))
+        body = self.STORED.replace("FIRST", access).replace("THEN", "")
+        run(body, block=32, tensor_map=out_map())
+
+    @pytest.mark.parametrize(
+        ("first", "second", "is_told"),
+        [
+            ("", "", True),
+            ("", "reduce", True),
+            ("reduce", "", True),
+            ("reduce", "reduce", False),
+        ],
+    )
+    def test_stores_to_the_same_bytes_are_a_lint(self, first, second, is_told):
+        reduce = STORE.replace("cp.async", "cp.reduce.async").replace(".tile", ".add.tile")
+        first, second = ((reduce if which else STORE) for which in (first, second))
+        commit = "@%p0 cp.async.bulk.commit_group;\n"
+
+        def lints(row: int, between: str = "", **options) -> list[Lint]:
+            body = f"""{FILL}
+            @%p0 {first} [%rd2, {{0, 4}}], [smem];
+            {commit}{between}
+            @%p0 {second} [%rd2, {{0, {row}}}], [smem];
+            {WAIT_ALL}"""
+            return [*run(body, block=32, tensor_map=out_map(), lints=True, **options)[0].lints]
+
+        found = lints(7)
+        assert [type(lint) for lint in found] == [OverlappingStoresLint] * is_told
+        if is_told:
+            assert found[0].address == OUT + 7 * 128 and "either may be last" in str(found[0])
+        assert lints(8) == []
+        assert lints(7, "@%p0 cp.async.bulk.wait_group 0;") == []
+        assert len(lints(7, "@%p0 cp.async.bulk.wait_group.read 0;", seed=1)) == is_told
 
     def test_reductions_go_together(self):
         reduce = STORE.replace("cp.async", "cp.reduce.async").replace(".tile", ".add.tile")

@@ -310,6 +310,14 @@ class LeftArrivalsLint(Lint):
     title = "arrivals that nobody waits for"
 
 
+class OverlappingStoresLint(Lint):
+    """Bulk copies to the same bytes of global memory, one of them issued before anybody has waited
+    for the other: right if they write the same, since either may be last (PTX ISA 9.0,
+    "cp.async.bulk.commit_group": no order between two of them)."""
+
+    title = "stores in no order"
+
+
 class NotResidentError(SimulatorError):
     """Blocks that wait for one which begins only when one of them has ended."""
 

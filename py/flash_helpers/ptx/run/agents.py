@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flash_helpers.ptx.run.boxes import CHUNK, Box, Span
+from flash_helpers.ptx.errors import OverlappingStoresLint, PendingCopyError
+from flash_helpers.ptx.run.boxes import CHUNK, Box, Span, first_common
 from flash_helpers.ptx.run.faults import FaultLog
 from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.order import Knowledge, join
@@ -27,6 +28,9 @@ from flash_helpers.ptx.run.shared import AgentAccess, SharedMemory
 
 CHANCE = 0.25
 """Of a step of the threads that pending work is done after it, where that is random."""
+
+_STORED, _REDUCED = 1, 2
+"""Of a byte of global memory: that a copy, or a reduction, may still write it."""
 
 Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -123,6 +127,8 @@ class Transfers:
         self.incoming: list[Load | Arrival] = []
         """For mbarrier objects, the oldest first."""
         self.groups: dict[int, _Groups] = defaultdict(_Groups)
+        self._written = np.zeros(0, np.uint8)
+        """Of each byte of global memory, what stores that were not waited for do to it."""
 
     # -- issuing -----------------------------------------------------------------------------------
 
@@ -140,6 +146,8 @@ class Transfers:
     ) -> None:
         """Begins a copy into shared memory, as `Load` has it. issued: what its thread knows.
         source: rows that it reads, if those are in shared memory too. piece: of global memory."""
+        if piece is not None:
+            self._check_load(position, lane, piece)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
         granules, lints, read_from = self._granules(rows, unit), self.shared.lints, None
         accesses = self.shared.begin_write(position, agents, lanes, [issued], granules[None])
@@ -170,6 +178,7 @@ class Transfers:
         reduction: Reduction | None,
     ) -> None:
         """Begins a copy out of shared memory, as `Store` has it."""
+        self._check_store(position, lane, target, is_reduction=reduction is not None)
         geometry, order = self.shared.geometry, self.shared.order
         lanes, granules = np.array([lane]), self._granules(chunks, CHUNK)
         thread = geometry.thread(lane)
@@ -207,6 +216,65 @@ class Transfers:
             arrival = Arrival(mine, position, where, self.copies.issued, agents, known)
             self.incoming.append(arrival)
 
+    def _marks(self, piece: Box | Span) -> np.ndarray:
+        """Those of a piece of global memory, to be changed."""
+        before, size = self._written, self.memory.words(1).size
+        if before.size < size:
+            self._written = np.zeros(size, np.uint8)
+            self._written[: before.size] = before
+        return piece.view(self._written, ARENA_BASE)
+
+    def _check_load(self, position: int, lane: int, piece: Box | Span) -> None:
+        """Reports a copy of what a store may still write."""
+        if not self.groups or piece.is_outside or not self._marks(piece).any():
+            return
+        for store in self._stores():
+            address = first_common(piece, store.target)
+            if address is not None:
+                self._report(position, lane, address, "read", "writes", store.position)
+                return
+
+    def _check_store(
+        self, position: int, lane: int, target: Box | Span, *, is_reduction: bool
+    ) -> None:
+        """Reports a store to what a load may still read; lints one to what another store may still
+        write, unless both are reductions, each of which is atomic."""
+        if target.is_outside:
+            return
+        for load in self.incoming:
+            if isinstance(load, Load) and load.piece is not None:
+                address = first_common(target, load.piece)
+                if address is not None:
+                    self._report(position, lane, address, "write", "reads", load.position)
+                    return
+        marks = self._marks(target)
+        if self.shared.lints is not None and (marks & (_STORED if is_reduction else 0xFF)).any():
+            for store in self._stores():
+                address = first_common(target, store.target)
+                if address is not None and not (is_reduction and store.reduction is not None):
+                    self.log.lint(
+                        OverlappingStoresLint,
+                        f"the bulk copy at {self.log.site(store.position)}\n    writes the same "
+                        "bytes of global memory, and nobody has waited for it: either may be last",
+                        position,
+                        self.shared.geometry.thread(lane),
+                        address,
+                    )
+                    break
+        marks |= _REDUCED if is_reduction else _STORED
+
+    def _report(
+        self, position: int, lane: int, address: int, action: str, does: str, other: int
+    ) -> None:
+        self.log.report(
+            PendingCopyError,
+            f"{action} of global memory, which a bulk copy {does}, issued at "
+            f"{self.log.site(other)}\n    nobody has waited for it",
+            position,
+            self.shared.geometry.thread(lane),
+            address,
+        )
+
     def _granules(self, rows: np.ndarray, unit: int) -> np.ndarray:
         per_row = unit // self.shared.granule
         return (rows[:, None] * per_row + np.arange(per_row)).reshape(-1)
@@ -235,6 +303,8 @@ class Transfers:
                 for group in done:
                     for store in group:
                         self._write(store)
+                        if not store.target.is_outside:
+                            self._marks(store.target)[...] = 0
             # Those of which nothing is left to wait for.
             kept = [[s for s in group if not s.is_written] for group in done]
             self.groups[lane].committed = kept + groups[len(done) :]

@@ -191,6 +191,16 @@ class Span:
         self.address = address
         self.end = address + size
 
+    @property
+    def rows(self) -> np.ndarray:
+        """As `Box.rows`: one."""
+        return np.array([self.address])
+
+    @property
+    def row_bytes(self) -> int:
+        """As `Box.row_bytes`: all of it."""
+        return self.end - self.address
+
     def holds(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """As `Box.holds`."""
         return (addresses < self.end) & (addresses + size > self.address)
@@ -198,7 +208,7 @@ class Span:
     @property
     def sectors(self) -> int:
         """As `Box.sectors`."""
-        size = self.end - self.address
+        size = self.row_bytes
         return _sectors(self.address % SECTOR + size) if size else 0
 
     def view(self, memory: np.ndarray, base: int, dtype: np.dtype | str = np.uint8) -> np.ndarray:
@@ -212,6 +222,16 @@ class Span:
     def read(self, memory: np.ndarray, base: int) -> np.ndarray:
         """As `Box.read`."""
         return self.view(memory, base)
+
+
+def first_common(one: Box | Span, other: Box | Span) -> int | None:
+    """Address of the first row of a piece of global memory that has bytes of another; None if they
+    have none in common."""
+    if one.is_outside or other.is_outside or one.address >= other.end or other.address >= one.end:
+        return None
+    rows = one.rows
+    common = rows[other.holds(rows, one.row_bytes)]
+    return int(common[0]) if common.size else None
 
 
 @lru_cache(maxsize=64)
