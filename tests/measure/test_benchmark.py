@@ -477,6 +477,29 @@ def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustain
     assert run.skipped == ()
 
 
+def test_a_kernel_is_left_out_of_the_lengths_that_its_tile_does_not_divide() -> None:
+    steps: list[int] = []
+    protocol = Protocol(rounds=2)
+    contenders = contenders_for([BF16[6], LARGE_TILE_7], DType.BF16, fake_backend())
+    run = run_benchmark(
+        {DType.BF16: contenders},
+        (64, 128),
+        CPU,
+        FakeTimer(),
+        protocol,
+        FakeSensor(),
+        advance=steps.append,
+        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
+    )
+    small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
+    measured = {(m.name, m.seq_len) for m in run.measurements if m.ran}
+    assert measured == {(small, 64), (small, 128), (large, 128)}
+    (skipped,) = run.skipped
+    assert (skipped.name, skipped.dtype, skipped.seq_len) == (large, "bf16", 64)
+    assert "seq_len 64 is not a multiple of B_r 128" in skipped.reason
+    assert sum(steps) == 2 * n_steps(len(contenders), protocol)
+
+
 def test_what_is_left_of_the_time_is_shared_out_by_what_a_round_takes(monkeypatch) -> None:
     """30 ms for a burst with its rest, 750 ms for a slice of sustained load."""
     done: list[str] = []
@@ -921,7 +944,10 @@ def test_every_kind_of_record_round_trips(tmp_path: Path) -> None:
     results = replace(
         with_rates(full_results()),
         libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
-        skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
+        skipped=(
+            SkippedRecord("bf16", 65536, "does not fit"),
+            SkippedRecord("bf16", 1024, "not a multiple", LARGE_TILE_7.short_form()),
+        ),
         resources=(ResourceRecord(BF16[0].short_form(), 168, 0, 49152, 3),),
     )
     results.save(path)
@@ -1185,7 +1211,10 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     results = replace(
         synthetic_results(*kept, failed),
         libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
-        skipped=(SkippedRecord("bf16", 65536, "does not fit"),),
+        skipped=(
+            SkippedRecord("bf16", 65536, "does not fit"),
+            *(SkippedRecord("bf16", n, "not here", "v99") for n in (1024, 4096)),
+        ),
     )
     text = report_text(results)
     tables = {part.partition("  ")[0]: part.splitlines() for part in text.split("\n\n")}
@@ -1202,6 +1231,7 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     assert f"{failed.name} at 4096, sustained: wrong output" in text
     assert "flash_attn 2.9.9" in text
     assert "bf16 at 65536 skipped: does not fit" in text
+    assert "v99, bf16, at 1024, 4096 skipped: not here" in text
 
 
 def test_only_the_lines_between_the_markers_change() -> None:
@@ -1386,6 +1416,17 @@ def test_the_tool_does_not_write_over_results_of_another_gpu(
     assert pt_bench.main(["--kernel", "2", "--seq", "64", "--json", str(path)]) == 2
     assert "holds results of NVIDIA H100" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+def test_a_length_that_one_kernel_takes_is_measured_without_the_others(
+    pt_bench, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "out.json"
+    options = ["--seq", "64", "--rounds", "1", "--load", BURST, "--json", str(path)]
+    assert pt_bench.main(["--kernel", "2", LARGE_TILE_7.short_form(), *options]) == 0
+    assert LARGE_TILE_7.short_form() not in load_results(path).names("bf16")
+    said = capsys.readouterr().out
+    assert f"{LARGE_TILE_7.short_form()}, bf16, at 64 skipped: seq_len 64 is not" in said
 
 
 def test_if_no_length_fits_in_memory_the_tool_exits_with_2(pt_bench, monkeypatch, capsys) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import PurePosixPath
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from benchmark_results import full_results, measurement, synthetic_results
 
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
 from flash_helpers.measure import benchmark_tables, plots
+from flash_helpers.measure.benchmark import kernel_contender
 from flash_helpers.measure.benchmark_tables import progression_table, supports_table
 from flash_helpers.measure.plots import PROGRESSION, plot_svg, progression_numbers, seq_len_numbers
 from flash_helpers.measure.results import (
@@ -21,10 +22,12 @@ from flash_helpers.measure.results import (
     SUSTAINED,
     BenchmarkResults,
 )
+from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.registry import families
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.config import number
 from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.supports import Supports
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class OtherConfig(FlashForwardKernelConfig):
     @property
     def family(self) -> Family:
         return OTHER
+
+
+class WideConfig(OtherConfig):
+    """Of the same family, with tiles of 192 rows and 80 keys."""
+
+    @property
+    def supports(self) -> Supports:
+        return replace(super().supports, blocks={"B_r": 192, "B_c": 80})
 
 
 OTHER = Family(
@@ -84,6 +95,20 @@ def test_the_table_has_a_row_for_each_step_of_each_family(results: BenchmarkResu
     # a tile that is none of the two stands below
     assert rows[-3][2:6] == ["100.0", "", "", "360"]
     assert "| o2 | `o2_bf16_d128_Br128_" in folded
+
+
+def test_tiles_of_192_rows_and_80_keys_are_measured_at_multiples_of_960() -> None:
+    first = next(c for c in OTHER.progression() if c.dtype == DType.BF16)
+    contender = kernel_contender(
+        WideConfig(**{f.name: getattr(first, f.name) for f in fields(first)}),
+        lambda *arguments: None,
+    )
+    taken = {n: default_shape(n) for n in (960, 7680, 15360)}
+    assert not any(map(contender.refusal, taken.values()))
+    assert [shape.batch for shape in taken.values()] == [16, 8, 4]
+    refused = contender.refusal(default_shape(7680 + 192))
+    assert "seq_len 7872 is not a multiple of B_c 80" in refused and "use 8640" in refused
+    assert all(contender.refusal(default_shape(n)) for n in DEFAULT_SEQ_LENS)
 
 
 def test_what_the_kernels_take_has_a_row_for_each_family(

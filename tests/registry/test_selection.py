@@ -26,6 +26,7 @@ from flash_helpers.registry.selection import (
     parse_config_option,
     parse_steps,
     require_supported,
+    require_taken,
     select_kernels,
 )
 
@@ -190,3 +191,11 @@ def test_a_problem_that_a_kernel_does_not_take_is_refused_with_the_way_out():
     require_supported([v7], AttentionForward(1, 1, 128))
     with pytest.raises(UsageError, match=r"seq_len 100 is not a multiple of B_r 64 .*: use 128"):
         require_supported([v7], AttentionForward(1, 1, 100))
+
+
+def test_a_problem_that_one_of_the_kernels_takes_is_not_refused():
+    v7 = next(c for c in PROGRESSION if c.step.id == "v7")
+    configs = [v7.replace(**LARGE_TILE), v7]
+    require_taken(configs, AttentionForward(1, 1, 64))
+    with pytest.raises(UsageError, match=r"seq_len 100 is not a multiple of B_r 128 .*: use 128"):
+        require_taken(configs, AttentionForward(1, 1, 100))

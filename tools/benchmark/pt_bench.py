@@ -40,7 +40,7 @@ from flash_helpers.registry.selection import (
     UsageError,
     add_kernel_arguments,
     chosen_kernels,
-    require_supported,
+    require_taken,
 )
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -53,9 +53,10 @@ without a pause. Each sample is a CUDA graph that goes round several sets of inp
 is timed once a round, in an order that changes, with a sample of the flash backend next to it,
 which it is compared with; flash timed twice tells the noise. Clock, power and temperature are read
 at each sample. Outputs are compared with float64 before and after. 16 heads, d_head 128; batch 16,
-or what 65536 tokens leave; a length that does not fit in memory is skipped. TFLOP/s count
-4 * batch * heads * seq^2 * d_head operations. The chip's own rates, of a large matrix product and
-of mma.sync on registers, are measured along with them.
+or what 65536 tokens leave; a length that does not fit in memory is skipped, and a kernel is left
+out of those that its tile does not divide. TFLOP/s count 4 * batch * heads * seq^2 * d_head
+operations. The chip's own rates, of a large matrix product and of mma.sync on registers, are
+measured along with them.
 """
 
 EXAMPLES = """\
@@ -66,6 +67,8 @@ examples:
     python tools/benchmark/pt_bench.py --kernel 1..3 --seq 1024 4096
   the speed that a chip with a power limit keeps up, alone:
     python tools/benchmark/pt_bench.py --kernel v16 --load sustained
+  at lengths that tiles of 192 rows and 80 keys divide, too:
+    python tools/benchmark/pt_bench.py --kernel v16 o5 --seq 960 1920 3840 7680 15360
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
       --time-budget 60
@@ -167,7 +170,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         require_plotting()
     configs = chosen_kernels(arguments, backend.kernels, default=backend.kernels)
     for seq_len in seq_lens:
-        require_supported(configs, default_shape(seq_len))
+        require_taken(configs, default_shape(seq_len))
     dtypes = sorted({config.dtype for config in configs})
     contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
     steps = sum(n_steps(len(each), protocol) for each in contenders.values())
@@ -184,7 +187,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             advance=shown.update,
         )
     if not run.measurements:
-        skipped = run.skipped[0]
+        skipped = next(s for s in run.skipped if not s.name)
         raise UsageError(f"nothing was measured: seq {skipped.seq_len} {skipped.reason}")
     return BenchmarkResults(
         provenance=found,

@@ -85,6 +85,10 @@ class Contender:
     config: Config | None
     run: Callable[[InputSet], torch.Tensor]
 
+    def refusal(self, problem: AttentionForward) -> str:
+        """Why it is left out of a problem; "" if it is not."""
+        return self.config.refusal(problem) if self.config is not None else ""
+
 
 def kernel_contender(config: Config, forward: Forward) -> Contender:
     """One of the kernels, run by `forward`."""
@@ -365,7 +369,8 @@ def run_benchmark(
     share is spent stops at protocol.min_rounds rounds.
     advance: called with the number of steps done; a problem has `n_steps` of them.
 
-    A problem that does not fit in the device's memory is skipped.
+    A contender is left out of the problems that it refuses; a problem that does not fit in the
+    device's memory is skipped.
     """
     begin = time.monotonic()
     measurements: list[Measurement] = []
@@ -380,6 +385,13 @@ def run_benchmark(
         now = time.monotonic()
         share = (begin + time_budget_s - now) / (len(problems) - index)
         left = n_steps(len(contenders[dtype]), protocol)
+        taking: list[Contender] = []
+        for contender in contenders[dtype]:
+            if reason := contender.refusal(shape.in_dtype(dtype)):
+                found = SkippedRecord(dtype.short, shape.seq_len, reason, contender.name)
+                skipped.append(found)
+            else:
+                taking.append(contender)
 
         def step() -> None:
             nonlocal left
@@ -389,11 +401,11 @@ def run_benchmark(
         try:
             sets = make_input_sets(shape, dtype, device, timer, protocol)
             measurements += measure_problem(
-                *(contenders[dtype], sets, shape, dtype, timer, protocol, sensor),
+                *(taking, sets, shape, dtype, timer, protocol, sensor),
                 deadline=now + share,
                 advance=step,
             )
         except torch.cuda.OutOfMemoryError as error:
             skipped.append(skipped_record(dtype, shape.seq_len, error))
-            advance(left)
+        advance(left)
     return BenchmarkRun(tuple(rates), tuple(skipped), tuple(measurements))

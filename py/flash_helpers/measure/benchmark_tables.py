@@ -20,6 +20,7 @@ from flash_helpers.measure.results import (
     BenchmarkResults,
     Load,
     Measurement,
+    SkippedRecord,
     interval,
 )
 from flash_helpers.measure.staircases import Pair, beside_parents, stair, stairs, tile_text
@@ -152,8 +153,26 @@ def report_text(results: BenchmarkResults) -> str:
     parts += [
         f"{m.name} at {m.seq_len}, {m.load}: {m.failure}" for m in results.measurements if m.failure
     ]
-    parts += [f"{s.dtype} at {s.seq_len} skipped: {s.reason}" for s in results.skipped]
+    parts += _skipped_lines(results.skipped)
     return "\n".join(parts)
+
+
+def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
+    """What was left out of which lengths, and why."""
+    return _lines_by_reason(
+        (f"{s.name}, {s.dtype}," if s.name else s.dtype, s.seq_len, f"skipped: {s.reason}")
+        for s in skipped
+    )
+
+
+def _lines_by_reason(found: Iterable[tuple[str, int, str]]) -> list[str]:
+    """Of what, at which length and why: a line for all lengths of the same."""
+    lengths: dict[tuple[str, str], list[int]] = {}
+    for what, seq_len, reason in found:
+        lengths.setdefault((what, reason), []).append(seq_len)
+    return [
+        f"{what} at {', '.join(map(str, at))} {reason}" for (what, reason), at in lengths.items()
+    ]
 
 
 def replace_between_markers(

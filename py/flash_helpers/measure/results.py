@@ -238,11 +238,13 @@ class LibraryRecord:
 
 @dataclass(frozen=True)
 class SkippedRecord:
-    """A problem that nothing was measured of, and why."""
+    """What was not measured of a problem, and why. name: of the contender that was left out; empty
+    if all were."""
 
     dtype: str
     seq_len: int
     reason: str
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,14 @@ def _field_text(config: Config, name: str) -> str:
     return f"{config.__dataclass_fields__[name].metadata['short']}{value}"
 
 
+def require_taken(configs: Iterable[Config], problem: AttentionForward) -> None:
+    """Raise UsageError, with the way out of the first, unless a config takes the problem in its
+    dtype."""
+    reasons = [config.refusal(problem.in_dtype(config.dtype)) for config in configs]
+    if all(reasons):
+        raise UsageError(reasons[0])
+
+
 def require_supported(configs: Iterable[Config], problem: AttentionForward) -> None:
     """Raise UsageError, with the way out, unless every config takes the problem in its dtype."""
     for config in configs:
