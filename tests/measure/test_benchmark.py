@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,8 +78,10 @@ from flash_helpers.measure.results import (
     BURST,
     CONTROL,
     CUDNN,
+    FA3,
     FLASH,
     FLASH_ATTN,
+    LIBRARY_NAMES,
     LOADS,
     MATMUL,
     MMA_SYNC,
@@ -427,7 +429,8 @@ def test_a_kernel_that_writes_only_on_its_first_call_is_found_out() -> None:
 
 
 def test_the_libraries_are_verified_and_timed_like_the_kernels() -> None:
-    contenders = contenders_for(BF16[:1], DType.BF16, fake_backend())
+    every = contenders_for(BF16[:1], DType.BF16, fake_backend())
+    contenders = [contender for contender in every if not contender.refusal(SHAPE)]
     assert [c.name for c in contenders] == [FLASH, CUDNN, CONTROL, BF16[0].short_form()]
     protocol, timer = replace(IN_TURNS, rounds=2), FakeTimer()
     sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
@@ -474,7 +477,13 @@ def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustain
         for load in (BURST, SUSTAINED)
     ]
     assert all(len(m.sm_mhz) == len(m.samples_ms) for m in run.measurements if m.valid)
-    assert run.skipped == ()
+    assert {(s.name, s.reason) for s in run.skipped} == NOT_INSTALLED
+
+
+NOT_INSTALLED = {
+    (FLASH_ATTN, "the package flash_attn is not installed"),
+    (FA3, "the package fa3_fwd is not installed"),
+}
 
 
 def test_a_kernel_is_left_out_of_the_lengths_that_its_tile_does_not_divide() -> None:
@@ -494,7 +503,7 @@ def test_a_kernel_is_left_out_of_the_lengths_that_its_tile_does_not_divide() -> 
     small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
     measured = {(m.name, m.seq_len) for m in run.measurements if m.ran}
     assert measured == {(small, 64), (small, 128), (large, 128)}
-    (skipped,) = run.skipped
+    (skipped,) = (s for s in run.skipped if s.name not in (FLASH_ATTN, FA3))
     assert (skipped.name, skipped.dtype, skipped.seq_len) == (large, "bf16", 64)
     assert "seq_len 64 is not a multiple of B_r 128" in skipped.reason
     assert sum(steps) == 2 * n_steps(len(contenders), protocol)
@@ -539,7 +548,7 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
         shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
     )
     assert {m.seq_len for m in run.measurements} == {64, 192}
-    (skipped,) = run.skipped
+    (skipped,) = (s for s in run.skipped if not s.name)
     assert (skipped.dtype, skipped.seq_len) == ("bf16", 128)
     assert "Tried to allocate 9 GiB" in skipped.reason and "\n" not in skipped.reason
     # the progress bar comes to its end
@@ -616,28 +625,32 @@ def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
     library.load.cache_clear()
 
 
-# The flash_attn package
+# Packages that are contenders
+
+PACKAGES = [(FLASH_ATTN, "flash_attn", "flash_attn"), (FA3, "fa3_fwd", "fa3_fwd_interface")]
 
 
-@pytest.fixture
-def flash_attn(tmp_path: Path, monkeypatch) -> Path:
-    """An installed package of that name, which computes attention in float32."""
-    package = tmp_path / "site" / "flash_attn"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
+@pytest.fixture(params=PACKAGES, ids=[name for name, *_ in PACKAGES])
+def package(request, tmp_path: Path, monkeypatch) -> Iterator[tuple[str, str, Path]]:
+    """One that is installed, whose module computes attention in float32: the contender's name, the
+    package's, and the module's file."""
+    name, distribution, module = request.param
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / f"{module}.py").write_text(
         "import math, torch\n"
         "def flash_attn_func(q, k, v):\n"
         "    Q, K, V = (x.transpose(1, 2).float() for x in (q, k, v))\n"
         "    P = torch.softmax(Q @ K.mT / math.sqrt(q.shape[-1]), -1)\n"
         "    return (P @ V).transpose(1, 2).to(q.dtype)\n"
     )
-    info = tmp_path / "site" / "flash_attn-2.9.9.dist-info"
+    info = site / f"{distribution}-2.9.9.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.9.9\n")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    yield package
-    sys.modules.pop("flash_attn", None)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.9.9\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    yield name, distribution, site / f"{module}.py"
+    sys.modules.pop(module, None)
 
 
 def run_contender(name: str) -> Measurement:
@@ -648,17 +661,20 @@ def run_contender(name: str) -> Measurement:
     return found
 
 
-def test_the_flash_attn_package_is_a_contender_where_it_is_installed(flash_attn: Path) -> None:
-    assert [c.name for c in library_contenders()] == [FLASH, CUDNN, FLASH_ATTN, CONTROL]
-    assert library_records(library_contenders()) == (LibraryRecord(FLASH_ATTN, "2.9.9"),)
-    assert run_contender(FLASH_ATTN).valid
+def test_a_package_is_a_contender_where_it_is_installed(package: tuple[str, str, Path]) -> None:
+    name, distribution, _ = package
+    refused = {c.name for c in library_contenders() if c.refusal(SHAPE)}
+    assert refused == {FLASH_ATTN, FA3} - {name}
+    assert library_records(library_contenders()) == (LibraryRecord(distribution, "2.9.9"),)
+    assert run_contender(name).valid
 
 
-def test_a_flash_attn_package_that_cannot_be_imported_fails_with_the_reason(
-    flash_attn: Path,
+def test_a_package_that_cannot_be_imported_fails_with_the_reason(
+    package: tuple[str, str, Path],
 ) -> None:
-    (flash_attn / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
-    found = run_contender(FLASH_ATTN)
+    name, _, module = package
+    module.write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    found = run_contender(name)
     assert "undefined symbol: _ZN3c10" in found.failure
     assert synthetic_results(found).failures == []
 
@@ -1213,7 +1229,7 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
         libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
         skipped=(
             SkippedRecord("bf16", 65536, "does not fit"),
-            *(SkippedRecord("bf16", n, "not here", "v99") for n in (1024, 4096)),
+            *(SkippedRecord("bf16", n, "not here", FA3) for n in (1024, 4096)),
         ),
     )
     text = report_text(results)
@@ -1231,7 +1247,7 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     assert f"{failed.name} at 4096, sustained: wrong output" in text
     assert "flash_attn 2.9.9" in text
     assert "bf16 at 65536 skipped: does not fit" in text
-    assert "v99, bf16, at 1024, 4096 skipped: not here" in text
+    assert "fa3, bf16, at 1024, 4096 skipped: not here" in text
 
 
 def test_only_the_lines_between_the_markers_change() -> None:
@@ -1427,6 +1443,7 @@ def test_a_length_that_one_kernel_takes_is_measured_without_the_others(
     assert LARGE_TILE_7.short_form() not in load_results(path).names("bf16")
     said = capsys.readouterr().out
     assert f"{LARGE_TILE_7.short_form()}, bf16, at 64 skipped: seq_len 64 is not" in said
+    assert "fa3, bf16, at 64 skipped: the package fa3_fwd is not installed" in said
 
 
 def test_if_no_length_fits_in_memory_the_tool_exits_with_2(pt_bench, monkeypatch, capsys) -> None:
@@ -1472,5 +1489,5 @@ def test_without_a_gpu_the_tool_says_so_and_exits_with_2(capsys) -> None:
 
 def test_contenders_without_a_config_are_libraries() -> None:
     contenders = contenders_for(BF16, DType.BF16, fake_backend())
-    assert [c.name for c in contenders if c.config is None] == [FLASH, CUDNN, CONTROL]
+    assert [c.name for c in contenders if c.config is None] == list(LIBRARY_NAMES)
     assert all(isinstance(c, Contender) for c in contenders)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the kernels beside PyTorch's own and the flash_attn package, in one process."""
+"""Time the kernels beside PyTorch's own and the FlashAttention packages, in one process."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Time the kernels beside PyTorch's flash and cuDNN backends, and the flash_attn package where it is
-installed, in one process: first in bursts, between which the chip rests, then under sustained load,
-without a pause. Each sample is a CUDA graph that goes round several sets of inputs; every contender
-is timed once a round, in an order that changes, with a sample of the flash backend next to it,
-which it is compared with; flash timed twice tells the noise. Clock, power and temperature are read
-at each sample. Outputs are compared with float64 before and after. 16 heads, d_head 128; batch 16,
-or what 65536 tokens leave; a length that does not fit in memory is skipped, and a kernel is left
-out of those that its tile does not divide. TFLOP/s count 4 * batch * heads * seq^2 * d_head
-operations. The chip's own rates, of a large matrix product and of mma.sync on registers, are
-measured along with them.
+Time the kernels beside PyTorch's flash and cuDNN backends, and the packages flash_attn and fa3_fwd
+(FlashAttention-3) where they are installed, in one process: first in bursts, between which the chip
+rests, then under sustained load, without a pause. Each sample is a CUDA graph that goes round
+several sets of inputs; every contender is timed once a round, in an order that changes, with a
+sample of the flash backend next to it, which it is compared with; flash timed twice tells the
+noise. Clock, power and temperature are read at each sample. Outputs are compared with float64
+before and after. 16 heads, d_head 128; batch 16, or what 65536 tokens leave; a length that does not
+fit in memory is skipped, and a kernel is left out of those that its tile does not divide. TFLOP/s
+count 4 * batch * heads * seq^2 * d_head operations. The chip's own rates, of a large matrix product
+and of mma.sync on registers, are measured along with them.
 """
 
 EXAMPLES = """\
@@ -67,6 +67,9 @@ examples:
     python tools/benchmark/pt_bench.py --kernel 1..3 --seq 1024 4096
   the speed that a chip with a power limit keeps up, alone:
     python tools/benchmark/pt_bench.py --kernel v16 --load sustained
+  beside FlashAttention-3 on a machine without network, from wheels brought along:
+    pip install --no-deps fa3_fwd-*.whl einops-*.whl packaging-*.whl
+    python tools/benchmark/pt_bench.py --kernel v16 o5
   at lengths that tiles of 192 rows and 80 keys divide, too:
     python tools/benchmark/pt_bench.py --kernel v16 o5 --seq 960 1920 3840 7680 15360
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:

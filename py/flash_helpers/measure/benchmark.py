@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,6 +37,7 @@ from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
     CONTROL,
     CUDNN,
+    FA3,
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
@@ -64,6 +66,24 @@ _SDPA_BACKENDS = {
 }
 
 
+class _Package(NamedTuple):
+    """A library that is a package of its own. name: that it is installed by. module: has
+    flash_attn_func(q, k, v), which takes and returns (batch, seq, heads, d_head)."""
+
+    name: str
+    module: str
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+_PACKAGES = {
+    FLASH_ATTN: _Package("flash_attn", "flash_attn"),
+    FA3: _Package("fa3_fwd", "fa3_fwd_interface"),
+}
+
+
 @dataclass(frozen=True)
 class InputSet:
     """Inputs, a buffer for the output, and the right result."""
@@ -87,7 +107,12 @@ class Contender:
 
     def refusal(self, problem: AttentionForward) -> str:
         """Why it is left out of a problem; "" if it is not."""
-        return self.config.refusal(problem) if self.config is not None else ""
+        if self.config is not None:
+            return self.config.refusal(problem)
+        package = _PACKAGES.get(self.name)
+        if package is None or package.is_installed:
+            return ""
+        return f"the package {package.name} is not installed"
 
 
 def kernel_contender(config: Config, forward: Forward) -> Contender:
@@ -107,8 +132,8 @@ def run_library(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
     Raises RuntimeError if the library does not run here, ImportError if it cannot be imported.
     """
-    if name == FLASH_ATTN:
-        return importlib.import_module(FLASH_ATTN).flash_attn_func(q, k, v)
+    if name in _PACKAGES:
+        return importlib.import_module(_PACKAGES[name].module).flash_attn_func(q, k, v)
     with sdpa_kernel(_SDPA_BACKENDS[name]):
         output = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v))
@@ -122,20 +147,21 @@ def library_contender(name: str) -> Contender:
 
 
 def library_contenders() -> list[Contender]:
-    """PyTorch's backends, the flash_attn package where it is installed, and the control.
+    """PyTorch's backends, the packages, and the control.
 
-    One that is there but does not run fails when it is called, with the reason.
+    A package that is not installed refuses every problem; a library that is there but does not run
+    fails when it is called, with the reason.
     """
-    is_installed = importlib.util.find_spec(FLASH_ATTN) is not None
-    return [library_contender(n) for n in LIBRARY_NAMES if n != FLASH_ATTN or is_installed]
+    return [library_contender(name) for name in LIBRARY_NAMES]
 
 
 def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...]:
-    """Versions of the contenders that are packages of their own."""
+    """Versions of the contenders that are packages of their own, and installed."""
+    packages = (_PACKAGES.get(contender.name) for contender in contenders)
     return tuple(
-        LibraryRecord(contender.name, importlib.metadata.version(contender.name))
-        for contender in contenders
-        if contender.name == FLASH_ATTN
+        LibraryRecord(package.name, importlib.metadata.version(package.name))
+        for package in packages
+        if package and package.is_installed
     )
 
 

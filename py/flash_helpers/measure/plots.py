@@ -21,6 +21,7 @@ from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.measure.benchmark_tables import main_dtype
 from flash_helpers.measure.results import (
     CUDNN,
+    FA3,
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
@@ -43,7 +44,9 @@ _WIDTH, _PANEL_HEIGHT = 9.0, 4.2  # inches
 _TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark background
 _GRID = "#7a828b40"
 _BLUE, _ORANGE = "#2f81f7", "#db6d28"
-_LIBRARY_COLORS = MappingProxyType({FLASH: _TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a"})
+_LIBRARY_COLORS = MappingProxyType(
+    {FLASH: _TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a", FA3: "#8a7d1f"}
+)
 _DRAWN_LIBRARIES = tuple(_LIBRARY_COLORS)
 _RATE_TITLES = MappingProxyType({r: f"{name} of the chip" for r, name in RATE_NAMES.items()})
 _STEP_COLORS = (

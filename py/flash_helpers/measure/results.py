@@ -24,11 +24,13 @@ RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages s
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
 FLASH_ATTN = "flash_attn"
+FA3 = "fa3"
 CONTROL = "pytorch_flash_again"
 LIBRARY_NAMES = {
     FLASH: "PyTorch's flash backend",
     CUDNN: "PyTorch's cuDNN backend",
     FLASH_ATTN: "the flash_attn package",
+    FA3: "FlashAttention-3 (fa3_fwd)",
     CONTROL: "PyTorch's flash backend once more, as the control",
 }
 MATMUL = "matmul"
@@ -230,7 +232,8 @@ class RateRecord:
 
 @dataclass(frozen=True)
 class LibraryRecord:
-    """A package that was measured beside PyTorch, and its version."""
+    """A package that was measured beside PyTorch, by the name it is installed by, and its
+    version."""
 
     name: str
     version: str
