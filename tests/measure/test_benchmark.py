@@ -31,6 +31,7 @@ from benchmark_results import (
 )
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
+from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
@@ -625,6 +626,15 @@ def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
     library.load.cache_clear()
 
 
+def test_a_gpu_has_as_many_sms_as_the_work_of_the_loop_on_each_of_them_says() -> None:
+    of_an_sm = set()
+    for name in ("h100", "large_tile_h200"):
+        results = load_results(RESULTS.with_name(f"{name}.json"))
+        sms = SM_COUNTS[results.provenance.gpu]
+        of_an_sm |= {r.operations / sms for r in results.rates if r.name == MMA_SYNC}
+    assert len(of_an_sm) == 1
+
+
 # Packages that are contenders
 
 PACKAGES = [(FLASH_ATTN, "flash_attn", "flash_attn"), (FA3, "fa3_fwd", "fa3_fwd_interface")]
@@ -812,6 +822,23 @@ def test_means_are_harmonic_and_compared_with_flash() -> None:
     assert results.of_flash(name, "bf16") == pytest.approx(150 / 400)
 
 
+def test_the_share_of_the_tensor_peak_is_that_at_the_clock_which_was_read() -> None:
+    name = BF16[0].short_form()
+    # 132 SMs, 4096 operations a cycle each, 1470 MHz in the median
+    peak = 132 * 4096 * 1470e6 / 1e12
+    found = [measurement(name, 1024, 0.9 * peak), measurement(name, 4096, 0.6 * peak)]
+    results = synthetic_results(*found)
+    assert results.of_tensor_peak(name, "bf16", 1024) == pytest.approx(0.9)
+    assert results.of_tensor_peak(name, "bf16") == pytest.approx(2 / (1 / 0.9 + 1 / 0.6))
+    assert results.of_tensor_peak(name, "fp16", 1024) is None
+    unread = synthetic_results(found[0], replace(found[1], sm_mhz=()))
+    assert unread.of_tensor_peak(name, "bf16", 1024) == pytest.approx(0.9)
+    assert unread.of_tensor_peak(name, "bf16") is None
+    for gpu, capability in (("GPU of tomorrow", "9.0"), ("x86_64", "")):
+        other = replace(results.provenance, gpu=gpu, compute_capability=capability)
+        assert replace(results, provenance=other).of_tensor_peak(name, "bf16", 1024) is None
+
+
 def test_a_failed_length_leaves_no_mean_and_no_number() -> None:
     name = BF16[0].short_form()
     results = synthetic_results(
@@ -922,6 +949,7 @@ def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
     assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.0", "50.0")
     assert (kernel["load"], kernel["sm_mhz"], kernel["power_w"]) == (SUSTAINED, "1470.0", "698.0")
     assert kernel["percent_of_flash_low"] == kernel["percent_of_flash_high"] == "50.0"
+    assert kernel["percent_of_tensor_peak"] == "18.9"  # 150 of 132 * 4096 * 1.47 GHz
     assert (failed["tflops"], failed["sm_mhz"], failed["failure"]) == ("", "", "wrong output")
 
 
@@ -1248,6 +1276,11 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     assert "flash_attn 2.9.9" in text
     assert "bf16 at 65536 skipped: does not fit" in text
     assert "fa3, bf16, at 1024, 4096 skipped: not here" in text
+    peak = tables["bf16, sustained, % of the tensor cores' peak at this clock"]
+    again = next(line for line in peak if line.startswith(CONTROL))
+    assert again.split()[1:4] == ["37.7"] * 3  # 300 of 132 * 4096 * 1.47 GHz
+    unknown = replace(results, provenance=replace(results.provenance, gpu="GPU of tomorrow"))
+    assert "tensor cores" not in report_text(unknown)
 
 
 def test_only_the_lines_between_the_markers_change() -> None:

@@ -14,6 +14,7 @@ from flash_helpers.sass.read.opcodes import (
     cost,
     pipe,
     tensor_operations,
+    tensor_peak,
     throughput,
 )
 
@@ -153,6 +154,7 @@ def test_tensor_costs_are_those_of_the_peak_rates():
     # H100: 989.4 TFLOP/s dense in 16 bits with 132 SMs at 1.83 GHz
     flops_a_cycle = 989.4e12 / 132 / 1.83e9
     assert flops_a_cycle == pytest.approx(4096, rel=0.01)
+    assert (tensor_peak(80), tensor_peak(90), tensor_peak(100)) == (2048, 4096, None)
     for n in (8, 64, 128, 256):
         of_group = 2 * 64 * n * 16 / 4096
         assert cost(f"HGMMA.64x{n}x16.F32.BF16", 90) == of_group / 4 == n / 8

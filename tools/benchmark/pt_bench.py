@@ -56,7 +56,9 @@ noise. Clock, power and temperature are read at each sample. Outputs are compare
 before and after. 16 heads, d_head 128; batch 16, or what 65536 tokens leave; a length that does not
 fit in memory is skipped, and a kernel is left out of those that its tile does not divide. TFLOP/s
 count 4 * batch * heads * seq^2 * d_head operations. The chip's own rates, of a large matrix product
-and of mma.sync on registers, are measured along with them.
+and of mma.sync on registers, are measured along with them. Of an H100 and an H200 the share of the
+tensor cores' peak is told too, at the clock that was read: TFLOP/s / (4096 FLOP per SM and cycle *
+SMs * SM clock).
 """
 
 EXAMPLES = """\

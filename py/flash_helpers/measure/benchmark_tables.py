@@ -115,6 +115,8 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
     for rate, title in RATE_NAMES.items():
         if results.rate(rate, dtype, load) is not None:
             shares[f"% of {title}"] = partial(results.of_rate, rate)
+    if results.provenance.tensor_peak is not None:
+        shares["% of the tensor cores' peak at this clock"] = results.of_tensor_peak
     return [
         _length_table(results, dtype, load, "TFLOP/s", results.tflops, number),
         *(
@@ -125,8 +127,8 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
 
 
 def report_text(results: BenchmarkResults) -> str:
-    """For each dtype and load the TFLOP/s and the percent of PyTorch's flash backend and of the
-    rates of the chip that were measured; then what to mind."""
+    """For each dtype and load the TFLOP/s and the percent of PyTorch's flash backend, of the rates
+    of the chip that were measured and of the tensor cores' peak; then what to mind."""
     loads = [(dtype, load) for dtype in results.dtypes for load in results.loads]
     parts = [f"{t.text()}\n" for dtype, load in loads for t in _tables(results, dtype, load)]
     parts += [

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_t
 
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.tables import csv_text
+from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
+from flash_helpers.sass.read.opcodes import tensor_peak
 
 T = TypeVar("T")
 Own = TypeVar("Own", bound="RecordFile")
@@ -48,7 +50,7 @@ CSV_COLUMNS = (
     *("name", "step", "load", "dtype", "batch", "n_heads", "seq_len", "d_head"),
     *("median_ms", "tflops", *READINGS),
     *("percent_of_flash", "percent_of_flash_low", "percent_of_flash_high"),
-    *(f"percent_of_{name}" for name in RATE_NAMES),
+    *(f"percent_of_{name}" for name in (*RATE_NAMES, "tensor_peak")),
     "failure",
 )
 
@@ -295,6 +297,14 @@ class Provenance:
         return "; ".join(filter(None, parts)) + "."
 
     @property
+    def tensor_peak(self) -> int | None:
+        """Operations that the tensor cores of all SMs do in a cycle at most, in 16 bits; None if
+        the GPU's number of SMs is not known."""
+        sms = SM_COUNTS.get(self.gpu)
+        rate = sms and tensor_peak(int(self.compute_capability.replace(".", "")))
+        return sms * rate if sms and rate else None
+
+    @property
     def built_with(self) -> str:
         """What the kernels were built with, as one of the facts."""
         return f"kernels built with {self.library}" if self.library else ""
@@ -509,6 +519,25 @@ class BenchmarkResults(RecordFile):
         """Speed over that of PyTorch's flash backend: at one length, or of the harmonic means."""
         return self.ratio(name, FLASH, dtype, seq_len, load)
 
+    def of_tensor_peak(
+        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+    ) -> float | None:
+        """Share of the tensor cores' peak at this clock, TFLOP/s / (FLOP per SM and cycle · SMs ·
+        SM clock): at one length, or the harmonic mean over all.
+
+        Derived, not counted by the chip: the operations are those of the problem, at the median
+        time, and the clock is the median of what the driver told at the end of each sample. An SM
+        does 4096 FLOP a cycle on 9.0, by wgmma (flash_helpers.sass.read.opcodes). None where the
+        peak or a clock is not known.
+        """
+        lengths = self.seq_lens if seq_len is None else [seq_len]
+        measured = [self.find(name, dtype, n, load) for n in lengths]
+        peak = self.provenance.tensor_peak
+        if peak is None or not all(m and m.sm_mhz for m in measured):
+            return None
+        shares = [m.tflops * 1e6 / (peak * statistics.median(m.sm_mhz)) for m in measured if m]
+        return statistics.harmonic_mean(shares) if shares else None
+
     def rate(self, name: str, dtype: str, load: str | None = None) -> float | None:
         """TFLOP/s of one of RATE_NAMES, if it was measured."""
         key = (name, dtype, load or self.main_load)
@@ -534,6 +563,7 @@ class BenchmarkResults(RecordFile):
         if found := self.pairs(m.name, FLASH, *place[1:]):
             shares["flash_low"], shares["flash_high"] = interval(found)
         shares |= {rate: self.of_rate(rate, *place) for rate in RATE_NAMES}
+        shares["tensor_peak"] = self.of_tensor_peak(*place)
         return {
             "median_ms": round(m.median_ms, 6),
             "tflops": round(m.tflops, 2),

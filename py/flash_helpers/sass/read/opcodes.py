@@ -319,6 +319,12 @@ def tensor_operations(opcode: str) -> int | None:
     return 2 * math.prod(shape) // (GROUP_WARPS if opcode[:5] in GROUP_TENSOR else 1)
 
 
+def tensor_peak(capability: int) -> int | None:
+    """Operations that an SM's tensor cores do in a cycle at most: dense products of 16 bits with
+    sums in fp32, on 9.0 by wgmma. GeForce and None as for `throughput`."""
+    return _TENSOR_RATES.get((capability, "f16 f32"))
+
+
 def _tensor_throughput(opcode: str, capability: int) -> Throughput | None:
     operations = tensor_operations(opcode)
     if opcode.startswith("HMMA.16816.F32") and capability in _HMMA_16816_F32:
