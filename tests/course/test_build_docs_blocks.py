@@ -28,8 +28,9 @@ from flash_helpers.kernel_configs import (
     Config,
     DType,
 )
+from flash_helpers.measure.benchmark_tables import lengths_table
 from flash_helpers.measure.kernel_profile import profile_kernels
-from flash_helpers.measure.results import FLASH, BenchmarkResults, Measurement
+from flash_helpers.measure.results import FLASH, BenchmarkResults, Measurement, load_results
 from flash_helpers.registry.selection import UsageError
 
 pytestmark = pytest.mark.slow
@@ -61,6 +62,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
         "value": "diff.2.added",
         "excerpt": "2 smem_offset",
         "loads": "rows_256_h200",
+        "lengths": "rows_256_h200",
     }
     for kind, accepted in KINDS.items():
         words = arguments.get(kind, "2" if accepted.fewest else "")
@@ -392,6 +394,15 @@ def test_another_file_of_published_figures_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"format": 1, "source": ""}))
     with pytest.raises(ValueError, match="holds no published figures"):
         Published.load(path)
+
+
+def test_results_by_length_are_those_of_a_dtype_and_a_load(show: Show, root: Path) -> None:
+    results = load_results(root / "benchmarks/results/rows_256_h200.json")
+    assert show("lengths rows_256_h200") == lengths_table(results, "bf16", "burst")
+    text = show("lengths rows_256_h200 dtype=bf16 load=sustained")
+    assert text == lengths_table(results, "bf16", "sustained")
+    with pytest.raises(UsageError, match="dtype=fp16 is not one of bf16"):
+        show("lengths rows_256_h200 dtype=fp16")
 
 
 def test_the_staircase_is_linked_from_any_page(show: Show) -> None:

@@ -61,6 +61,7 @@ from flash_helpers.measure.benchmark_tables import (
     LOADS_MARKERS,
     SUPPORTS_MARKERS,
     header_lines,
+    lengths_table,
     loads_table,
     progression_table,
     replace_between_markers,
@@ -76,6 +77,7 @@ from flash_helpers.measure.rates import (
     mma_sync_work,
 )
 from flash_helpers.measure.results import (
+    BEST_OTHER,
     BURST,
     CONTROL,
     CUDNN,
@@ -822,6 +824,28 @@ def test_means_are_harmonic_and_compared_with_flash() -> None:
     assert results.of_flash(name, "bf16") == pytest.approx(150 / 400)
 
 
+def test_the_best_of_the_others_may_be_another_at_each_length() -> None:
+    name = BF16[0].short_form()
+    speeds = {FLASH: (300.0, 300.0), CUDNN: (400.0, 500.0), FA3: (450.0, 480.0), name: (495, 450)}
+    rows = [
+        measurement(own, n, speed)
+        for own, both in speeds.items()
+        for n, speed in zip((1024, 4096), both, strict=True)
+    ]
+    # the control is none of them
+    fast = replace(control(1024), samples_ms=(1e-3,) * 3)
+    results = synthetic_results(*rows, fast)
+    assert [results.find(BEST_OTHER, "bf16", n).name for n in (1024, 4096)] == [FA3, CUDNN]
+    assert results.of_best_other(name, "bf16", 1024) == pytest.approx(1.1)
+    assert results.of_best_other(name, "bf16", 4096) == pytest.approx(0.9)
+    means = [2 / (1 / one + 1 / other) for one, other in ((495, 450), (450, 500))]
+    assert results.of_best_other(name, "bf16") == pytest.approx(means[0] / means[1])
+    assert results.fastest([name, FLASH], "bf16", 1024).name == name
+    alone = synthetic_results(measurement(name, 1024, 100.0))
+    assert alone.find(BEST_OTHER, "bf16", 1024) is None
+    assert alone.of_best_other(name, "bf16", 1024) is None
+
+
 def test_the_share_of_the_tensor_peak_is_that_at_the_clock_which_was_read() -> None:
     name = BF16[0].short_form()
     # 132 SMs, 4096 operations a cycle each, 1470 MHz in the median
@@ -949,6 +973,7 @@ def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
     assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.0", "50.0")
     assert (kernel["load"], kernel["sm_mhz"], kernel["power_w"]) == (SUSTAINED, "1470.0", "698.0")
     assert kernel["percent_of_flash_low"] == kernel["percent_of_flash_high"] == "50.0"
+    assert (kernel["best_other"], kernel["percent_of_best_other"]) == (FLASH, "50.0")
     assert kernel["percent_of_tensor_peak"] == "18.9"  # 150 of 132 * 4096 * 1.47 GHz
     assert (failed["tflops"], failed["sm_mhz"], failed["failure"]) == ("", "", "wrong output")
 
@@ -1279,7 +1304,68 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     peak = tables["bf16, sustained, % of the tensor cores' peak at this clock"]
     again = next(line for line in peak if line.startswith(CONTROL))
     assert again.split()[1:4] == ["37.7"] * 3  # 300 of 132 * 4096 * 1.47 GHz
+    fastest = 200 + 10 * len(STEPS)
+    best = {line[:20].strip(): line[20:].split() for line in tables["bf16, sustained"][2:]}
+    assert best["best of the others"] == ["600", CUDNN] * 2
+    assert best["best of ours"][:2] == [str(fastest), BF16[-1].step.id]
+    assert best["ours over the others"] == [f"{fastest / 600:.2f}"] * 2
+
+
+def length_rows(text: str) -> list[dict[str, list[str]]]:
+    """Of each table the cells behind the label, by it."""
+    tables = [part for part in text.split("\n\n") if part.startswith("|")]
+    return [{row[0]: row[1:] for row in rows_of(table)} for table in tables]
+
+
+def test_the_table_by_length_sets_the_best_of_ours_against_the_best_of_the_others() -> None:
+    small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
+    reason = "seq_len 1024 is not a multiple of B_r 192: use 1152"
+    results = replace(
+        synthetic_results(
+            *(measurement(FLASH, n, 300.0) for n in (1024, 3840, 4096)),
+            *(control(n) for n in (1024, 3840, 4096)),
+            *(measurement(CUDNN, n, 400.0) for n in (1024, 3840)),
+            measurement(CUDNN, 4096, 1.0, failure="not available\nand more"),
+            *(measurement(FA3, n, 450.0) for n in (3840, 4096)),
+            *(measurement(small, n, 360.0) for n in (1024, 3840, 4096)),
+            measurement(large, 3840, 600.0),
+            measurement(large, 4096, 450.0),
+        ),
+        skipped=(
+            SkippedRecord("bf16", 1024, reason, large),
+            SkippedRecord("fp16", 4096, "another dtype's", large),
+        ),
+    )
+    text = lengths_table(results, "bf16", SUSTAINED)
+    speeds, beside = length_rows(text)
+    assert speeds == {
+        "bf16, sustained: TFLOP/s": ["seq 1024", "seq 3840", "seq 4096"],
+        "v7 Br64": ["360", "360", "360"],
+        "v7 Br128": ["-", "600", "450"],
+        LIBRARY_NAMES[FLASH]: ["300", "300", "300"],
+        LIBRARY_NAMES[CUDNN]: ["400", "400", "-"],
+        LIBRARY_NAMES[FA3]: ["-", "450", "450"],
+        "best of the others": [f"400 {CUDNN}", f"450 {FA3}", f"450 {FA3}"],
+        "best of ours": ["360 v7 Br64", "600 v7 Br128", "450 v7 Br128"],
+        "ours over the others": ["0.90", "1.33", "= 1.00"],
+    }
+    # 600 of 132 * 4096 * 1.47 GHz
+    assert beside["v7 Br128"] == ["-", "75.5%, 1,470 MHz, 698 W", "56.6%, 1,470 MHz, 698 W"]
+    assert beside[LIBRARY_NAMES[FA3]][0] == "-"
+    assert f"- {large}, bf16, at 1024 skipped: {reason}" in text and "another dtype" not in text
+    assert f"- {CUDNN} at 4096 failed: not available\n" in text
+    assert "NVIDIA H100 80GB HBM3" in text and "16 at 3840" in text
+
+
+def test_the_table_by_length_tells_what_the_driver_and_the_gpu_do() -> None:
+    found = replace(measurement(FLASH, 1024, 300.0), sm_mhz=(), power_w=(), temperature_c=())
+    _, beside = length_rows(lengths_table(synthetic_results(found), "bf16", SUSTAINED))
+    assert beside[LIBRARY_NAMES[FLASH]] == ["-"]
+    results = synthetic_results(measurement(FLASH, 1024, 300.0))
     unknown = replace(results, provenance=replace(results.provenance, gpu="GPU of tomorrow"))
+    speeds, beside = length_rows(lengths_table(unknown, "bf16", SUSTAINED))
+    assert beside[LIBRARY_NAMES[FLASH]] == ["1,470 MHz, 698 W"]
+    assert speeds["best of ours"] == speeds["ours over the others"] == ["-"]
     assert "tensor cores" not in report_text(unknown)
 
 

@@ -12,7 +12,11 @@ from benchmark_results import full_results, measurement, synthetic_results
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
 from flash_helpers.measure import benchmark_tables, plots
 from flash_helpers.measure.benchmark import kernel_contender
-from flash_helpers.measure.benchmark_tables import progression_table, supports_table
+from flash_helpers.measure.benchmark_tables import (
+    lengths_table,
+    progression_table,
+    supports_table,
+)
 from flash_helpers.measure.plots import PROGRESSION, plot_svg, progression_numbers, seq_len_numbers
 from flash_helpers.measure.results import (
     BURST,
@@ -109,6 +113,18 @@ def test_tiles_of_192_rows_and_80_keys_are_measured_at_multiples_of_960() -> Non
     refused = contender.refusal(default_shape(7680 + 192))
     assert "seq_len 7872 is not a multiple of B_c 80" in refused and "use 8640" in refused
     assert all(contender.refusal(default_shape(n)) for n in DEFAULT_SEQ_LENS)
+
+
+def test_the_table_by_length_has_a_row_for_each_kernel_of_each_family(
+    results: BenchmarkResults,
+) -> None:
+    text = lengths_table(results, "bf16", SUSTAINED)
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    speeds = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[: len(rows) // 2]}
+    assert speeds["v1"] == ["110", "110"]
+    assert speeds["o1"] == ["290", "290"]
+    assert speeds["o2 Br64"] == ["300", "300"]
+    assert speeds["o2 Br128"] == ["360", "360"]
 
 
 def test_what_the_kernels_take_has_a_row_for_each_family(

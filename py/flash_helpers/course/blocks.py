@@ -10,6 +10,7 @@ from types import MappingProxyType
 from flash_helpers.course.arguments import Arguments, parse_arguments
 from flash_helpers.course.clock_blocks import (
     clock_block,
+    lengths_block,
     loads_block,
     map_block,
     progression_block,
@@ -88,6 +89,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "staircase": Kind("", "the plot of the progression", staircase_block),
         "loads": Kind(
             "NAME", "benchmarks/results/NAME.json, in bursts and sustained", loads_block, 1, 1
+        ),
+        "lengths": Kind(
+            "NAME [dtype=bf16] [load=burst]",
+            "the same file by length, beside the best of the libraries",
+            lengths_block,
+            1,
+            1,
+            ("dtype", "load"),
         ),
         "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
         "progression": Kind("", "the table of the progression", progression_block),

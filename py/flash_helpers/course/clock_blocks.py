@@ -14,7 +14,13 @@ from flash_helpers.course.links import image, relative
 from flash_helpers.course.pages import GLOSSARY, page_of_step
 from flash_helpers.course.pictures.stairs import stairs_path
 from flash_helpers.kernel_configs import Config, config_from_short_form
-from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN, loads_table, progression_table
+from flash_helpers.measure.benchmark_tables import (
+    TABLE_SEQ_LEN,
+    lengths_table,
+    loads_table,
+    main_dtype,
+    progression_table,
+)
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
     FLASH,
@@ -212,8 +218,19 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
 
 def loads_block(evidence: Evidence, arguments: Arguments) -> str:
     """The results of a file of `RESULTS`' folder, in bursts and sustained."""
-    path = evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")
-    return loads_table(load_results(path))
+    return loads_table(_named_results(evidence, arguments))
+
+
+def lengths_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The results of such a file by length, in one dtype under one load."""
+    results = _named_results(evidence, arguments)
+    dtype = arguments.choice("dtype", results.dtypes, main_dtype(results))
+    load = arguments.choice("load", results.loads, results.main_load)
+    return lengths_table(results, dtype, load)
+
+
+def _named_results(evidence: Evidence, arguments: Arguments) -> BenchmarkResults:
+    return load_results(evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json"))
 
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -7,14 +7,16 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from flash_helpers.console.tables import Table, number
+from flash_helpers.console.tables import DASH, Table, number, percent
 from flash_helpers.kernel_configs import FAMILIES, Config, DType, config_from_short_form
 from flash_helpers.measure.results import (
+    BEST_OTHER,
     CONTROL,
     FLASH,
     LIBRARY_NAMES,
     LOAD_TEXTS,
     MMA_SYNC,
+    OTHERS,
     RATE_NAMES,
     SUSTAINED,
     BenchmarkResults,
@@ -25,6 +27,7 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.measure.staircases import Pair, beside_parents, stair, stairs, tile_text
 from flash_helpers.registry.family import Step
+from flash_helpers.registry.selection import names_of
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
@@ -117,18 +120,47 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
             shares[f"% of {title}"] = partial(results.of_rate, rate)
     if results.provenance.tensor_peak is not None:
         shares["% of the tensor cores' peak at this clock"] = results.of_tensor_peak
+    shares["% of the best of the others"] = results.of_best_other
     return [
         _length_table(results, dtype, load, "TFLOP/s", results.tflops, number),
         *(
             _length_table(results, dtype, load, title, share, share_text)
             for title, share in shares.items()
         ),
+        Table([f"{dtype}, {load}", *_length_titles(results)], _best_rows(results, dtype, load)),
     ]
+
+
+def _length_titles(results: BenchmarkResults) -> list[str]:
+    return [f"seq {n}" for n in results.seq_lens]
+
+
+def _best_rows(results: BenchmarkResults, dtype: str, load: str) -> list[list[str]]:
+    """The fastest library and the fastest kernel at each length, and how the two compare."""
+    labels = _kernel_labels(results, dtype)
+    rows = [["best of the others"], ["best of ours"], ["ours over the others"]]
+    for n in results.seq_lens:
+        other = results.find(BEST_OTHER, dtype, n, load)
+        own = results.fastest(labels, dtype, n, load)
+        rows[0].append(f"{number(other.tflops)} {other.name}" if other else DASH)
+        rows[1].append(f"{number(own.tflops)} {labels[own.name]}" if own else DASH)
+        place = (own.name if own else "", BEST_OTHER, dtype, n, load)
+        ratio = number(results.ratio(*place), 2)
+        rows[2].append(f"= {ratio}" if results.is_equal(*place) else ratio)
+    return rows
+
+
+def _kernel_labels(results: BenchmarkResults, dtype: str) -> dict[str, str]:
+    """A short label for each kernel that was measured, by its name, sorted as configs are."""
+    names = (name for name in results.names(dtype) if name not in LIBRARY_NAMES)
+    configs = sorted(map(config_from_short_form, names))
+    return dict(zip((c.short_form() for c in configs), names_of(configs), strict=True))
 
 
 def report_text(results: BenchmarkResults) -> str:
     """For each dtype and load the TFLOP/s and the percent of PyTorch's flash backend, of the rates
-    of the chip that were measured and of the tensor cores' peak; then what to mind."""
+    of the chip that were measured, of the tensor cores' peak and of the fastest library, and the
+    fastest at each length; then what to mind."""
     loads = [(dtype, load) for dtype in results.dtypes for load in results.loads]
     parts = [f"{t.text()}\n" for dtype, load in loads for t in _tables(results, dtype, load)]
     parts += [
@@ -323,7 +355,7 @@ def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
 def _libraries(results: BenchmarkResults, dtype: str) -> Iterator[tuple[str, str]]:
     """Those that were measured, with their titles; the control is none."""
     names = results.names(dtype)
-    return ((n, title) for n, title in LIBRARY_NAMES.items() if n in names and n != CONTROL)
+    return ((name, LIBRARY_NAMES[name]) for name in OTHERS if name in names)
 
 
 def _rate_of_flash(results: BenchmarkResults, dtype: str, load: str) -> float | None:
@@ -380,6 +412,50 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
     yield f"<details>\n<summary>{summary}</summary>"
     yield Table(header, rows, "ll").markdown()
     yield "</details>"
+
+
+def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
+    """Markdown: TFLOP/s, a row a kernel and a library and a column a length, then the best of the
+    libraries, the best of the kernels, and how these compare.
+
+    Below, folded: what stands beside each speed, and what has none at which length, and why.
+    """
+    names = _kernel_labels(results, dtype) | dict(_libraries(results, dtype))
+
+    def rows(text: Callable[[Measurement], str]) -> list[list[str]]:
+        places = [(name, [results.find(name, dtype, n, load) for n in lengths]) for name in names]
+        return [[names[name], *(text(m) if m else DASH for m in ms)] for name, ms in places]
+
+    def beside(m: Measurement) -> str:
+        share = results.of_tensor_peak(m.name, m.dtype, m.seq_len, m.load)
+        clock, power = map(_median, _readings([m]))
+        texts = (percent(share), f"{number(clock)} MHz", f"{number(power)} W")
+        return ", ".join(text for text in texts if not text.startswith(DASH)) or DASH
+
+    lengths = results.seq_lens
+    titles = _length_titles(results)
+    speeds = [*rows(lambda m: number(m.tflops)), *_best_rows(results, dtype, load)]
+    missing = _skipped_lines(s for s in results.skipped if s.dtype == dtype)
+    missing += _lines_by_reason(
+        (m.name, m.seq_len, f"failed: {m.failure.splitlines()[0]}")
+        for m in results.measurements
+        if (m.dtype, m.load) == (dtype, load) and m.failure
+    )
+    parts = [
+        Table([f"{dtype}, {load}: TFLOP/s", *titles], speeds).markdown(),
+        "Ours over the others: the fastest kernel over the fastest library at the same length, the "
+        "median of the ratios within a round; within the noise of flash against itself it has an "
+        '"=". A dash: not measured there.',
+        '<details markdown="1">\n<summary>Share of the tensor cores\' peak at this clock, SM clock '
+        "and power</summary>",
+        Table(["", *titles], rows(beside)).markdown(),
+        "The share is derived: TFLOP/s over what the tensor cores of all SMs do in 16 bits at the "
+        "SM clock read beside it.",
+        *(f"- {line}" for line in missing),
+        "</details>",
+        _provenance_text(results, [dtype], [load]),
+    ]
+    return "\n\n".join(parts)
 
 
 def loads_table(results: BenchmarkResults) -> str:

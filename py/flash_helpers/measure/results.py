@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -35,6 +35,8 @@ LIBRARY_NAMES = {
     FA3: "FlashAttention-3 (fa3_fwd)",
     CONTROL: "PyTorch's flash backend once more, as the control",
 }
+OTHERS = tuple(name for name in LIBRARY_NAMES if name != CONTROL)
+BEST_OTHER = "best_other"  # stands for the fastest of OTHERS, which may be another at each length
 MATMUL = "matmul"
 MMA_SYNC = "mma_sync"
 RATE_NAMES = {MATMUL: "matmul", MMA_SYNC: "mma.sync"}
@@ -50,8 +52,8 @@ CSV_COLUMNS = (
     *("name", "step", "load", "dtype", "batch", "n_heads", "seq_len", "d_head"),
     *("median_ms", "tflops", *READINGS),
     *("percent_of_flash", "percent_of_flash_low", "percent_of_flash_high"),
-    *(f"percent_of_{name}" for name in (*RATE_NAMES, "tensor_peak")),
-    "failure",
+    *(f"percent_of_{name}" for name in (*RATE_NAMES, "tensor_peak", BEST_OTHER)),
+    *(BEST_OTHER, "failure"),
 )
 
 
@@ -372,7 +374,7 @@ class BenchmarkResults(RecordFile):
 
     A speed over another's is formed within each round, between samples that stand next to each
     other, so that a clock that drifts cancels: `pairs`. load: name of one; None stands for
-    `main_load`.
+    `main_load`. Of a contender's name BEST_OTHER may take the place.
     """
 
     FORMAT: ClassVar[int] = 3
@@ -427,7 +429,16 @@ class BenchmarkResults(RecordFile):
         self, name: str, dtype: str, seq_len: int, load: str | None = None
     ) -> Measurement | None:
         """The valid measurement of a contender at one length, if there is one."""
+        if name == BEST_OTHER:
+            return self.fastest(OTHERS, dtype, seq_len, load)
         return self._valid.get((name, dtype, seq_len, load or self.main_load))
+
+    def fastest(
+        self, names: Iterable[str], dtype: str, seq_len: int, load: str | None = None
+    ) -> Measurement | None:
+        """That of the fastest of some contenders at one length, if one was measured."""
+        found = (self.find(name, dtype, seq_len, load) for name in names)
+        return max(filter(None, found), key=lambda m: m.tflops, default=None)
 
     def tflops(
         self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
@@ -519,6 +530,13 @@ class BenchmarkResults(RecordFile):
         """Speed over that of PyTorch's flash backend: at one length, or of the harmonic means."""
         return self.ratio(name, FLASH, dtype, seq_len, load)
 
+    def of_best_other(
+        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+    ) -> float | None:
+        """Speed over that of the fastest library: at one length, or of the harmonic means, when
+        each length has its own fastest."""
+        return self.ratio(name, BEST_OTHER, dtype, seq_len, load)
+
     def of_tensor_peak(
         self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
     ) -> float | None:
@@ -556,14 +574,16 @@ class BenchmarkResults(RecordFile):
         own, other = self.tflops(name, dtype, seq_len, load), self.rate(rate, dtype, load)
         return own / other if own and other else None
 
-    def derived(self, m: Measurement) -> dict[str, float | None]:
-        """The numbers that follow from a valid measurement and its neighbours, by CSV column."""
+    def derived(self, m: Measurement) -> dict[str, float | str | None]:
+        """What follows from a valid measurement and its neighbours, by CSV column."""
         place = (m.name, m.dtype, m.seq_len, m.load)
         shares = {"flash": self.of_flash(*place)}
         if found := self.pairs(m.name, FLASH, *place[1:]):
             shares["flash_low"], shares["flash_high"] = interval(found)
         shares |= {rate: self.of_rate(rate, *place) for rate in RATE_NAMES}
         shares["tensor_peak"] = self.of_tensor_peak(*place)
+        shares[BEST_OTHER] = self.of_best_other(*place)
+        best = self.find(BEST_OTHER, *place[1:])
         return {
             "median_ms": round(m.median_ms, 6),
             "tflops": round(m.tflops, 2),
@@ -575,6 +595,7 @@ class BenchmarkResults(RecordFile):
                 f"percent_of_{name}": None if share is None else round(100 * share, 1)
                 for name, share in shares.items()
             },
+            BEST_OTHER: best.name if best else None,
         }
 
     def document(self) -> dict[str, Any]:
