@@ -9,6 +9,7 @@
 #include "dlpack_exchange.h"
 #include "flash_attention.cuh"
 #include "flash_kernels.cuh"
+#include "hopper_kernels.cuh"
 #include "mma_rate.cuh"
 #include "overlap_kernels.cuh"
 #include "python_abi.h"
@@ -140,6 +141,7 @@ Kernels &all_kernels() {
         Kernels found;
         add_to(found, ampere_kernels);
         add_to(found, overlap_kernels);
+        add_to(found, hopper_kernels);
         return found;
     }();
     return kernels;

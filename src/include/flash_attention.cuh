@@ -59,6 +59,31 @@ struct OverlapKernelConfig {
     friend auto operator<=>(const OverlapKernelConfig &, const OverlapKernelConfig &) = default;
 };
 
+// One kernel of the hopper family.
+struct HopperKernelConfig {
+    // fields:begin
+    int hopper; // the step
+    DType dtype;
+    int d_head;
+    int B_r; // query rows of a thread block, 64 for each warpgroup that computes
+    int B_c; // keys of one step of its main loop
+    int K_slots; // tiles of K in shared memory
+    int V_slots; // tiles of V in shared memory
+    bool ping_pong; // one warpgroup at a time issues its products
+    // fields:end
+
+    constexpr int consumers() const { return B_r / 64; } // warpgroups
+    constexpr int n_threads() const { return (consumers() + (hopper >= 5)) * 128; }
+    constexpr int Q_slots() const { return hopper >= 11 ? 2 : 1; }
+    // Tiles of Q, later O, of K and of V, in the first step one of P, then the barriers.
+    constexpr int smem_bytes() const {
+        const int P_columns = hopper == 1 ? B_c : 0;
+        return (Q_slots() * B_r + (K_slots + V_slots) * B_c) * d_head * int(sizeof(Element)) +
+               B_r * P_columns * int(sizeof(Element)) + 256;
+    }
+    friend auto operator<=>(const HopperKernelConfig &, const HopperKernelConfig &) = default;
+};
+
 // In elements. `row` is one step along the sequence; the head dimension has stride 1.
 struct TensorStrides {
     int64_t batch, row, head;

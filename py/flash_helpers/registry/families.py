@@ -10,10 +10,11 @@ from types import MappingProxyType
 from flash_helpers.registry.ampere import AMPERE, LARGE_TILE, LARGE_TILE_FROM
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.overlap import OVERLAP, successor
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (AMPERE, OVERLAP)}
+    {family.name: family for family in (AMPERE, OVERLAP, HOPPER)}
 )
 STEPS: Mapping[str, Step] = MappingProxyType(
     {step.id: step for family in FAMILIES.values() for step in family.steps.values()}

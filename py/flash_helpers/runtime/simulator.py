@@ -12,9 +12,10 @@ import torch
 
 from flash_helpers import gpu
 from flash_helpers.console.progress import Progress, progress_bar
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
-from flash_helpers.registry.launch import WORKSPACE, Launch
+from flash_helpers.ptx.tensor_map import TensorMap as SimulatedTensorMap
+from flash_helpers.registry.launch import WORKSPACE, Launch, TensorMap
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.tensors import kernel_strides
 
@@ -117,7 +118,7 @@ def _run(
             grid=launch.grid,
             block=launch.block,
             shared_bytes=launch.shared_bytes,
-            args=[launch.bind(addresses)],
+            args=[launch.bind(addresses, _encode_tensor_map)],
             memory=memory,
             keep_going=keep_going,
             strict_barriers=True,
@@ -135,6 +136,18 @@ def _run(
         span.copy_(torch.from_numpy(found))
     assert run is not None
     return run
+
+
+def _encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
+    """The simulator's record of a tensor map. Raises ValueError for what the driver refuses."""
+    return SimulatedTensorMap(
+        {DType.FP16: "f16", DType.BF16: "bf16"}[DType.from_name(tensor_map.dtype)],
+        address,
+        tensor_map.dims,
+        tensor_map.box,
+        tensor_map.strides,
+        swizzle=f"{tensor_map.swizzle}B" if tensor_map.swizzle else "none",
+    ).encode()
 
 
 def _target(launch: Launch) -> str:

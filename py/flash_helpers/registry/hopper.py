@@ -1,0 +1,247 @@
+"""The hopper family: attention on the units that compute capability 9.0 alone has, TMA, `wgmma` and
+warps by roles. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from flash_helpers import gpu
+from flash_helpers.registry.config import Config, element, flag, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.launch import (
+    INT,
+    POINTER,
+    STRIDES,
+    TENSOR_MAP,
+    Address,
+    Launch,
+    StructLayout,
+    TensorMap,
+)
+from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
+from flash_helpers.registry.supports import Supports
+
+TARGET = "90a"
+WARPGROUP = 128  # threads
+WGMMA_M, WGMMA_K = 64, 16  # of wgmma.m64nNk16: rows of a warpgroup, depth
+WARP_ROWS = WGMMA_M // 4
+KEYS_OF_A_BLOCK = (64, 80, 96, 128, 160, 176)  # N of the wgmma that src/include/sm90 has names for
+PIECE = 64  # columns of a tile in shared memory: the swizzle's 128 bytes
+CHUNK_BYTES = 16  # TMA: addresses and strides are multiples of it
+BARRIER_BYTES = 256  # of shared memory, for mbarriers
+MAX_STRIDE_BYTES = 2**40  # cuTensorMapEncodeTiled: strides are less
+SMS = 132  # of an H100 or H200 (SXM): blocks of a grid that is there once
+
+# Traits of steps.
+P_IN_REGISTERS = "p_in_registers"  # P does not pass through shared memory
+PRODUCER = "producer"  # a warpgroup of its own issues the copies
+PERSISTENT = "persistent"  # a block takes one tile after the other
+Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
+
+ARGUMENTS = StructLayout(
+    "HopperKernelArgs",
+    MappingProxyType(
+        {
+            **dict.fromkeys("QKVO", TENSOR_MAP),
+            **{f"{name}_gmem": POINTER for name in "QKVO"},
+            **{f"{name}_strides": STRIDES for name in "QKVO"},
+            **dict.fromkeys(("seq_len", "heads", "tiles"), INT),
+        }
+    ),
+)
+
+
+@dataclass(frozen=True)
+class HopperKernelConfig(Config):
+    """One kernel of the hopper family.
+
+    B_r, B_c: rows of a Q tile, 64 for each warpgroup that computes, and of a K or V tile. K_slots,
+    V_slots: tiles of each in shared memory. ping_pong: one warpgroup at a time issues its products.
+
+    Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
+    """
+
+    example: ClassVar[str] = "h1_bf16_d128_Br64_Bc128_K1_V1"
+
+    hopper: int = number("h", "the step")
+    dtype: DType = element()
+    d_head: int = number("d")
+    B_r: int = number("Br", "query rows of a thread block, 64 for each warpgroup that computes")
+    B_c: int = number("Bc", "keys of one step of its main loop")
+    K_slots: int = number("K", "tiles of K in shared memory")
+    V_slots: int = number("V", "tiles of V in shared memory")
+    ping_pong: bool = flag("pp", "one warpgroup at a time issues its products", default=False)
+
+    @property
+    def family(self) -> Family:
+        """The hopper family."""
+        return HOPPER
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.B_r // WGMMA_M
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one block: the warpgroups that compute, and the producer's."""
+        return (self.consumers + (PRODUCER in self.step.traits)) * WARPGROUP
+
+    @property
+    def n_warps(self) -> int:
+        """Warps that share the rows of a Q tile."""
+        return self.consumers * WARPGROUP // gpu.WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block in bytes: the slots of Q, K and V, in the first step a
+        tile of P, and the barriers."""
+        rows = (2 if Q_TWICE in self.step.traits else 1) * self.B_r
+        keys = (self.K_slots + self.V_slots) * self.B_c
+        P = 0 if P_IN_REGISTERS in self.step.traits else self.B_r * self.B_c
+        return ((rows + keys) * self.d_head + P) * ELEMENT_BYTES + BARRIER_BYTES
+
+    @property
+    def mma_per_key_block(self) -> int:
+        """`wgmma` of a warp for one block of keys: Q @ K^T and P @ V."""
+        return self.d_head // WGMMA_K + self.B_c // WGMMA_K
+
+    def key_blocks(self, seq_len: int) -> range:
+        """The blocks of keys in the order in which the kernel walks them."""
+        return range(-(-seq_len // self.B_c))
+
+    @property
+    def supports(self) -> Supports:
+        """Whole blocks of queries and keys, not causal."""
+        return Supports(
+            dtype=self.dtype,
+            d_heads=(self.d_head,),
+            blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
+            chunk_bytes=CHUNK_BYTES,
+            max_row_stride=(MAX_STRIDE_BYTES - 1) // ELEMENT_BYTES,
+        )
+
+    def launch(
+        self, problem: AttentionForward, strides: Mapping[str, Strides]
+    ) -> tuple[Launch, ...]:
+        """A block for each tile of queries, head and batch; or as many as run at a time, which take
+        one tile after the other."""
+        tiles = problem.seq_len // self.B_r * problem.heads * problem.batch
+        rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
+        values: dict[str, tuple[int, ...]] = {
+            "seq_len": (problem.seq_len,),
+            "heads": (problem.heads,),
+            "tiles": (tiles,),
+        }
+        values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
+        return (
+            Launch(
+                config=self,
+                grid=(min(tiles, SMS) if PERSISTENT in self.step.traits else tiles, 1, 1),
+                block=self.n_threads,
+                shared_bytes=self.smem_bytes,
+                arguments=ARGUMENTS.pack(values),
+                addresses=tuple(
+                    Address(ARGUMENTS.offset(f"{name.upper()}_gmem"), name) for name in "qkvo"
+                ),
+                outputs=("o",),
+                tensor_maps=tuple(
+                    (
+                        ARGUMENTS.offset(name.upper()),
+                        _tensor_map(name, problem, strides[name], rows[name]),
+                    )
+                    for name in "qkvo"
+                ),
+            ),
+        )
+
+    def check(self) -> None:
+        """Raises ValueError unless a kernel can be built."""
+        if self.B_r % WGMMA_M or not WGMMA_M <= self.B_r <= 3 * WGMMA_M:
+            raise ValueError(
+                f"B_r {self.B_r} is not {WGMMA_M} rows for each of 1 to 3 warpgroups: choose "
+                f"{WGMMA_M}, {2 * WGMMA_M} or {3 * WGMMA_M}"
+            )
+        if self.B_c not in KEYS_OF_A_BLOCK:
+            known = ", ".join(map(str, KEYS_OF_A_BLOCK))
+            raise ValueError(f"B_c {self.B_c} has no wgmma here: choose one of {known}")
+        if P_IN_REGISTERS not in self.step.traits and self.B_c % PIECE:
+            raise ValueError(
+                f"B_c {self.B_c}: {self.step.id} keeps P in shared memory in pieces of {PIECE} "
+                f"columns: choose 64 or 128"
+            )
+        for name in ("K_slots", "V_slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
+        limit = gpu.LIMITS[gpu.capability_of(f"sm_{TARGET}")].smem_bytes
+        if self.smem_bytes > limit:
+            raise ValueError(
+                f"B_r {self.B_r}, B_c {self.B_c}, {self.K_slots} slots of K and {self.V_slots} of "
+                f"V need {self.smem_bytes} bytes of shared memory, over the limit {limit}: lower "
+                "one of them"
+            )
+        # O, S and P of a thread; P is what S becomes, so that both are there at times
+        registers = (self.d_head + self.B_c + self.B_c // 2) // 2
+        most = {1: 255, 2: 240, 3: 160}[self.consumers]
+        if registers + _OTHER_REGISTERS > most:
+            raise ValueError(
+                f"B_c {self.B_c} with {self.consumers} warpgroups needs {registers} registers per "
+                f"thread for O, S and P, of {most}: lower B_c or B_r"
+            )
+
+
+_OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
+
+
+def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:
+    """Boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece.
+
+    A dimension of size 1 has no stride of its own; any will do that TMA takes.
+    """
+    sizes = (PIECE, problem.seq_len, problem.d_head // PIECE, problem.heads, problem.batch)
+    in_elements = (strides.row, PIECE, strides.head, strides.batch)
+    return TensorMap(
+        name,
+        problem.dtype.short,
+        dims=sizes,
+        strides=tuple((s or PIECE) * ELEMENT_BYTES for s in in_elements),
+        box=(PIECE, rows, 1 if name == "o" else problem.d_head // PIECE, 1, 1),
+        swizzle=PIECE * ELEMENT_BYTES,
+    )
+
+
+_BASE: Mapping[str, Any] = MappingProxyType(
+    {"d_head": 128, "B_r": 64, "B_c": 128, "K_slots": 1, "V_slots": 1, "ping_pong": False}
+)
+
+
+def _file(number: int) -> str:
+    return f"kernels/hopper/h{number}.cuh"
+
+
+HOPPER = Family(
+    name="hopper",
+    title="the same attention on Hopper's own units",
+    prefix="h",
+    rank=2,
+    config=HopperKernelConfig,
+    base=_BASE,
+    entries=(
+        StepEntry("wgmma", "TMA and wgmma, all in order", _file(1), parent="v16"),
+        StepEntry(
+            "p_in_registers",
+            "P stays in registers",
+            _file(2),
+            traits=frozenset({P_IN_REGISTERS}),
+        ),
+    ),
+    targets=(TARGET,),
+    arguments=ARGUMENTS,
+    map_header=PurePosixPath("src/include/hopper_kernels.cuh"),
+    simulated_budget=12_000_000,
+)

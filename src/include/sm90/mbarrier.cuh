@@ -1,0 +1,57 @@
+#pragma once
+// mbarriers: barriers in shared memory that count arrivals and the bytes of copies. A phase ends
+// when all expected of both have come; its parity is what a thread waits for.
+
+#include <cstdint>
+
+constexpr int kBarrierBytes = 8;
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+// What was initialised is seen by the copies that complete on it.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and tells how many bytes copies will deliver in this phase.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Until the phase of this parity has ended. The one before the first counts as ended, with
+// parity 1.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n\t"
+                 ".reg .pred done;\n"
+                 "retry:\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra retry;\n\t"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+// The slots of a ring in turn, each with a barrier, and the parity of their lap.
+template <int kSlots>
+struct Ring {
+    uint32_t slot = 0, lap = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == kSlots) {
+            slot = 0;
+            lap ^= 1;
+        }
+    }
+    // The slot's barrier of those that begin there.
+    __device__ __forceinline__ uint32_t barrier(uint32_t barriers) const {
+        return barriers + slot * kBarrierBytes;
+    }
+};

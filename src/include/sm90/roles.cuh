@@ -1,0 +1,26 @@
+#pragma once
+// Warps of one block with different work.
+
+#include <cstdint>
+
+constexpr int kWarpgroup = 128; // threads
+
+// Registers per thread of this warpgroup from here on: others give, then some take.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Named barriers, of which __syncthreads is number 0: all of `threads` arrive, some of them wait.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}

@@ -1,0 +1,40 @@
+#pragma once
+// The tensor memory accelerator copies boxes of tensors. A tile (rows, d_head) lies in shared memory
+// in pieces of 64 columns, rows of 128 bytes, whose 16-byte chunks are permuted by the row; one copy
+// moves all pieces. The tensors' dimensions are (column, row, piece, head, batch).
+
+#include <cstdint>
+#include <cuda.h>
+
+// Begins to load the tile at a row; its bytes arrive at the barrier.
+__device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensorMap &tensor,
+                                              uint32_t barrier, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(tile_smem),
+                 "l"(&tensor), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
+// Begins to store one piece of some rows, as one of the open group.
+__device__ __forceinline__ void tma_store_piece(const CUtensorMap &tensor, uint32_t piece_smem,
+                                                int row, int piece, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&tensor),
+                 "r"(piece_smem), "r"(0), "r"(row), "r"(piece), "r"(head), "r"(batch)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until this thread's stores have read shared memory.
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// TMA and wgmma reach shared memory by another way than loads and stores, the asynchronous proxy.
+// Orders this thread's stores before what those read.
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

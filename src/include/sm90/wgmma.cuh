@@ -1,0 +1,125 @@
+#pragma once
+// wgmma: the four warps of a warpgroup multiply 64 rows, asynchronously. B, and A unless it is in
+// registers, are tiles in shared memory in the 128-byte swizzle, named by descriptors.
+//
+// Row r of accumulator and A is that of warp r / 16. Lane 4g + t has of its 16 rows
+//   D[4n], D[4n + 1]: row g, D[4n + 2], D[4n + 3]: row g + 8; columns 8n + 2t, 8n + 2t + 1
+// and two neighbouring n, in 16 bits, are A of 16 columns (PTX ISA, "Register Fragments for
+// wgmma.mma_async.m64nNk16").
+
+#include "flash_attention.cuh"
+
+// The low word of a descriptor, PTX ISA "Matrix Descriptor Format": address and leading offset in
+// units of 16 bytes. leading_bytes counts where the columns of B are contiguous (V): from 64 of them
+// to the next. To move the address, add bytes / 16.
+__device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t tile_smem,
+                                                     uint32_t leading_bytes = 0) {
+    return (tile_smem & 0x3ffff) >> 4 | leading_bytes >> 4 << 16;
+}
+
+// The high word: 1024 bytes from 8 rows to the next, 128-byte swizzle.
+#define WGMMA_HIGH "0x40000040"
+
+// Orders register accesses before the wgmma that follow.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes the group of wgmma since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most the kPending youngest groups run.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The compiler moves no access to these registers across. It does not know how long wgmma use them,
+// so that it has to be told before the fence and after the wait.
+template <int kCount>
+__device__ __forceinline__ void hold(float (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        asm volatile("" : "+f"(registers[i])::"memory");
+    }
+}
+template <int kSteps>
+__device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
+#pragma unroll
+    for (int i = 0; i < kSteps * 4; ++i) {
+        asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");
+    }
+}
+
+// Operands %0 … of that many accumulators, as text and as constraints.
+#define TEN(tens)                                                                              \
+    "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens    \
+    "6, %" #tens "7, %" #tens "8, %" #tens "9"
+#define NAMES_32 TEN() ", " TEN(1) ", " TEN(2) ", %30, %31"
+#define NAMES_40 TEN() ", " TEN(1) ", " TEN(2) ", " TEN(3)
+#define NAMES_48 NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_64 NAMES_40 ", " TEN(4) ", " TEN(5) ", %60, %61, %62, %63"
+#define NAMES_80 NAMES_40 ", " TEN(4) ", " TEN(5) ", " TEN(6) ", " TEN(7)
+#define NAMES_88 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+
+#define FOUR(r, i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
+#define EIGHT(r, i) FOUR(r, i), FOUR(r, i + 4)
+#define FLOATS_32(r) EIGHT(r, 0), EIGHT(r, 8), EIGHT(r, 16), EIGHT(r, 24)
+#define FLOATS_40(r) FLOATS_32(r), EIGHT(r, 32)
+#define FLOATS_48(r) FLOATS_40(r), EIGHT(r, 40)
+#define FLOATS_64(r) FLOATS_48(r), EIGHT(r, 48), EIGHT(r, 56)
+#define FLOATS_80(r) FLOATS_64(r), EIGHT(r, 64), EIGHT(r, 72)
+#define FLOATS_88(r) FLOATS_80(r), EIGHT(r, 80)
+
+// n columns, count accumulators; a, b, …: numbers of the operands behind them.
+#define WGMMA_SS(n, count, type, a, b, accumulate, transposed)                                \
+    asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 A, B;\n\t"                        \
+                 "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                            \
+                 "mov.b64 A, {" a ", " WGMMA_HIGH "};\n\tmov.b64 B, {" b ", " WGMMA_HIGH      \
+                 "};\n\twgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type        \
+                 " {" NAMES_##count "}, A, B, accumulates, 1, 1, 0, " transposed ";\n\t}"     \
+                 : FLOATS_##count(D)                                                          \
+                 : "r"(A), "r"(B), "r"(int(accumulate_)), "n"(int(kTransposed))               \
+                 : "memory")
+#define WGMMA_RS(n, count, type, a, b, c, d, B_, accumulate)                                  \
+    asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 B;\n\t"                           \
+                 "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                            \
+                 "mov.b64 B, {" B_ ", " WGMMA_HIGH "};\n\t"                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type              \
+                 " {" NAMES_##count "}, {" a ", " b ", " c ", " d                             \
+                 "}, B, accumulates, 1, 1, 1;\n\t}"                                           \
+                 : FLOATS_##count(D)                                                          \
+                 : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(int(accumulate_))  \
+                 : "memory")
+
+// D (64, 2 · count) = A (64, 16) @ B (16, 2 · count), + D if it accumulates. kTransposed: the
+// columns of B are contiguous, as those of V are, and not its rows, as those of K^T.
+#define DEFINE_WGMMA_SS(n, count, a, b, accumulate, transposed)                               \
+    template <DType kDType, bool kTransposed = false>                                         \
+    __device__ __forceinline__ void wgmma(float (&D)[count], uint32_t A, uint32_t B,          \
+                                          bool accumulate_) {                                 \
+        if constexpr (kDType == DType::FP16) {                                                \
+            WGMMA_SS(n, count, "f16", a, b, accumulate, transposed);                          \
+        } else {                                                                              \
+            WGMMA_SS(n, count, "bf16", a, b, accumulate, transposed);                         \
+        }                                                                                     \
+    }
+DEFINE_WGMMA_SS(64, 32, "%32", "%33", "%34", "%35")
+DEFINE_WGMMA_SS(80, 40, "%40", "%41", "%42", "%43")
+DEFINE_WGMMA_SS(96, 48, "%48", "%49", "%50", "%51")
+DEFINE_WGMMA_SS(128, 64, "%64", "%65", "%66", "%67")
+DEFINE_WGMMA_SS(160, 80, "%80", "%81", "%82", "%83")
+DEFINE_WGMMA_SS(176, 88, "%88", "%89", "%90", "%91")
+
+// The same with A in registers and the columns of B contiguous: P @ V.
+template <DType kDType>
+__device__ __forceinline__ void wgmma(float (&D)[64], const uint32_t (&A)[4], uint32_t B,
+                                      bool accumulate_) {
+    if constexpr (kDType == DType::FP16) {
+        WGMMA_RS(128, 64, "f16", "%64", "%65", "%66", "%67", "%68", "%69");
+    } else {
+        WGMMA_RS(128, 64, "bf16", "%64", "%65", "%66", "%67", "%68", "%69");
+    }
+}
