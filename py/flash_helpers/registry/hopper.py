@@ -239,6 +239,21 @@ HOPPER = Family(
             _file(2),
             traits=frozenset({P_IN_REGISTERS}),
         ),
+        StepEntry(
+            "two_warpgroups", "two warpgroups share K and V", _file(3), sets={"B_r": 128}
+        ),
+        StepEntry(
+            "two_slots",
+            "K and V are copied ahead",
+            _file(4),
+            sets={"K_slots": 2, "V_slots": 2},
+        ),
+        StepEntry(
+            "producer",
+            "a warpgroup of its own issues the copies",
+            _file(5),
+            traits=frozenset({PRODUCER}),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,

@@ -1,0 +1,214 @@
+#pragma once
+// Step 3 of the hopper family: two warpgroups share K and V. Parent: h2.
+//
+// What changed
+//   1. A block has 128 rows of Q, 64 for each of its two warpgroups, which multiply them with the
+//      same tiles of K and V.
+//
+// Why: a block of 128 keys is 64 KiB, out of the L2 cache, for 64 · 128 · 128 · 4 = 4.2 MFLOP of one
+// warpgroup. At 600 TFLOP/s that were 9.4 TB/s; two halve it. Two warpgroups are also what it takes
+// to keep the tensor cores of all four quarters of an SM at 100%; one reaches 90%.
+// Expected: little by itself. Two blocks per SM were two warpgroups too, and they did not wait for
+// each other; now both wait at every barrier of the block, and multiply at the same time.
+//
+// benchmark:begin
+// benchmark:end
+// Verdict: to be measured.
+//
+// Phases
+//   1. barriers; Q: global → shared
+//   2. K_j, V_j: global → shared
+//   3. S = Q @ K^T
+//   4. m, l, P = 2^(S - m), O = O · rescale
+//   5. O += P @ V
+//   6. O / l: registers → shared → global
+
+#include "flash_attention.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "sm90/arguments.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/roles.cuh"
+#include "sm90/swizzle.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace h3 {
+
+constexpr int kDHead = 128;
+constexpr int kDPieces = kDHead / kPiece;
+constexpr int kWgmmaM = 64, kWgmmaK = 16;
+constexpr int kDSteps = kDHead / kWgmmaK;
+constexpr int kWarpRows = kWgmmaM / 4;
+
+constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
+
+// From the start of a tile of kRows rows to its k-tile of 16 columns, in units of a descriptor: 32
+// bytes further in the swizzle's 128, then the next piece.
+template <int kRows>
+__device__ constexpr uint32_t column_step(int k) {
+    return (k / 4 * piece_bytes(kRows) + k % 4 * kWgmmaK * sizeof(Element)) / 16;
+}
+
+// From the start of a tile of V to its k-tile of 16 keys, likewise.
+__device__ constexpr uint32_t row_step(int k) {
+    return k * kWgmmaK * kRowBytes / 16;
+}
+
+// m, the rows' maximum · scale, and l take in S, which becomes P = 2^(S · scale - m), unrounded;
+// rescale is what O must be multiplied by. l sums what this lane has of a row.
+template <int kCount>
+__device__ __forceinline__ void softmax(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
+                                        float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) { // rows g and g + 8
+        float block_m = -INFINITY;
+#pragma unroll
+        for (int i = 2 * half; i < kCount; i += 4) {
+            block_m = fmaxf(block_m, fmaxf(S_rmem[i], S_rmem[i + 1]));
+        }
+        const float old_m = m[half];
+        m[half] = fmaxf(old_m, quad_max(block_m) * kSoftmaxScale);
+        rescale[half] = exp2_approx(old_m - m[half]);
+        l[half] *= rescale[half];
+#pragma unroll
+        for (int i = 2 * half; i < kCount; i += 4) {
+            S_rmem[i] = exp2_approx(fmaf(S_rmem[i], kSoftmaxScale, -m[half]));
+            S_rmem[i + 1] = exp2_approx(fmaf(S_rmem[i + 1], kSoftmaxScale, -m[half]));
+            l[half] += S_rmem[i] + S_rmem[i + 1];
+        }
+    }
+}
+
+// Rows of accumulators times a factor each.
+template <int kCount>
+__device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        D_rmem[i] *= factor[i / 2 % 2];
+    }
+}
+
+// Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
+template <DType kDType, int kCount>
+__device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float (&D_rmem)[kCount],
+                                              int k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        A_rmem[i] = pack<kDType>(D_rmem[8 * k + 2 * i], D_rmem[8 * k + 2 * i + 1]);
+    }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::value.n_threads(), 1)
+    forward_kernel(const __grid_constant__ HopperKernelArgs args) {
+    constexpr HopperKernelConfig cfg = Config::value;
+    static_assert(cfg.d_head == kDHead, "the kernels are written for d_head 128");
+    static_assert(cfg.B_r % kWgmmaM == 0, "64 rows for each warpgroup");
+
+    constexpr int B_r = cfg.B_r, B_c = cfg.B_c;
+    constexpr int kPVSteps = B_c / kWgmmaK;
+    constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
+    constexpr uint32_t kKVBytes = kDPieces * piece_bytes(B_c);
+
+    extern __shared__ __align__(kPatternBytes) Element smem[];
+    const uint32_t Q_smem = smem_address(smem); // (B_r, d_head)
+    const uint32_t K_smem = Q_smem + kQBytes; // (B_c, d_head)
+    const uint32_t V_smem = K_smem + kKVBytes; // (B_c, d_head)
+    const uint32_t Q_full = V_smem + kKVBytes;
+    const uint32_t K_full = Q_full + kBarrierBytes, V_full = K_full + kBarrierBytes;
+
+    const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
+    const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
+    const TilePlace place = tile_place<B_r>(blockIdx.x, args);
+
+    // 1. barriers; Q: global → shared
+    if (threadIdx.x == 0) {
+        barrier_init(Q_full, 1);
+        barrier_init(K_full, 1);
+        barrier_init(V_full, 1);
+        barrier_init_fence();
+        barrier_expect(Q_full, kQBytes);
+        tma_load_tile(Q_smem, args.Q, Q_full, place.row, place.head, place.batch);
+    }
+    __syncthreads(); // nobody waits at a barrier that is not there yet
+
+    const uint32_t Q = wgmma_descriptor(Q_smem + warpgroup * piece_bytes(kWgmmaM));
+    const uint32_t K = wgmma_descriptor(K_smem);
+    const uint32_t V = wgmma_descriptor(V_smem, piece_bytes(B_c));
+    float O_rmem[kDHead / 2] = {}, S_rmem[B_c / 2];
+    uint32_t P_rmem[kPVSteps][4];
+    float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, rescale[2];
+    barrier_wait(Q_full, 0);
+
+    for (int j = 0; j < args.seq_len / B_c; ++j) {
+        // 2. K_j, V_j: global → shared
+        if (threadIdx.x == 0) {
+            barrier_expect(K_full, kKVBytes);
+            tma_load_tile(K_smem, args.K, K_full, j * B_c, place.head, place.batch);
+            barrier_expect(V_full, kKVBytes);
+            tma_load_tile(V_smem, args.V, V_full, j * B_c, place.head, place.batch);
+        }
+
+        // 3. S = Q @ K^T
+        barrier_wait(K_full, j % 2);
+        hold(S_rmem);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDSteps; ++k) {
+            wgmma<cfg.dtype>(S_rmem, Q + column_step<B_r>(k), K + column_step<B_c>(k), k > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(S_rmem);
+
+        // 4. m, l, P = 2^(S - m), O = O · rescale
+        softmax(S_rmem, m, l, rescale);
+        scale_rows(O_rmem, rescale);
+#pragma unroll
+        for (int k = 0; k < kPVSteps; ++k) {
+            pack_fragment<cfg.dtype>(P_rmem[k], S_rmem, k);
+        }
+
+        // 5. O += P @ V
+        barrier_wait(V_full, j % 2);
+        hold(O_rmem);
+        hold(P_rmem);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kPVSteps; ++k) {
+            wgmma<cfg.dtype>(O_rmem, P_rmem[k], V + row_step(k), true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(O_rmem);
+        hold(P_rmem);
+        __syncthreads(); // K and V may be written again
+    }
+
+    // 6. O / l: registers → shared → global; each warp its own rows, where those of Q were
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        l[half] = reciprocal_approx(quad_sum(l[half]));
+    }
+    scale_rows(O_rmem, l);
+#pragma unroll
+    for (int k = 0; k < kDSteps; ++k) {
+        uint32_t packed[4];
+        pack_fragment<cfg.dtype>(packed, O_rmem, k);
+        store_fragment<B_r>(Q_smem, warp_row, k, packed);
+    }
+    fence_async_proxy();
+    __syncwarp(); // one lane stores what all have written
+    if (lane == 0) {
+#pragma unroll
+        for (int piece = 0; piece < kDPieces; ++piece) {
+            tma_store_piece(args.O, Q_smem + piece * piece_bytes(B_r) + warp_row * kRowBytes,
+                            place.row + warp_row, piece, place.head, place.batch);
+        }
+        tma_store_commit();
+        tma_store_wait_read(); // shared memory is another block's after the end of this one
+    }
+}
+
+} // namespace h3
