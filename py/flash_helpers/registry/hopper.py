@@ -23,6 +23,7 @@ from flash_helpers.registry.launch import (
     StructLayout,
     TensorMap,
 )
+from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
 from flash_helpers.registry.supports import Supports
 
@@ -253,6 +254,27 @@ HOPPER = Family(
             "a warpgroup of its own issues the copies",
             _file(5),
             traits=frozenset({PRODUCER}),
+        ),
+        StepEntry(
+            "ping_pong",
+            "one warpgroup's softmax beside the other's products",
+            _file(6),
+            sets={"ping_pong": True},
+        ),
+        StepEntry(
+            "overlap",
+            "softmax beside the own products",
+            _file(7),
+            opens={"ping_pong": (False, True)},
+        ),
+        StepEntry(
+            "lazy_rescale",
+            "O rescaled only if a row's maximum has grown much",
+            _file(8),
+            traits=frozenset({LAZY_RESCALE}),
+        ),
+        StepEntry(
+            "uniform_descriptors", "descriptors that ptxas knows to be uniform", _file(9)
         ),
     ),
     targets=(TARGET,),
