@@ -5,11 +5,11 @@
 //   1. A block has 128 rows of Q, 64 for each of its two warpgroups, which multiply them with the
 //      same tiles of K and V.
 //
-// Why: a block of 128 keys is 64 KiB, out of the L2 cache, for 64 · 128 · 128 · 4 = 4.2 MFLOP of one
-// warpgroup. At 600 TFLOP/s that were 9.4 TB/s; two halve it. Two warpgroups are also what it takes
-// to keep the tensor cores of all four quarters of an SM at 100%; one reaches 90%.
-// Expected: little by itself. Two blocks per SM were two warpgroups too, and they did not wait for
-// each other; now both wait at every barrier of the block, and multiply at the same time.
+// Why: a block of 128 keys is 64 KiB, out of the L2 cache, for 64 · 128 · 128 · 4 = 4.2 MFLOP of
+// one warpgroup. At 600 TFLOP/s that were 9.4 TB/s; two halve it. Two warpgroups are also what it
+// takes to keep the tensor cores of all four quarters of an SM at 100%; one reaches 90%. Expected:
+// little by itself. Two blocks per SM were two warpgroups too, and they did not wait for each
+// other; now both wait at every barrier of the block, and multiply at the same time.
 //
 // benchmark:begin
 // benchmark:end

@@ -214,9 +214,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         release(V_ring.barrier(V_empty));
         V_ring.advance();
     };
-    auto pass_turn = [&] {
-        named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
-    };
+    auto pass_turn = [&] { named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup); };
     auto take_turn = [&] { named_sync(1 + warpgroup, 2 * kWarpgroup); };
 
     if (warpgroup == kConsumers - 1) {

@@ -6,10 +6,10 @@
 //      the other product runs.
 //   2. So the turn is for issuing both, and taken only if ping_pong is set.
 //
-// Why: a warpgroup of h6 has no product under way while it computes exponentials, so that the tensor
-// cores depend on the other one's. Now they have something to do from both.
-// Expected: tensor cores 78% busy instead of 71% in the prototype. The price is that S of one block
-// and P of the one before are in registers together.
+// Why: a warpgroup of h6 has no product under way while it computes exponentials, so that the
+// tensor cores depend on the other one's. Now they have something to do from both. Expected: tensor
+// cores 78% busy instead of 71% in the prototype. The price is that S of one block and P of the one
+// before are in registers together.
 //
 // benchmark:begin
 // benchmark:end

@@ -9,9 +9,9 @@
 // found at run time, in ordinary registers. Where ptxas does not see that all lanes agree, it moves
 // both words of every descriptor to uniform registers before each HGMMA, and the tensor cores wait
 // between them; the rest of the address is then computed per lane, too.
-// Expected: R2UR of the loop from 40 to a few; in the prototype the tensor pipe went from 80% to 96%
-// where it happened. Whether it happens is up to ptxas: the same loop with the keys in another order
-// was spared.
+// Expected: R2UR of the loop from 40 to a few; in the prototype the tensor pipe went from 80% to
+// 96% where it happened. Whether it happens is up to ptxas: the same loop with the keys in another
+// order was spared.
 //
 // benchmark:begin
 // benchmark:end

@@ -276,6 +276,23 @@ HOPPER = Family(
         StepEntry(
             "uniform_descriptors", "descriptors that ptxas knows to be uniform", _file(9)
         ),
+        StepEntry(
+            "persistent",
+            "blocks that stay take tile after tile",
+            _file(10),
+            traits=frozenset({PERSISTENT}),
+        ),
+        StepEntry(
+            "flattened",
+            "the next tile's first product beside this one's last",
+            _file(11),
+            traits=frozenset({Q_TWICE}),
+        ),
+        StepEntry(
+            "optimistic_maximum",
+            "the maximum of a tile's first block, checked afterwards",
+            _file(12),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,

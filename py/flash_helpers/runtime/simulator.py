@@ -25,9 +25,10 @@ _SECONDS_PER_TILE = 4.0e-3
 ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
 
-_RUNS_PER_TILE = 8
+_RUNS_PER_TILE = 40
 """How often each instruction may run for a pass over a K and V tile. Loops inside the pass are
-unrolled, so once is enough; a kernel that runs more never ends."""
+unrolled, so once is enough, but for rows that are computed again; a kernel that runs more never
+ends."""
 
 _KERNELS_KEPT = 64
 
@@ -78,13 +79,16 @@ def run_kernel(
     batch, seq_len, heads, d_head = tensors["q"].shape
     problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
     strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
+    launches = config.launch(problem, strides)
+    tiles = batch * heads * (seq_len // config.B_r)
     return _run(
-        config.launch(problem, strides),
+        launches,
         kernel,
         tensors,
         max_instructions=_RUNS_PER_TILE
         * len(kernel.program.instructions)
-        * (len(config.key_blocks(seq_len)) + 2),
+        * (len(config.key_blocks(seq_len)) + 2)
+        * -(-tiles // sum(launch.n_blocks for launch in launches)),
         keep_going=keep_going,
         progress=progress,
         observer=observer,

@@ -13,8 +13,9 @@ __host__ __device__ constexpr uint32_t piece_bytes(int rows) {
     return rows * kRowBytes;
 }
 
-// Accumulators (16, 16) of a warp, d[0] to d[7] of each lane, in 16 bits, to rows row … row + 15 and
-// columns 16k … 16k + 15 of a tile of kRows rows. Lane l names row l % 16 of column half l / 16.
+// Accumulators (16, 16) of a warp, d[0] to d[7] of each lane, in 16 bits, to rows row … row + 15
+// and columns 16k … 16k + 15 of a tile of kRows rows. Lane l names row l % 16 of column half l
+// / 16.
 template <int kRows>
 __device__ __forceinline__ void store_fragment(uint32_t tile_smem, int row, int k,
                                                const uint32_t (&packed)[4]) {

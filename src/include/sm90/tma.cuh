@@ -1,7 +1,7 @@
 #pragma once
-// The tensor memory accelerator copies boxes of tensors. A tile (rows, d_head) lies in shared memory
-// in pieces of 64 columns, rows of 128 bytes, whose 16-byte chunks are permuted by the row; one copy
-// moves all pieces. The tensors' dimensions are (column, row, piece, head, batch).
+// The tensor memory accelerator copies boxes of tensors. A tile (rows, d_head) lies in shared
+// memory in pieces of 64 columns, rows of 128 bytes, whose 16-byte chunks are permuted by the row;
+// one copy moves all pieces. The tensors' dimensions are (column, row, piece, head, batch).
 
 #include <cstdint>
 #include <cuda.h>

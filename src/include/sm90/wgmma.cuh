@@ -10,8 +10,8 @@
 #include "flash_attention.cuh"
 
 // The low word of a descriptor, PTX ISA "Matrix Descriptor Format": address and leading offset in
-// units of 16 bytes. leading_bytes counts where the columns of B are contiguous (V): from 64 of them
-// to the next. To move the address, add bytes / 16.
+// units of 16 bytes. leading_bytes counts where the columns of B are contiguous (V): from 64 of
+// them to the next. To move the address, add bytes / 16.
 __device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t tile_smem,
                                                      uint32_t leading_bytes = 0) {
     return (tile_smem & 0x3ffff) >> 4 | leading_bytes >> 4 << 16;
@@ -54,8 +54,8 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
 }
 
 // Operands %0 … of that many accumulators, as text and as constraints.
-#define TEN(tens)                                                                              \
-    "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens    \
+#define TEN(tens)                                                                           \
+    "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens \
     "6, %" #tens "7, %" #tens "8, %" #tens "9"
 #define NAMES_32 TEN() ", " TEN(1) ", " TEN(2) ", %30, %31"
 #define NAMES_40 TEN() ", " TEN(1) ", " TEN(2) ", " TEN(3)
@@ -74,37 +74,37 @@ __device__ __forceinline__ void hold(uint32_t (&registers)[kSteps][4]) {
 #define FLOATS_88(r) FLOATS_80(r), EIGHT(r, 80)
 
 // n columns, count accumulators; a, b, …: numbers of the operands behind them.
-#define WGMMA_SS(n, count, type, a, b, accumulate, transposed)                                \
-    asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 A, B;\n\t"                        \
-                 "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                            \
-                 "mov.b64 A, {" a ", " WGMMA_HIGH "};\n\tmov.b64 B, {" b ", " WGMMA_HIGH      \
-                 "};\n\twgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type        \
-                 " {" NAMES_##count "}, A, B, accumulates, 1, 1, 0, " transposed ";\n\t}"     \
-                 : FLOATS_##count(D)                                                          \
-                 : "r"(A), "r"(B), "r"(int(accumulate_)), "n"(int(kTransposed))               \
+#define WGMMA_SS(n, count, type, a, b, accumulate, transposed)                            \
+    asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 A, B;\n\t"                    \
+                 "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                        \
+                 "mov.b64 A, {" a ", " WGMMA_HIGH "};\n\tmov.b64 B, {" b ", " WGMMA_HIGH  \
+                 "};\n\twgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type    \
+                 " {" NAMES_##count "}, A, B, accumulates, 1, 1, 0, " transposed ";\n\t}" \
+                 : FLOATS_##count(D)                                                      \
+                 : "r"(A), "r"(B), "r"(int(accumulate_)), "n"(int(kTransposed))           \
                  : "memory")
-#define WGMMA_RS(n, count, type, a, b, c, d, B_, accumulate)                                  \
-    asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 B;\n\t"                           \
-                 "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                            \
-                 "mov.b64 B, {" B_ ", " WGMMA_HIGH "};\n\t"                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type              \
-                 " {" NAMES_##count "}, {" a ", " b ", " c ", " d                             \
-                 "}, B, accumulates, 1, 1, 1;\n\t}"                                           \
-                 : FLOATS_##count(D)                                                          \
-                 : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(int(accumulate_))  \
+#define WGMMA_RS(n, count, type, a, b, c, d, B_, accumulate)                                 \
+    asm volatile("{\n\t.reg .pred accumulates;\n\t.reg .b64 B;\n\t"                          \
+                 "setp.ne.b32 accumulates, " accumulate ", 0;\n\t"                           \
+                 "mov.b64 B, {" B_ ", " WGMMA_HIGH "};\n\t"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type             \
+                 " {" NAMES_##count "}, {" a ", " b ", " c ", " d                            \
+                                    "}, B, accumulates, 1, 1, 1;\n\t}"                       \
+                 : FLOATS_##count(D)                                                         \
+                 : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(int(accumulate_)) \
                  : "memory")
 
 // D (64, 2 · count) = A (64, 16) @ B (16, 2 · count), + D if it accumulates. kTransposed: the
 // columns of B are contiguous, as those of V are, and not its rows, as those of K^T.
-#define DEFINE_WGMMA_SS(n, count, a, b, accumulate, transposed)                               \
-    template <DType kDType, bool kTransposed = false>                                         \
-    __device__ __forceinline__ void wgmma(float (&D)[count], uint32_t A, uint32_t B,          \
-                                          bool accumulate_) {                                 \
-        if constexpr (kDType == DType::FP16) {                                                \
-            WGMMA_SS(n, count, "f16", a, b, accumulate, transposed);                          \
-        } else {                                                                              \
-            WGMMA_SS(n, count, "bf16", a, b, accumulate, transposed);                         \
-        }                                                                                     \
+#define DEFINE_WGMMA_SS(n, count, a, b, accumulate, transposed)                      \
+    template <DType kDType, bool kTransposed = false>                                \
+    __device__ __forceinline__ void wgmma(float (&D)[count], uint32_t A, uint32_t B, \
+                                          bool accumulate_) {                        \
+        if constexpr (kDType == DType::FP16) {                                       \
+            WGMMA_SS(n, count, "f16", a, b, accumulate, transposed);                 \
+        } else {                                                                     \
+            WGMMA_SS(n, count, "bf16", a, b, accumulate, transposed);                \
+        }                                                                            \
     }
 DEFINE_WGMMA_SS(64, 32, "%32", "%33", "%34", "%35")
 DEFINE_WGMMA_SS(80, 40, "%40", "%41", "%42", "%43")

@@ -1,0 +1,106 @@
+#pragma once
+// Attention for the 16 rows of a warp once more, exactly: mma.sync on fragments straight from
+// global memory, with the rows' maximum in every step. Slow, small, and hardly ever needed.
+
+#include "flash_attention.cuh"
+#include "memory.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+#include "sm90/arguments.cuh"
+
+// Two elements of one row, or of two rows, as a register of a fragment.
+__device__ __forceinline__ uint32_t load_pair(const Element *first) {
+    return *reinterpret_cast<const uint32_t *>(first);
+}
+__device__ __forceinline__ uint32_t load_pair(const Element *first, int64_t stride) {
+    return first[0] | uint32_t(first[stride]) << 16;
+}
+
+// Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15. scale: log2(e) / sqrt(d_head). The
+// fragments are as in mma.cuh.
+template <DType kDType, int kDHead, int kTiles>
+__device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, TilePlace place,
+                                              float scale, int col) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto head_of = [&](const void *tensor, const TensorStrides &strides) {
+        return static_cast<const Element *>(tensor) + place.batch * strides.batch +
+               place.head * strides.head;
+    };
+    const int64_t Q_row = args.Q_strides.row, K_row = args.K_strides.row;
+    const int64_t V_row = args.V_strides.row, O_row = args.O_strides.row;
+    const Element *Q_gmem = head_of(args.Q_gmem, args.Q_strides) + (place.row + g) * Q_row + 2 * t;
+    const Element *K_gmem = head_of(args.K_gmem, args.K_strides) + g * K_row + 2 * t;
+    const Element *V_gmem = head_of(args.V_gmem, args.V_strides) + 2 * t * V_row + col + g;
+    Element *O_gmem = const_cast<Element *>(head_of(args.O_gmem, args.O_strides)) +
+                      (place.row + g) * O_row + col + 2 * t;
+
+    float O_rmem[kTiles][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+#pragma unroll 1
+    for (int key = 0; key < args.seq_len; key += kMmaK) {
+        // S = Q @ K^T for 16 keys
+        float S_rmem[2][4] = {};
+#pragma unroll 1
+        for (int k = 0; k < kDHead; k += kMmaK) {
+            const Element *Q = Q_gmem + k;
+            const uint32_t Q_rmem[4] = {load_pair(Q), load_pair(Q + 8 * Q_row), load_pair(Q + 8),
+                                        load_pair(Q + 8 * Q_row + 8)};
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const Element *K = K_gmem + (key + n * kMmaN) * K_row + k;
+                mma_m16n8k16<kDType>(S_rmem[n], Q_rmem, load_pair(K), load_pair(K + 8));
+            }
+        }
+        // m, l, P = 2^(S - m), O = O · rescale
+        uint32_t P_rmem[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float *S = &S_rmem[0][2 * half], *S_8 = &S_rmem[1][2 * half];
+            const float old_m = m[half];
+            m[half] =
+                fmaxf(old_m, quad_max(fmaxf(fmaxf(S[0], S[1]), fmaxf(S_8[0], S_8[1]))) * scale);
+            const float rescale = exp2_approx(old_m - m[half]);
+            l[half] *= rescale;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                S[i] = exp2_approx(fmaf(S[i], scale, -m[half]));
+                S_8[i] = exp2_approx(fmaf(S_8[i], scale, -m[half]));
+                l[half] += S[i] + S_8[i];
+            }
+            P_rmem[half] = pack<kDType>(S[0], S[1]);
+            P_rmem[half + 2] = pack<kDType>(S_8[0], S_8[1]);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                O_rmem[n][2 * half] *= rescale;
+                O_rmem[n][2 * half + 1] *= rescale;
+            }
+        }
+        // O += P @ V
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            const Element *V = V_gmem + key * V_row + n * kMmaN;
+            mma_m16n8k16<kDType>(O_rmem[n], P_rmem, load_pair(V, V_row),
+                                 load_pair(V + 8 * V_row, V_row));
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float inverse_l = reciprocal_approx(quad_sum(l[half]));
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            *reinterpret_cast<uint32_t *>(O_gmem + 8 * half * O_row + n * kMmaN) =
+                pack<kDType>(O_rmem[n][2 * half] * inverse_l, O_rmem[n][2 * half + 1] * inverse_l);
+        }
+    }
+}
+
+// O of rows place.row … + 15, a few columns at a time: a kernel that may need this has registers
+// for no more.
+template <DType kDType, int kDHead>
+__device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePlace place,
+                                           float scale) {
+    constexpr int kTiles = 2;
+#pragma unroll 1
+    for (int col = 0; col < kDHead; col += kTiles * kMmaN) {
+        exact_columns<kDType, kDHead, kTiles>(args, place, scale, col);
+    }
+}
