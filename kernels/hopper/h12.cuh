@@ -7,14 +7,15 @@
 //   2. Where a lane's sum of a block is over 2^15, so that P might not fit in fp16, the warp
 //   divides
 //      P, l and O by a power of two, and adds it to m.
-//   3. Where a row has left the range of fp32, the warp computes its rows again, exactly.
+//   3. Where a row has left the range of fp32, the warp computes its rows again, at the end.
 //
 // Why: 64 FMNMX per thread and block, at half rate, before the first exponential can begin. Now
 // exponentials begin as soon as S is there.
 // Bound: a lane adds up P >= 0, so each P <= 2^15 < 65504 when it is rounded. In either type
 // rounding is relative, so that the size of P does not matter. If S · scale exceeds m by 128 in a
-// block, P is infinite, and so is l, or not a number: no finite sum can come of it. Expected:
-// tensor cores 92% busy at 16384 instead of 87%; nothing at 512.
+// block, P is infinite, and so is l, or not a number: no finite sum can come of it. O is looked at
+// too, since 2^15 · V may be infinite where V is not. Expected: tensor cores 92% busy at 16384
+// instead of 87%; nothing at 512.
 //
 // benchmark:begin
 // benchmark:end
@@ -27,7 +28,8 @@
 //   4. S = Q @ K_j^T, O += P @ V_{j-1}
 //   5. l, P = 2^(S - m), O = O · rescale if m has changed
 //   6. S = Q @ K_0^T of the next tile, O += P @ V
-//   7. O / l: registers → shared → global, or all again
+//   7. O / l: registers → shared → global
+//   8. rows that did not fit, exactly
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
@@ -36,7 +38,7 @@
 #include "sm90/exact_rows.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/roles.cuh"
-#include "sm90/swizzle.cuh"
+#include "sm90/tiles.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -45,25 +47,12 @@ namespace h12 {
 constexpr int kDHead = 128;
 constexpr int kQSlots = 2;
 constexpr int kDPieces = kDHead / kPiece;
-constexpr int kWgmmaM = 64, kWgmmaK = 16;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
 constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
-
-// From the start of a tile of kRows rows to its k-tile of 16 columns, in units of a descriptor: 32
-// bytes further in the swizzle's 128, then the next piece.
-template <int kRows>
-__device__ constexpr uint32_t column_step(int k) {
-    return (k / 4 * piece_bytes(kRows) + k % 4 * kWgmmaK * sizeof(Element)) / 16;
-}
-
-// From the start of a tile of V to its k-tile of 16 keys, likewise.
-__device__ constexpr uint32_t row_step(int k) {
-    return k * kWgmmaK * kRowBytes / 16;
-}
 
 // What all lanes have, said so that ptxas can keep it in a uniform register.
 __device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
@@ -126,25 +115,6 @@ __device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float (&m)[2], 
     return true;
 }
 
-// Rows of accumulators times a factor each.
-template <int kCount>
-__device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        D_rmem[i] *= factor[i / 2 % 2];
-    }
-}
-
-// Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
-template <DType kDType, int kCount>
-__device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float (&D_rmem)[kCount],
-                                              int k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        A_rmem[i] = pack<kDType>(D_rmem[8 * k + 2 * i], D_rmem[8 * k + 2 * i + 1]);
-    }
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     forward_kernel(const __grid_constant__ HopperKernelArgs args) {
@@ -178,18 +148,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 
     // 1. barriers
     if (threadIdx.x == 0) {
-        for (int slot = 0; slot < kQSlots; ++slot) {
-            barrier_init(Q_full + slot * kBarrierBytes, 1);
-            barrier_init(Q_empty + slot * kBarrierBytes, kConsumerWarps);
-        }
-        for (int slot = 0; slot < cfg.K_slots; ++slot) {
-            barrier_init(K_full + slot * kBarrierBytes, 1);
-            barrier_init(K_empty + slot * kBarrierBytes, kConsumerWarps);
-        }
-        for (int slot = 0; slot < cfg.V_slots; ++slot) {
-            barrier_init(V_full + slot * kBarrierBytes, 1);
-            barrier_init(V_empty + slot * kBarrierBytes, kConsumerWarps);
-        }
+        Q_ring.init_barriers(Q_full, Q_empty, kConsumerWarps);
+        K_ring.init_barriers(K_full, K_empty, kConsumerWarps);
+        V_ring.init_barriers(V_full, V_empty, kConsumerWarps);
         barrier_init_fence();
     }
     __syncthreads(); // nobody waits at a barrier that is not there yet
@@ -308,7 +269,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     softmax_first(S_rmem, m, l);
     pack_P();
 
-    for (int tile = blockIdx.x; tile < args.tiles; tile += gridDim.x) {
+    uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
+    for (int tile = blockIdx.x, n = 0; tile < args.tiles; tile += gridDim.x, ++n) {
         for (int j = 1; j < key_blocks; ++j) {
             // 4. S = Q @ K_j^T, O += P @ V_{j-1}
             take_turn();
@@ -354,33 +316,40 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pack_P();
         }
 
-        // 7. O / l: registers → shared → global, or all again; each warp its own rows, where those
-        // of Q were
+        // 7. O / l: registers → shared → global; each warp its own rows, where those of Q were
         const TilePlace place = tile_place<B_r>(tile, args);
-        const float row_l[2] = {quad_sum(tile_l[0]), quad_sum(tile_l[1])};
-        if (__any_sync(0xffffffff, !(row_l[0] < INFINITY && row_l[1] < INFINITY))) {
-            exact_rows<cfg.dtype, kDHead>(args, {place.row + warp_row, place.head, place.batch},
-                                          kSoftmaxScale);
-        } else {
-            const float inverse_l[2] = {reciprocal_approx(row_l[0]), reciprocal_approx(row_l[1])};
-            scale_rows(O_rmem, inverse_l);
+        float inverse_l[2];
+        bool fits = true;
 #pragma unroll
-            for (int k = 0; k < kDSteps; ++k) {
-                uint32_t packed[4];
-                pack_fragment<cfg.dtype>(packed, O_rmem, k);
-                store_fragment<B_r>(O_smem, warp_row, k, packed);
-            }
-            fence_async_proxy();
-            __syncwarp(); // one lane stores what all have written
-            if (lane == 0) {
+        for (int half = 0; half < 2; ++half) {
+            const float row_l = quad_sum(tile_l[half]);
+            fits &= row_l < INFINITY; // nor is it NaN
+            inverse_l[half] = reciprocal_approx(row_l);
+        }
+        float zero = 0; // 0 · infinity and 0 · NaN are not
 #pragma unroll
-                for (int piece = 0; piece < kDPieces; ++piece) {
-                    tma_store_piece(args.O,
-                                    O_smem + piece * piece_bytes(B_r) + warp_row * kRowBytes,
-                                    place.row + warp_row, piece, place.head, place.batch);
-                }
-                tma_store_commit();
+        for (int i = 0; i < kDHead / 2; ++i) {
+            zero = fmaf(O_rmem[i], 0, zero);
+        }
+        if (!__all_sync(0xffffffff, fits && zero == 0)) {
+            again |= 1u << n % 32;
+        }
+        scale_rows(O_rmem, inverse_l);
+#pragma unroll
+        for (int k = 0; k < kDSteps; ++k) {
+            uint32_t packed[4];
+            pack_fragment<cfg.dtype>(packed, O_rmem, k);
+            store_fragment<B_r>(O_smem, warp_row, k, packed);
+        }
+        fence_async_proxy();
+        __syncwarp(); // one lane stores what all have written
+        if (lane == 0) {
+#pragma unroll
+            for (int piece = 0; piece < kDPieces; ++piece) {
+                tma_store_piece(args.O, O_smem + piece * piece_bytes(B_r) + warp_row * kRowBytes,
+                                place.row + warp_row, piece, place.head, place.batch);
             }
+            tma_store_commit();
         }
         stored_empty = O_empty;
     }
@@ -388,6 +357,21 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         take_turn(); // which is left over: a barrier ends with all that arrive
     }
     release_stored(); // shared memory is another block's after the end of this one
+
+    // 8. Rows that did not fit, exactly; more than these, if a block has more than 32 tiles
+    if (again) {
+        if (lane == 0) {
+            tma_store_wait(); // what was stored of them is there, and can be written over
+        }
+        __syncwarp();
+        for (int tile = blockIdx.x, n = 0; tile < args.tiles; tile += gridDim.x, ++n) {
+            if (again >> n % 32 & 1) {
+                const TilePlace place = tile_place<B_r>(tile, args);
+                exact_rows<cfg.dtype, kDHead>(args, {place.row + warp_row, place.head, place.batch},
+                                              kSoftmaxScale);
+            }
+        }
+    }
 }
 
 } // namespace h12

@@ -27,7 +27,7 @@
 #include "sm90/arguments.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/roles.cuh"
-#include "sm90/swizzle.cuh"
+#include "sm90/tiles.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -35,23 +35,10 @@ namespace h4 {
 
 constexpr int kDHead = 128;
 constexpr int kDPieces = kDHead / kPiece;
-constexpr int kWgmmaM = 64, kWgmmaK = 16;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
-
-// From the start of a tile of kRows rows to its k-tile of 16 columns, in units of a descriptor: 32
-// bytes further in the swizzle's 128, then the next piece.
-template <int kRows>
-__device__ constexpr uint32_t column_step(int k) {
-    return (k / 4 * piece_bytes(kRows) + k % 4 * kWgmmaK * sizeof(Element)) / 16;
-}
-
-// From the start of a tile of V to its k-tile of 16 keys, likewise.
-__device__ constexpr uint32_t row_step(int k) {
-    return k * kWgmmaK * kRowBytes / 16;
-}
 
 // m, the rows' maximum · scale, and l take in S, which becomes P = 2^(S · scale - m), unrounded;
 // rescale is what O must be multiplied by. l sums what this lane has of a row.
@@ -75,25 +62,6 @@ __device__ __forceinline__ void softmax(float (&S_rmem)[kCount], float (&m)[2], 
             S_rmem[i + 1] = exp2_approx(fmaf(S_rmem[i + 1], kSoftmaxScale, -m[half]));
             l[half] += S_rmem[i] + S_rmem[i + 1];
         }
-    }
-}
-
-// Rows of accumulators times a factor each.
-template <int kCount>
-__device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        D_rmem[i] *= factor[i / 2 % 2];
-    }
-}
-
-// Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
-template <DType kDType, int kCount>
-__device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float (&D_rmem)[kCount],
-                                              int k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        A_rmem[i] = pack<kDType>(D_rmem[8 * k + 2 * i], D_rmem[8 * k + 2 * i + 1]);
     }
 }
 

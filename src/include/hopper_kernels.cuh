@@ -13,6 +13,34 @@ Kernel h1_fp16_d128_Br64_Bc128_K1_V1_kernel();
 Kernel h1_bf16_d128_Br64_Bc128_K1_V1_kernel();
 Kernel h2_fp16_d128_Br64_Bc128_K1_V1_kernel();
 Kernel h2_bf16_d128_Br64_Bc128_K1_V1_kernel();
+Kernel h3_fp16_d128_Br128_Bc128_K1_V1_kernel();
+Kernel h3_bf16_d128_Br128_Bc128_K1_V1_kernel();
+Kernel h4_fp16_d128_Br128_Bc128_K2_V2_kernel();
+Kernel h4_bf16_d128_Br128_Bc128_K2_V2_kernel();
+Kernel h5_fp16_d128_Br128_Bc128_K2_V2_kernel();
+Kernel h5_bf16_d128_Br128_Bc128_K2_V2_kernel();
+Kernel h6_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h6_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h7_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h7_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h8_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h8_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h9_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h9_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h10_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h10_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h11_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h11_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h12_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h12_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h13_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h13_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h14_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h14_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h16_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -27,5 +55,89 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 2, .dtype = DType::BF16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
       .V_slots = 1, .ping_pong = false},
      h2_bf16_d128_Br64_Bc128_K1_V1_kernel()},
+    {{.hopper = 3, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 1,
+      .V_slots = 1, .ping_pong = false},
+     h3_fp16_d128_Br128_Bc128_K1_V1_kernel()},
+    {{.hopper = 3, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 1,
+      .V_slots = 1, .ping_pong = false},
+     h3_bf16_d128_Br128_Bc128_K1_V1_kernel()},
+    {{.hopper = 4, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = false},
+     h4_fp16_d128_Br128_Bc128_K2_V2_kernel()},
+    {{.hopper = 4, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = false},
+     h4_bf16_d128_Br128_Bc128_K2_V2_kernel()},
+    {{.hopper = 5, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = false},
+     h5_fp16_d128_Br128_Bc128_K2_V2_kernel()},
+    {{.hopper = 5, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = false},
+     h5_bf16_d128_Br128_Bc128_K2_V2_kernel()},
+    {{.hopper = 6, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h6_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 6, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h6_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 7, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h7_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 7, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h7_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 8, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h8_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 8, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h8_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 9, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h9_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 9, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h9_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 10, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h10_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 10, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h10_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 11, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h11_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 11, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h11_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 12, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h12_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 12, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h12_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 13, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h13_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 13, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
+      .V_slots = 2, .ping_pong = true},
+     h13_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 14, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h14_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 14, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h14_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 15, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 15, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 16, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h16_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 16, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
 };
 // clang-format on

@@ -240,9 +240,7 @@ HOPPER = Family(
             _file(2),
             traits=frozenset({P_IN_REGISTERS}),
         ),
-        StepEntry(
-            "two_warpgroups", "two warpgroups share K and V", _file(3), sets={"B_r": 128}
-        ),
+        StepEntry("two_warpgroups", "two warpgroups share K and V", _file(3), sets={"B_r": 128}),
         StepEntry(
             "two_slots",
             "K and V are copied ahead",
@@ -273,9 +271,7 @@ HOPPER = Family(
             _file(8),
             traits=frozenset({LAZY_RESCALE}),
         ),
-        StepEntry(
-            "uniform_descriptors", "descriptors that ptxas knows to be uniform", _file(9)
-        ),
+        StepEntry("uniform_descriptors", "descriptors that ptxas knows to be uniform", _file(9)),
         StepEntry(
             "persistent",
             "blocks that stay take tile after tile",
@@ -292,6 +288,29 @@ HOPPER = Family(
             "optimistic_maximum",
             "the maximum of a tile's first block, checked afterwards",
             _file(12),
+        ),
+        StepEntry(
+            "three_warpgroups",
+            "room for three warpgroups of 64 rows",
+            _file(13),
+            opens={
+                "B_r": (128, 192),
+                "B_c": (64, 80, 96, 128),
+                "K_slots": (2, 3),
+                "V_slots": (2, 3),
+            },
+        ),
+        StepEntry(
+            "k_first",
+            "K is loaded before the V of the block before, into three slots",
+            _file(14),
+            sets={"K_slots": 3},
+        ),
+        StepEntry("late_store", "O is stored beside the next tile's second product", _file(15)),
+        StepEntry(
+            "no_check",
+            "bf16 has fp32's exponents: sums are looked at once a tile",
+            _file(16),
         ),
     ),
     targets=(TARGET,),

@@ -50,6 +50,15 @@ struct Ring {
             lap ^= 1;
         }
     }
+    // Before anybody waits: a slot is full when one thread has come and the bytes that it expects,
+    // empty when so many have.
+    __device__ __forceinline__ void init_barriers(uint32_t full, uint32_t empty,
+                                                  int arrivals) const {
+        for (int i = 0; i < kSlots; ++i) {
+            barrier_init(full + i * kBarrierBytes, 1);
+            barrier_init(empty + i * kBarrierBytes, arrivals);
+        }
+    }
     // The slot's barrier of those that begin there.
     __device__ __forceinline__ uint32_t barrier(uint32_t barriers) const {
         return barriers + slot * kBarrierBytes;

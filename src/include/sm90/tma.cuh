@@ -33,6 +33,11 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Until they have written global memory.
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // TMA and wgmma reach shared memory by another way than loads and stores, the asynchronous proxy.
 // Orders this thread's stores before what those read.
 __device__ __forceinline__ void fence_async_proxy() {

@@ -1,0 +1,65 @@
+#pragma once
+// Tiles as TMA and wgmma have them: pieces of 64 columns, rows of 128 bytes in which chunk c of row
+// r stands at c ^ r % 8. The pattern repeats after 1024 bytes, to which pieces are aligned. And
+// accumulators, as they become operands or go to a tile.
+
+#include "flash_attention.cuh"
+#include "numeric.cuh"
+
+constexpr int kPiece = 64; // columns
+constexpr int kRowBytes = kPiece * sizeof(Element);
+constexpr int kChunkBytes = 16;
+constexpr int kPatternBytes = 8 * kRowBytes;
+
+constexpr int kWgmmaM = 64, kWgmmaK = 16; // rows of a warpgroup, depth of one wgmma
+
+__host__ __device__ constexpr uint32_t piece_bytes(int rows) {
+    return rows * kRowBytes;
+}
+
+// From the start of a tile of kRows rows to its k-tile of 16 columns, in units of a descriptor: 32
+// bytes further in the swizzle's 128, then the next piece.
+template <int kRows>
+__device__ constexpr uint32_t column_step(int k) {
+    return (k / 4 * piece_bytes(kRows) + k % 4 * kWgmmaK * sizeof(Element)) / 16;
+}
+
+// From the start of a tile of V to its k-tile of 16 keys, likewise.
+__device__ constexpr uint32_t row_step(int k) {
+    return k * kWgmmaK * kRowBytes / 16;
+}
+
+// Rows of accumulators times a factor each.
+template <int kCount>
+__device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        D_rmem[i] *= factor[i / 2 % 2];
+    }
+}
+
+// Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
+template <DType kDType, int kCount>
+__device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float (&D_rmem)[kCount],
+                                              int k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        A_rmem[i] = pack<kDType>(D_rmem[8 * k + 2 * i], D_rmem[8 * k + 2 * i + 1]);
+    }
+}
+
+// Accumulators (16, 16) of a warp, d[0] to d[7] of each lane, in 16 bits, to rows row … row + 15
+// and columns 16k … 16k + 15 of a tile of kRows rows. Lane l names row l % 16 of column half l
+// / 16.
+template <int kRows>
+__device__ __forceinline__ void store_fragment(uint32_t tile_smem, int row, int k,
+                                               const uint32_t (&packed)[4]) {
+    const int lane = threadIdx.x % 32;
+    row += lane % 16;
+    const int chunk = (k % 4 * 2 + lane / 16) ^ row % 8;
+    const uint32_t address =
+        tile_smem + k / 4 * piece_bytes(kRows) + row * kRowBytes + chunk * kChunkBytes;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                 : "memory");
+}
