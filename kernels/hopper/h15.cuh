@@ -155,25 +155,14 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (threadIdx.x == kConsumers * kWarpgroup) {
             TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
             auto load_V = [&] {
-                barrier_wait(V_ring.barrier(V_empty), V_ring.lap ^ 1);
-                barrier_expect(V_ring.barrier(V_full), kKVBytes);
-                tma_load_tile(V_smem + V_ring.slot * kKVBytes, args.V, V_ring.barrier(V_full),
-                              V_place.row, V_place.head, V_place.batch);
-                V_ring.advance();
+                tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
             for (int tile = blockIdx.x; tile < args.tiles; tile += gridDim.x) {
                 const TilePlace place = tile_place<B_r>(tile, args);
-                barrier_wait(Q_ring.barrier(Q_empty), Q_ring.lap ^ 1); // at once in the first lap
-                barrier_expect(Q_ring.barrier(Q_full), kQBytes);
-                tma_load_tile(Q_smem + Q_ring.slot * kQBytes, args.Q, Q_ring.barrier(Q_full),
-                              place.row, place.head, place.batch);
-                Q_ring.advance();
+                tma_load_slot<kQBytes>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place);
                 for (int j = 0; j < key_blocks; ++j) {
-                    barrier_wait(K_ring.barrier(K_empty), K_ring.lap ^ 1);
-                    barrier_expect(K_ring.barrier(K_full), kKVBytes);
-                    tma_load_tile(K_smem + K_ring.slot * kKVBytes, args.K, K_ring.barrier(K_full),
-                                  j * B_c, place.head, place.batch);
-                    K_ring.advance();
+                    tma_load_slot<kKVBytes>(K_ring, K_full, K_empty, K_smem, args.K,
+                                            {j * B_c, place.head, place.batch});
                     if (V_place.row >= 0) {
                         load_V();
                     }
@@ -386,19 +375,13 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     }
     release_stored(); // shared memory is another block's after the end of this one
 
-    // 7. Rows that did not fit, exactly; more than these, if a block has more than 32 tiles
+    // 7. Rows that did not fit, exactly
     if (again) {
         if (lane == 0) {
             tma_store_wait(); // what was stored of them is there, and can be written over
         }
         __syncwarp();
-        for (int tile = blockIdx.x, n = 0; tile < args.tiles; tile += gridDim.x, ++n) {
-            if (again >> n % 32 & 1) {
-                const TilePlace place = tile_place<B_r>(tile, args);
-                exact_rows<cfg.dtype, kDHead>(args, {place.row + warp_row, place.head, place.batch},
-                                              kSoftmaxScale);
-            }
-        }
+        exact_tiles<cfg.dtype, kDHead, B_r>(args, again, warp_row, kSoftmaxScale);
     }
 }
 

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         barrier_init(V_full, 1);
         barrier_init_fence();
         barrier_expect(Q_full, kQBytes);
-        tma_load_tile(Q_smem, args.Q, Q_full, place.row, place.head, place.batch);
+        tma_load_tile(Q_smem, args.Q, Q_full, place);
     }
     __syncthreads(); // nobody waits at a barrier that is not there yet
 
@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         // 2. K_j, V_j: global → shared
         if (threadIdx.x == 0) {
             barrier_expect(K_full, kKVBytes);
-            tma_load_tile(K_smem, args.K, K_full, j * B_c, place.head, place.batch);
+            tma_load_tile(K_smem, args.K, K_full, {j * B_c, place.head, place.batch});
             barrier_expect(V_full, kKVBytes);
-            tma_load_tile(V_smem, args.V, V_full, j * B_c, place.head, place.batch);
+            tma_load_tile(V_smem, args.V, V_full, {j * B_c, place.head, place.batch});
         }
 
         // 3. S = Q @ K^T

@@ -96,11 +96,11 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             const uint32_t K_slot_full = K_full + slot * kBarrierBytes;
             const uint32_t V_slot_full = V_full + slot * kBarrierBytes;
             barrier_expect(K_slot_full, kKVBytes);
-            tma_load_tile(K_smem + slot * kKVBytes, args.K, K_slot_full, j * B_c, place.head,
-                          place.batch);
+            tma_load_tile(K_smem + slot * kKVBytes, args.K, K_slot_full,
+                          {j * B_c, place.head, place.batch});
             barrier_expect(V_slot_full, kKVBytes);
-            tma_load_tile(V_smem + slot * kKVBytes, args.V, V_slot_full, j * B_c, place.head,
-                          place.batch);
+            tma_load_tile(V_smem + slot * kKVBytes, args.V, V_slot_full,
+                          {j * B_c, place.head, place.batch});
         }
     };
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         barrier_init_fence();
         barrier_expect(Q_full, kQBytes);
-        tma_load_tile(Q_smem, args.Q, Q_full, place.row, place.head, place.batch);
+        tma_load_tile(Q_smem, args.Q, Q_full, place);
     }
     load_block(0);
     __syncthreads(); // nobody waits at a barrier that is not there yet

@@ -125,18 +125,12 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         give_registers<24>();
         if (threadIdx.x == kConsumers * kWarpgroup) {
             barrier_expect(Q_full, kQBytes);
-            tma_load_tile(Q_smem, args.Q, Q_full, place.row, place.head, place.batch);
+            tma_load_tile(Q_smem, args.Q, Q_full, place);
             for (int j = 0; j < key_blocks; ++j) {
-                barrier_wait(K_ring.barrier(K_empty), K_ring.lap ^ 1); // at once in the first lap
-                barrier_expect(K_ring.barrier(K_full), kKVBytes);
-                tma_load_tile(K_smem + K_ring.slot * kKVBytes, args.K, K_ring.barrier(K_full),
-                              j * B_c, place.head, place.batch);
-                K_ring.advance();
-                barrier_wait(V_ring.barrier(V_empty), V_ring.lap ^ 1);
-                barrier_expect(V_ring.barrier(V_full), kKVBytes);
-                tma_load_tile(V_smem + V_ring.slot * kKVBytes, args.V, V_ring.barrier(V_full),
-                              j * B_c, place.head, place.batch);
-                V_ring.advance();
+                tma_load_slot<kKVBytes>(K_ring, K_full, K_empty, K_smem, args.K,
+                                        {j * B_c, place.head, place.batch});
+                tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V,
+                                        {j * B_c, place.head, place.batch});
             }
         }
         return;

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "flash_attention.cuh"
+#include "sm90/tma.cuh"
 
 // Tensors of shape (batch, seq_len, heads, d_head), as TMA has them: boxes of a tile of Q, of K and
 // of V, and of the 16 rows of a warp of O. The pointers and strides, in elements, are for rows that
@@ -16,11 +17,8 @@ struct alignas(128) HopperKernelArgs {
     int seq_len, heads, tiles;
 };
 
-struct TilePlace {
-    int row, head, batch;
-};
-
-// Of a tile: those of one head are neighbours, so that they find its K and V in the L2 cache.
+// Of a tile of queries: those of one head are neighbours, so that they find its K and V in the L2
+// cache.
 template <int B_r>
 __device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs &args) {
     const int per_head = args.seq_len / B_r;

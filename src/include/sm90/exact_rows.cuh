@@ -104,3 +104,17 @@ __device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePla
         exact_columns<kDType, kDHead, kTiles>(args, place, scale, col);
     }
 }
+
+// The rows warp_row … + 15 of those of a block's tiles n whose bit n % 32 is set. Where a block has
+// more than 32 tiles these are more than were asked for, with the same result.
+template <DType kDType, int kDHead, int B_r>
+__device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,
+                                            int warp_row, float scale) {
+    for (int tile = blockIdx.x, n = 0; tile < args.tiles; tile += gridDim.x, ++n) {
+        if (bits >> n % 32 & 1) {
+            TilePlace place = tile_place<B_r>(tile, args);
+            place.row += warp_row;
+            exact_rows<kDType, kDHead>(args, place, scale);
+        }
+    }
+}

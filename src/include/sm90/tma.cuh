@@ -6,13 +6,31 @@
 #include <cstdint>
 #include <cuda.h>
 
-// Begins to load the tile at a row; its bytes arrive at the barrier.
+#include "sm90/mbarrier.cuh"
+
+struct TilePlace {
+    int row, head, batch;
+};
+
+// Begins to load the tile there; its bytes arrive at the barrier.
 __device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensorMap &tensor,
-                                              uint32_t barrier, int row, int head, int batch) {
+                                              uint32_t barrier, TilePlace place) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(tile_smem),
-                 "l"(&tensor), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch)
+                 "l"(&tensor), "r"(barrier), "r"(0), "r"(place.row), "r"(place.head),
+                 "r"(place.batch)
                  : "memory");
+}
+
+// The same, to the next slot of a ring of tiles, as soon as it is empty: at once in the first lap.
+template <uint32_t kTileBytes, int kSlots>
+__device__ __forceinline__ void tma_load_slot(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
+                                              uint32_t tiles_smem, const CUtensorMap &tensor,
+                                              TilePlace place) {
+    barrier_wait(ring.barrier(empty), ring.lap ^ 1);
+    barrier_expect(ring.barrier(full), kTileBytes);
+    tma_load_tile(tiles_smem + ring.slot * kTileBytes, tensor, ring.barrier(full), place);
+    ring.advance();
 }
 
 // Begins to store one piece of some rows, as one of the open group.
