@@ -34,7 +34,8 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
     Element *O_gmem = const_cast<Element *>(head_of(args.O_gmem, args.O_strides)) +
                       (place.row + g) * O_row + col + 2 * t;
 
-    float O_rmem[kTiles][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    // m is finite: keys that are all at -infinity count nothing until there is another one
+    float O_rmem[kTiles][4] = {}, m[2] = {-1e30f, -1e30f}, l[2] = {};
 #pragma unroll 1
     for (int key = 0; key < args.seq_len; key += kMmaK) {
         // S = Q @ K^T for 16 keys
