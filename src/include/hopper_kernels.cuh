@@ -41,6 +41,8 @@ Kernel h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -139,5 +141,11 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 16, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true},
      h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true},
+     h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
 };
 // clang-format on

@@ -312,6 +312,11 @@ HOPPER = Family(
             "bf16 has fp32's exponents: sums are looked at once a tile",
             _file(16),
         ),
+        StepEntry(
+            "peeled_loop",
+            "the second block of a tile, beside which O is stored, stands before the loop",
+            _file(17),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,
