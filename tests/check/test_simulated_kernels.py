@@ -21,6 +21,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
 )
 from flash_helpers.ptx import Phase, Run
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
 
 pytestmark = pytest.mark.slow
@@ -125,9 +126,10 @@ def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> 
 def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
     """What the shape of the problem says that a kernel must do."""
     total = run.counters.total
-    (launch,) = config.launch(problem, problem.strides())
+    tiles = problem.seq_len // config.B_r * problem.heads * problem.batch
     blocks = len(config.key_blocks(problem.seq_len))
-    assert total.mma == launch.n_blocks * launch.n_warps * blocks * config.mma_per_key_block
+    products = total.wgmma if config.family is HOPPER else total.mma
+    assert products == tiles * config.n_warps * blocks * config.mma_per_key_block
     if MMA_ROW_SUM not in config.step.traits:
         assert total.mma_flops == problem.operations
     # Q and O once; K and V once for each block of queries

@@ -27,6 +27,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.families import with_siblings
+from flash_helpers.registry.hopper import HOPPER
 
 PROGRESSION = get_kernel_progression_configs()
 TO_BUILD = get_kernels_to_build()
@@ -69,7 +70,7 @@ class TestSteps:
         for values in (
             [step.id for step in STEPS.values()],
             [(step.family, step.slug) for step in STEPS.values()],
-            [step.idea for step in STEPS.values()],
+            [(step.family, step.idea) for step in STEPS.values()],
         ):
             assert len(set(values)) == len(values)
             assert all(values)
@@ -143,14 +144,18 @@ class TestSetsOfConfigs:
         large = {
             (c.step.id, c.dtype) for c in TO_BUILD if (c.B_r, c.B_c, c.n_warps) == (128, 64, 4)
         }
-        steps = [step for step in STEPS.values() if step.family == "overlap" or step.number >= 7]
+        steps = [
+            step
+            for step in STEPS.values()
+            if step.family == "overlap" or (step.family == "ampere" and step.number >= 7)
+        ]
         assert large == {(step.id, dtype) for step in steps for dtype in DType}
 
     def test_to_build_is_sorted_and_without_doubles(self):
         assert sorted(set(TO_BUILD)) == TO_BUILD
 
     def test_every_static_stride_has_its_general_sibling(self):
-        static = [config for config in TO_BUILD if config.static_row_stride]
+        static = [config for config in TO_BUILD if getattr(config, "static_row_stride", 0)]
         assert static
         assert {config.replace(static_row_stride=0) for config in static} <= set(TO_BUILD)
 
@@ -162,14 +167,19 @@ class TestSetsOfConfigs:
 
     def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
         tunable = {*(f"v{number}" for number in range(7, 17)), "o5"}
+        tunable |= {step.id for step in HOPPER.steps.values() if step.number >= 7}
         assert {config.step.id for config in SWEEP} == tunable
         assert {c for c in PROGRESSION if c.step.id in tunable} <= set(SWEEP)
         assert {
             config for config in TO_BUILD if config.B_r == 128 and config.step.id == "v7"
         } <= set(SWEEP)
 
+    def test_sweep_of_hopper_tries_both_orders_of_its_warpgroups(self):
+        found = {c.ping_pong for c in SWEEP if c.step.id == "h7"}
+        assert found == {False, True}
+
     def test_sweep_tries_every_tile_shape_that_fits(self):
-        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEEP}
+        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEEP if c.family is not HOPPER}
         assert shapes == {
             *((64, B_c, 4) for B_c in (32, 64, 128)),
             *((128, B_c, 4) for B_c in (32, 64)),  # B_c 128 leaves no register for the rest

@@ -12,9 +12,10 @@ from other_family import ARGUMENTS, OTHER, TILE, OtherConfig
 
 from flash_helpers.compile.codegen import kernel_map_header, kernel_unit, with_fields
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.registry import mma_sync
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.launch import INT, POINTER, STRIDES, WORKSPACE, StructLayout
 from flash_helpers.registry.problem import Strides
 
@@ -167,3 +168,58 @@ class TestOtherFamily:
         assert "    int tile; // rows\n    int stages;\n    bool lazy;\n" in with_fields(
             header, OTHER
         )
+
+
+H2, H9 = (
+    config
+    for config in HOPPER.progression()
+    if config.step.id in ("h2", "h9") and config.dtype is DType.BF16
+)
+
+
+class TestHopper:
+    def map_of(self, name: str, config: Config, problem: AttentionForward, **changes: Strides):
+        (launch,) = config.launch(problem, {**problem.strides(), **changes})
+        return next(found for _, found in launch.tensor_maps if found.tensor == name)
+
+    def test_has_a_block_for_each_tile_in_one_dimension(self):
+        (launch,) = H2.launch(PROBLEM, PROBLEM.strides())
+        assert launch.grid == (256 // 64 * 3 * 2, 1, 1)
+        assert (launch.block, launch.shared_bytes) == (128, H2.smem_bytes)
+
+    def test_maps_are_boxes_of_a_tile_in_pieces_of_the_swizzle(self):
+        found = self.map_of("k", H9, PROBLEM)
+        assert found.dims == (64, 256, 2, 3, 2)  # column, row, piece, head, batch
+        assert found.strides == (3 * 256, 128, 256, 256 * 3 * 256)
+        assert (found.box, found.swizzle) == ((64, 128, 2, 1, 1), 128)
+        assert self.map_of("o", H9, PROBLEM).box == (64, 16, 1, 1, 1)  # a warp's rows
+
+    def test_maps_of_one_head_for_all_do_not_step(self):
+        assert self.map_of("k", H9, PROBLEM, k=Strides(256 * 128, 128, 0)).strides[2] == 0
+
+    @pytest.mark.parametrize(
+        ("problem", "reason"),
+        [
+            (AttentionForward(1, 1, 192), r"seq_len 192 is not a multiple of B_r 128 .*: use 256"),
+            (AttentionForward(2**20, 2**10, 256), "2147483648 tiles .*limit 2147483647.*: split"),
+            (AttentionForward(1, 2**31, 128), "heads 2147483648 is over the limit 2147483647"),
+            (AttentionForward(1, 1, 2**31), "over the limit 2147483647: split the problem"),
+        ],
+    )
+    def test_refuses_with_value_limit_and_way_out(self, problem, reason):
+        assert re.search(reason, H9.refusal(problem))
+
+    def test_takes_as_many_tiles_as_a_grid_has(self):
+        assert not H9.refusal(AttentionForward(1, 2**31 - 1, 128))
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"B_r": 96}, "B_r 96: h9 fixes B_r 128|B_r 96 is not 64 rows"),
+            ({"B_c": 72}, "B_c 72"),
+            ({"K_slots": 4}, "K_slots 4"),
+        ],
+    )
+    def test_of_an_impossible_config_tells_the_reason(self, changes, reason):
+        with pytest.raises(ValueError, match=reason):
+            H9.replace(**changes)

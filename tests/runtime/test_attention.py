@@ -13,9 +13,10 @@ import flash_attention
 from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.reference import attention_reference, measure_error
 from flash_helpers.kernel_configs import STEPS, AttentionForward, Config, DType
+from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.runtime import call, library
 
-NEWEST = [*STEPS.values()][-1]
+NEWEST = preferred_steps(capability=None)[0]
 CONFIG = flash_attention.best_config(NEWEST.id, "bf16", "cpu")
 SMALL = AttentionForward(1, 1, 128)
 

@@ -12,13 +12,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import flash_attention
-from flash_helpers.kernel_configs import STEPS, AttentionForward, Config
+from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.registry.launch import Launch, TensorMap
 from flash_helpers.runtime import call, library
 from flash_helpers.runtime.tensors import kernel_strides, span_bytes
 
 NO_SUCH_DEVICE = 9999
-CONFIG = flash_attention.best_config([*STEPS][-1], "bf16", "cpu")
+CONFIG = flash_attention.best_config(preferred_steps(capability=None)[0].id, "bf16", "cpu")
 PROBLEM = AttentionForward(2, 1, 128)
 SHAPE = PROBLEM.shape
 

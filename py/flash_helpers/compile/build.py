@@ -29,6 +29,7 @@ from flash_helpers.compile.codegen import (
     kernel_unit,
 )
 from flash_helpers.compile.compiler import Finished, run_compilers
+from flash_helpers.compile.ptxas import performance_losses
 from flash_helpers.compile.toolchain import (
     BuildError,
     Toolchain,
@@ -247,6 +248,12 @@ class LibraryBuild:
             raise BuildError(
                 f"{unit.name}: nvcc failed with exit status {compiled.status}\n"
                 f"{shlex.join(compiled.command)}\n{compiled.log}"
+            )
+        if losses := performance_losses(compiled.log):
+            raise BuildError(
+                f"{unit.name}: ptxas did not compile it as it is written; find out what it needs "
+                "(registers, a wgmma.fence, constant indices of accumulators), or choose a smaller "
+                f"tile\n{shlex.join(compiled.command)}\n" + "\n".join(losses)
             )
         inputs = self._inputs_in_repository((scratch / "dependencies").read_text())
         # Without its stamp a unit is stale: never is there an old stamp beside a new object.

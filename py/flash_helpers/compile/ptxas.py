@@ -12,6 +12,7 @@ _EVENT = re.compile(
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r"|\bUsed (?P<registers>\d+) registers(?P<more>[^\n]*)"
 )
+_LOSS = re.compile(r"Potential Performance Loss: .*(?:serialized|setmaxnreg).*")
 _BARRIERS = re.compile(r"used (\d+) barriers")
 _SMEM = re.compile(r"(\d+) bytes smem")
 _CMEM = re.compile(r"(\d+) bytes cmem\[(\d+)\]")
@@ -70,6 +71,15 @@ class _Entry:
             smem_bytes=int(smem[1]) if smem else 0,
             cmem_bytes={int(bank): int(size) for size, bank in _CMEM.findall(more)},
         )
+
+
+def performance_losses(text: str) -> list[str]:
+    """Where ptxas gave up what a kernel is built on: `wgmma` one after the other (C7510 to C7520),
+    or `setmaxnreg` ignored (C7508).
+
+    That it has put in a `wgmma.fence` where one was missing costs nothing and is left out.
+    """
+    return list(dict.fromkeys(_LOSS.findall(text)))
 
 
 def parse_ptxas_log(text: str) -> list[PtxasReport]:

@@ -35,7 +35,7 @@ KEYS_OF_A_BLOCK = (64, 80, 96, 128, 160, 176)  # N of the wgmma that src/include
 PIECE = 64  # columns of a tile in shared memory: the swizzle's 128 bytes
 CHUNK_BYTES = 16  # TMA: addresses and strides are multiples of it
 BARRIER_BYTES = 256  # of shared memory, for mbarriers
-MAX_STRIDE_BYTES = 2**40  # cuTensorMapEncodeTiled: strides are less
+_MAX_STRIDE = (2**40 - 1) // ELEMENT_BYTES  # of a tensor map, in bytes less than 2^40
 SMS = 132  # of an H100 or H200 (SXM): blocks of a grid that is there once
 
 # Traits of steps.
@@ -124,7 +124,10 @@ class HopperKernelConfig(Config):
             d_heads=(self.d_head,),
             blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
             chunk_bytes=CHUNK_BYTES,
-            max_row_stride=(MAX_STRIDE_BYTES - 1) // ELEMENT_BYTES,
+            max_row_stride=_MAX_STRIDE,
+            max_stride=_MAX_STRIDE,
+            max_heads=gpu.MAX_GRID[0],
+            max_tiles=gpu.MAX_GRID[0],
         )
 
     def launch(
@@ -202,7 +205,7 @@ _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:
     """Boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece.
 
-    A dimension of size 1 has no stride of its own; any will do that TMA takes.
+    A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
     sizes = (PIECE, problem.seq_len, problem.d_head // PIECE, problem.heads, problem.batch)
     in_elements = (strides.row, PIECE, strides.head, strides.batch)
@@ -210,7 +213,7 @@ def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: in
         name,
         problem.dtype.short,
         dims=sizes,
-        strides=tuple((s or PIECE) * ELEMENT_BYTES for s in in_elements),
+        strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
         box=(PIECE, rows, 1 if name == "o" else problem.d_head // PIECE, 1, 1),
         swizzle=PIECE * ELEMENT_BYTES,
     )
@@ -321,5 +324,5 @@ HOPPER = Family(
     targets=(TARGET,),
     arguments=ARGUMENTS,
     map_header=PurePosixPath("src/include/hopper_kernels.cuh"),
-    simulated_budget=12_000_000,
+    simulated_budget=20_000_000,
 )

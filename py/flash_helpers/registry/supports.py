@@ -14,6 +14,7 @@ from flash_helpers import gpu
 from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType
 
 MAX_SEQ_LEN = 2**31 - 1  # the kernels take it as an int
+_ANY = 2**63 - 1
 
 # What a call may ask for besides a problem's sizes, and the nearest to it that every kernel takes.
 OPTIONS: Mapping[str, str] = MappingProxyType(
@@ -32,7 +33,9 @@ class Supports:
 
     d_heads: head sizes. blocks: numbers that the sequence length must be a multiple of, by what
     they are called. chunk_bytes: tensors begin at, and all strides but the last are, multiples of
-    it. max_row_stride: elements. options: those of OPTIONS that the kernel has.
+    it. max_row_stride, max_stride: elements, of the sequence and of heads and batches. max_tiles:
+    of B_r queries of one head, where one dimension of the grid has them all. options: those of
+    OPTIONS that the kernel has.
     """
 
     dtype: DType
@@ -40,7 +43,9 @@ class Supports:
     blocks: Mapping[str, int]
     chunk_bytes: int
     max_row_stride: int
+    max_stride: int = _ANY
     max_heads: int = gpu.MAX_GRID[1]
+    max_tiles: int = _ANY
     max_seq_len: int = MAX_SEQ_LEN
     options: frozenset[str] = frozenset()
 
@@ -81,6 +86,12 @@ class Supports:
             return (
                 f"heads {problem.heads} is over the limit {self.max_heads} of a CUDA grid: split "
                 "the call by heads"
+            )
+        tiles = problem.seq_len // self.blocks.get("B_r", 1) * problem.heads * problem.batch
+        if tiles > self.max_tiles:
+            return (
+                f"batch {problem.batch} with {problem.heads} heads has {tiles} tiles of queries, "
+                f"over the limit {self.max_tiles} of a CUDA grid: split the call by batches"
             )
         return ""
 

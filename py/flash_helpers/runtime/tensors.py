@@ -139,19 +139,22 @@ def check_strides(config: Config, tensors: Mapping[str, Laid]) -> dict[str, Stri
                 "call .contiguous()"
             )
         found[name] = strides = kernel_strides(tensor)
-        for dimension, stride in zip(
-            _DIMENSIONS, (strides.batch, strides.row, strides.head), strict=False
+        supports = config.supports
+        for dimension, stride, most in (
+            ("batch", strides.batch, supports.max_stride),
+            ("seq", strides.row, supports.max_row_stride),
+            ("heads", strides.head, supports.max_stride),
         ):
             if stride * ELEMENT_BYTES % chunk:
                 raise ValueError(
                     f"{name} has {dimension} stride {stride}, not a multiple of "
                     f"{chunk // ELEMENT_BYTES} elements ({chunk} bytes): call .contiguous()"
                 )
-        if strides.row > config.supports.max_row_stride:
-            raise ValueError(
-                f"{name} has seq stride {strides.row}, over the limit of "
-                f"{config.supports.max_row_stride} elements: call .contiguous()"
-            )
+            if stride > most:
+                raise ValueError(
+                    f"{name} has {dimension} stride {stride}, over the limit of {most} elements: "
+                    "call .contiguous()"
+                )
     return found
 
 
