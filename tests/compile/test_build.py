@@ -456,6 +456,28 @@ class TestBuild:
         assert left == {".cu"}
         assert not list((tree / "build/kernels").glob(".compiling-*"))
 
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due "
+            "to insufficient register resources for the wgmma pipeline in function 'k'",
+            "(C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum "
+            "register requirement",
+        ],
+    )
+    def test_fails_where_ptxas_gives_up_what_the_kernel_is_built_on(self, tree, build, loss):
+        change(tree / "previous_kernels/v2/forward_kernel.cuh", f"// PTXAS {loss}\n")
+        with pytest.raises(BuildError) as error:
+            build()
+        assert str(error.value).startswith(f"{NAME_2}: ptxas did not compile it as it is written")
+        assert loss.partition(") ")[2] in str(error.value)
+        assert not (tree / "build/kernels" / f"{NAME_2}.o").exists()
+
+    def test_passes_a_fence_that_ptxas_has_put_in(self, tree, build):
+        told = "(C7519) Potential Performance Loss: 'warpgroup.arrive' is injected in function 'k'"
+        change(tree / "previous_kernels/v2/forward_kernel.cuh", f"// PTXAS {told}\n")
+        assert NAME_2 in build()
+
     def test_keeps_the_old_object_stale_when_its_new_source_fails(self, tree, build):
         build()
         kernel = tree / "previous_kernels/v2/forward_kernel.cuh"

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for nvcc: the same files in the same places, in milliseconds and on any machine.
 
-A source that says FAIL does not compile, and one that says SLEEP takes a minute. The environment
+A source that says FAIL does not compile, and one that says SLEEP takes a minute; ptxas repeats the
+line of one that says PTXAS. The environment
 gives what it reports (FAKE_CUDA, FAKE_ARCHITECTURES) and where it notes what it did (FAKE_LOG).
 
 With -cubin it writes the ELF file of one kernel. Its machine code depends on all of the config but
@@ -84,6 +85,8 @@ def compile_unit():
         (Path(after("--keep-dir")) / f"{source.stem}{middle}.ptx").write_text(ptx)
         for machine in re.findall(r"sm_\w+", code):
             print(f"ptxas info    : Compiling entry function 'k' for '{machine}'")
+    for line in re.findall("PTXAS (.*)", text):
+        print(f"ptxas info    : {line}")
     Path(after("-o")).write_text("\n".join([text, *codes]))
     return 0
 
