@@ -130,7 +130,10 @@ def test_a_lazy_maximum_follows_only_one_that_has_grown_by_more_than_the_limit()
 
 @pytest.mark.parametrize("step", [s for s in STEPS.values() if LAZY_RESCALE in s.traits])
 def test_the_limit_is_that_of_the_kernels(step):
-    (limit,) = re.findall(r"kMaxGrowth = (.+);", (ROOT / step.source).read_text())
+    source = (ROOT / step.source).read_text()
+    if "optimistic" in source:
+        pytest.skip("m is not the rows' maximum there")
+    (limit,) = re.findall(r"kMaxGrowth = (\S+);", source)
     assert float(limit) == MAX_GROWTH
 
 

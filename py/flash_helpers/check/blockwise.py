@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.registry.mma_sync import (
     LAZY_RESCALE,
     MAX_GROWTH,
     MMA_K,
     MMA_ROW_SUM,
-    MmaSyncConfig,
 )
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
@@ -75,7 +74,7 @@ def _exp2(x: torch.Tensor) -> torch.Tensor:
 
 
 def blockwise_forward(
-    config: MmaSyncConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[BlockStep]:
     """The steps of the config's kernel, one for each block of keys, in its order.
 

@@ -22,7 +22,7 @@ from flash_helpers.registry.config import difference_text
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_ROW_SUM, MmaSyncConfig
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.simulator import load_kernel
+from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
 # What the quantity is off by, relative to the largest value of its row, when only roundings differ:
 # fp32 sums taken in another order, and one unit in the last place of ex2.
@@ -64,7 +64,7 @@ class Disagreement:
 
 
 def tolerance(
-    name: str, expected: torch.Tensor, config: MmaSyncConfig, dtype: torch.dtype
+    name: str, expected: torch.Tensor, config: Config, dtype: torch.dtype
 ) -> torch.Tensor:
     """How far a value of a quantity may be off, for each row of `expected`.
 
@@ -88,7 +88,7 @@ def _first_wrong(
     name: str,
     got: torch.Tensor,
     expected: torch.Tensor,
-    config: MmaSyncConfig,
+    config: Config,
     dtype: torch.dtype,
     key_block: int | None,
 ) -> Disagreement | None:
@@ -125,7 +125,7 @@ def _first_wrong(
 
 
 def first_disagreement(
-    config: MmaSyncConfig,
+    config: Config,
     steps: Iterable[BlockStep],
     output: torch.Tensor,
     expected_steps: Iterable[BlockStep],
@@ -147,7 +147,7 @@ def first_disagreement(
     return _first_wrong("output", got, want, config, dtype, None)
 
 
-def _by_row_block(output: torch.Tensor, config: MmaSyncConfig) -> torch.Tensor:
+def _by_row_block(output: torch.Tensor, config: Config) -> torch.Tensor:
     batch, _, heads, d_head = output.shape
     rows = output.detach().cpu().float().transpose(1, 2)
     return rows.reshape(batch, heads, -1, config.B_r, d_head)
@@ -167,7 +167,7 @@ class Excerpt:
 
 
 def excerpt_text(
-    config: MmaSyncConfig,
+    config: Config,
     steps: Iterable[BlockStep],
     output: torch.Tensor,
     excerpt: Excerpt,
@@ -188,7 +188,7 @@ def excerpt_text(
     return "\n".join(lines) + "\n"
 
 
-def _own_rows(config: MmaSyncConfig, warp: int | None) -> range:
+def _own_rows(config: Config, warp: int | None) -> range:
     if warp is None:
         return range(config.B_r)
     rows = config.B_r // config.n_warps
@@ -196,7 +196,7 @@ def _own_rows(config: MmaSyncConfig, warp: int | None) -> range:
 
 
 def _matrix_lines(
-    config: MmaSyncConfig, name: str, step: BlockStep, excerpt: Excerpt
+    config: Config, name: str, step: BlockStep, excerpt: Excerpt
 ) -> Iterator[str]:
     values = getattr(step, name)[0, 0]
     # what is the same for all row blocks, warps or lanes has a 1 there
@@ -276,7 +276,7 @@ class Comparison:
     watcher found. disagreement: the first; None if all agree within rounding.
     """
 
-    config: MmaSyncConfig
+    config: Config
     steps: tuple[BlockStep, ...]
     output: torch.Tensor
     expected_steps: tuple[BlockStep, ...]
@@ -302,7 +302,7 @@ class Comparison:
 
 
 def compare_with_reference(
-    config: MmaSyncConfig,
+    config: Config,
     problem: AttentionForward,
     *,
     distribution: str = "normal",
@@ -312,8 +312,8 @@ def compare_with_reference(
 ) -> Comparison:
     """Run a config's own kernel on a problem in its dtype, beside blockwise FlashAttention-2.
 
-    device: "cpu" simulates ptx, a text or a file, the library's by default, and looks into it;
-    "cuda" runs the library's kernel. Raises KernelsNotRun without a GPU; OSError, PtxError and
+    device: "cpu" simulates ptx, a text or a file, the library's by default, and looks into it if
+    it is on mma.sync; "cuda" runs the library's kernel. Raises KernelsNotRun without a GPU; OSError, PtxError and
     ValueError.
     """
     dtype = getattr(torch, config.dtype.torch_name)
@@ -330,7 +330,15 @@ def compare_with_reference(
         output = tensors["o"].cpu().contiguous()
         ran = backend.description
         return Comparison(config, (), output, expected, expected_output, ran)
-    trace = trace_forward(config, load_kernel(config, ptx or ptx_path(config)), q, k, v)
+    kernel = load_kernel(config, ptx or ptx_path(config))
+    if not isinstance(config, MmaSyncConfig):
+        tensors = tensors_for(config, q, k, v)
+        run = run_kernel(config, kernel, tensors, keep_going=True)
+        output = tensors["o"].contiguous()
+        ran = f"the simulator, which sees only the output of family {config.family.name}"
+        seen = (run.faults, run.lints)
+        return Comparison(config, (), output, expected, expected_output, ran, *seen)
+    trace = trace_forward(config, kernel, q, k, v)
     return Comparison(
         config,
         trace.steps,

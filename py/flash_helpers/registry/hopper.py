@@ -108,6 +108,11 @@ class HopperKernelConfig(Config):
         return ((rows + keys) * self.d_head + P) * ELEMENT_BYTES + BARRIER_BYTES
 
     @property
+    def folds_scale(self) -> bool:
+        """Whether the softmax scale is part of the exponent, and S is not scaled before."""
+        return True
+
+    @property
     def mma_per_key_block(self) -> int:
         """`wgmma` of a warp for one block of keys: Q @ K^T and P @ V."""
         return self.d_head // WGMMA_K + self.B_c // WGMMA_K
