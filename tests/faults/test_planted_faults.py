@@ -8,13 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_helpers.check.blockwise import blockwise_forward, finish
-from flash_helpers.check.debugging import first_disagreement
 from flash_helpers.check.faults import FAULTS
 from flash_helpers.check.inputs import tensors_for
-from flash_helpers.check.planting import inputs_of, is_built_from, kernel_of, plant, source_lines
+from flash_helpers.check.planting import (
+    inputs_of,
+    is_built_from,
+    kernel_of,
+    plant,
+    run_planted,
+    source_lines,
+)
 from flash_helpers.check.reference import attention_reference, measure_error
-from flash_helpers.check.trace import trace_forward
 from flash_helpers.kernel_configs import STEPS, Config
 from flash_helpers.ptx import Kernel
 from flash_helpers.runtime.simulator import run_kernel
@@ -58,15 +62,13 @@ def test_the_watcher_catches_the_fault_at_its_line(name, root):
 @pytest.mark.parametrize("name", WRONG)
 def test_the_check_catches_the_fault_and_debugging_finds_where_it_begins(name):
     fault = FAULTS[name]
-    config, (q, k, v) = fault.config, inputs_of(fault.config)
+    config = fault.config
 
-    trace = trace_forward(config, plant(fault).kernel, q, k, v)
+    outcome = run_planted(plant(fault))
 
-    assert trace.run.faults == ()
-    assert not passes_the_check(config, trace.output)
-    steps = list(blockwise_forward(config, q, k, v))
-    right = finish(steps[-1], q.dtype)
-    found = first_disagreement(config, trace.steps, trace.output, steps, right)
+    assert outcome.found.faults == ()
+    assert outcome.is_caught
+    steps, found = outcome.found.expected_steps, outcome.found.disagreement
     assert found is not None
     assert found.quantity == fault.quantity
     if fault.quantity != "output":

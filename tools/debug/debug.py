@@ -43,7 +43,8 @@ registers, and compare them with blockwise FlashAttention-2 in Python, which has
 the same roundings. {REFERENCE_FILE} holds the right values and {KERNEL_FILE} the kernel's, line by
 line; the last line of the output names the first quantity, block, warp and row that differs.
 A kernel with a static row stride gets heads of a tensor that has it. With --device cuda the kernel
-runs on the GPU, where only its output can be seen.
+runs on the GPU, where only its output can be seen; of family hopper it is all that is compared in
+the simulator, too.
 """
 
 EXAMPLES = """\

@@ -195,9 +195,7 @@ def _own_rows(config: Config, warp: int | None) -> range:
     return range(warp * rows, (warp + 1) * rows)
 
 
-def _matrix_lines(
-    config: Config, name: str, step: BlockStep, excerpt: Excerpt
-) -> Iterator[str]:
+def _matrix_lines(config: Config, name: str, step: BlockStep, excerpt: Excerpt) -> Iterator[str]:
     values = getattr(step, name)[0, 0]
     # what is the same for all row blocks, warps or lanes has a 1 there
     values = values[min(excerpt.row_block, values.shape[0] - 1)]
@@ -313,8 +311,8 @@ def compare_with_reference(
     """Run a config's own kernel on a problem in its dtype, beside blockwise FlashAttention-2.
 
     device: "cpu" simulates ptx, a text or a file, the library's by default, and looks into it if
-    it is on mma.sync; "cuda" runs the library's kernel. Raises KernelsNotRun without a GPU; OSError, PtxError and
-    ValueError.
+    it is on mma.sync; "cuda" runs the library's kernel. Raises KernelsNotRun without a GPU;
+    OSError, PtxError and ValueError.
     """
     dtype = getattr(torch, config.dtype.torch_name)
     q, k, v = make_inputs(distribution, problem, dtype, seed=seed)

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from flash_helpers.kernel_configs import STEPS, Config, DType, get_kernel_progression_configs
 from flash_helpers.ptx import (
     BarrierError,
+    DeadlockError,
     MisalignedError,
     MissingLanesError,
+    OutlivedError,
     OutOfBoundsError,
     PendingCopyError,
     Phase,
+    ProxyError,
     RaceError,
     SimulatorError,
     UninitialisedReadError,
+    WgmmaRegisterError,
 )
 from flash_helpers.registry.selection import UsageError, parse_steps
 
@@ -128,6 +132,8 @@ WARP_BARRIER = r"bar\.warp\.sync"
 BARRIER, WAIT, COMMIT = r"bar\.sync", r"cp\.async\.wait_group", r"cp\.async\.commit_group"
 COPY, LOAD, LOAD_V = r"cp\.async\.cg", r"ldmatrix\S*x4\.shared", r"ldmatrix\S*trans"
 SHUFFLE, MMA = r"shfl\.sync", r"mma\.sync"
+PROXY_FENCE, WGMMA_WAIT = r"fence\.proxy\.async", r"wgmma\.wait_group"
+TRY_WAIT, ARRIVE = r"mbarrier\.try_wait", r"mbarrier\.arrive\.shared"
 ROW_BYTES = 256
 """Of a row in shared memory before v15, and in global memory with one head before v16."""
 PIECE_ROW_BYTES = 128
@@ -141,8 +147,9 @@ ONES = "1065369472"
 """Two of 1.0 in bf16."""
 LOG2_E, SCALED_LOG2_E = "0f3FB8AA3B", "0f3E0293EE"
 """log2(e), and the same divided by sqrt(d_head)."""
+N_SCORE_WGMMAS = 8
 N_SCORE_MMAS = 64
-"""Of Q @ K^T in one block of keys."""
+"""Of Q @ K^T in one block of keys: `wgmma` and `mma`."""
 
 FAULTS = {
     "v1: copies of the next V begin before all have read the last": Fault(
@@ -282,6 +289,55 @@ FAULTS = {
     ),
     "o5: the row sums are not rescaled": Fault(
         "o5", FP16, MAIN_LOOP, RESCALE, drop, slice(2), quantity="l", turn=1, warp=0, rows=range(8),
+    ),
+    "h1: P is not handed over to the asynchronous proxy": Fault(
+        "h1", BF16, MAIN_LOOP, PROXY_FENCE, drop, nth(0), ProxyError,
+        "store_fragment<B_r>(P_smem",
+    ),
+    "h2: S is read while it is multiplied": Fault(
+        "h2", FP16, MAIN_LOOP, WGMMA_WAIT, drop, nth(0), WgmmaRegisterError,
+        "wgmma<cfg.dtype>(S_rmem",
+    ),
+    "h3: the next K comes before both warpgroups have read the last": Fault(
+        "h3", BF16, MAIN_LOOP, BARRIER, drop, nth(-1), RaceError, "tma_load_tile(K_smem",
+    ),
+    "h4: the second lap of K is waited for as the first": Fault(
+        "h4", BF16, MAIN_LOOP, TRY_WAIT, swap(r", %r\d+;", ", 0;"), nth(0), PendingCopyError,
+        "wgmma<cfg.dtype>(S_rmem",
+    ),
+    "h5: a slot of K is not given back": Fault(
+        "h5", FP16, MAIN_LOOP, ARRIVE, drop, nth(0), DeadlockError,
+        "barrier_wait(K_ring.barrier(K_full)",
+    ),
+    "h6: the turn is not passed on": Fault(
+        "h6", BF16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn()",
+    ),
+    "h7: the wait for S is off by one": Fault(
+        "h7", FP16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
+        "issue_S();",
+    ),
+    "h8: a column of O is not rescaled": Fault(
+        "h8", BF16, MAIN_LOOP, RESCALE, drop, nth(20), quantity="output",
+    ),
+    "h8: the maximum may lag behind by 2^64, over what fp16 can hold": Fault(
+        "h8", FP16, MAIN_LOOP, r"setp\.\w+\.f32.*0f41000000", swap("0f41000000", "0f42800000"),
+        quantity="output",
+    ),
+    "h9: the shuffle of a descriptor names too few lanes": Fault(
+        "h9", BF16, MAIN_LOOP, r"shfl\.sync\.idx", swap(r"[^ ]+;", "65535;"), nth(0),
+        MissingLanesError, "__shfl_sync(0xffffffff, value, 0)",
+    ),
+    "h10: O's place is given up before TMA has read it": Fault(
+        "h10", BF16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
+        "tma_store_piece(args.O",
+    ),
+    "h11: every block of keys begins O anew, not only the first of a tile": Fault(
+        "h11", BF16, MAIN_LOOP, r"setp\.ne\.b32\s+accumulates", swap(r"%r\d+, 0;", "0, 0;"),
+        nth(N_SCORE_WGMMAS), quantity="output",
+    ),
+    "h12: sums of P may exceed what fp16 can hold": Fault(
+        "h12", FP16, MAIN_LOOP, r"setp.*0f47000000", swap("0f47000000", "0f7F000000"),
+        quantity="output",
     ),
 }  # fmt: skip
 
