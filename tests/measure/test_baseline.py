@@ -13,7 +13,6 @@ from listing_files import SEVERAL, extract
 from flash_helpers.compile.codegen import committed_configs
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.compile.toolchain import DEFAULT_ARCHITECTURES
-from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import (
     Config,
     config_from_short_form,
@@ -33,6 +32,7 @@ from flash_helpers.measure.baseline import (
 from flash_helpers.measure.machine_code import installed_library
 from flash_helpers.measure.staircases import large_tile
 from flash_helpers.registry.families import with_siblings
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, SassError
@@ -65,6 +65,8 @@ FIGURES = KernelFigures(
     blocks_per_sm=2,
     loop_instructions=648,
     loop_hmma=128,
+    between_hgmma=0,
+    moves_between_hgmma=0,
 )
 
 
@@ -80,7 +82,10 @@ def committed(root: Path) -> Baseline:
 
 def hmma_of_tile(config: Config) -> int:
     """mma.m16n8k16 of a warp for a block of K and V: Q @ K^T has B_r/n_warps rows, B_c columns and
-    depth d_head; P @ V has d_head columns and depth B_c, and 8 columns more where it sums rows."""
+    depth d_head; P @ V has d_head columns and depth B_c, and 8 columns more where it sums rows.
+    wgmma takes all rows and columns at once."""
+    if config.family is HOPPER:
+        return config.d_head // 16 + config.B_c // 16
     rows = config.B_r // config.n_warps
     columns = config.d_head + (8 if MMA_ROW_SUM in config.step.traits else 0)
     return (rows // 16) * (
@@ -93,7 +98,7 @@ class TestCommitted:
         wanted = {
             (config.short_form(), f"sm_{architecture}")
             for config in committed_configs(root)
-            for architecture in DEFAULT_ARCHITECTURES
+            for architecture in config.family.targets_for(DEFAULT_ARCHITECTURES)
         }
         figures = committed(root).figures
         assert figures
@@ -103,7 +108,7 @@ class TestCommitted:
     def test_has_as_many_hmma_in_a_loop_as_the_tiles_take(self, root) -> None:
         for kernels in committed(root).figures.values():
             for config in STEPS:
-                for architecture in DEFAULT_ARCHITECTURES:
+                for architecture in config.family.targets_for(DEFAULT_ARCHITECTURES):
                     figures = kernels[config.short_form(), f"sm_{architecture}"]
                     assert figures.loop_hmma == hmma_of_tile(config), figures
 
@@ -118,8 +123,25 @@ class TestCommitted:
         for kernels in committed(root).figures.values():
             for figures in kernels.values():
                 config = config_from_short_form(figures.kernel)
-                registers = figures.blocks_per_sm * config.n_warps * WARP * figures.registers
+                registers = figures.blocks_per_sm * config.n_threads * figures.registers
                 assert 0 < registers <= 64 * 1024, figures
+
+    def test_has_no_spills_in_kernels_for_hopper_alone(self, root) -> None:
+        for kernels in committed(root).figures.values():
+            found = [f for f in kernels.values() if f.architecture == "sm_90a"]
+            assert found
+            for figures in found:
+                spills = figures.spill_store_bytes, figures.spill_load_bytes, figures.stack_bytes
+                assert spills == (0, 0, 0), figures
+
+    def test_has_no_moves_between_hgmma_once_descriptors_are_uniform(self, root) -> None:
+        for kernels in committed(root).figures.values():
+            moves = {
+                config_from_short_form(f.kernel).step.id: f.moves_between_hgmma
+                for f in kernels.values()
+                if f.architecture == "sm_90a"
+            }
+            assert moves["h8"] > 0 == moves["h9"]
 
     def test_says_what_ptxas_said(self, root, package) -> None:
         """In the logs that ship with the library, if the baseline knows its compiler."""

@@ -77,6 +77,8 @@ class TestCheck:
             ("smem_bytes", -16, "shared memory, bytes"),
             ("blocks_per_sm", 1, "blocks an SM"),
             ("loop_instructions", -1, "instructions per HMMA"),
+            ("between_hgmma", -1, "instructions between HGMMA"),
+            ("moves_between_hgmma", -1, "R2UR between HGMMA"),
             ("loop_hmma", 1, "HMMA in the loop"),
             ("loop_hmma", -1, "HMMA in the loop"),
         ],

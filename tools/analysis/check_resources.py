@@ -28,10 +28,11 @@ BASELINE = ROOT / "benchmarks" / "resources.json"
 
 DESCRIPTION = """\
 Check that no kernel takes more than it did: registers, spilled bytes, stack, shared memory, blocks
-an SM, tensor instructions in the main loop, and instructions of the main loop for each of them, as
-they stand in the machine code. The baseline holds them by kernel, architecture and compiler; other
-compilers allocate registers differently, so that each is compared with itself. The first run has to
-disassemble every kernel; later ones read what it kept.
+an SM, tensor instructions in the main loop, instructions of the main loop for each of them, and
+what stands between those of one product of a warpgroup (HGMMA), as they stand in the machine code.
+The baseline holds them by kernel, architecture and compiler; other compilers allocate registers
+differently, so that each is compared with itself. The first run has to disassemble every kernel;
+later ones read what it kept.
 """
 
 EXAMPLES = """\

@@ -18,7 +18,8 @@ from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config, find_config
 from flash_helpers.measure.results import read_record
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
-from flash_helpers.sass.analyse.phases import count_phases
+from flash_helpers.sass.analyse.phases import count_phases, main_loop
+from flash_helpers.sass.analyse.products import Gaps, product_gaps
 from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
@@ -35,6 +36,7 @@ class KernelFigures:
     blocks_per_sm: resident at a time; None for an architecture of which the limits are not known.
     loop_instructions: those in the text of the main loop that are executed or predicated;
     loop_hmma: the tensor instructions among them. Both are 0 in a kernel without a loop.
+    between_hgmma, moves_between_hgmma: as in `product_gaps`, of the main loop; 0 without HGMMA.
     """
 
     kernel: str
@@ -47,6 +49,8 @@ class KernelFigures:
     blocks_per_sm: int | None
     loop_instructions: int
     loop_hmma: int
+    between_hgmma: int
+    moves_between_hgmma: int
 
     @property
     def instructions_per_hmma(self) -> Fraction | None:
@@ -78,6 +82,8 @@ QUANTITIES = (
     # The tile shape gives their number: with another one the loop is another, unrolled or cut up.
     Quantity("HMMA in the loop", lambda f: f.loop_hmma, _always),
     Quantity("instructions per HMMA", lambda f: f.instructions_per_hmma, operator.lt),
+    Quantity("instructions between HGMMA", lambda f: f.between_hgmma, operator.lt),
+    Quantity("R2UR between HGMMA", lambda f: f.moves_between_hgmma, operator.lt),
 )
 
 
@@ -183,7 +189,8 @@ def natural(name: str) -> list[str | int]:
 
 def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
     """What a kernel takes, launched as its config says."""
-    loop = count_phases(kernel).main_loop
+    loop, main = count_phases(kernel).main_loop, main_loop(kernel)
+    gaps = product_gaps(kernel, main) if main else Gaps()
     resources = kernel.resources
     held = None
     if kernel.capability in LIMITS:
@@ -199,6 +206,8 @@ def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
         blocks_per_sm=held.blocks if held else None,
         loop_instructions=loop.work if loop else 0,
         loop_hmma=loop.tensor if loop else 0,
+        between_hgmma=gaps.instructions,
+        moves_between_hgmma=gaps.moves,
     )
 
 
@@ -224,7 +233,10 @@ def read_library(
     compilers = set()
     found = []
     for architecture in architectures or there:
-        for kernel in reader.load_kernels(path, architecture, configs, progress=progress):
+        # A family may be there for one architecture alone. Where none is, the reader says so.
+        own = [symbol for found_for, symbol in listed if found_for == architecture]
+        wanted = [symbol for symbol in own or configs if symbol in configs]
+        for kernel in reader.load_kernels(path, architecture, wanted, progress=progress):
             compilers.add(replace(kernel.compiler, options=""))
             found.append(figures_of(kernel, configs[kernel.symbol]))
     if len(compilers) != 1:
