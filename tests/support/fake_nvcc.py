@@ -52,16 +52,22 @@ def read_unit(source):
     return inputs, text
 
 
+def tell(text):
+    for line in re.findall("PTXAS (.*)", text):
+        print(f"ptxas info    : {line}")
+
+
 def compile_cubin():
     source = Path(sys.argv[-1])
     _, text = read_unit(source)
+    tell(text)
     name = source.stem
     version = name.partition("_")[0]
     namespace = f"{len(version)}{version}"
     symbol = f"_ZN{namespace}14forward_kernelI{len(name)}{name}EEv17ForwardKernelArgs"
     spills = "FAKE_SPILLS" in os.environ and re.search(os.environ["FAKE_SPILLS"], name)
     stores, loads = (24, 32) if spills else (0, 0)
-    target = re.search(r"code=(sm_\d+)", " ".join(sys.argv))[1]
+    target = re.search(r"code=(sm_\w+)", " ".join(sys.argv))[1]
     print(f"ptxas info    : Compiling entry function '{symbol}' for '{target}'")
     print(f"ptxas info    : Function properties for {symbol}")
     print(f"    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads")
@@ -85,8 +91,7 @@ def compile_unit():
         (Path(after("--keep-dir")) / f"{source.stem}{middle}.ptx").write_text(ptx)
         for machine in re.findall(r"sm_\w+", code):
             print(f"ptxas info    : Compiling entry function 'k' for '{machine}'")
-    for line in re.findall("PTXAS (.*)", text):
-        print(f"ptxas info    : {line}")
+    tell(text)
     Path(after("-o")).write_text("\n".join([text, *codes]))
     return 0
 

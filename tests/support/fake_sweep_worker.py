@@ -1,10 +1,11 @@
 """Stands in for the process that a sweep measures in: the same lines, without a GPU.
 
-FAKE_GPU is what it runs on, FAKE_DRIVER its driver. A kernel's speed over the flash backend's is
-the first in FAKE_SPEEDS, a JSON list of (pattern, ratio), whose pattern its name matches; 1 without
-one. A kernel whose name matches FAKE_HANGS never ends, FAKE_CRASHES kills the process, FAKE_FAULTS
-is an error of the GPU, FAKE_WRONG has a wrong output, FAKE_SPOILS makes the flash backend's wrong
-for as long as the process lives. FAKE_LOG notes what was asked for.
+FAKE_GPU is what it runs on, FAKE_CAPABILITY (9.0) what that can do, FAKE_DRIVER its driver. A
+kernel's speed over the flash backend's is the first in FAKE_SPEEDS, a JSON list of (pattern,
+ratio), whose pattern its name matches; 1 without one. A kernel whose name matches FAKE_HANGS never
+ends, FAKE_CRASHES kills the process, FAKE_FAULTS is an error of the GPU, FAKE_WRONG has a wrong
+output, FAKE_SPOILS makes the flash backend's wrong for as long as the process lives. FAKE_LOG notes
+what was asked for.
 """
 
 import json
@@ -95,7 +96,8 @@ def main():
         return 1
     note("start")
     driver = os.environ.get("FAKE_DRIVER", "580.1")
-    say(asdict(WorkerInfo(os.environ["FAKE_GPU"], "9.0", 227 * 1024, driver, "2.13.0")))
+    capability = os.environ.get("FAKE_CAPABILITY", "9.0")
+    say(asdict(WorkerInfo(os.environ["FAKE_GPU"], capability, 227 * 1024, driver, "2.13.0")))
     spoilt = False
     for line in sys.stdin:
         spoilt = answer(read_record(Request, json.loads(line)), spoilt)

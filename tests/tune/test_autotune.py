@@ -74,12 +74,13 @@ from flash_helpers.tune.worker import serve
 
 pytestmark = pytest.mark.slow
 
-H100 = "NVIDIA H100 80GB HBM3"
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 V7, V8 = (
     c
     for c in get_kernel_progression_configs()
     if c.step.id in ("v7", "v8") and c.dtype == DType.BF16
 )
+H7 = next(c for c in get_autotuning_kernel_configs() if c.step.id == "h7" and c.dtype == DType.BF16)
 LARGE = V7.replace(B_r=128)
 WIDE = V7.replace(B_c=128)
 OTHER_LOADS = V7.replace(K_mma_load_K_tiles=2, Q_mma_load_K_tiles=0)
@@ -406,7 +407,7 @@ def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, t
     monkeypatch.setattr(cuda_driver, "driver", lambda: FakeDriver())
     path = tmp_path / "kernel.cubin"
     path.write_bytes(b"ELF")
-    static = max(c for c in get_kernel_progression_configs() if c.static_row_stride)
+    static = max(c for c in get_kernel_progression_configs() if getattr(c, "static_row_stride", 0))
     contender = sweep_worker.cubin_contender(KernelFile(static.short_form(), str(path), "_Z"))
     tensors = [torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16) for _ in range(4)]
     with pytest.raises(ValueError, match="is not for batch 1, heads 2, seq 64"):
@@ -517,6 +518,45 @@ def test_a_candidate_that_does_not_fit_is_dropped_before_it_is_compiled(
     assert sweep.rows()[LARGE].outcome == DROPPED
     assert f"needs {LARGE.smem_bytes} bytes of shared memory" in sweep.rows()[LARGE].reason
     assert log() == []
+
+
+def test_a_family_of_one_architecture_is_tuned_there(sweep, monkeypatch) -> None:
+    speeds(monkeypatch, ("_pp$", 1.25))
+    assert sweep([H7, H7.replace(ping_pong=True)]) == 0
+    assert sweep.best().find("h7", "bf16") == H7.replace(ping_pong=True)
+    assert {row.outcome for row in sweep.rows().values()} == {TIMED}
+
+
+def test_a_family_of_another_architecture_is_passed_over_with_the_reason(
+    sweep, monkeypatch, log
+) -> None:
+    monkeypatch.setenv("FAKE_GPU", A100)
+    monkeypatch.setenv("FAKE_CAPABILITY", "8.0")
+    assert sweep([V7, H7]) == 0
+    table = load_sweep(sweep_file(sweep.root / "configs", A100), A100, "8.0")
+    reasons = {row.step: row.reason for row in table.rows}
+    assert reasons["v7"] == ""
+    assert "compute capability 8.0 and the kernels of family hopper need 9.0" in reasons["h7"]
+    assert not any(H7.short_form() in line for line in log())
+
+
+def test_of_steps_that_the_gpu_does_not_run_nothing_is_tuned(sweep, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FAKE_CAPABILITY", "10.0")
+    assert sweep([H7]) == 2
+    assert "runs none of the chosen steps: choose others with --steps" in capsys.readouterr().err
+
+
+def test_a_candidate_of_which_a_length_is_not_whole_blocks_is_dropped(sweep) -> None:
+    assert sweep([V7, LARGE], "--seq", "192", "--screen-seq", "192") == 0
+    assert "seq_len 192 is not a multiple of B_r 128" in sweep.rows()[LARGE].reason
+    assert sweep.rows()[V7].outcome == TIMED
+
+
+def test_a_candidate_whose_wgmma_ptxas_serializes_is_dropped(sweep) -> None:
+    loss = "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    (sweep.root / STEPS["h7"].source).write_text(f"// PTXAS (C7510) {loss}\n")
+    assert sweep([V7, H7]) == 1  # h7 has no winner
+    assert sweep.rows()[H7].reason == loss
 
 
 def test_a_candidate_that_does_not_compile_is_dropped(sweep) -> None:

@@ -21,6 +21,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
     read_configs,
 )
+from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.runtime import library
 from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config, choose_config
@@ -211,7 +212,8 @@ class TestChoice:
     problem."""
 
     CUDA = torch.device("cuda", 0)
-    NEWEST = FIXED[[*STEPS][-1], DType.BF16]
+    NEWEST = FIXED[preferred_steps(capability=(8, 0))[0].id, DType.BF16]
+    ON_HOPPER = FIXED[preferred_steps(capability=(9, 0))[0].id, DType.BF16]
 
     @pytest.fixture(autouse=True)
     def fresh(self):
@@ -233,17 +235,28 @@ class TestChoice:
         """Built, of the newest step, and not its fixed config."""
         return self.NEWEST.general()
 
-    @pytest.mark.parametrize(("seq_len", "step"), [(256, STEPS[[*STEPS][-1]]), (64, STEPS["v16"])])
+    @pytest.mark.parametrize(
+        ("gpu", "capability", "seq_len", "wanted"),
+        [
+            (A100, "8.0", 256, NEWEST),
+            (A100, "8.0", 64, FIXED["v16", DType.BF16]),
+            (H100, "9.0", 256, ON_HOPPER),
+            (H100, "9.0", 192, FIXED["v16", DType.BF16]),
+        ],
+    )
     def test_without_winners_is_the_fixed_config_that_takes_the_problem(
-        self, found, on, seq_len, step
+        self, found, on, gpu, capability, seq_len, wanted
     ) -> None:
-        on(H100, "9.0")
-        chosen = choose_config(AttentionForward(1, 1, seq_len), self.CUDA)
-        assert chosen == FIXED[step.id, DType.BF16]
+        on(gpu, capability)
+        assert choose_config(AttentionForward(1, 1, seq_len), self.CUDA) == wanted
+
+    def test_on_hopper_a_family_of_its_own_comes_first(self) -> None:
+        assert self.ON_HOPPER.family.name == "hopper"
+        assert self.NEWEST.family.is_portable
 
     def test_is_the_winner_of_this_gpu(self, found, on) -> None:
-        found(H100, "9.0", self.winner())
-        on(H100, "9.0")
+        found(A100, "8.0", self.winner())
+        on(A100, "8.0")
         problem = AttentionForward(1, 1, 256)
         assert choose_config(problem, self.CUDA) == self.winner()
         fp16 = problem.in_dtype(DType.FP16)
@@ -254,8 +267,8 @@ class TestChoice:
     ) -> None:
         wide = self.NEWEST.replace(B_c=128, n_warps=8)
         monkeypatch.setattr(library, "kernels", lambda: [*BUILT, wide])
-        found(H100, "9.0", wide)
-        on(H100, "9.0")
+        found(A100, "8.0", wide)
+        on(A100, "8.0")
         assert choose_config(AttentionForward(1, 1, 256), self.CUDA) == wide
         v16 = choose_config(AttentionForward(1, 1, 192), self.CUDA)
         assert v16 == FIXED["v16", DType.BF16]

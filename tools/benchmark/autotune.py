@@ -30,7 +30,12 @@ from flash_helpers.console.command_line import (
     run_tool,
 )
 from flash_helpers.console.progress import bar
-from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
+from flash_helpers.kernel_configs import (
+    STEPS,
+    AttentionForward,
+    Config,
+    get_autotuning_kernel_configs,
+)
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.registry.config import ranges_text
@@ -154,9 +159,16 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
             f"{arguments.dtype}: steps that can be tuned are "
             f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
-    for seq_len in (*arguments.seq, *arguments.screen_seq):
-        require_supported(chosen, default_shape(seq_len))
+    shapes = [default_shape(seq_len) for seq_len in (*arguments.seq, *arguments.screen_seq)]
+    if not any(takes_all(config, shapes) for config in chosen):
+        for shape in shapes:
+            require_supported(chosen, shape)
     return chosen
+
+
+def takes_all(config: Config, shapes: Sequence[AttentionForward]) -> bool:
+    """Whether a config can be measured on all of them."""
+    return not any(config.refusal(shape.in_dtype(config.dtype)) for shape in shapes)
 
 
 class Bar:
@@ -193,7 +205,10 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     own = (info.gpu, info.compute_capability)
     best = BestConfigs.load_own(best_file(folder, info.gpu), *own)
     table = load_sweep(sweep_file(folder, info.gpu), *own)
-    kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in configs))
+    runs = [c for c in configs if c.family.runs_on(divmod(info.architecture, 10))]
+    if not runs:
+        raise UsageError(f"{info.gpu} runs none of the chosen steps: choose others with --steps")
+    kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in runs))
     found = (best.find(step, dtype.short) for step, dtype in kernels)
     champions = [config for config in found if config is not None]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)

@@ -15,7 +15,7 @@ from pathlib import Path
 from flash_helpers.compile.build import COMPILE_FLAGS
 from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.compiler import Finished, run_compilers
-from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
+from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log, performance_losses
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.console.file_kinds import EM_CUDA, elf_machine
 from flash_helpers.console.files import write_if_different
@@ -185,6 +185,8 @@ class CubinCompiler:
             errors = [line for line in lines if "error" in line]
             said = (errors or lines or ["it said nothing"])[0]
             return Compiled(finished.item, None, f"nvcc failed: {said}")
+        if losses := performance_losses(finished.log):
+            return Compiled(finished.item, None, losses[0])
         # The log first: where there is a cubin there is its log.
         write_if_different(target.with_suffix(".log"), finished.log)
         (finished.scratch / "cubin").replace(target)

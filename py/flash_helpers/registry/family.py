@@ -169,6 +169,18 @@ class Family:
         own = 10 * capability[0] + capability[1]
         return own >= min(self.capabilities) if self.is_portable else own in self.capabilities
 
+    def refusal_on(self, name: str, capability: tuple[int, int]) -> str:
+        """Why the kernels do not run on a GPU of this name and compute capability, with the way
+        out; "" if they do."""
+        if self.runs_on(capability):
+            return ""
+        lowest = min(self.capabilities)
+        needed = f"{lowest // 10}.{lowest % 10}{' or higher' if self.is_portable else ''}"
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]} and the kernels of "
+            f"family {self.name} need {needed}: use another GPU"
+        )
+
     @property
     def capabilities(self) -> tuple[int, ...]:
         """Of the targets: 90 for 90a."""

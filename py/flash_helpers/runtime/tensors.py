@@ -245,13 +245,8 @@ def check_device(family: Family, device: torch.device) -> None:
 
 def check_capability(family: Family, name: str, capability: tuple[int, int]) -> None:
     """Raises RuntimeError for a GPU that lacks the instructions that the kernels are made of."""
-    if not family.runs_on(capability):
-        lowest = min(family.capabilities)
-        needed = f"{lowest // 10}.{lowest % 10}{' or higher' if family.is_portable else ''}"
-        raise RuntimeError(
-            f"{name} has compute capability {capability[0]}.{capability[1]} and the kernels of "
-            f"family {family.name} need {needed}: use another GPU"
-        )
+    if reason := family.refusal_on(name, capability):
+        raise RuntimeError(reason)
 
 
 def device_index(device: torch.device | str | int | None) -> int:

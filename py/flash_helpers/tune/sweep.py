@@ -26,6 +26,7 @@ from typing import ClassVar
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
 from flash_helpers.measure.results import FLASH, Load, Measurement, Protocol, read_record
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -179,14 +180,10 @@ class Sweep:
         self._champions = frozenset(champions)
         fitting = []
         for config in in_search_order(configs, first=sorted(self._champions)):
-            if config.smem_bytes <= self.info.smem_bytes:
+            if reason := self._obstacle(config):
+                self._keep(self._row(config, None, DROPPED, reason), progress)
+            else:
                 fitting.append(config)
-                continue
-            reason = (
-                f"needs {config.smem_bytes} bytes of shared memory a block, "
-                f"{self.info.gpu} has {self.info.smem_bytes}"
-            )
-            self._keep(self._row(config, None, DROPPED, reason), progress)
         with contextlib.closing(
             self.compiler.compile_all([Source.of(config) for config in fitting])
         ) as results:
@@ -198,6 +195,20 @@ class Sweep:
             if config not in self._rows:
                 reason = "the time budget was spent"
                 self._keep(self._row(config, None, NOT_RUN, reason), progress)
+
+    def _obstacle(self, config: Config) -> str:
+        """Why a config cannot be measured here; "" if it can."""
+        capability = divmod(self.info.architecture, 10)
+        if reason := config.family.refusal_on(self.info.gpu, capability):
+            return reason
+        if config.smem_bytes > self.info.smem_bytes:
+            return (
+                f"needs {config.smem_bytes} bytes of shared memory a block, "
+                f"{self.info.gpu} has {self.info.smem_bytes}"
+            )
+        shapes = (default_shape(n) for n in {*self.seq_lens, *self.screen_seq_lens})
+        refusals = (config.refusal(shape.in_dtype(config.dtype)) for shape in shapes)
+        return next(filter(None, refusals), "")
 
     def choose(self, step: str, dtype: DType) -> BestConfig | None:
         """The fastest config of a step in a dtype by a run of the fastest few at all lengths;
