@@ -29,10 +29,10 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-# What the installed library holds machine code for, and one of these.
-ARCHITECTURES = tuple(name for name in library.architectures() if name.startswith("sm_"))
+# What the installed library holds machine code of every portable family for, and one of these.
+ARCHITECTURES = tuple(name for name in library.architectures() if re.fullmatch(r"sm_\d+", name))
 DEFAULT = default_architecture()
-PROGRESSION = get_kernel_progression_configs()
+PROGRESSION = [config for config in get_kernel_progression_configs() if config.family.is_portable]
 
 _LINE = re.compile(
     r"(?:(?P<label>\w+):)?\s*(?P<guard>@!?\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*)"
