@@ -23,7 +23,7 @@ from flash_helpers.console.command_line import (
     run_tool,
     typed_command,
 )
-from flash_helpers.kernel_configs import STEPS, AttentionForward, DType
+from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.call_overhead import (
     ADD_COMPILED,
     CALL_NAMES,
@@ -37,6 +37,7 @@ from flash_helpers.measure.call_overhead import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.results import CUDNN, FLASH
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.tune.best import choose_config
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,8 @@ CALLS = 200  # fewer than the driver queues before it makes the host wait
 
 DESCRIPTION = f"""\
 Time {CALLS} calls in a row without waiting for the GPU, at a shape that it is done with sooner than
-the host: forward() of the newest step with and without an output, attention(), both compiled by
+the host: forward() of the kernel that attention() chooses, with and without an output, and
+attention(), both compiled by
 torch.compile, beside q + k, the least that it can compile, and PyTorch's
 scaled_dot_product_attention by its flash and cuDNN backends. All take and return (batch, seq,
 heads, d_head) tensors, which PyTorch's has to transpose; it is also called on tensors that were
@@ -84,7 +86,7 @@ def contenders(device: torch.device) -> dict[str, Contender]:
 
     q, k, v = torch.randn(3, *PROBLEM.shape, device=device).bfloat16().unbind()
     o = torch.empty_like(q)
-    config = flash_attention.best_config([*STEPS][-1], PROBLEM.dtype, device)
+    config = choose_config(PROBLEM, device)
     compiled_forward = torch.compile(
         lambda q, k, v: flash_attention.forward(config, q, k, v), fullgraph=True
     )

@@ -28,12 +28,31 @@ FIRST_AND_LAST = [
     for dtype in DType
 ]
 
-each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.short_form())
-each_bf16_config = pytest.mark.parametrize(
-    "config", BF16_CONFIGS, ids=lambda config: config.short_form()
-)
-first_and_last = pytest.mark.parametrize(
-    "config", FIRST_AND_LAST, ids=lambda config: config.short_form()
+
+def each(configs: list[Config]) -> pytest.MarkDecorator:
+    """A test of each config, skipped where the GPU does not run its family."""
+    return pytest.mark.parametrize(
+        "config", [pytest.param(c, marks=where_it_runs(c), id=c.short_form()) for c in configs]
+    )
+
+
+def where_it_runs(config: Config) -> pytest.MarkDecorator:
+    """Skips a test on a GPU that does not run the config's family, with the reason."""
+    reason = ""
+    if torch.cuda.is_available():
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        reason = config.family.refusal_on(name, capability)
+    return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+each_config, each_bf16_config = each(CONFIGS), each(BF16_CONFIGS)
+first_and_last = each(FIRST_AND_LAST)
+last_of_each_family = each(
+    [
+        family.fixed_config([*family.steps.values()][-1], dtype)
+        for family in FAMILIES.values()
+        for dtype in DType
+    ]
 )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_problems import CONFIGS, Problem, each_config, torch_dtype
+from gpu_problems import CONFIGS, Problem, each_config, last_of_each_family, torch_dtype
 
 from flash_attention import forward, kernels
+from flash_helpers.check.inputs import make_inputs
 from flash_helpers.check.problems import DISTRIBUTIONS
+from flash_helpers.check.reference import attention_reference
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +28,7 @@ LONG_SHAPES = (
 ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
 each_static_config = pytest.mark.parametrize(
     "config",
-    [config for config in CONFIGS if config.static_row_stride],
+    [config for config in CONFIGS if getattr(config, "static_row_stride", 0)],
     ids=lambda config: config.short_form(),
 )
 
@@ -38,7 +40,13 @@ def shapes_for(config: FlashForwardKernelConfig) -> Iterator[AttentionForward]:
         for batch in BATCHES:
             for heads in N_HEADS:
                 yield AttentionForward(batch, heads, blocks * config.supports.whole)
-    yield from LONG_SHAPES
+    in_its_dtype = (shape.in_dtype(config.dtype) for shape in LONG_SHAPES)
+    yield from (shape for shape in in_its_dtype if not config.refusal(shape))
+
+
+def whole(config: FlashForwardKernelConfig, seq_len: int) -> int:
+    """The next length that is whole blocks of the config."""
+    return -(-seq_len // config.supports.whole) * config.supports.whole
 
 
 def test_the_library_holds_every_config_of_the_registry() -> None:
@@ -64,7 +72,7 @@ def test_the_output_is_right_for_every_shape(
 def test_the_same_inputs_give_the_same_bits(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionForward(2, 16, 1024), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, 16, whole(config, 1024)), torch_dtype(config))
     first = forward(config, *case.inputs)
     for _ in range(5):
         assert torch.equal(forward(config, *case.inputs), first)
@@ -74,11 +82,56 @@ def test_the_same_inputs_give_the_same_bits(
 def test_the_given_output_is_written_and_returned(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionForward(1, 3, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(1, 3, whole(config, 256)), torch_dtype(config))
     output = case.poisoned_output()
     assert forward(config, *case.inputs, output) is output
     case.check(output)
     assert torch.equal(forward(config, *case.inputs), output)
+
+
+# Inputs that are hostile to a maximum that is not looked for in every block.
+
+BLOCK = 128  # keys
+
+
+def logits_by_key(seq_len: int, pattern: str) -> torch.Tensor:
+    """The scaled score of each key, (seq_len,), before a little noise."""
+    block = torch.arange(seq_len, device="cuda") // BLOCK
+    if pattern == "growing":
+        return 200.0 * block
+    if pattern == "falling":
+        return -200.0 * block
+    return torch.where(block == block[-1], 1000.0, 0.0) * (pattern == "spike in the last block")
+
+
+@each_config
+@pytest.mark.parametrize("pattern", ["growing", "falling", "spike in the last block", "all equal"])
+def test_scores_that_jump_from_block_to_block_are_right(
+    config: FlashForwardKernelConfig, pattern: str
+) -> None:
+    shape = AttentionForward(3, 5, whole(config, 4 * BLOCK))
+    q, k, v = make_inputs("normal", shape, torch_dtype(config), "cuda")
+    q = torch.ones_like(q)  # the scaled score is the mean of a row of K times sqrt(d_head)
+    wanted = (logits_by_key(shape.seq_len, pattern) / shape.d_head**0.5).to(k.dtype)
+    noise = 0.0 if pattern == "all equal" else 0.01
+    k = noise * k + wanted[:, None, None]
+    case = Problem((q, k, v), attention_reference(q, k, v))
+    output = case.poisoned_output()
+    forward(config, q, k, v, output)
+    case.check(output)
+
+
+@pytest.mark.slow
+@last_of_each_family
+def test_ten_thousand_calls_give_the_same_bits(
+    config: FlashForwardKernelConfig, problem: ProblemMaker
+) -> None:
+    case = problem("normal", AttentionForward(3, 5, 2 * config.supports.whole), torch_dtype(config))
+    first = forward(config, *case.inputs)
+    differs = torch.zeros((), dtype=torch.int64, device=first.device)
+    for _ in range(10_000):
+        differs += (forward(config, *case.inputs) != first).any()
+    assert differs.item() == 0
 
 
 # Layouts: each holds the same values as its contiguous argument.
@@ -129,7 +182,7 @@ def each_another(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 def test_strided_views_give_what_contiguous_tensors_give(
     config: FlashForwardKernelConfig, layout, n_heads: int, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionForward(2, n_heads, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, n_heads, whole(config, 256)), torch_dtype(config))
     q, k, v, o = layout((*case.inputs, case.poisoned_output()))
     forward(config, q, k, v, o)
     case.check(o)
@@ -140,7 +193,7 @@ def test_strided_views_give_what_contiguous_tensors_give(
 def test_one_k_and_v_may_serve_a_whole_batch(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", AttentionForward(2, 3, 128), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, 3, whole(config, 128)), torch_dtype(config))
     q, k, v = case.inputs
     shared_k, shared_v = k[:1].expand_as(k), v[:1].expand_as(v)
     expected = forward(config, q, shared_k.contiguous(), shared_v.contiguous())
@@ -153,7 +206,7 @@ def test_one_k_and_v_may_serve_a_whole_batch(
 def test_nothing_is_read_or_written_outside_the_tensors(
     config: FlashForwardKernelConfig, n_heads: int, problem: ProblemMaker
 ) -> None:
-    shape = AttentionForward(2, n_heads, 256)
+    shape = AttentionForward(2, n_heads, whole(config, 256))
     case = problem("normal", shape, torch_dtype(config))
     margin = 128
     frames, views = [], []
@@ -176,7 +229,7 @@ def test_a_static_row_stride_is_right_for_any_number_of_heads(
     config: FlashForwardKernelConfig, more_heads: int, problem: ProblemMaker
 ) -> None:
     n_heads = config.static_row_stride // config.d_head + more_heads
-    case = problem("normal", AttentionForward(2, n_heads, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, n_heads, whole(config, 256)), torch_dtype(config))
     output = case.poisoned_output()
     forward(config, *case.inputs, output)
     case.check(output)
@@ -189,7 +242,7 @@ def test_one_tensor_of_another_row_stride_is_enough_to_fall_back(
     config: FlashForwardKernelConfig, strided: str, problem: ProblemMaker
 ) -> None:
     n_heads = config.static_row_stride // config.d_head
-    case = problem("normal", AttentionForward(2, n_heads, 256), torch_dtype(config))
+    case = problem("normal", AttentionForward(2, n_heads, whole(config, 256)), torch_dtype(config))
     tensors = dict(zip("qkvo", (*case.inputs, case.poisoned_output()), strict=True))
     (tensors[strided],) = head_major((tensors[strided],))
     forward(config, *tensors.values())

@@ -80,7 +80,7 @@ def results(monkeypatch) -> BenchmarkResults:
     monkeypatch.setattr(plots, "FAMILIES", both)
     first, second = (c for c in OTHER.progression() if c.dtype == DType.BF16)
     speeds = {first: 290.0, second: 300.0, second.replace(B_r=128): 360.0}
-    own = [m for m in full_results().measurements if not m.name.startswith("o")]
+    own = [m for m in full_results().measurements if not m.name.startswith(("o", "h"))]
     more = [
         measurement(config.short_form(), seq_len, tflops, load=load)
         for load in (BURST, SUSTAINED)

@@ -40,8 +40,10 @@ class Stair:
 
 
 def large_tile(config: Config) -> Config | None:
-    """The config at LARGE_TILE; None if its step does not take it."""
+    """The config at LARGE_TILE; None if its step does not take it or its family has other tiles."""
     known = {field.name for field in fields(config)}
+    if "n_warps" not in known:
+        return None
     try:
         return config.replace(**{k: value for k, value in LARGE_TILE.items() if k in known})
     except ValueError:
