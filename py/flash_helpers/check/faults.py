@@ -339,6 +339,24 @@ FAULTS = {
         "h12", FP16, MAIN_LOOP, r"setp.*0f47000000", swap("0f47000000", "0f7F000000"),
         quantity="output",
     ),
+    "h13: the turn is not passed on": Fault(
+        "h13", FP16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn();",
+    ),
+    "h14: S is read while it is multiplied": Fault(
+        "h14", FP16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
+        "issue_S();",
+    ),
+    "h15: O is not handed over to the asynchronous proxy": Fault(
+        "h15", FP16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError, "tma_store_piece(args.O",
+    ),
+    "h16: the wait for S is off by one": Fault(
+        "h16", BF16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
+        "issue_S();",
+    ),
+    "h17: O's place is given up before TMA has read it": Fault(
+        "h17", FP16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
+        "tma_store_piece(args.O",
+    ),
 }  # fmt: skip
 
 
