@@ -34,15 +34,21 @@ Kernel h11_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h12_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h12_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h13_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h13_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
 Kernel h13_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
+Kernel h13_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
 Kernel h14_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h14_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h17_fp16_d128_Br128_Bc128_K3_V2_kernel();
 Kernel h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h17_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
+Kernel h17_bf16_d128_Br128_Bc128_K3_V2_kernel();
 Kernel h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h17_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -120,9 +126,15 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 13, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true},
      h13_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 13, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true},
+     h13_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()},
     {{.hopper = 13, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true},
      h13_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()},
+    {{.hopper = 13, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true},
+     h13_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
     {{.hopper = 14, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true},
      h14_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
@@ -142,10 +154,22 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
       .V_slots = 2, .ping_pong = true},
      h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
     {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = false},
+     h17_fp16_d128_Br128_Bc128_K3_V2_kernel()},
+    {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true},
      h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true},
+     h17_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()},
+    {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = false},
+     h17_bf16_d128_Br128_Bc128_K3_V2_kernel()},
     {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true},
      h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true},
+     h17_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
 };
 // clang-format on

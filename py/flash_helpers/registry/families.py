@@ -10,7 +10,7 @@ from types import MappingProxyType
 from flash_helpers.registry.ampere import AMPERE, LARGE_TILE, LARGE_TILE_FROM
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.family import Family, Step
-from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.hopper import HOPPER, tuned_configs
 from flash_helpers.registry.overlap import OVERLAP, successor
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -154,4 +154,4 @@ def kernels_to_build() -> list[Config]:
         for config in AMPERE.progression()
         if config.step.number >= first
     ]
-    return with_siblings([*progression(), *large])
+    return with_siblings([*progression(), *large, *tuned_configs()])

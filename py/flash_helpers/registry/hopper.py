@@ -331,3 +331,19 @@ HOPPER = Family(
     map_header=PurePosixPath("src/include/hopper_kernels.cuh"),
     simulated_budget=20_000_000,
 )
+
+# The tile for long sequences, of three warpgroups, which h13 makes room for.
+LONG_TILE: Mapping[str, Any] = MappingProxyType({"B_r": 192, "B_c": 80, "K_slots": 3, "V_slots": 3})
+_LONG_TILE_FROM = "h13"
+
+
+def tuned_configs() -> list[Config]:
+    """What the library holds beside the fixed configs: the tile for long sequences at the step that
+    makes room for it and at the last one, and that without turns, which middle lengths prefer."""
+    *_, last = HOPPER.steps.values()
+    found = [
+        HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
+        for step in (HOPPER.steps[_LONG_TILE_FROM], last)
+        for dtype in DType
+    ]
+    return [*found, *(HOPPER.fixed_config(last, d).replace(ping_pong=False) for d in DType)]
