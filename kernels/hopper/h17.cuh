@@ -2,8 +2,7 @@
 // Step 17 of the hopper family: the loop is peeled. Parent: h16.
 //
 // What changed
-//   1. A tile's second block of keys, beside which O of the last tile is stored, stands before the
-//      loop over the others, once more in machine code.
+//   1. A tile's second block of keys, beside which O is stored, stands before the loop.
 //
 // Why: since h15 the store stands in the loop, behind a branch that all but one block of a tile
 // take: 666 instructions instead of 348, and nothing is scheduled across the branch.
