@@ -48,6 +48,7 @@ constexpr int kWarpRows = kWgmmaM / 4;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
 constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
+constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
 
 // What all lanes have, said so that ptxas can keep it in a uniform register.
 __device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
@@ -235,15 +236,10 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(l[half]);
-            fits &= row_l < INFINITY; // nor is it NaN
+            fits &= row_l < kMaxL; // nor is it NaN
             inverse_l[half] = reciprocal_approx(row_l);
         }
-        float zero = 0; // 0 · infinity and 0 · NaN are not
-#pragma unroll
-        for (int i = 0; i < kDHead / 2; ++i) {
-            zero = fmaf(O_rmem[i], 0, zero);
-        }
-        if (!__all_sync(0xffffffff, fits && zero == 0)) {
+        if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
             again |= 1u << n % 32;
         }
         scale_rows(O_rmem, inverse_l);

@@ -45,6 +45,7 @@ constexpr int kWarpRows = kWgmmaM / 4;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
 constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
+constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
 
 // What all lanes have, said so that ptxas can keep it in a uniform register.
 __device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
@@ -220,32 +221,24 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         stored_empty = 0;
     };
     uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    // Of the block's tile O_n, which is done but not stored: number, -1 if there is none; Q's slot;
-    // l.
-    int O_tile = -1, O_n = 0;
-    uint32_t O_slot = 0;
-    float O_l[2] = {};
+    int O_n = -1; // the block's tile that is done but not stored, none if it is negative
+    float O_l[2] = {}; // its l
     // Each warp its own rows, through the slot where those of Q were.
     auto store_O = [&] {
-        if (O_tile < 0) {
+        if (O_n < 0) {
             return;
         }
-        const uint32_t O_smem = Q_smem + O_slot * kQBytes;
-        const TilePlace place = tile_place<B_r>(O_tile, args);
+        const uint32_t slot = O_n % kQSlots, O_smem = Q_smem + slot * kQBytes;
+        const TilePlace place = tile_place<B_r>(blockIdx.x + O_n * gridDim.x, args);
         float inverse_l[2];
         bool fits = true;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < INFINITY; // nor is it NaN
+            fits &= row_l < kMaxL; // nor is it NaN
             inverse_l[half] = reciprocal_approx(row_l);
         }
-        float zero = 0; // 0 · infinity and 0 · NaN are not
-#pragma unroll
-        for (int i = 0; i < kDHead / 2; ++i) {
-            zero = fmaf(O_rmem[i], 0, zero);
-        }
-        if (!__all_sync(0xffffffff, fits && zero == 0)) {
+        if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
             again |= 1u << O_n % 32;
         }
         scale_rows(O_rmem, inverse_l);
@@ -265,8 +258,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             }
             tma_store_commit();
         }
-        stored_empty = Q_empty + O_slot * kBarrierBytes;
-        O_tile = -1;
+        stored_empty = Q_empty + slot * kBarrierBytes;
+        O_n = -1;
     };
     auto pass_turn = [&] {
         if (cfg.ping_pong) {
@@ -341,7 +334,6 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_O();
         }
         release_stored(); // the next tile's Q may be waiting for this slot
-        O_slot = Q_ring.slot;
         O_l[0] = l[0];
         O_l[1] = l[1];
         Q_ring.advance();
@@ -363,7 +355,6 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (has_next) {
             pack_P();
         }
-        O_tile = tile;
         O_n = n;
         if (!kStoresLate) {
             store_O();

@@ -38,6 +38,17 @@ __device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float 
     }
 }
 
+// Whether none of them is infinite or not a number: 0 times these is not 0.
+template <int kCount>
+__device__ __forceinline__ bool all_finite(const float (&D_rmem)[kCount]) {
+    float zero = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        zero = fmaf(D_rmem[i], 0, zero);
+    }
+    return zero == 0;
+}
+
 // Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
 template <DType kDType, int kCount>
 __device__ __forceinline__ void pack_fragment(uint32_t (&A_rmem)[4], const float (&D_rmem)[kCount],
