@@ -361,8 +361,8 @@ def test_a_step_that_was_not_measured_leaves_gaps(unmeasured: Evidence, block: s
     kind, _, arguments = block.partition(" ")
     text = render(unmeasured, kind, arguments, PurePosixPath("docs/page.md"))
     if kind == "clock":
-        assert cells(text, "4096")[1:] == ["-", "-", "", "", "-"]
-        assert cells(text, "harmonic mean")[1:] == ["-", "-", "", "", "-"]
+        assert "TFLOP/s" not in text and "Measured on" not in text
+        assert text.startswith("v16 was not measured yet.\n\n| published |")
     if kind == "staircase":
         assert "% at step v15 at the fixed tile" in text and "v16" not in text
     assert "measured ms" not in text
@@ -478,3 +478,43 @@ def test_values_agree_with_the_tables(show: Show, evidence: Evidence) -> None:
 def test_a_key_that_is_none_is_refused_by_name(evidence: Evidence, key: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(key))):
         value(evidence, key)
+
+
+def test_a_page_of_a_step_without_measurements_says_so(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [m for m in evidence.results.measurements if not m.name.startswith(("v9_", "h1_"))]
+    monkeypatch.setitem(
+        vars(evidence), "results", replace(evidence.results, measurements=tuple(others))
+    )
+    page = PurePosixPath("docs/page.md")
+    for step, stairs in (("v9", "staircases at both tiles"), ("h1", "staircase")):
+        assert render(evidence, "clock", step, page) == f"{step} was not measured yet."
+        text = render(evidence, "stairs", step, page)
+        assert text.endswith(f"\n\n{step} was not measured yet.")
+        assert f"![The {stairs} with step {step} lit]" in text
+
+
+def test_the_target_is_named_that_the_kernel_was_compiled_for(show: Show) -> None:
+    assert "sm_90a, bf16, compiled by" in show("sass h2")
+    assert "sm_90, bf16, compiled by" in show("sass o5")
+
+
+def test_products_of_a_warpgroup_are_named_and_weighed(show: Show) -> None:
+    text = show("sass h2")
+    assert cells(text, "instructions of the main loop, HGMMA")[:2] == ["16", "16"]
+    assert "Per HMMA is per 4096 operations" in text and "Per HMMA is" not in show("sass o5")
+    work, per_hmma = (
+        cells(text, f"instructions of the main loop{part}")[1] for part in ("", ", per HMMA")
+    )
+    assert float(per_hmma) == pytest.approx(int(work) / (16 * 16), abs=0.005)
+
+
+def test_what_tma_and_wgmma_move_is_counted(show: Show) -> None:
+    """512 rows of one head: 8 blocks of 64 rows, each with 4 blocks of 128 keys."""
+    text = show("counters h1")
+    products = 8 * 4 * 4 * (8 + 8)  # of warps
+    assert cells(text, "wgmma")[1] == f"{products:,}"
+    tile = 128 * 128 * 2
+    assert cells(text, "TMA bytes")[1] == f"{8 * (4 * 2 * tile + 2 * tile // 2):,}"
+    assert cells(text, "mma")[1] == "0"

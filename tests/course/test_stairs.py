@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from flash_helpers.course.pictures.stairs import stairs_picture, stale_stairs
-from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
-from flash_helpers.measure.staircases import stairs
+from flash_helpers.course.pictures.stairs import stairs_picture, stale_stairs, tile_configs
+from flash_helpers.kernel_configs import FAMILIES, STEPS, DType
+from flash_helpers.measure.results import FLASH, RESULTS, BenchmarkResults, load_results
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -26,10 +27,27 @@ def test_the_lit_step_has_its_numbers(results: BenchmarkResults, step: str) -> N
     (lit,) = (e for e in tree.iter(f"{SVG}rect") if e.get("data-lit"))
     assert lit.get("data-lit") == step
     texts = {e.get("data-tile"): e.text or "" for e in tree.iter(f"{SVG}text")}
-    own = stairs("bf16")[step]
-    for tile, config in (("fixed", own.fixed), ("large", own.large)):
+    fixed = FAMILIES[STEPS[step].family].fixed_config(STEPS[step], DType.BF16)
+    for tile, config in tile_configs(fixed).items():
         share = config and results.of_flash(config.short_form(), "bf16")
-        assert texts[tile].endswith(f"{100 * share:.1f}%" if share else "not there")
+        absent = "not measured yet" if config else "not there"
+        assert (f"{100 * share:.1f}%" if share else absent) in texts[tile]
+
+
+def test_a_family_for_one_architecture_has_a_staircase_of_its_own(
+    results: BenchmarkResults,
+) -> None:
+    def steps(lit: str) -> list[str]:
+        tree = ElementTree.fromstring(stairs_picture(lit, results).to_svg("name"))
+        below = (e.text or "" for e in tree.iter(f"{SVG}text") if e.get("font-size") == "12.5")
+        return [text for text in below if re.fullmatch(r"[a-z]?\d+", text)]
+
+    assert steps("h1") == [*FAMILIES["hopper"].steps]
+    assert steps("v1") == steps("o1") == [*map(str, range(1, 17)), *FAMILIES["overlap"].steps]
+    own = FAMILIES["hopper"].fixed_config(STEPS["h1"], DType.BF16)
+    measured = [replace(m, name=own.short_form()) for m in results.measurements if m.name == FLASH]
+    results = replace(results, measurements=(*results.measurements, *measured))
+    assert "100.0% of flash" in stairs_picture("h1", results).to_svg("name")
 
 
 def test_the_committed_ones_are_current(root: Path) -> None:

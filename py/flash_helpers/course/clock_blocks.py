@@ -12,8 +12,8 @@ from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_
 from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image, relative
 from flash_helpers.course.pages import GLOSSARY, page_of_step
-from flash_helpers.course.pictures.stairs import stairs_path
-from flash_helpers.kernel_configs import Config, config_from_short_form
+from flash_helpers.course.pictures.stairs import TILES, has_tiles, stairs_path, tile_configs
+from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import (
     TABLE_SEQ_LEN,
     lengths_table,
@@ -31,12 +31,12 @@ from flash_helpers.measure.results import (
     interval,
     load_results,
 )
-from flash_helpers.measure.staircases import parent_at_tile, stair, stairs
+from flash_helpers.measure.staircases import parent_at_tile
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
-TILES = ("fixed", "large")  # fields of Stair
+NOT_MEASURED = "{} was not measured yet."
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,23 @@ def mean_change(results: BenchmarkResults, before: Config, after: Config) -> flo
 
 
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The H100's clock by length, then what was published."""
-    step = arguments.step()
-    return "\n\n".join(
-        [
-            _measured_table(evidence.results, step),
-            _measured_note(evidence.results, step),
-            *_other_configs(evidence.results, step),
-            *_published(evidence.published, step),
-        ]
-    )
+    """The H100's clock by length, then what was published; of a step without measurements that it
+    has none."""
+    results, step = evidence.results, arguments.step()
+    measured = [
+        _measured_table(results, step),
+        _measured_note(results, step),
+        *_other_configs(results, step),
+    ]
+    if not _is_measured(results, step):
+        measured = [NOT_MEASURED.format(step.id)]
+    return "\n\n".join([*measured, *_published(evidence.published, step)])
+
+
+def _is_measured(results: BenchmarkResults, step: Step) -> bool:
+    """At any length, in any config."""
+    names = (n for n in results.names(DTYPE.short) if n not in LIBRARY_NAMES)
+    return any(config_from_short_form(name).step is step for name in names)
 
 
 def _measured_table(results: BenchmarkResults, step: Step) -> str:
@@ -176,27 +183,30 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
     """The staircases with the step lit, and what it gained, in one sentence."""
-    results, step = evidence.results, arguments.step()
-    own = stair(fixed_config(step))
-    glossary = relative(GLOSSARY, arguments.page)
-    flash = f"[flash]({glossary}#flash-backend)"
-    parts = []
-    for tile in TILES:
-        config = getattr(own, tile)
+    step = arguments.step()
+    told = ", ".join(_stairs_told(evidence.results, step, relative(GLOSSARY, arguments.page)))
+    sentence = f"{step.id}: {told}." if told else NOT_MEASURED.format(step.id)
+    at_both = "staircases at both tiles" if has_tiles(step) else "staircase"
+    alt = f"The {at_both} with step {step.id} lit"
+    return f"{image(stairs_path(step.id), alt, arguments.page)}\n\n{sentence}"
+
+
+def _stairs_told(results: BenchmarkResults, step: Step, glossary: str) -> Iterator[str]:
+    fixed = fixed_config(step)
+    for tile, config in tile_configs(fixed).items():
         share = config and results.of_flash(config.short_form(), DTYPE.short)
         if share is None:
             continue
         parent = parent_at_tile(config)
         gained = parent and mean_change(results, parent, config)
-        told = f"**{percent(share)}** of {flash} at the [{tile} tile]({glossary}#{tile}-tile)"
+        told = f"**{percent(share)}** of [flash]({glossary}#flash-backend)"
+        if tile in TILES:
+            told += f" at the [{tile} tile]({glossary}#{tile}-tile)"
         if gained is not None:
             equal = results.is_equal(config.short_form(), parent.short_form(), DTYPE.short)
             change = "no change" if equal else percent(gained, signed=True)
             told += f" ({change} against {step.parent})"
-        parts.append(told)
-    sentence = f"{step.id}: {', '.join(parts)}." if parts else f"{step.id} was not measured yet."
-    alt = f"The staircases at both tiles with step {step.id} lit"
-    return f"{image(stairs_path(step.id), alt, arguments.page)}\n\n{sentence}"
+        yield told
 
 
 def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
@@ -234,18 +244,27 @@ def _named_results(evidence: Evidence, arguments: Arguments) -> BenchmarkResults
 
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A row a step: its page, its idea, and percent of flash at both tiles."""
-    rows = []
-    for own in stairs(DTYPE.short).values():
-        page = page_of_step(own.step.id)
-        name = f"[{own.step.id}]({relative(page.path, arguments.page)})" if page else own.step.id
+    """A row a step: its page, its idea, and percent of flash at both tiles; then those of the
+    families that have no such tiles."""
+    rows: dict[tuple[str, ...], list[list[str]]] = {}
+    for step in STEPS.values():
+        page = page_of_step(step.id)
+        name = f"[{step.id}]({relative(page.path, arguments.page)})" if page else step.id
+        configs = tile_configs(fixed_config(step))
         shares = (
             evidence.results.of_flash(c.short_form(), DTYPE.short) if c else None
-            for c in (own.fixed, own.large)
+            for c in configs.values()
         )
-        rows.append([name, own.step.idea, *("" if s is None else percent(s, 0) for s in shares)])
-    headers = ["step", "idea", "fixed tile", "large tile"]
-    return Table(headers, rows, "ll").markdown()
+        cells = ["" if s is None else percent(s, 0) for s in shares]
+        rows.setdefault(tuple(configs), []).append([name, step.idea, *cells])
+    return "\n\n".join(
+        Table(["step", "idea", *map(_tile_heading, tiles)], own, "ll").markdown()
+        for tiles, own in rows.items()
+    )
+
+
+def _tile_heading(tile: str) -> str:
+    return f"{tile} tile" if tile in TILES else tile
 
 
 def progression_block(evidence: Evidence, arguments: Arguments) -> str:

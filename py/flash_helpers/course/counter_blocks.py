@@ -15,6 +15,7 @@ from flash_helpers.ptx import Counts
 OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "ldmatrix": "ldmatrix",
+        "stmatrix": "stmatrix",
         "cp_async": "cp.async.cg",  # not the commits and waits
         "ld_shared": "ld.shared",
         "st_shared": "st.shared",
@@ -26,6 +27,10 @@ QUANTITIES: Mapping[str, tuple[str, Callable[[Counts], int]]] = MappingProxyType
     {
         "instructions": ("warp instructions", lambda c: c.instructions),
         "mma": ("mma", lambda c: c.mma),
+        "wgmma": ("wgmma", lambda c: c.wgmma),
+        "wgmma_bytes": ("bytes of shared memory that wgmma read", lambda c: c.wgmma_bytes),
+        "tma_requests": ("TMA requests", lambda c: c.tma_requests),
+        "tma_bytes": ("TMA bytes", lambda c: c.tma_bytes),
         "conflicts": ("shared-memory bank conflicts", lambda c: c.bank_conflicts),
         "wavefronts": ("shared-memory wavefronts", lambda c: c.shared_wavefronts),
         "shared_requests": ("shared-memory requests", lambda c: c.shared_requests),
@@ -34,7 +39,8 @@ QUANTITIES: Mapping[str, tuple[str, Callable[[Counts], int]]] = MappingProxyType
         "sectors": ("global-memory sectors", lambda c: c.global_sectors),
         "global_bytes": ("global-memory bytes", lambda c: c.global_bytes),
         "barriers": ("barriers", lambda c: c.barriers),
-        "waits": ("cp.async waits", lambda c: c.waits),
+        "waits": ("waits for groups", lambda c: c.waits),
+        "mbarrier_waits": ("mbarrier waits", lambda c: c.mbarrier_waits),
     }
 )
 # Requests say no more than instructions do.
@@ -73,9 +79,10 @@ def of_group(counts: KernelCounts, group: str) -> Counts:
     return found
 
 
-def per_mma(loop: Counts, quantity: str = "instructions") -> float | None:
-    """What is counted in the main loop for each mma; None without any."""
-    return getattr(loop, quantity) / loop.mma if loop.mma else None
+def per_mma(loop: Counts, quantity: str = "instructions", instruction: str = "mma") -> float | None:
+    """What is counted in the main loop for each mma, or wgmma; None without any."""
+    products = getattr(loop, instruction)
+    return getattr(loop, quantity) / products if products else None
 
 
 def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
@@ -92,9 +99,13 @@ def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
 def _main_loop_rows(found: Sequence[KernelCounts]) -> Iterator[list[str]]:
     loops = [counts.main_loop for counts in found]
     yield row("warp instructions in the main loop", [loop.instructions for loop in loops])
-    yield row(f"{INDENT}of them per mma", [per_mma(loop) for loop in loops], digits=2)
+    for products in ("mma", "wgmma"):
+        instructions = [per_mma(loop, "instructions", products) for loop in loops]
+        if any(instructions):
+            yield row(f"{INDENT}of them per {products}", instructions, digits=2)
     wavefronts = [per_mma(loop, "shared_wavefronts") for loop in loops]
-    yield row("wavefronts there per mma", wavefronts, digits=2)
+    if any(loop.mma for loop in loops):
+        yield row("wavefronts there per mma", wavefronts, digits=2)
 
 
 def _changes_text(before: KernelCounts, after: KernelCounts) -> str:

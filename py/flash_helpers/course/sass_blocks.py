@@ -14,7 +14,7 @@ from flash_helpers.course.links import words_note
 from flash_helpers.course.step_blocks import compiled_for, spills_text
 from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
-from flash_helpers.sass.analyse.counts import Bucket, Counts
+from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
     GROUP_NAMES,
     MEANING,
@@ -34,6 +34,10 @@ PHASES: Mapping[str, str] = MappingProxyType(
 )
 _OUTSIDE = ("prologue", "epilogue")
 _LISTED = 12
+PER_HMMA_NOTE = (
+    f"Per HMMA is per {UNIT_OPERATIONS} operations of the tensor cores: the part of a warp in a "
+    "HGMMA of 64 x 128 x 16 has 16 times as many."
+)
 LISTING_NOTE = (
     "Live: registers in use. Control: stall cycles; y, another warp may go first; w and r, "
     "scoreboards raised when the result is written and the operands are read; b, those waited for; "
@@ -49,6 +53,7 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
         [
             columns_table(configs, _count_rows(found)),
             *(_change_sentences(*found) if len(found) == 2 else ()),
+            *(arguments.once(PER_HMMA_NOTE) if any(map(_has_wgmma, found)) else ()),
             *arguments.once(compiled_for(found[-1], architecture)),
             *arguments.once(f"Classes: {MEANING}."),
             *words_note(arguments),
@@ -70,8 +75,17 @@ def _count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
     for name in GROUP_NAMES:
         numbers = [facts.groups[name] for facts in found]
         if any(numbers):
-            yield row(f"{INDENT}HMMA" if name == "tensor" else f"{INDENT}{name}", numbers)
+            yield row(f"{INDENT}{_tensor_name(found) if name == 'tensor' else name}", numbers)
     yield row(f"{INDENT}filler, not counted above", [c.by_bucket[Bucket.FILLER] for c in loops])
+
+
+def _has_wgmma(facts: KernelFacts) -> bool:
+    return "HGMMA" in phase_counts(facts, "main").by_base
+
+
+def _tensor_name(found: Sequence[KernelFacts]) -> str:
+    names = {"HGMMA" if _has_wgmma(facts) else "HMMA" for facts in found}
+    return " or ".join(sorted(names, reverse=True))
 
 
 def phase_counts(facts: KernelFacts, phase: str) -> Counts:

@@ -18,6 +18,7 @@ _MEANINGS: Mapping[str, str] = MappingProxyType(
     {
         "version": "number of the [step](#step) of family ampere",
         "overlap": "number of the [step](#step) of family overlap",
+        "hopper": "number of the [step](#step) of family hopper",
         "dtype": "format of the elements, [bf16 or fp16](#bf16)",
         "d_head": "columns of Q, K, V and O, [d_head](#d_head)",
         "B_r": "rows of Q per thread block, [B_r](#b_r)",
@@ -33,12 +34,15 @@ _MEANINGS: Mapping[str, str] = MappingProxyType(
         "mma_double_buffer_loads": "fragments of K and V are [double-buffered](#double-buffer)",
         "optimized_softmax": "the [scale is folded](#folded-scale) into one FFMA",
         "static_row_stride": "[static stride](#static-stride), in elements",
+        "K_slots": "of family hopper: [tiles](#tile) of K in shared memory, a [ring](#ring)",
+        "V_slots": "of family hopper: the same of V",
+        "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
     }
 )
 
 
 def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The parts of the longest fixed config of each family, in order."""
+    """The parts of the fixed configs of each family, in order."""
     rows: dict[str, list[str]] = {}
     for field, part, meaning in (row for family in FAMILIES.values() for row in _rows(family)):
         rows.setdefault(field, [f"`{part}`", f"`{field}`", meaning])
@@ -46,9 +50,12 @@ def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def _rows(family: Family) -> Iterator[tuple[str, str, str]]:
-    """Name, part and meaning of each field; the last step sets all of them."""
-    config = family.fixed_config(list(family.steps.values())[-1], DTYPE)
-    for field, part in zip(fields(config), config.short_form().split("_"), strict=True):
+    """Name, part and meaning of each field; the part is that of the last step that has it in its
+    fixed config. A flag that none sets has its word."""
+    for field in fields(family.config):
         if field.name not in _MEANINGS:
-            raise UsageError(f"{family.name}: nobody has told what {field.name} ({part}) means")
+            raise UsageError(f"{family.name}: nobody has told what {field.name} means")
+        part = field.metadata["short"]
+        for step in family.steps.values():
+            part = family.fixed_config(step, DTYPE).part(field.name) or part
         yield field.name, part, _MEANINGS[field.name]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flash_helpers.console.tables import number
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, Arguments, with_parent
 from flash_helpers.course.columns import folded_table
-from flash_helpers.course.evidence import Evidence
+from flash_helpers.course.evidence import Evidence, target_of
 from flash_helpers.course.sources import code_lines
 from flash_helpers.gpu import capability_of
 from flash_helpers.sass.analyse.matrix import KernelFacts
@@ -61,8 +61,8 @@ def compiled_by(facts: KernelFacts) -> str:
 
 
 def compiled_for(facts: KernelFacts, architecture: str) -> str:
-    """The same, and the architecture."""
-    return f"{architecture}, {compiled_by(facts)}"
+    """The same, and what it is compiled for on an architecture such as "sm_90"."""
+    return f"{target_of(facts.config.family, architecture)}, {compiled_by(facts)}"
 
 
 def diff_block(evidence: Evidence, arguments: Arguments) -> str:

@@ -139,9 +139,10 @@ class Config:
         return self._short_form
 
     def _format(self) -> str:
-        return "_".join(filter(None, (self._part(f.name) for f in fields(self))))
+        return "_".join(filter(None, (self.part(f.name) for f in fields(self))))
 
-    def _part(self, name: str) -> str:
+    def part(self, name: str) -> str:
+        """Of the short form: what a field has there, "" for one that is left out."""
         found = type(self).__dataclass_fields__[name]
         value, short = getattr(self, name), found.metadata["short"]
         if isinstance(value, DType):

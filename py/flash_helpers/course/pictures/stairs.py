@@ -1,19 +1,30 @@
-"""The two staircases with one step lit: a picture for the page of each step, drawn from what was
-measured."""
+"""The staircases with one step lit: a picture for the page of each step, drawn from what was
+measured.
+
+The steps that every GPU runs stand on two, at the tiles that they share. A family for one
+architecture has a staircase of its own, at the configs that its steps are about.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from flash_helpers.course.pictures.svg import BLUE, GREEN, ORANGE, Drawing
-from flash_helpers.kernel_configs import STEPS, DType
-from flash_helpers.measure.plots import progression_numbers
-from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, DType
+from flash_helpers.measure.results import CUDNN, RESULTS, BenchmarkResults, load_results
+from flash_helpers.measure.staircases import stair
+from flash_helpers.registry.family import Step
 
 FOLDER = PurePosixPath("docs/images/stairs")
 HEIGHT = 130  # units, of the highest stair
-FLASH = 100
+FULL = 100.0  # percent of flash
+TILES = ("fixed", "large")  # fields of Stair
+OWN = "of flash"  # the one tile of a family that does not share those
+
+_COLOURS: Mapping[str, str] = MappingProxyType({"fixed": BLUE, "large": ORANGE, OWN: ORANGE})
+_DTYPE = DType.BF16
 
 
 def stairs_path(step: str) -> PurePosixPath:
@@ -21,54 +32,85 @@ def stairs_path(step: str) -> PurePosixPath:
     return FOLDER / f"stairs_{step}.svg"
 
 
-def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
-    """Percent of PyTorch's flash backend by step at both tiles, that of one step with its numbers.
+def has_tiles(step: Step) -> bool:
+    """Whether its family shares the staircases' tiles."""
+    return FAMILIES[step.family].is_portable
 
-    Raises flash_helpers.measure.plots.PlotError if nothing was measured.
-    """
-    numbers = progression_numbers(results, DType.BF16.short)
-    steps = numbers["steps"]
-    heights = {ORANGE: numbers["large"], BLUE: numbers["fixed"]}
-    measured = [percent for of in heights.values() for percent in of if percent is not None]
-    unit = HEIGHT / max(FLASH, *measured)  # for a percent
+
+def tile_configs(fixed: Config) -> dict[str, Config | None]:
+    """The configs of a step's stairs, by tile. fixed: its fixed config."""
+    if not has_tiles(fixed.step):
+        return {OWN: fixed}
+    own = stair(fixed)
+    return {tile: getattr(own, tile) for tile in TILES}
+
+
+def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
+    """Percent of PyTorch's flash backend by step, at both tiles if the step has them, that of one
+    step with its numbers."""
+    shared = has_tiles(STEPS[step])
+    steps = [s.id for s in STEPS.values() if has_tiles(s) == shared]
+    found = [tile_configs(FAMILIES[STEPS[s].family].fixed_config(STEPS[s], _DTYPE)) for s in steps]
+    heights = {
+        tile: [_percent(results, of[tile].short_form()) if of[tile] else None for of in found]
+        for tile in found[0]
+    }
+    lines = {"flash": FULL, **({} if shared else {"cuDNN": _percent(results, CUDNN)})}
     lit = steps.index(step)
-    told = "; ".join(
-        f"{percents[lit]:.1f}% at the {tile} tile"
-        for tile, percents in (("fixed", heights[BLUE]), ("large", heights[ORANGE]))
-        if percents[lit] is not None
-    )
+    own = {tile: percents[lit] for tile, percents in heights.items()}
+    told = [f"{p:.1f}%{_at(tile)}" for tile, p in own.items() if p is not None]
     d = Drawing(
         f"{step}: {STEPS[step].idea}",
-        f"Two staircases, a stair a step, in percent of PyTorch's flash backend. {step}: "
-        f"{told or 'not measured'}.",
+        f"{'Two staircases' if shared else 'A staircase'}, a stair a step, in percent of PyTorch's "
+        f"flash backend. {step}: {'; '.join(told) or 'not measured'}.",
     )
-    width = (d.width - 30) / len(steps)  # the rest is for what stands at the right of the line
+    drawn = [p for of in (lines.values(), *heights.values()) for p in of if p is not None]
+    unit = HEIGHT / max(drawn)  # for a percent
+    width = (d.width - (30 if shared else 48)) / len(steps)  # the rest is for the lines' names
     ground = d.y + 26 + HEIGHT
     d.rect(d.left + lit * width, d.y + 8, width, HEIGHT + 18, GREEN, lit=step)
-    flash = ground - FLASH * unit
-    d.line([(d.left, flash), (d.left + len(steps) * width, flash)], dashed=True)
-    d.note(d.right, flash + 4, "flash", "end")
-    for colour, percents in heights.items():
+    for name, percent in lines.items():
+        if percent is not None:
+            y = ground - percent * unit
+            d.line([(d.left, y), (d.left + len(steps) * width, y)], dashed=True)
+            d.note(d.right, y + 4, name, "end")
+    for tile, percents in reversed(heights.items()):
         for run in _runs(percents):
             points = [
                 (d.left + (place + side) * width, ground - percents[place] * unit)
                 for place in run
                 for side in (0, 1)
             ]
-            d.line(points, colour)
+            d.line(points, _COLOURS[tile])
     d.line([(d.left, ground), (d.left + len(steps) * width, ground)])
     for place, name in enumerate(steps):
         at = d.left + (place + 0.5) * width
         d.small(at, ground + 17, name.removeprefix("v"), "middle", bold=place == lit)
-    fixed, large = numbers["fixed"][lit], numbers["large"][lit]
     d.y = ground + 26
     x = d.left
-    for colour, tile, percent in ((BLUE, "fixed", fixed), (ORANGE, "large", large)):
-        text = f"{tile} tile: {'not there' if percent is None else f'{percent:.1f}%'}"
-        d.text(x, d.y + 14, text, colour=colour, bold=percent is not None, tile=tile)
+    for tile, percent in own.items():
+        text = _told(tile, found[lit][tile], percent)
+        d.text(x, d.y + 14, text, colour=_COLOURS[tile], bold=percent is not None, tile=tile)
         x += d.width / 2
     d.y += 20
     return d
+
+
+def _percent(results: BenchmarkResults, name: str) -> float | None:
+    share = results.of_flash(name, _DTYPE.short)
+    return None if share is None else round(FULL * share, 1)
+
+
+def _at(tile: str) -> str:
+    return "" if tile == OWN else f" at the {tile} tile"
+
+
+def _told(tile: str, config: Config | None, percent: float | None) -> str:
+    if config is None:
+        return f"{tile} tile: not there"
+    if tile == OWN:
+        return "not measured yet" if percent is None else f"{percent:.1f}% {OWN}"
+    return f"{tile} tile: {'not measured yet' if percent is None else f'{percent:.1f}%'}"
 
 
 def _runs(percents: Sequence[float | None]) -> Iterator[list[int]]:
