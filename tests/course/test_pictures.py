@@ -48,8 +48,10 @@ from flash_helpers.course.pictures.work import large_tile, overlap_step, step_co
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.baseline import load_baseline
 from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
+from flash_helpers.ptx.run.boxes import swizzled
 from flash_helpers.ptx.run.tally import Tally
 from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
+from flash_helpers.ptx.run.wgmma_fragments import as_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = "tools/docs/draw_pictures.py"
@@ -81,6 +83,12 @@ EXPECTED = (
     "two_buffers",
     "fragment_ring",
     "mma_row_sum",
+    "tma_tile",
+    "wgmma_fragments",
+    "two_slots",
+    "barrier_ring",
+    "ping_pong",
+    "own_products",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -513,15 +521,15 @@ def test_constants_reach_every_chunk_that_the_swizzle_names() -> None:
 # -- right: registers ----------------------------------------------------------------------------
 
 
+def pairs(n: int) -> list[np.ndarray]:
+    """Registers of two fp16 numbers that say lane and register: 8 · lane + register."""
+    number = [(8 * np.arange(32) + i).astype(np.float16) for i in range(n)]
+    return [np.stack([x, x], axis=1).reshape(-1).view(np.uint32) for x in number]
+
+
 def test_fragments_are_those_of_the_simulators_mma() -> None:
     """Every element is numbered by lane, register and half, and mma's matrices are looked up."""
     lanes = np.arange(32)
-
-    def pairs(n: int) -> list[np.ndarray]:
-        """Registers of two fp16 numbers that say lane and register: 8 · lane + register."""
-        number = [(8 * lanes + i).astype(np.float16) for i in range(n)]
-        return [np.stack([x, x], axis=1).reshape(-1).view(np.uint32) for x in number]
-
     a = matrix_of_a(pairs(4), "f16")[0]
     b = matrix_of_b(pairs(2), "f16")[0].T  # (16, 8)
     c = matrix_of_c([(8 * lanes + i).astype(np.float32) for i in range(4)], "f32")[0]
@@ -1012,3 +1020,67 @@ def test_the_sm_is_that_of_the_tables() -> None:
     assert words.count("ex2: 8 cycles") == 4  # 32 lanes, 16 results a clock and SM: 4 · 2
     assert "32 banks · 4 bytes = 128 bytes per cycle" in words and "227 KiB" in words
     assert "4 · 4 / 6 = 2.67 mma" in words
+
+
+# -- Hopper --------------------------------------------------------------------------------------
+
+
+def test_a_tile_of_tma_lies_as_the_simulator_has_it() -> None:
+    cells = drawn("tma_tile").with_data("row", "chunk", "place", "k")
+    assert len(cells) == 8 * 8
+    for cell in cells:
+        row, chunk, place, k = (int(cell.data[n]) for n in ("row", "chunk", "place", "k"))
+        straight = np.array([1024 + row * 128 + chunk * 16])
+        assert swizzled(straight, 128)[0] == 1024 + row * 128 + place * 16
+        assert k == chunk // 2
+    # of K, (128 keys, 128 columns): what `column_step` of the kernels adds, in bytes
+    offsets = [int(c.data["offset"]) for c in drawn("tma_tile").with_data("step", "offset")]
+    assert offsets == [k // 4 * 128 * 128 + k % 4 * 32 for k in range(8)]
+
+
+def test_accumulators_of_a_warpgroup_are_where_operand_a_wants_them() -> None:
+    cells = drawn("wgmma_fragments").with_data("operand", "lane", "register", "row", "column")
+    S = as_matrix(np.arange(8 * 128).reshape(8, 128, 1))[0]  # register and lane of each element
+    P = matrix_of_a(pairs(4), "f16")[0]
+    places: dict[str, dict[tuple[int, int], tuple[int, int]]] = {"S": {}, "P": {}}
+    for cell in cells:
+        lane, n, row, column = (int(cell.data[k]) for k in ("lane", "register", "row", "column"))
+        places[cell.data["operand"]][row, column] = lane, n
+        if cell.data["operand"] == "S":
+            assert divmod(int(S[row, column]), 128) == (2 * n, lane)
+        else:
+            assert P[row, column] == 8 * lane + n
+    assert places["S"] == places["P"] and len(places["S"]) == 16 * 8
+
+
+def test_the_phases_of_a_ring_alternate_and_end_when_the_slot_is_full_or_empty() -> None:
+    picture = drawn("barrier_ring")
+    for slot in ("0", "1"):
+        for barrier, ended_by in (("full", "copied"), ("empty", "read")):
+            phases = [
+                r
+                for r in picture.with_data("barrier", "slot", "phase", "parity")
+                if (r.data["barrier"], r.data["slot"]) == (barrier, slot)
+            ]
+            assert [int(r.data["parity"]) for r in phases] == [n % 2 for n in range(len(phases))]
+            ends = [
+                r.box.right
+                for r in picture.with_data("slot", "block", "what")
+                if (r.data["what"], r.data["slot"]) == (ended_by, slot)
+            ]
+            for phase, end in zip(phases[:-1], ends, strict=False):
+                assert phase.box.right == pytest.approx(end, abs=0.5)
+
+
+def test_the_times_of_a_warpgroup_are_counted() -> None:
+    """m64n128k16 takes 128 / 2 cycles of an SM; 64 · 128 exponentials and those of the rescale, two
+    for each of 128 threads, 16 per cycle."""
+    S, ex2 = 8 * 64, (64 * 128 + 2 * 128) / 16
+    for name in ("two_slots", "ping_pong", "own_products"):
+        for bar in drawn(name).with_data("lane", "what", "start", "end"):
+            length = int(bar.data["end"]) - int(bar.data["start"])
+            if bar.data["what"][:1] == "P":
+                assert length == ex2, (name, bar.data)
+            if bar.data["what"][:1] in "SO":
+                assert length in (S, 2 * S), (name, bar.data)
+    assert "= 1552 cycles in h6, and 512 + 528 = 1040 in h7" in drawn("own_products").words

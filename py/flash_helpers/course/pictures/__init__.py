@@ -19,6 +19,7 @@ from flash_helpers.course.pictures import (
     overlap,
     shared_memory,
     timelines,
+    warpgroups,
 )
 from flash_helpers.course.pictures.svg import Drawing
 
@@ -55,6 +56,12 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             timelines.two_buffers,
             overlap.fragment_ring,
             overlap.mma_row_sum,
+            warpgroups.tma_tile,
+            warpgroups.wgmma_fragments,
+            warpgroups.two_slots,
+            warpgroups.barrier_ring,
+            warpgroups.ping_pong,
+            warpgroups.own_products,
         )
     }
 )

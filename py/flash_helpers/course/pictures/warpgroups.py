@@ -1,0 +1,388 @@
+"""Pictures of Hopper's units: tiles as TMA writes and wgmma reads them, accumulators of a
+warpgroup, the ring of barriers, and what warpgroups do side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from flash_helpers.course.pictures.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SMALL,
+    Drawing,
+    Grid,
+)
+from flash_helpers.course.pictures.text_width import text_width
+from flash_helpers.course.pictures.timelines import Segment, Timeline
+from flash_helpers.course.pictures.work import CAPABILITY, EX2_CYCLES
+from flash_helpers.registry.hopper import (
+    CHUNK_BYTES,
+    HOPPER,
+    PIECE,
+    WARP_ROWS,
+    WGMMA_K,
+    HopperKernelConfig,
+)
+from flash_helpers.registry.problem import ELEMENT_BYTES, DType
+from flash_helpers.sass.analyse.occupancy import SUB_PARTITIONS
+from flash_helpers.sass.read import opcodes
+
+_ROW_BYTES = PIECE * ELEMENT_BYTES
+_ROWS = 8  # after which the swizzle's pattern repeats
+_STEP_BYTES = WGMMA_K * ELEMENT_BYTES  # of a row in one k-tile
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
+_COPY = 768  # cycles: as long as a copy from L2 is drawn; nothing counts it
+_LANE = 5  # the one that is followed
+_RING_COLUMNS = 16  # of the picture of the ring
+
+
+def hopper_step(number: int) -> HopperKernelConfig:
+    """The fixed config of a step of the hopper family, in bf16."""
+    return HOPPER.fixed_config(HOPPER.steps[HOPPER.step_id(number)], DType.BF16)
+
+
+def place(row: int, chunk: int) -> int:
+    """Where a chunk of a row of a piece lies."""
+    return chunk ^ row % _ROWS
+
+
+def column_offset(k: int, rows: int) -> int:
+    """Bytes from the start of a tile of some rows to its k-tile, as its descriptor has them."""
+    piece, inside = divmod(k * _STEP_BYTES, _ROW_BYTES)
+    return piece * rows * _ROW_BYTES + inside
+
+
+def tma_tile() -> Drawing:
+    """Step h1: eight rows of a piece, and where the descriptor of each k-tile points."""
+    config = hopper_step(1)
+    d = Drawing(
+        "Step h1: a tile as TMA writes it and wgmma reads it",
+        f"A piece of a tile is rows of {_ROW_BYTES} bytes: eight chunks of {CHUNK_BYTES} bytes. "
+        "Eight rows are drawn. In row r chunk c lies at place c XOR r, so that the two chunks of a "
+        "k-tile are in other places in each row. The descriptor of a k-tile only names the place "
+        "that they have in row 0.",
+        f"Rows 0-7 of a piece of {PIECE} columns. A cell is {CHUNK_BYTES} bytes and has the number "
+        "of its chunk; a colour is a k-tile.",
+    )
+    grid = Grid(d, 64, d.y + 24, 50, 24)
+    chunks = _ROW_BYTES // CHUNK_BYTES
+    for p in range(chunks):
+        d.note(grid.middle(p), grid.y - 7, f"+{p * CHUNK_BYTES}", "middle")
+    d.note(d.left, grid.y - 7, "byte")
+    for row in range(_ROWS):
+        d.note(d.left, grid.top(row) + 17, f"row {row}")
+        for chunk in range(chunks):
+            k = chunk * CHUNK_BYTES // _STEP_BYTES
+            at = place(row, chunk)
+            data = {"row": row, "chunk": chunk, "place": at, "k": k}
+            grid.cell(row, at, str(chunk), _COLOURS[k], strong=row == 0, **data)
+    y = grid.top(_ROWS) + 12
+    d.bold(d.left, y + 14, f"Start of each k-tile, for the {config.B_c} rows of K:")
+    y += 24
+    table = Grid(d, d.left, y, d.width / 4, 24, gap=4, below=4)
+    for k in range(config.d_head // WGMMA_K):
+        offset = column_offset(k, config.B_c)
+        colour = _COLOURS[k % len(_COLOURS)]
+        table.cell(k // 4, k % 4, f"k {k}: + {offset:,}", colour, step=k, offset=offset)
+    pattern = _ROWS * _ROW_BYTES
+    return d.result(
+        table.top(2) + 6,
+        f"A k-tile is {WGMMA_K} columns, {_STEP_BYTES} bytes: the start moves by {_STEP_BYTES}, as "
+        "if nothing were permuted, since the hardware swizzles each address that follows from it. "
+        f"After {_ROW_BYTES // _STEP_BYTES} k-tiles comes the next piece, {config.B_c} · "
+        f"{_ROW_BYTES} = {config.B_c * _ROW_BYTES:,} bytes on. From 8 rows to the next it is "
+        f"{_ROWS} · {_ROW_BYTES} = {pattern:,}, which the descriptor says too.",
+    )
+
+
+def d_fragment(lane: int, register: int) -> tuple[int, int]:
+    """Row and column, in the 16 rows of a warp, of an accumulator of wgmma (PTX ISA 9.0, "Register
+    Fragments for wgmma.mma_async.m64nNk16")."""
+    g, t = divmod(lane, 4)
+    return g + _ROWS * (register // 2 % 2), _ROWS * (register // 4) + 2 * t + register % 2
+
+
+def a_registers(lane: int, register: int) -> tuple[int, int]:
+    """Row and first column of what a register of A holds, two elements each."""
+    g, t = divmod(lane, 4)
+    return g + _ROWS * (register % 2), _ROWS * (register // 2) + 2 * t
+
+
+def wgmma_fragments() -> Drawing:
+    """Step h2: an accumulator in 16 bits is an operand A."""
+    d = Drawing(
+        "Step h2: S as wgmma leaves it is P as wgmma takes it",
+        "Two grids of 16 rows and 16 columns: the first accumulators of a warp, and operand A in "
+        "registers. Each cell is two neighbouring elements and names the lane that holds them. "
+        "Both grids have the same lanes in the same places.",
+        f"The {WARP_ROWS} rows of a warp, 16 columns. A cell is two neighbouring elements, and "
+        "names the lane that holds them; its colour is the register.",
+    )
+    top = d.y + 26
+    left = Grid(d, 40, top, 26, 20)
+    right = Grid(d, 262, top, 26, 20)
+    d.bold(left.middle(3.5), top - 9, "accumulators of S", "middle")
+    d.bold(right.middle(3.5), top - 9, "operand A: P", "middle")
+    for row in range(WARP_ROWS):
+        d.note(left.x - 6, left.top(row) + 15, str(row), "end")
+    cells = []
+    for lane in range(32):
+        for n in range(4):
+            cells.append((left, "S", lane, n, d_fragment(lane, 2 * n)))
+            cells.append((right, "P", lane, n, a_registers(lane, n)))
+    for grid, operand, lane, n, (row, column) in sorted(cells, key=lambda c: c[2] == _LANE):
+        data = {"operand": operand, "lane": lane, "register": n, "row": row, "column": column}
+        grid.cell(row, column // 2, str(lane), _COLOURS[n], strong=lane == _LANE, **data)
+    y = left.top(WARP_ROWS) + 10
+    legend = Grid(d, d.left, y, d.width / 4, 24, gap=4, below=4)
+    for n in range(4):
+        legend.cell(0, n, f"D{2 * n}, D{2 * n + 1} to a{n}", _COLOURS[n])
+    return d.result(
+        legend.top(1) + 4,
+        f"Of 16 columns a lane has {WARP_ROWS} · 16 / 32 = {WARP_ROWS * 16 // 32} accumulators. Lane "
+        f"{_LANE} packs D0 and D1 into a0, D2 and D3 into a1, and so on: 4 registers of two 16-bit "
+        "elements. P needs no shuffle, no store and no barrier. The next 16 columns are D8 to D15.",
+    )
+
+
+class _Costs:
+    """Cycles of an SM of one warpgroup for one block of keys: products, and exponentials."""
+
+    def __init__(self, config: HopperKernelConfig) -> None:
+        columns = {"S": config.B_c, "O": config.d_head}
+        depths = {"S": config.d_head, "O": config.B_c}
+        self.S, self.O = (
+            depths[name] // WGMMA_K * _wgmma_cycles(columns[name]) for name in ("S", "O")
+        )
+        # of each lane, and of the rescale of its two rows
+        self.ex2 = (64 * config.B_c // 128 + 2) * SUB_PARTITIONS * EX2_CYCLES
+
+
+def _wgmma_cycles(n: int) -> float:
+    """Of the four warps of a warpgroup."""
+    cycles = opcodes.cost(f"HGMMA.64x{n}x16.F32.BF16", CAPABILITY)
+    assert cycles is not None
+    return SUB_PARTITIONS * cycles
+
+
+def _laid(start: float, parts: Sequence[tuple[str, float, str]]) -> Iterator[Segment]:
+    """One behind the other: label, length, colour."""
+    ends = accumulate((length for _, length, _ in parts), initial=start)
+    for (label, length, colour), begin in zip(parts, ends, strict=False):
+        yield Segment(begin, length, label, colour)
+
+
+def _copies(starts: Sequence[float]) -> list[Segment]:
+    return [Segment(at, _COPY, f"K, V {j}", ORANGE) for j, at in enumerate(starts)]
+
+
+_COUNTED = (
+    "S = Q @ K^T, P = softmax(S), O: O += P @ V, numbered by block of keys. Cycles of tensor cores "
+    "and exponentials counted for sm_90a, not measured; the rest is left out."
+)
+
+
+def two_slots() -> Drawing:
+    """Steps h3 and h4: one slot each for K and V, and two."""
+    four = hopper_step(4)
+    cost = _Costs(four)
+    S, O, ex2 = 2 * cost.S, 2 * cost.O, cost.ex2  # noqa: E741  both warpgroups
+    block = S + ex2 + O
+    d = Drawing(
+        "Step h4: the next K and V are on their way while these are used",
+        "Two timelines of a thread block of two warpgroups. In step h3 each block of keys begins "
+        "with a copy that everybody waits for. In step h4 it was started a block earlier, into the "
+        "other slot, and has arrived.",
+        f"{_COUNTED} A copy from L2 is drawn as {_COPY} cycles, which nothing counts.",
+    )
+    line = Timeline(d, 2 * (_COPY + block))
+    own = [
+        [("", _COPY, ""), (f"S_{j}", S, BLUE), (f"P_{j}", ex2, RED), (f"O_{j}", O, PURPLE)]
+        for j in range(3)
+    ]
+    line.heading("Step h3: one slot")
+    line.lane("copies", _copies([0, _COPY + block]))
+    line.lane("groups 1, 2", [s for s in _laid(0, own[0] + own[1]) if s.label])
+    line.heading("Step h4: two slots")
+    line.lane("copies", _copies([0, _COPY, _COPY + block]))
+    line.lane("groups 1, 2", list(_laid(_COPY, [part for of in own for part in of if part[0]])))
+    line.axis([0, _COPY, _COPY + block])
+    return d.result(
+        d.y + 8,
+        f"Both warpgroups together take 2 · {cost.S:.0f} = {S:.0f} cycles for S and as many for O. "
+        f"A copy of h4 has {S:.0f} + {ex2:.0f} + {O:.0f} = {block:.0f} cycles to land in. The "
+        f"price: 2 · {four.B_c} · {four.d_head} · {ELEMENT_BYTES} bytes = "
+        f"{(four.smem_bytes - hopper_step(3).smem_bytes) // 1024} KiB of shared memory.",
+    )
+
+
+def barrier_ring() -> Drawing:
+    """Step h5: the slots of K, and the phases of their barriers."""
+    config = hopper_step(5)
+    arrives, used = 2, 4  # columns of the grid; not to scale
+    d = Drawing(
+        "Step h5: a slot is full, empty, full again",
+        "The two slots of K over five blocks of keys, each with the phases of its two barriers. A "
+        "full barrier ends a phase when the bytes of a copy have come, an empty barrier when all "
+        "warps that compute have released the slot. Phases alternate between parity 0 and 1.",
+        "Time runs to the right, not to scale. A phase is named by its parity; it ends where the "
+        "next one begins.",
+    )
+    grid = Grid(d, 66, d.y + 8, (d.right - 66) / _RING_COLUMNS, 24, below=4)
+    y = 0
+    for slot in range(config.K_slots):
+        begin = slot * 3
+        blocks = range(slot, 5, config.K_slots)
+        d.bold(d.left, grid.top(y) + 16, f"slot {slot}")
+        d.note(d.left, grid.top(y + 1) + 15, "full")
+        d.note(d.left, grid.top(y + 2) + 15, "empty")
+        ends: dict[str, list[int]] = {"full": [], "empty": []}
+        at = begin
+        for j in blocks:
+            _bar(grid, y, at, at + arrives, f"K_{j}", ORANGE, slot=slot, block=j, what="copied")
+            _bar(
+                grid, y, at + arrives, at + 6, f"read K_{j}", BLUE, slot=slot, block=j, what="read"
+            )
+            ends["full"].append(at + arrives)
+            ends["empty"].append(at + arrives + used)
+            at += arrives + used
+        for row, (name, marks) in enumerate(ends.items(), start=1):
+            edges = [0, *(mark for mark in marks if mark < _RING_COLUMNS), _RING_COLUMNS]
+            for phase, (a, b) in enumerate(pairwise(edges)):
+                parity = phase % 2
+                colour = PURPLE if parity else GREY
+                data = {"barrier": name, "slot": slot, "phase": phase, "parity": parity}
+                _bar(grid, y + row, a, b, str(parity), colour, **data)
+        y += 3.4
+    d.y = grid.top(y) + 2
+    return d.result(
+        d.y,
+        "K_2 is in slot 2 mod 2 = 0, in lap 2 / 2 = 1. Whoever waits names the parity of the phase "
+        "that must have ended: for K_0 parity 0 of full, for K_2, a lap later, parity 1. The producer waits for empty with the other one: "
+        "before K_0 parity 1, of the phase before the first, which counts as ended; before K_2 "
+        "parity 0.",
+    )
+
+
+def _bar(
+    grid: Grid, row: float, begin: int, end: int, label: str, colour: str, **data: object
+) -> None:
+    """Cells begin … end of a row as one, with its label if that fits."""
+    width = (min(end, _RING_COLUMNS) - begin) * grid.width
+    if width > 0:
+        label = label if text_width(label, SMALL) <= width - 2 else ""
+        height = grid.height - grid.below
+        grid.drawing.cell(grid.left(begin), grid.top(row), width, height, label, colour, **data)
+
+
+def _busy(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """When products of these run, without the gaps between neighbours."""
+    products = sorted((s for s in segments if s.label[:1] in "SO"), key=lambda s: s.start)
+    begin, end = 0.0, 0.0
+    for s in products:
+        if s.start > end:
+            yield Segment(begin, end - begin, "busy", GREEN)
+            begin = s.start
+        end = max(end, s.end)
+    yield Segment(begin, end - begin, "busy", GREEN)
+
+
+def ping_pong() -> Drawing:
+    """Steps h5 and h6: two warpgroups in step, and in turns."""
+    cost = _Costs(hopper_step(6))
+    S, O, ex2 = cost.S, cost.O, cost.ex2  # noqa: E741
+    together = 2 * (S + O) + ex2
+    d = Drawing(
+        "Step h6: one computes exponentials while the other multiplies",
+        "Timelines of two warpgroups. In step, as nothing in step h5 forbids, both multiply at the "
+        "same time, each at half the speed, and both compute exponentials at the same time, when "
+        "the tensor cores idle. In step h6 they take turns at the exponentials, and the tensor "
+        "cores have work. The producer fills a slot when both have released it.",
+        f"{_COUNTED} A copy is drawn as {_COPY / 2:.0f} cycles, which nothing counts.",
+    )
+    begin = max(2 * S, S + ex2)  # of O_0, in turns
+    line = Timeline(d, begin + 3 * (O + S))
+    line.heading("Step h5, if both happen to be in step")
+    block = [("O_0", 2 * O, PURPLE), ("S_1", 2 * S, BLUE), ("P_1", ex2, RED)]
+    in_step = [*_laid(0, [("S_0", 2 * S, BLUE), ("P_0", ex2, RED), *block])]
+    for n in (1, 2):
+        line.lane(f"group {n}", in_step)
+    line.lane("tensor", _busy(in_step))
+    line.heading("Step h6: in turns")
+    groups = []
+    for n in range(2):
+        found = [Segment(n * S, S, "S_0", BLUE), Segment(S + n * ex2, ex2, "P_0", RED)]
+        for j in range(2):
+            parts = [(f"O_{j}", O, PURPLE), (f"S_{j + 1}", S, BLUE), (f"P_{j + 1}", ex2, RED)]
+            found += _laid(begin + (2 * j + n) * (O + S), parts)
+        groups.append(found)
+    released = {s.label: s.end for s in groups[1]}
+    copies = [
+        Segment(released[f"{by}_{j}"], _COPY / 2, f"{name}_{j + 2}", colour)
+        for name, by, colour in (("K", "S", ORANGE), ("V", "O", GREY))
+        for j in range(2)
+    ]
+    line.lane("producer", copies)
+    for n, found in enumerate(groups, start=1):
+        line.lane(f"group {n}", found)
+    line.lane("tensor", _busy([s for found in groups for s in found]))
+    line.axis([0, 2 * S, together, line.cycles])
+    return d.result(
+        d.y + 8,
+        f"In step, a block of keys takes 2 · ({S:.0f} + {O:.0f}) + {ex2:.0f} = {together:.0f} "
+        f"cycles, {2 * (S + O) / together:.0%} of them with busy tensor cores. In turns the "
+        f"{ex2:.0f} of one lie beside the {S + O:.0f} of the other.",
+    )
+
+
+def own_products() -> Drawing:
+    """Steps h6 and h7: one warpgroup."""
+    cost = _Costs(hopper_step(7))
+    S, O, ex2 = cost.S, cost.O, cost.ex2  # noqa: E741
+    serial, beside = S + ex2 + O, S + max(ex2, O)
+    d = Drawing(
+        "Step h7: the softmax beside the warpgroup's own product",
+        "Timelines of one warpgroup, its products above its exponentials. In step h6 nothing is "
+        "multiplied while it computes exponentials. In step h7 S of the next block of keys is "
+        "issued before O of this one, and the softmax of that S runs beside O.",
+        f"One warpgroup alone. {_COUNTED}",
+    )
+    line = Timeline(d, 3 * serial)
+    line.heading("Step h6")
+    line.lane(
+        "products",
+        [
+            s
+            for j in range(3)
+            for s in (
+                Segment(j * serial, S, f"S_{j}", BLUE),
+                Segment(j * serial + S + ex2, O, f"O_{j}", PURPLE),
+            )
+        ],
+    )
+    line.lane("softmax", [Segment(j * serial + S, ex2, f"P_{j}", RED) for j in range(3)])
+    line.heading("Step h7")
+    begin = S + ex2
+    products = [Segment(0, S, "S_0", BLUE)]
+    softmax = [Segment(S, ex2, "P_0", RED)]
+    for j in range(1, 5):
+        at = begin + (j - 1) * beside
+        products += [
+            Segment(at, S, f"S_{j}", BLUE),
+            Segment(at + S, O, f"O_{j - 1}", PURPLE),
+        ]
+        softmax.append(Segment(at + S, ex2, f"P_{j}", RED))
+    line.lane("products", products)
+    line.lane("softmax", softmax)
+    line.axis([0, S, serial, 2 * serial])
+    return d.result(
+        d.y + 8,
+        f"A block of keys takes {S:.0f} + {ex2:.0f} + {O:.0f} = {serial:.0f} cycles in h6, and "
+        f"{S:.0f} + {max(ex2, O):.0f} = {beside:.0f} in h7. Alone, a warpgroup keeps the tensor "
+        f"cores busy for {(S + O) / serial:.0%} of the time, and {(S + O) / beside:.0%}.",
+    )
