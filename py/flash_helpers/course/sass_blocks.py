@@ -35,7 +35,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
 _OUTSIDE = ("prologue", "epilogue")
 _LISTED = 12
 PER_HMMA_NOTE = (
-    f"Per HMMA is per {UNIT_OPERATIONS} operations of the tensor cores: the part of a warp in a "
+    f"Per HMMA is per {UNIT_OPERATIONS} operations of the tensor cores: the part of a warp in an "
     "HGMMA of 64 x 128 x 16 has 16 times as many."
 )
 LISTING_NOTE = (

@@ -144,9 +144,10 @@ def wgmma_fragments() -> Drawing:
         legend.cell(0, n, f"D{2 * n}, D{2 * n + 1} to a{n}", _COLOURS[n])
     return d.result(
         legend.top(1) + 4,
-        f"Of 16 columns a lane has {WARP_ROWS} · 16 / 32 = {WARP_ROWS * 16 // 32} accumulators. Lane "
-        f"{_LANE} packs D0 and D1 into a0, D2 and D3 into a1, and so on: 4 registers of two 16-bit "
-        "elements. P needs no shuffle, no store and no barrier. The next 16 columns are D8 to D15.",
+        f"Of 16 columns a lane has {WARP_ROWS} · 16 / 32 = {WARP_ROWS * 16 // 32} accumulators. "
+        f"Lane {_LANE} packs D0 and D1 into a0, D2 and D3 into a1, and so on: 4 registers of two "
+        "16-bit elements. P needs no shuffle, no store and no barrier. The next 16 columns are D8 "
+        "to D15.",
     )
 
 
@@ -263,9 +264,9 @@ def barrier_ring() -> Drawing:
     return d.result(
         d.y,
         "K_2 is in slot 2 mod 2 = 0, in lap 2 / 2 = 1. Whoever waits names the parity of the phase "
-        "that must have ended: for K_0 parity 0 of full, for K_2, a lap later, parity 1. The producer waits for empty with the other one: "
-        "before K_0 parity 1, of the phase before the first, which counts as ended; before K_2 "
-        "parity 0.",
+        "that must have ended: for K_0 parity 0 of full, for K_2, a lap later, parity 1. The "
+        "producer waits for empty with the other one: before K_0 parity 1, of the phase before the "
+        "first, which counts as ended; before K_2 parity 0.",
     )
 
 
