@@ -89,6 +89,7 @@ EXPECTED = (
     "barrier_ring",
     "ping_pong",
     "own_products",
+    "flattened",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1076,7 +1077,7 @@ def test_the_times_of_a_warpgroup_are_counted() -> None:
     """m64n128k16 takes 128 / 2 cycles of an SM; 64 · 128 exponentials and those of the rescale, two
     for each of 128 threads, 16 per cycle."""
     S, ex2 = 8 * 64, (64 * 128 + 2 * 128) / 16
-    for name in ("two_slots", "ping_pong", "own_products"):
+    for name in ("two_slots", "ping_pong", "own_products", "flattened"):
         for bar in drawn(name).with_data("lane", "what", "start", "end"):
             length = int(bar.data["end"]) - int(bar.data["start"])
             if bar.data["what"][:1] == "P":

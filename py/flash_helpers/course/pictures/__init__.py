@@ -62,6 +62,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.barrier_ring,
             warpgroups.ping_pong,
             warpgroups.own_products,
+            warpgroups.flattened,
         )
     }
 )

@@ -85,7 +85,8 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
     d.line([(d.left, ground), (d.left + len(steps) * width, ground)])
     for place, name in enumerate(steps):
         at = d.left + (place + 0.5) * width
-        d.small(at, ground + 17, name.removeprefix("v"), "middle", bold=place == lit)
+        short = name.removeprefix("v" if shared else FAMILIES[STEPS[step].family].prefix)
+        d.small(at, ground + 17, short, "middle", bold=place == lit)
     d.y = ground + 26
     x = d.left
     for tile, percent in own.items():

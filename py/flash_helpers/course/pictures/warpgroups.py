@@ -37,6 +37,7 @@ _ROWS = 8  # after which the swizzle's pattern repeats
 _STEP_BYTES = WGMMA_K * ELEMENT_BYTES  # of a row in one k-tile
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 _COPY = 768  # cycles: as long as a copy from L2 is drawn; nothing counts it
+_STORE = 256  # the same of a store of O
 _LANE = 5  # the one that is followed
 _RING_COLUMNS = 16  # of the picture of the ring
 
@@ -387,3 +388,56 @@ def own_products() -> Drawing:
         f"{S:.0f} + {max(ex2, O):.0f} = {beside:.0f} in h7. Alone, a warpgroup keeps the tensor "
         f"cores busy for {(S + O) / serial:.0%} of the time, and {(S + O) / beside:.0%}.",
     )
+
+
+def flattened() -> Drawing:
+    """Steps h10 and h11: one warpgroup from tile to tile."""
+    cost = _Costs(hopper_step(11))
+    S, O, ex2 = cost.S, cost.O, cost.ex2  # noqa: E741
+    beside = max(ex2, O)
+    d = Drawing(
+        "Step h11: the next tile's first product beside this one's last",
+        "Timelines of one warpgroup that goes from one tile of Q to the next. In step h10 the last "
+        "product of a tile, its store, the first product of the next tile and its softmax stand "
+        "one behind the other. In step h11 the first product of the next tile is issued before the "
+        "last one of this tile, and its softmax runs beside that one.",
+        f"One warpgroup alone; blocks of keys 2 and 3 of one tile, 0 and 1 of the next. {_COUNTED} "
+        f"The store of O is drawn as {_STORE} cycles, which nothing counts.",
+    )
+
+    def lanes(segments: Sequence[Segment]) -> None:
+        for name, kinds in (("products", "SO"), ("softmax", "P"), ("store", "s")):
+            line.lane(name, [s for s in segments if s.label[0] in kinds])
+
+    last = [Segment(0, S, "S_3", BLUE), Segment(S, O, "O_2", PURPLE), Segment(S, ex2, "P_3", RED)]
+    at = S + beside
+    serial = [*_laid(at, [("O_3", O, PURPLE), ("store", _STORE, GREY), ("S_0", S, BLUE)])]
+    after = serial[-1].end
+    serial += [Segment(after, ex2, "P_0", RED)]
+    tiles = {10: after + ex2, 11: at + S + beside}
+    line = Timeline(d, tiles[10] + S + beside)
+    line.heading("Step h10")
+    lanes([*last, *serial, *_next_block(tiles[10], S, O, ex2)])
+    line.heading("Step h11")
+    flat = [
+        Segment(at, S, "S_0", BLUE),
+        Segment(at + S, O, "O_3", PURPLE),
+        Segment(at + S, ex2, "P_0", RED),
+        Segment(at + S + O, _STORE, "store", GREY),
+    ]
+    lanes([*last, *flat, *_next_block(tiles[11] + _STORE, S, O, ex2)])
+    line.axis([0, at, tiles[11], tiles[10]])
+    return d.result(
+        d.y + 8,
+        f"From the last softmax of a tile to the first block that overlaps again h10 takes {O:.0f} "
+        f"+ {_STORE} + {S:.0f} + {ex2:.0f} = {tiles[10] - at:.0f} cycles, and h11 for the same "
+        f"work {S:.0f} + {beside:.0f} + {_STORE} = {tiles[11] + _STORE - at:.0f}.",
+    )
+
+
+def _next_block(at: float, S: float, O: float, ex2: float) -> list[Segment]:  # noqa: E741
+    return [
+        Segment(at, S, "S_1", BLUE),
+        Segment(at + S, O, "O_0", PURPLE),
+        Segment(at + S, ex2, "P_1", RED),
+    ]
