@@ -113,8 +113,8 @@ class TestRepository:
         tiles = {step: (own.fixed, own.large) for step, own in stairs("bf16").items()}
         for point in staircase["points"]:
             for value, config in zip(point["values"], tiles[point["x"]], strict=True):
-                share = config and 100 * results.of_flash(config.short_form(), "bf16")
-                assert value == pytest.approx(share, abs=0.051) if share else value is None
+                share = config and results.of_flash(config.short_form(), "bf16")
+                assert value == pytest.approx(100 * share, abs=0.051) if share else value is None
         flash = lines["series"].index("PyTorch's flash backend")
         for point in lines["points"]:
             speed = results.tflops("pytorch_flash", "bf16", int(point["x"]))
