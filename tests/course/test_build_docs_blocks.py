@@ -521,3 +521,20 @@ def test_what_tma_and_wgmma_move_is_counted(show: Show) -> None:
     tile = 128 * 128 * 2
     assert cells(text, "TMA bytes")[1] == f"{8 * (4 * 2 * tile + 2 * tile // 2):,}"
     assert cells(text, "mma")[1] == "0"
+
+
+def test_the_staircase_tells_families_with_tiles_of_their_own_apart(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = [m for m in evidence.results.measurements if m.name == FLASH]
+    own = parse_kernel("h2").short_form()
+    measured = [replace(m, name=own) for m in flash]
+    results = replace(
+        evidence.results,
+        measurements=tuple(m for m in evidence.results.measurements if not m.name.startswith("h")),
+    )
+    results = replace(results, measurements=(*results.measurements, *measured))
+    monkeypatch.setitem(vars(evidence), "results", results)
+    text = render(evidence, "staircase", "", PurePosixPath("docs/page.md"))
+    assert "at step v16 at the fixed tile" in text
+    assert "100% at step h2 to 100% at step h2 at tiles of their own" in text

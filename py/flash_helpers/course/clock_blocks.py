@@ -214,11 +214,19 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
     were measured."""
     numbers = progression_numbers(evidence.results, DTYPE.short)
     ends = []
-    for tile in ("fixed", "large"):
+    for tile, shared, where in (
+        ("fixed", True, "at the fixed tile"),
+        ("large", True, "at the large tile"),
+        ("fixed", False, "at tiles of their own"),
+    ):
         heights = zip(numbers["steps"], numbers[tile], strict=True)
-        measured = [f"{height:.0f}% at step {step}" for step, height in heights if height]
+        measured = [
+            f"{height:.0f}% at step {step}"
+            for step, height in heights
+            if height and has_tiles(STEPS[step]) == shared
+        ]
         if measured:
-            ends.append(f"{measured[0]} to {measured[-1]} at the {tile} tile")
+            ends.append(f"{measured[0]} to {measured[-1]} {where}")
     alt = (
         f"Percent of {LIBRARY_NAMES[FLASH]} by step on {evidence.results.provenance.gpu}: "
         f"{'; '.join(ends)}"
