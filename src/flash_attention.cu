@@ -36,6 +36,24 @@ struct FlashLaunch {
     unsigned int shared_bytes; // dynamic, a block
 };
 
+// Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
+// rank - 1 strides.
+struct FlashTensorMap {
+    unsigned int rank;
+    unsigned int dtype; // of the enum DType
+    unsigned int swizzle; // bytes: 0, 32, 64 or 128
+    unsigned int box[5]; // elements
+    uint64_t dims[5]; // elements, innermost first
+    uint64_t strides[4]; // bytes, of all dimensions but the innermost
+};
+
+// A tensor map of q, k, v or o, by its number, and where it belongs, from the FlashLaunch on.
+struct FlashBoundMap {
+    uint64_t member;
+    uint64_t tensor;
+    FlashTensorMap map;
+};
+
 // A launch that is ready, and the q, k, v and o that it is ready for. The FlashLaunch and the
 // kernel's parameter follow in memory.
 struct FlashReady {
@@ -48,17 +66,8 @@ struct FlashReady {
     uint64_t span_bytes[4]; // from the first byte to the one behind the last
     uint64_t members[4]; // where their addresses belong, from the FlashLaunch on
     uint64_t launch_bytes; // of the FlashLaunch and the parameter
-};
-
-// Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
-// rank - 1 strides.
-struct FlashTensorMap {
-    unsigned int rank;
-    unsigned int dtype; // of the enum DType
-    unsigned int swizzle; // bytes: 0, 32, 64 or 128
-    unsigned int box[5]; // elements
-    uint64_t dims[5]; // elements, innermost first
-    uint64_t strides[4]; // bytes, of all dimensions but the innermost
+    uint64_t n_maps;
+    FlashBoundMap maps[4];
 };
 
 struct FlashKernelResources {
@@ -280,6 +289,36 @@ FLASH_EXPORT int flash_knows_exchange(const DLPackExchangeAPI *exchange) {
     return exchange->version.major == 1 && exchange->dltensor_from_py_object_no_sync != nullptr;
 }
 
+// The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.
+FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *address, void *encoded) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static void *const entry = [] {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult unused;
+#if CUDART_VERSION >= 12050 // where the plain name is deprecated
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &unused);
+#else
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &unused);
+#endif
+        return found;
+    }();
+    if (entry == nullptr) {
+        return fail("the driver has no cuTensorMapEncodeTiled: it comes with CUDA 12");
+    }
+    const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+    const bool is_fp16 = static_cast<DType>(map->dtype) == DType::FP16;
+    const CUresult status = reinterpret_cast<Encode>(entry)(
+        static_cast<CUtensorMap *>(encoded),
+        is_fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, map->rank,
+        address, map->dims, map->strides, map->box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle_of(map->swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return status == CUDA_SUCCESS ? 0
+                                  : fail("cuTensorMapEncodeTiled refuses the tensor (CUresult " +
+                                         std::to_string(status) + ")");
+}
+
 // Whether q, k, v and o are what `ready` is for, and o is apart from the others. If so, `launch` is
 // filled with what flash_launch takes.
 FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, char *launch) {
@@ -318,6 +357,15 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
     for (int i = 0; i < 4; ++i) {
         std::memcpy(launch + ready->members[i], &begin[i], sizeof begin[i]);
     }
+    for (uint64_t i = 0; i < ready->n_maps; ++i) {
+        const FlashBoundMap &bound = ready->maps[i];
+        CUtensorMap encoded; // aligned, as the driver wants it
+        if (flash_encode_tensor_map(&bound.map, reinterpret_cast<void *>(begin[bound.tensor]),
+                                    &encoded)) {
+            return false;
+        }
+        std::memcpy(launch + bound.member, &encoded, sizeof encoded);
+    }
     return true;
 }
 
@@ -341,36 +389,6 @@ FLASH_EXPORT PyObject *flash_ready(PyObject *ready) {
         "launch(q, k, v, o) -> bool",
     };
     return PyCFunction_NewEx(&method, ready, nullptr);
-}
-
-// The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.
-FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *address, void *encoded) {
-    using Encode = decltype(&cuTensorMapEncodeTiled);
-    static void *const entry = [] {
-        void *found = nullptr;
-        cudaDriverEntryPointQueryResult unused;
-#if CUDART_VERSION >= 12050 // where the plain name is deprecated
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                         &unused);
-#else
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &unused);
-#endif
-        return found;
-    }();
-    if (entry == nullptr) {
-        return fail("the driver has no cuTensorMapEncodeTiled: it comes with CUDA 12");
-    }
-    const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-    const bool is_fp16 = static_cast<DType>(map->dtype) == DType::FP16;
-    const CUresult status = reinterpret_cast<Encode>(entry)(
-        static_cast<CUtensorMap *>(encoded),
-        is_fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, map->rank,
-        address, map->dims, map->strides, map->box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle_of(map->swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return status == CUDA_SUCCESS ? 0
-                                  : fail("cuTensorMapEncodeTiled refuses the tensor (CUresult " +
-                                         std::to_string(status) + ")");
 }
 
 FLASH_EXPORT int flash_kernel_resources(const char *name, int n_threads, int shared_bytes,

@@ -89,7 +89,7 @@ class TestBytes:
         assert quick_launch(four(), plain) is not None
         for more in (
             replace(plain, workspace_bytes=4),
-            replace(plain, tensor_maps=((0, q_map),)),
+            replace(plain, tensor_maps=((0, q_map),) * 5),
             replace(plain, addresses=tuple(others)),
             replace(plain, addresses=(*plain.addresses, first)),
             replace(plain, addresses=(replace(first, offset=16), *others)),

@@ -39,6 +39,29 @@ class _Launch(ctypes.Structure):
     )
 
 
+class _TensorMap(ctypes.Structure):
+    """FlashTensorMap."""
+
+    _fields_ = (
+        ("rank", _UINT),
+        ("dtype", _UINT),
+        ("swizzle", _UINT),
+        ("box", _UINT * 5),
+        ("dims", ctypes.c_uint64 * 5),
+        ("strides", ctypes.c_uint64 * 4),
+    )
+
+
+class _BoundMap(ctypes.Structure):
+    """FlashBoundMap."""
+
+    _fields_ = (
+        ("member", ctypes.c_uint64),
+        ("tensor", ctypes.c_uint64),
+        ("map", _TensorMap),
+    )
+
+
 class _Ready(ctypes.Structure):
     """FlashReady."""
 
@@ -52,19 +75,8 @@ class _Ready(ctypes.Structure):
         ("span_bytes", ctypes.c_uint64 * 4),
         ("members", ctypes.c_uint64 * 4),
         ("launch_bytes", ctypes.c_uint64),
-    )
-
-
-class _TensorMap(ctypes.Structure):
-    """FlashTensorMap."""
-
-    _fields_ = (
-        ("rank", _UINT),
-        ("dtype", _UINT),
-        ("swizzle", _UINT),
-        ("box", _UINT * 5),
-        ("dims", ctypes.c_uint64 * 5),
-        ("strides", ctypes.c_uint64 * 4),
+        ("n_maps", ctypes.c_uint64),
+        ("maps", _BoundMap * 4),
     )
 
 
@@ -255,14 +267,21 @@ class Launcher:
         them. strides, in elements, and span_bytes, from a tensor's first byte to the one behind its
         last: of q, k, v and o.
 
-        None for a launch that takes anything but the addresses of the four.
+        None for a launch that takes anything but the addresses of the four, and at most four tensor
+        maps of them.
         """
         found = self._found
         members = {x.tensor: x.member for x in found.addresses if not x.offset}
-        takes_more = found.tensor_maps or found.workspace_bytes or len(found.addresses) > 4
+        maps = [
+            _BoundMap(ctypes.sizeof(_Launch) + member, "qkvo".index(x.tensor), _tensor_map(x))
+            for member, x in found.tensor_maps
+        ]
+        takes_more = len(maps) > 4 or found.workspace_bytes or len(found.addresses) > 4
         if takes_more or members.keys() != {*"qkvo"}:
             return None
-        launch = self._template.fill(dict.fromkeys([*members, STREAM], 0))
+        launch = self._template.fill(
+            dict.fromkeys([*members, STREAM], 0), lambda *_: bytes(TENSOR_MAP_BYTES)
+        )
         header = _Ready(
             exchange,
             device,
@@ -273,10 +292,23 @@ class Launcher:
             span_bytes,
             tuple(ctypes.sizeof(_Launch) + members[name] for name in "qkvo"),
             len(launch),
+            len(maps),
+            (_BoundMap * 4)(*maps),
         )
         # not as others of the library are called, without the lock of the interpreter
         prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
         return prototype(("flash_ready", load()))(bytes(header) + launch)
+
+
+def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
+    return _TensorMap(
+        len(tensor_map.dims),
+        DType.from_name(tensor_map.dtype),
+        tensor_map.swizzle,
+        tensor_map.box,
+        tensor_map.dims,
+        tensor_map.strides,
+    )
 
 
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
@@ -284,15 +316,7 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
 
     Raises RuntimeError if the driver refuses it.
     """
-    rank = len(tensor_map.dims)
-    call = _TensorMap(
-        rank,
-        DType.from_name(tensor_map.dtype),
-        tensor_map.swizzle,
-        tensor_map.box,
-        tensor_map.dims,
-        tensor_map.strides,
-    )
+    call = _tensor_map(tensor_map)
     # the driver wants it aligned
     memory = ctypes.create_string_buffer(2 * TENSOR_MAP_BYTES)
     start = -ctypes.addressof(memory) % TENSOR_MAP_BYTES
