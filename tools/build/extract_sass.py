@@ -14,7 +14,7 @@ from typing import Any
 
 from flash_helpers.console.command_line import make_parser, output_folder, print_texts, run_tool
 from flash_helpers.console.progress import progress_bar
-from flash_helpers.measure.machine_code import kernel_names, readable_name, with_own_paths
+from flash_helpers.measure.machine_code import kernel_names, own_paths, readable_name
 from flash_helpers.sass.read.choice import NAMED_SO, KernelPath
 from flash_helpers.sass.read.reader import find_kernels, iter_kernels
 from flash_helpers.sass.read.records import SassError
@@ -122,7 +122,7 @@ def texts(arguments: argparse.Namespace, chosen: tuple[Any, ...]) -> Iterator[tu
     # a bar would stand between the lines
     is_shown = arguments.output is None and sys.stdout.isatty()
     with nullcontext() if is_shown else progress_bar("disassemble") as progress:
-        for kernel in map(with_own_paths, iter_kernels(*chosen, progress=progress)):
+        for kernel in iter_kernels(*chosen, sources=own_paths, progress=progress):
             name = files.of(kernel.architecture, kernel.symbol)
             yield name, make(kernel, offsets=not arguments.no_offsets)
 

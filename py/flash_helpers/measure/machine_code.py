@@ -27,7 +27,7 @@ from flash_helpers.sass.analyse.bound import Chip, Launch, Measured, Prediction,
 from flash_helpers.sass.analyse.matrix import KernelFacts, Matrix
 from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_counts
 from flash_helpers.sass.read.choice import KernelPath
-from flash_helpers.sass.read.lines import relative_to_repository
+from flash_helpers.sass.read.lines import Chain, relative_to_repository
 from flash_helpers.sass.read.reader import list_kernels, load_kernel, load_kernels
 from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
 from flash_helpers.sass.read.symbols import plain_name
@@ -96,27 +96,18 @@ def library_kernels(
     names = None if configs is None else sorted(config.short_form() for config in configs)
     if names == []:
         return {}
-    kernels = load_kernels(installed_library(), architecture, names or (), progress=progress)
-    found = {find_config(kernel.symbol): with_own_paths(kernel) for kernel in kernels}
+    kernels = load_kernels(
+        installed_library(), architecture, names or (), sources=own_paths, progress=progress
+    )
+    found = {find_config(kernel.symbol): kernel for kernel in kernels}
     return {config: found[config] for config in sorted(filter(None, found))}
 
 
-def with_own_paths(kernel: Kernel) -> Kernel:
-    """The kernel, if it is one of this library, with paths of sources relative to the repository;
-    another one as it is."""
-    config = find_config(kernel.symbol)
-    if config is None:
-        return kernel
-    sources = relative_to_repository(
-        (instruction.source for instruction in kernel.instructions), str(config.step.source)
-    )
-    return replace(
-        kernel,
-        instructions=tuple(
-            replace(instruction, source=source)
-            for instruction, source in zip(kernel.instructions, sources, strict=True)
-        ),
-    )
+def own_paths(symbol: str, sources: Sequence[Chain]) -> Sequence[Chain]:
+    """The source lines of a kernel, with paths relative to the repository if it is one of this
+    library; of another one as they are."""
+    config = find_config(symbol)
+    return sources if config is None else relative_to_repository(sources, str(config.step.source))
 
 
 def readable_name(symbol: str) -> str:
@@ -167,8 +158,8 @@ def file_facts(
     that does. results: as for `config_facts`. launch: None takes that of the config, if it is one.
     """
     names = kernel_names([*where.names, *names])
-    kernel = with_own_paths(
-        load_kernel(where.path, architecture, names, where.member, progress=progress)
+    kernel = load_kernel(
+        where.path, architecture, names, where.member, sources=own_paths, progress=progress
     )
     config = find_config(kernel.symbol)
     if config is not None:

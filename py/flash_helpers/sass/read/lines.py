@@ -84,16 +84,16 @@ def relative_to_repository(chains: Iterable[Chain], source: str) -> list[Chain]:
     Files outside of that folder, and all files if none is `source`, keep their paths.
     """
     chains = list(chains)
-    files = {line.file for chain in chains for line in chain}
+    distinct = set(chains)
+    files = {line.file for chain in distinct for line in chain}
     root = next((file.removesuffix(source) for file in files if file.endswith(f"/{source}")), None)
     if root is None:
         return chains
     short = {
-        line: SourceLine(line.file.removeprefix(root), line.line)
-        for chain in chains
-        for line in chain
+        chain: tuple(SourceLine(line.file.removeprefix(root), line.line) for line in chain)
+        for chain in distinct
     }
-    return [tuple(short[line] for line in chain) for chain in chains]
+    return [short[chain] for chain in chains]
 
 
 def _relocations(cubin: Cubin, name: str) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from flash_helpers.sass.read.disassembly import (
     disassemble,
 )
 from flash_helpers.sass.read.elf import Cubin
+from flash_helpers.sass.read.lines import Chain
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
     Instruction,
@@ -49,6 +50,8 @@ from flash_helpers.sass.read.records import (
 
 _AT_ONCE = LARGEST_BATCH  # kernels: those of a library take some megabytes each
 _REFUSAL = "CUDA architecture"  # in what nvdisasm says of one that it no longer reads
+
+SourcesOf = Callable[[str, Sequence[Chain]], Sequence[Chain]]
 
 
 class FoundKernel(NamedTuple):
@@ -91,6 +94,7 @@ def iter_kernels(
     member: str = "",
     *,
     cache: DisassemblyCache | None = None,
+    sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Kernel]:
     """The kernels and device functions in a cubin, fatbin, object file, library or program, a few
@@ -98,7 +102,8 @@ def iter_kernels(
 
     architecture: such as "sm_90"; None takes all. names: which kernels to take, as
     `choice.matching` takes them; without any, all. member: name of a cubin in the file, or a part
-    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. progress:
+    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. sources:
+    makes of a kernel's symbol and the CUDA lines of its instructions those that are told. progress:
     called with the number of kernels that are read and of all, while they are being disassembled.
 
     Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
@@ -106,7 +111,8 @@ def iter_kernels(
     kernels that no disassembler reads, or that are too new for it, a `SassWarning` tells at the
     end; it is an error if there are no others.
     """
-    return read_chosen(chosen_kernels(path, architecture, names, member), cache, progress)
+    chosen = chosen_kernels(path, architecture, names, member)
+    return read_chosen(chosen, cache, sources=sources, progress=progress)
 
 
 def load_kernels(
@@ -116,10 +122,14 @@ def load_kernels(
     member: str = "",
     *,
     cache: DisassemblyCache | None = None,
+    sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
     """All of `iter_kernels`, which tells of the arguments and of what is raised."""
-    return [*iter_kernels(path, architecture, names, member, cache=cache, progress=progress)]
+    found = iter_kernels(
+        path, architecture, names, member, cache=cache, sources=sources, progress=progress
+    )
+    return [*found]
 
 
 def load_kernel(
@@ -128,6 +138,7 @@ def load_kernel(
     names: Iterable[str] = (),
     member: str = "",
     *,
+    sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Kernel:
     """The one kernel of a file that is asked for; the arguments are those of `iter_kernels`.
@@ -137,7 +148,7 @@ def load_kernel(
     chosen = chosen_kernels(path, architecture, names, member)
     require_one(str(path), [kernel.found for _, kernel in chosen])
     require_one_member(str(path), chosen[0][1].symbol, [kernel.member for _, kernel in chosen])
-    return next(read_chosen(chosen, progress=progress))
+    return next(read_chosen(chosen, sources=sources, progress=progress))
 
 
 Chosen = Sequence[tuple[Member, FoundKernel]]
@@ -176,7 +187,11 @@ def _kernels_of(members: Iterable[Member]) -> Chosen:
 
 
 def read_chosen(
-    chosen: Chosen, cache: DisassemblyCache | None = None, progress: Progress | None = None
+    chosen: Chosen,
+    cache: DisassemblyCache | None = None,
+    *,
+    sources: SourcesOf | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Kernel]:
     """The kernels in their order, _AT_ONCE by _AT_ONCE; see `iter_kernels`. Their cubins are read
     again: those of a large file that are not wanted take no memory."""
@@ -220,7 +235,7 @@ def read_chosen(
             if missing and progress is not None:
                 progress(done, len(chosen))
             count += 1
-            yield _with_analysis(request, outcome)
+            yield _with_analysis(request, outcome, sources)
     if problems and not count:
         raise SassError(next(iter(problems)))
     warn(f"{why}: left out: {listed(symbols)}" for why, symbols in problems.items())
@@ -268,10 +283,13 @@ def _outcomes(
     return [outcome for one in alone for outcome in _outcomes(tools, one, folder)]
 
 
-def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
+def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesOf | None) -> Kernel:
     """The kernel with all that follows from its instructions."""
     cubin, kernel = request.cubin, request.kernel
     operations, capability = disassembly.operations, cubin.capability
+    chains: Sequence[Chain] = disassembly.sources
+    if sources is not None:
+        chains = sources(kernel.symbol, chains)
     spills = kernel.spills or frozenset()
     blocks, loops = flow.control_flow(operations, kernel.jump_tables)
     loop_of: dict[int, int] = {}
@@ -299,7 +317,7 @@ def _with_analysis(request: Request, disassembly: Disassembly) -> Kernel:
             operations,
             (b.index for b in blocks for _ in range(b.start, b.end, INSTRUCTION_BYTES)),
             disassembly.live,
-            disassembly.sources,
+            chains,
             disassembly.ptx_lines,
             strict=True,
         )
