@@ -39,7 +39,7 @@ from flash_helpers.sass.read.records import (
 )
 from flash_helpers.sass.read.symbols import plain_name, with_demangled_symbols
 
-LARGEST_BATCH = 32  # kernels: some seconds of work, of which the start is half a second
+LARGEST_BATCH = 48  # kernels: some seconds of work, of which the start is half a second
 
 _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _LIVE_TABLE = "// |"

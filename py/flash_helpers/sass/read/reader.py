@@ -48,7 +48,7 @@ from flash_helpers.sass.read.records import (
     SassError,
 )
 
-_AT_ONCE = LARGEST_BATCH  # kernels: those of a library take some megabytes each
+_AT_ONCE = 2 * LARGEST_BATCH  # kernels: those of a library take some megabytes each
 _REFUSAL = "CUDA architecture"  # in what nvdisasm says of one that it no longer reads
 
 SourcesOf = Callable[[str, Sequence[Chain]], Sequence[Chain]]
