@@ -12,7 +12,7 @@ from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, progression_kernels
 from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.execution_check import predict_launch
-from flash_helpers.registry.mma_sync import LAZY_RESCALE, PROGRESSION_ROW_STRIDE
+from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel, run_kernel
 from flash_helpers.sass.analyse.phases import NotDeterminedError
@@ -44,9 +44,9 @@ LAZY = [config for config in PROGRESSION if LAZY_RESCALE in config.step.traits]
 
 
 def shape_of(config: Config, blocks: int) -> AttentionForward:
-    """So many blocks, and the heads that give the row stride that the kernel is made for."""
-    heads = PROGRESSION_ROW_STRIDE // config.d_head if config.static_row_stride else 2
-    return AttentionForward(batch=1, heads=heads, seq_len=blocks * config.supports.whole)
+    """So many blocks of two heads, which `tensors_for` gives the row stride that the kernel is made
+    for."""
+    return AttentionForward(batch=1, heads=2, seq_len=blocks * config.supports.whole)
 
 
 @functools.lru_cache
