@@ -14,6 +14,7 @@ from fake_backend import load_tool
 from flash_helpers.console.command_line import print_texts
 from flash_helpers.sass.read import containers, reader
 from flash_helpers.sass.read.cache import DisassemblyCache
+from flash_helpers.sass.read.disassembly import Disassembly
 from flash_helpers.sass.read.records import Kernel, SassError, SassWarning
 from flash_helpers.sass.show import listing_counts
 
@@ -31,15 +32,24 @@ def library(planted: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, ...], list[Disassembly]]:
+    """What nvdisasm said of kernels, by their names: it is asked once in all tests."""
+    return {}
+
+
 @pytest.fixture
-def disassembled(monkeypatch, tmp_path: Path) -> list[str]:
+def disassembled(monkeypatch, tmp_path: Path, answers: dict) -> list[str]:
     """Names of the kernels that nvdisasm was asked for, one kernel at a time."""
     asked = []
     real = reader.disassemble
 
     def disassemble(tools, batch, folder):
-        asked.extend(request.kernel.symbol for request in batch.requests)
-        return real(tools, batch, folder)
+        symbols = tuple(request.kernel.symbol for request in batch.requests)
+        asked.extend(symbols)
+        if symbols not in answers:
+            answers[symbols] = real(tools, batch, folder)
+        return answers[symbols]
 
     monkeypatch.setattr(reader, "disassemble", disassemble)
     monkeypatch.setattr(reader, "_AT_ONCE", 1)
