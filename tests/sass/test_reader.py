@@ -450,19 +450,28 @@ class TestMerging:
             (member,) = members_of(planted / f"{name}.cubin")
             cubin = member.cubin()
             requests += [Request(member, cubin, k) for k in cubin.kernels]
-        planned = batches(requests, workers=2)
         assert len(requests) == 9
-        # of the four of sm_80, and of the three of sm_90, half each; and what cannot be merged
+        planned = batches(requests * 3, workers=2)
+        # of the twelve of sm_80, and of the nine of sm_90, half each; and what cannot be merged
         assert sorted((len(b.requests), b.merged) for b in planned) == [
-            (1, False),
-            (1, False),
-            (1, True),
-            (2, True),
-            (2, True),
-            (2, True),
+            (3, False),
+            (3, False),
+            (4, True),
+            (5, True),
+            (6, True),
+            (6, True),
         ]
         for batch in planned:
             assert len({request.cubin.architecture for request in batch.requests}) == 1
+
+    def test_four_kernels_are_not_worth_two_batches(self, planted: Path) -> None:
+        (member,) = cubins_of(planted / "filler.sm_80.cubin")
+        cubin = member.cubin()
+        requests = [Request(member, cubin, k) for k in cubin.kernels] * 5
+        sizes = [
+            [len(batch.requests) for batch in batches(requests[:n], workers=8)] for n in (1, 4, 5)
+        ]
+        assert sizes == [[1], [4], [4, 1]]
 
 
 class TestCacheUse:

@@ -40,6 +40,7 @@ from flash_helpers.sass.read.records import (
 from flash_helpers.sass.read.symbols import plain_name, with_demangled_symbols
 
 LARGEST_BATCH = 48  # kernels: some seconds of work, of which the start is half a second
+_SMALLEST_BATCH = 4  # kernels, if there are as many: another start takes longer than they do
 
 _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
 _LIVE_TABLE = "// |"
@@ -85,7 +86,7 @@ class Batch:
 
 
 def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
-    """The requests in batches, of about one size for each worker."""
+    """The requests in batches, of about one size for each worker, unless there are too few."""
     planned: list[Batch] = []
     mergeable: dict[bytes, list[Request]] = {}
     of_cubin: dict[Member, list[Request]] = {}
@@ -95,7 +96,7 @@ def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
         else:
             of_cubin.setdefault(request.member, []).append(request)
     for together in mergeable.values():
-        size = min(LARGEST_BATCH, -(-len(together) // workers))
+        size = min(LARGEST_BATCH, max(_SMALLEST_BATCH, -(-len(together) // workers)))
         for start in range(0, len(together), size):
             planned.append(Batch(tuple(together[start : start + size]), merged=True))
     planned += [Batch(tuple(together), merged=False) for together in of_cubin.values()]
