@@ -24,7 +24,6 @@ from flash_helpers.ptx import (
     PtxSyntaxError,
     RaceError,
     UnsupportedInstruction,
-    load_ptx,
 )
 from flash_helpers.runtime import simulator
 from flash_helpers.runtime.library import ptx_path
@@ -263,7 +262,7 @@ class TestAnnouncement:
 
 def test_every_kernel_ships_its_ptx_under_its_name() -> None:
     for config in flash_attention.kernels():
-        (name,) = load_ptx(ptx_path(config)).kernels
+        (name,) = re.findall(r"\.entry (\w+)", ptx_path(config).read_text())
         assert config.short_form() in name
 
     def test_is_for_a_terminal(self, inputs, capsys, monkeypatch) -> None:
