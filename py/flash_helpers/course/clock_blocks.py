@@ -36,7 +36,7 @@ from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
-NOT_MEASURED = "{} was not measured yet."
+NOT_MEASURED = "{} was not measured on the GPU of the other steps."
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ def _told(tile: str, config: Config | None, percent: float | None) -> str:
     if config is None:
         return f"{tile} tile: not there"
     if tile == OWN:
-        return "not measured yet" if percent is None else f"{percent:.1f}% {OWN}"
-    return f"{tile} tile: {'not measured yet' if percent is None else f'{percent:.1f}%'}"
+        return "not measured there" if percent is None else f"{percent:.1f}% {OWN}"
+    return f"{tile} tile: {'not measured there' if percent is None else f'{percent:.1f}%'}"
 
 
 def _runs(percents: Sequence[float | None]) -> Iterator[list[int]]:
