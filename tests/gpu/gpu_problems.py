@@ -86,6 +86,11 @@ def torch_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.dtype.torch_name)
 
 
+def whole(config: Config, seq_len: int) -> int:
+    """The next length that is whole blocks of the config."""
+    return -(-seq_len // config.supports.whole) * config.supports.whole
+
+
 def make_problem(
     distribution: str,
     shape: AttentionForward,

@@ -15,6 +15,7 @@ from gpu_problems import (
     first_and_last,
     make_problem,
     torch_dtype,
+    whole,
 )
 
 from flash_attention import forward, forward_timed, resources
@@ -22,19 +23,22 @@ from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelCon
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = AttentionForward(2, 3, 256)
 # long enough that work which does not wait for it comes first
 DELAY_CYCLES = 20_000_000
 
 ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
 
 
+def shape_for(config: FlashForwardKernelConfig) -> AttentionForward:
+    return AttentionForward(2, 3, whole(config, 256))
+
+
 @each_config
 def test_a_cuda_graph_replays_with_new_inputs(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    first = problem("normal", SHAPE, torch_dtype(config))
-    second = problem("outliers", SHAPE, torch_dtype(config))
+    first = problem("normal", shape_for(config), torch_dtype(config))
+    second = problem("outliers", shape_for(config), torch_dtype(config))
     inputs = [x.clone() for x in first.inputs]
     given = first.poisoned_output()
     graph = torch.cuda.CUDAGraph()
@@ -55,7 +59,7 @@ def test_a_cuda_graph_replays_with_new_inputs(
 def test_the_kernel_runs_on_the_current_stream(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
     inputs = [torch.full_like(x, torch.nan) for x in case.inputs]
     output = case.poisoned_output()
     stream = torch.cuda.Stream()
@@ -78,7 +82,7 @@ def test_torch_compile_takes_the_whole_function(
     pytest.importorskip("triton", reason="torch.compile needs triton on a GPU")
     torch._dynamo.reset()  # it gives up on a function after so many values of what it closes over
     cfg = config.short_form() if as_text else config
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
 
     def shifted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return forward(cfg, q + 0, k, v) + 1
@@ -92,7 +96,7 @@ def test_torch_compile_takes_the_whole_function(
 def test_torch_compile_takes_a_given_output(problem: ProblemMaker) -> None:
     pytest.importorskip("triton", reason="torch.compile needs triton on a GPU")
     config = FIRST_AND_LAST[0]
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
     output = case.poisoned_output()
 
     def into(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
@@ -108,7 +112,7 @@ def test_torch_compile_takes_a_given_output(problem: ProblemMaker) -> None:
 def test_the_operator_keeps_the_rules_of_custom_operators(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
     torch.library.opcheck(
         torch.ops.flash_attention.forward.default,
         (config.short_form(), *case.inputs),
@@ -123,7 +127,7 @@ def test_both_of_two_devices_work_in_one_process(
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     for index in (1, 0, 1):
-        case = make_problem("normal", SHAPE, torch_dtype(config), f"cuda:{index}")
+        case = make_problem("normal", shape_for(config), torch_dtype(config), f"cuda:{index}")
         output = case.poisoned_output()
         forward(config, *case.inputs, output)  # while the other device is the current one
         assert torch.cuda.current_device() == cuda_device.index
@@ -134,7 +138,7 @@ def test_both_of_two_devices_work_in_one_process(
 def test_a_timed_call_gives_the_output_and_the_kernels_time(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
     output, milliseconds = forward_timed(config, *case.inputs)
     case.check(output)
     assert 0 < milliseconds < math.inf
@@ -182,7 +186,7 @@ def _transposed_in_memory(x: torch.Tensor) -> torch.Tensor:
 def test_bad_input_is_refused_and_harms_nothing(
     config: FlashForwardKernelConfig, name: str, spoil, problem: ProblemMaker
 ) -> None:
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
     tensors = dict(zip("qkvo", (*case.inputs, case.poisoned_output()), strict=True))
     output = tensors["o"]
     tensors[name] = spoil(tensors[name])
@@ -197,7 +201,7 @@ def test_bad_input_is_refused_and_harms_nothing(
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_an_output_that_overlaps_an_input_is_refused(name: str, problem: ProblemMaker) -> None:
     config = CONFIGS[0]
-    case = problem("normal", SHAPE, torch_dtype(config))
+    case = problem("normal", shape_for(config), torch_dtype(config))
     tensors = dict(zip("qkv", (x.clone() for x in case.inputs), strict=True))
     with pytest.raises(ValueError, match=f"overlaps {name}"):
         forward(config, *tensors.values(), tensors[name])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_problems import CONFIGS, Problem, each_config, last_of_each_family, torch_dtype
+from gpu_problems import CONFIGS, Problem, each_config, last_of_each_family, torch_dtype, whole
 
 from flash_attention import forward, kernels
 from flash_helpers.check.inputs import make_inputs
@@ -42,11 +42,6 @@ def shapes_for(config: FlashForwardKernelConfig) -> Iterator[AttentionForward]:
                 yield AttentionForward(batch, heads, blocks * config.supports.whole)
     in_its_dtype = (shape.in_dtype(config.dtype) for shape in LONG_SHAPES)
     yield from (shape for shape in in_its_dtype if not config.refusal(shape))
-
-
-def whole(config: FlashForwardKernelConfig, seq_len: int) -> int:
-    """The next length that is whole blocks of the config."""
-    return -(-seq_len // config.supports.whole) * config.supports.whole
 
 
 def test_the_library_holds_every_config_of_the_registry() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_problems import Problem, each_bf16_config, require_memory
+from gpu_problems import Problem, each_bf16_config, require_memory, whole
 
 from flash_attention import forward
 from flash_helpers.check.reference import attention_reference
-from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import FlashForwardKernelConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -20,10 +20,10 @@ INT32_ELEMENTS = 2**31
 MAX_GRID_Z = 65535
 
 MANY_BATCHES = MAX_GRID_Z + 2
-MANY_ELEMENTS = AttentionForward(batch=INT32_ELEMENTS // (512 * 16 * D_HEAD) + 1, heads=16,
-                               seq_len=512)  # fmt: skip
+MANY_HEADS = 16
+MANY_ROWS = INT32_ELEMENTS // (MANY_HEADS * D_HEAD) + 1024  # some sequence begins after 2^31
 FAR_ROWS = 1024
-FAR_HEADS = 16401  # FAR_ROWS rows of so many heads go just over 2^31 elements
+FAR_ELEMENTS = INT32_ELEMENTS + 2**23  # room for FAR_ROWS rows, or some more, 2^31 elements long
 
 
 def shifted_noise(*size: int) -> torch.Tensor:
@@ -46,19 +46,16 @@ def check_batches(
 def many_elements() -> Iterator[torch.Tensor]:
     """One tensor of more than 2^31 elements, used as Q, K and V alike."""
     require_memory(3 * INT32_ELEMENTS * ELEMENT_BYTES)
-    yield shifted_noise(*MANY_ELEMENTS.shape)
+    yield shifted_noise(MANY_ROWS, MANY_HEADS, D_HEAD)
     torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
 def far_rows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and output whose last rows are more than 2^31 elements away from the first."""
-    require_memory(2 * FAR_ROWS * FAR_HEADS * D_HEAD * ELEMENT_BYTES + 2**30)
-    assert (FAR_ROWS - 1) * FAR_HEADS * D_HEAD > INT32_ELEMENTS
-    size = (1, FAR_ROWS, FAR_HEADS, D_HEAD)
-    qkv = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-    qkv[:, :, :9] = shifted_noise(1, FAR_ROWS, 9, D_HEAD)
-    yield qkv, torch.empty_like(qkv)
+    """Memory for inputs and output whose last rows are more than 2^31 elements away from the
+    first."""
+    require_memory(2 * FAR_ELEMENTS * ELEMENT_BYTES + 2**30)
+    yield tuple(torch.empty(FAR_ELEMENTS, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     torch.cuda.empty_cache()
 
 
@@ -78,11 +75,13 @@ def test_more_batches_than_a_grid_dimension(config: FlashForwardKernelConfig) ->
 def test_tensors_of_more_than_31_bits_of_elements(
     config: FlashForwardKernelConfig, many_elements: torch.Tensor
 ) -> None:
-    x = many_elements
+    seq_len = whole(config, 512)
+    n_batches = MANY_ROWS // seq_len
+    x = many_elements[: n_batches * seq_len].unflatten(0, (n_batches, seq_len))
     assert x.numel() > INT32_ELEMENTS
     o = torch.full_like(x, torch.nan)
     forward(config, x, x, x, o)
-    for batches in (slice(0, 1), slice(MANY_ELEMENTS.batch - 1, MANY_ELEMENTS.batch)):
+    for batches in (slice(0, 1), slice(n_batches - 1, n_batches)):
         check_batches(x, x, x, o, batches)
     assert o.isfinite().all()
 
@@ -91,7 +90,12 @@ def test_tensors_of_more_than_31_bits_of_elements(
 def test_rows_that_are_more_than_31_bits_of_elements_apart(
     config: FlashForwardKernelConfig, far_rows: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    qkv, outputs = far_rows
+    n_rows = whole(config, FAR_ROWS)
+    n_heads = INT32_ELEMENTS // ((n_rows - 1) * D_HEAD) + 1
+    n_elements = n_rows * n_heads * D_HEAD
+    qkv, outputs = (x[:n_elements].view(1, n_rows, n_heads, D_HEAD) for x in far_rows)
+    qkv[:, :, :9] = shifted_noise(1, n_rows, 9, D_HEAD)
+    assert qkv[0, -1:].data_ptr() - qkv.data_ptr() > INT32_ELEMENTS * ELEMENT_BYTES
     q, k, v = (qkv[:, :, first : first + 3] for first in (0, 3, 6))
     o = outputs[:, :, :3].fill_(torch.nan)
     forward(config, q, k, v, o)
