@@ -7,6 +7,7 @@ import difflib
 import re
 import statistics
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from flash_helpers.sass.analyse.phases import NotDeterminedError, Unit, trip_cou
 from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.lines import Chain, relative_to_repository
 from flash_helpers.sass.read.reader import list_kernels, load_kernel, load_kernels
-from flash_helpers.sass.read.records import Kernel, SassError, SourceLine
+from flash_helpers.sass.read.records import Kernel, SassError, SassWarning, SourceLine
 from flash_helpers.sass.read.symbols import plain_name
 from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
@@ -57,7 +58,9 @@ def library_configs(architecture: str) -> list[Config]:
     Raises SassError as `reader.list_kernels` does, and if there are none.
     """
     path = installed_library()
-    symbols = (symbol for _, symbol in list_kernels(path, architecture))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SassWarning)  # the library has families of one variant
+        symbols = [symbol for _, symbol in list_kernels(path, architecture)]
     # it may hold kernels of another kind, too
     found = [config for config in map(find_config, symbols) if config is not None]
     if not found:

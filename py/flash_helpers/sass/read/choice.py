@@ -179,10 +179,10 @@ def require_one_architecture(file: str, chosen: Iterable[Found]) -> str:
 def require_one(file: str, chosen: Sequence[Found]) -> None:
     """Raise SassError, saying what they can be told apart by, if several kernels are chosen, of one
     symbol or of several."""
-    require_one_architecture(file, chosen)
     symbols = list(dict.fromkeys(symbol for _, symbol in chosen))
     if len(symbols) > 1:
         raise SassError(f"{file} holds {len(symbols)} such kernels: name one of {listed(symbols)}")
+    require_one_architecture(file, chosen)
 
 
 def require_one_member(file: str, symbol: str, members: Sequence[str]) -> None:
