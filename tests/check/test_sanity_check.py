@@ -23,6 +23,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
 )
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import simulator
 from flash_helpers.runtime.backend import Backend, Findings, find_backend
 from flash_helpers.runtime.library import ptx_path
@@ -144,6 +145,17 @@ def test_kernels_of_the_progression_that_are_not_built_are_named() -> None:
     report = report_on(backend)
     assert len(report.checks) == 2
     assert f"{of_version(3).short_form()} is not built" in report.notes()
+
+
+def test_a_tile_that_does_not_divide_the_length_is_skipped_where_another_of_its_step_does() -> None:
+    backend = fake_backend()
+    report = report_on(backend, "h13")
+    assert {check.config.B_r for check in report.checks} == {128}
+    skipped = [note for note in report.notes() if note.startswith("skipped: ")]
+    assert len(skipped) == 2 and all("not a multiple of B_r 192" in note for note in skipped)
+    alone = "h13_bf16_d128_Br192_Bc80_K3_V3_pp"
+    with pytest.raises(UsageError, match="not a multiple of B_r 192"):
+        report_on(backend, alone)
 
 
 # The command line

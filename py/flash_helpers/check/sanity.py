@@ -31,9 +31,13 @@ from flash_helpers.runtime.simulator import estimate_seconds
 
 @dataclass(frozen=True)
 class SanityRequest:
-    """What is checked: the configs, on which inputs, and whether errors are told row by row."""
+    """What is checked: the configs, on which inputs, and whether errors are told row by row.
+
+    skipped: why configs are not run whose step has another one that is.
+    """
 
     configs: tuple[Config, ...]
+    skipped: tuple[str, ...]
     not_built: tuple[Config, ...]
     shape: AttentionForward
     distribution: str
@@ -87,14 +91,18 @@ def make_request(
     """Choose the kernels to check: by default, those of the progression that are built.
 
     Raises UsageError if a selector names nothing that is built, or if the sequence is not whole
-    blocks of every chosen kernel.
+    blocks of any chosen kernel of a step.
     """
     progression = get_kernel_progression_configs()
-    configs = select_kernels(backend.kernels, selectors, dtypes, default=progression)
+    chosen = select_kernels(backend.kernels, selectors, dtypes, default=progression)
+    refusals = {c: c.refusal(shape.in_dtype(c.dtype)) for c in chosen}
+    run = {c.step for c in chosen if not refusals[c]}
+    configs = [c for c in chosen if not refusals[c] or c.step not in run]
     require_supported(configs, shape)
     missing = [c for c in progression if c.dtype in dtypes and c not in backend.kernels]
     return SanityRequest(
         configs=tuple(configs),
+        skipped=tuple(refusals[c] for c in chosen if c not in configs),
         not_built=() if selectors else tuple(missing),
         shape=shape,
         distribution=distribution,
@@ -227,6 +235,7 @@ class SanityReport:
             for check in self.checks
             if check.ran != check.config
         ]
+        notes += [f"skipped: {reason}" for reason in request.skipped]
         notes += [f"{config.short_form()} is not built" for config in request.not_built]
         notes += [
             f"{check.config.short_form()} failed: {check.reason}"
@@ -261,6 +270,7 @@ class SanityReport:
             "seed": request.seed,
             "passed": self.n_passed,
             "failed": self.n_failed,
+            "skipped": list(request.skipped),
             "not_built": [config.short_form() for config in request.not_built],
             "checks": [
                 {
