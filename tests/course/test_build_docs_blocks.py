@@ -362,7 +362,9 @@ def test_a_step_that_was_not_measured_leaves_gaps(unmeasured: Evidence, block: s
     text = render(unmeasured, kind, arguments, PurePosixPath("docs/page.md"))
     if kind == "clock":
         assert "TFLOP/s" not in text and "Measured on" not in text
-        assert text.startswith("v16 was not measured on the GPU of the other steps.\n\n| published |")
+        assert text.startswith(
+            "v16 was not measured on the GPU of the other steps.\n\n| published |"
+        )
     if kind == "staircase":
         assert "% at step v15 at the fixed tile" in text and "v16" not in text
     assert "measured ms" not in text
@@ -492,7 +494,10 @@ def test_a_page_of_a_step_without_measurements_says_so(
     )
     page = PurePosixPath("docs/page.md")
     text = render(evidence, "clock", step, page)
-    assert text.startswith(f"{step} was not measured on the GPU of the other steps.") and "TFLOP/s" not in text
+    assert (
+        text.startswith(f"{step} was not measured on the GPU of the other steps.")
+        and "TFLOP/s" not in text
+    )
     text = render(evidence, "stairs", step, page)
     assert text.endswith(f"\n\n{step} was not measured on the GPU of the other steps.")
     assert f"![The {stairs} with step {step} lit]" in text
