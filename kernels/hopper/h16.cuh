@@ -215,15 +215,17 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         stored_empty = 0;
     };
     uint32_t again = 0; // bit n % 32: rows of this warp in the block's tile n
-    int O_n = -1; // the block's tile that is done but not stored, none if it is negative
-    float O_l[2] = {}; // its l
+    // Of the block's tile that is done but not stored: number, -1 if there is none; Q's slot; l.
+    int O_tile = -1, O_n = 0;
+    uint32_t O_slot = 0;
+    float O_l[2] = {};
     // Each warp its own rows, through the slot where those of Q were.
     auto store_O = [&] {
-        if (O_n < 0) {
+        if (O_tile < 0) {
             return;
         }
-        const uint32_t slot = O_n % kQSlots, O_smem = Q_smem + slot * kQBytes;
-        const TilePlace place = tile_place<B_r>(blockIdx.x + O_n * gridDim.x, args);
+        const uint32_t O_smem = Q_smem + O_slot * kQBytes;
+        const TilePlace place = tile_place<B_r>(O_tile, args);
         float inverse_l[2];
         bool fits = true;
 #pragma unroll
@@ -252,8 +254,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             }
             tma_store_commit();
         }
-        stored_empty = Q_empty + slot * kBarrierBytes;
-        O_n = -1;
+        stored_empty = Q_empty + O_slot * kBarrierBytes;
+        O_tile = -1;
     };
     auto issue_S = [&] { // S = Q @ K^T
         const uint32_t K = warp_uniform(K_0 + K_ring.slot * (kKVBytes / 16));
@@ -343,6 +345,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             store_O();
         }
         release_stored(); // the next tile's Q may be waiting for this slot
+        O_slot = Q_ring.slot;
         O_l[0] = l[0];
         O_l[1] = l[1];
         Q_ring.advance();
@@ -364,6 +367,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         if (has_next) {
             pack_P();
         }
+        O_tile = tile;
         O_n = n;
         if (!kStoresLate) {
             store_O();
