@@ -1186,10 +1186,12 @@ def test_the_step_table_tells_how_launches_were_timed() -> None:
     assert "launches one by one; L2 cache overwritten before each" in text
 
 
-def test_a_step_that_was_not_measured_has_dashes() -> None:
-    rows = step_rows(synthetic_results(measurement(FLASH, 4096, 300.0)))
+def test_a_step_that_was_not_measured_has_dashes_and_a_family_no_rows() -> None:
+    measured = measurement(BF16[1].short_form(), 4096, 110.0)
+    rows = step_rows(synthetic_results(measurement(FLASH, 4096, 300.0), measured))
     assert rows["v1"] == ["-", "", "", "-"]
     assert rows["v16"] == ["-", "-", "-", "-"]
+    assert "o1" not in rows and "h1" not in rows
 
 
 def test_the_table_of_loads_has_the_kernels_at_the_large_tile_and_then_the_libraries() -> None:
@@ -1305,7 +1307,7 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     peak = tables["bf16, sustained, % of the tensor cores' peak at this clock"]
     again = next(line for line in peak if line.startswith(CONTROL))
     assert again.split()[1:4] == ["37.7"] * 3  # 300 of 132 * 4096 * 1.47 GHz
-    fastest = 200 + 10 * len(STEPS)
+    fastest = 100 + 10 * len(STEPS)  # the last step has no large tile
     best = {line[:20].strip(): line[20:].split() for line in tables["bf16, sustained"][2:]}
     assert best["best of the others"] == ["600", CUDNN] * 2
     assert best["best of ours"][:2] == [str(fastest), BF16[-1].step.id]

@@ -25,7 +25,14 @@ from flash_helpers.measure.results import (
     SkippedRecord,
     interval,
 )
-from flash_helpers.measure.staircases import Pair, beside_parents, stair, stairs, tile_text
+from flash_helpers.measure.staircases import (
+    Pair,
+    beside_parents,
+    measured_families,
+    stair,
+    stairs,
+    tile_text,
+)
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 
@@ -220,7 +227,8 @@ def replace_between_markers(
         raise ValueError(f"the text needs one line {begin} and after it one line {end}")
     before, rest = text.split(begin)
     _, after = rest.split(end)
-    return f"{before}{begin}\n{body.strip()}\n{end}{after}"
+    lines = "\n".join(filter(None, (begin, body.strip(), end)))
+    return f"{before}{lines}{after}"
 
 
 _PROTOCOL_TEXTS = {
@@ -268,7 +276,8 @@ def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Se
 
 
 def header_lines(results: BenchmarkResults, step: Step) -> str:
-    """What was measured of a step at its tiles, as comment lines for its kernel file."""
+    """What was measured of a step at its tiles, as comment lines for its kernel file; "" if nothing
+    was."""
     fixed = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE))
     found = results.provenance
     lines = [
@@ -278,7 +287,10 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
     ]
     resources = {record.name: record for record in results.resources}
     own = stair(fixed)
-    for config in filter(None, (own.fixed, own.large)):
+    tiles = [c for c in (own.fixed, own.large) if c is not None]
+    if not any(results.tflops(c.short_form(), MAIN_DTYPE) for c in tiles):
+        return ""
+    for config in tiles:
         name = config.short_form()
         speed = number(results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN))
         share = number(results.of_flash(name, MAIN_DTYPE), 2)
@@ -336,7 +348,10 @@ def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | N
 
 
 def _step_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
+    measured = measured_families(results.names(dtype))
     for own, pairs in beside_parents(dtype):
+        if own.step.family not in measured:
+            continue
         cells = [_share_cell(results, pair, dtype) for pair in pairs]
         speed = _speed_cell(results, own.widest.short_form(), dtype)
         yield [own.step.id, own.step.idea, *cells, speed]

@@ -30,7 +30,7 @@ from flash_helpers.measure.results import (
     RATE_NAMES,
     BenchmarkResults,
 )
-from flash_helpers.measure.staircases import stairs
+from flash_helpers.measure.staircases import measured_families, stairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,13 +92,14 @@ def _rounded(value: float | None, factor: float = 1) -> float | None:
 
 
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
-    """By step: percent of PyTorch's flash backend in the harmonic mean over all lengths, at the
-    fixed tile, at the large one, and there with a stride read at run time; and the same of what
-    stands beside them.
+    """By step, of the families that were measured: percent of PyTorch's flash backend in the
+    harmonic mean over all lengths, at the fixed tile, at the large one, and there with a stride
+    read at run time; and the same of what stands beside them.
 
     Raises PlotError if no step or not the flash backend was measured at every length.
     """
-    found = stairs(dtype).values()
+    measured = measured_families(results.names(dtype))
+    found = [own for own in stairs(dtype).values() if own.step.family in measured]
 
     def percents(configs: Iterable[Config | None]) -> list[float | None]:
         return [_rounded(c and results.of_flash(c.short_form(), dtype), 100) for c in configs]

@@ -5,10 +5,16 @@ A step stands beside its parent at the same tile, so that no step is credited wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from flash_helpers.kernel_configs import LARGE_TILE, Config, get_kernel_progression_configs
+from flash_helpers.kernel_configs import (
+    LARGE_TILE,
+    Config,
+    config_from_short_form,
+    get_kernel_progression_configs,
+)
 from flash_helpers.registry.family import Step
 
 Pair = tuple["Config | None", "Config | None"]  # a config and its parent's
@@ -89,3 +95,12 @@ def parent_at_tile(config: Config) -> Config | None:
 def tile_text(config: Config) -> str:
     """Its tile shape in words."""
     return f"B_r {config.B_r}, B_c {config.B_c}, {config.n_warps} warps"
+
+
+def measured_families(names: Iterable[str]) -> set[str]:
+    """Families that have a kernel among the names of contenders."""
+    found = set()
+    for name in names:
+        with contextlib.suppress(ValueError):  # a library's
+            found.add(config_from_short_form(name).family.name)
+    return found
