@@ -39,8 +39,6 @@ LARGE_TILES = [
     if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
 ]
 TRACED = [*PROGRESSION, *LARGE_TILES, *OVERLAP.progression()]
-# Steps take turns, and the large tile has the other dtype: outputs are checked in both.
-IN_ONE_DTYPE = [c for c in TRACED if c.dtype == DType((c.step.number + (c.B_r == 128)) % 2)]
 
 
 def inputs(config: MmaSyncConfig, distribution="normal", shape=SHAPE):
@@ -167,7 +165,7 @@ def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
 # -- the kernels' own values -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", IN_ONE_DTYPE, ids=lambda c: c.short_form())
+@pytest.mark.parametrize("config", TRACED, ids=lambda c: c.short_form())
 def test_every_quantity_of_every_kernel_agrees(config):
     distribution = "outliers" if is_lazy(config) else "normal"  # m changes in the second block
     q, k, v = inputs(config, distribution, replace(SHAPE, seq_len=max(config.B_r, 2 * config.B_c)))
