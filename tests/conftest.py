@@ -68,11 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_files = {item.path: item for item in reversed(items) if item.get_closest_marker("gpu")}
         for item in of_files.values():
             item.add_marker(pytest.mark.skip(reason=f"{reason}, for this test and the rest"))
-        items[:] = [
+        left_out = {
             item
             for item in items
-            if not item.get_closest_marker("gpu") or item is of_files[item.path]
-        ]
+            if item.get_closest_marker("gpu") and item is not of_files[item.path]
+        }
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
