@@ -44,6 +44,8 @@ PRODUCER = "producer"  # a warpgroup of its own issues the copies
 PERSISTENT = "persistent"  # a block takes one tile after the other
 Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
 
+REPLAYS = "replays"  # rows that do not fit are computed again, exactly
+
 ARGUMENTS = StructLayout(
     "HopperKernelArgs",
     MappingProxyType(
@@ -296,6 +298,7 @@ HOPPER = Family(
             "optimistic_maximum",
             "the maximum of a tile's first block, checked afterwards",
             _file(12),
+            traits=frozenset({REPLAYS}),
         ),
         StepEntry(
             "three_warpgroups",

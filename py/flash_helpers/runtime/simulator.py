@@ -15,6 +15,7 @@ from flash_helpers.console.progress import Progress, progress_bar
 from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
 from flash_helpers.ptx.tensor_map import TensorMap as SimulatedTensorMap
+from flash_helpers.registry.hopper import REPLAYS
 from flash_helpers.registry.launch import WORKSPACE, Launch, TensorMap
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.tensors import kernel_strides
@@ -25,10 +26,12 @@ _SECONDS_PER_TILE = 4.0e-3
 ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
 
-_RUNS_PER_TILE = 40
+_RUNS_PER_TILE = 8
 """How often each instruction may run for a pass over a K and V tile. Loops inside the pass are
-unrolled, so once is enough, but for rows that are computed again; a kernel that runs more never
-ends."""
+unrolled, so once is enough; a kernel that runs more never ends."""
+
+_RUNS_PER_REPLAYED_TILE = 40
+"""The same for a kernel that may compute rows again, in loops that are not unrolled."""
 
 _KERNELS_KEPT = 64
 
@@ -81,11 +84,12 @@ def run_kernel(
     strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
     launches = config.launch(problem, strides)
     tiles = batch * heads * (seq_len // config.B_r)
+    replays = REPLAYS in config.step.traits
     return _run(
         launches,
         kernel,
         tensors,
-        max_instructions=_RUNS_PER_TILE
+        max_instructions=(_RUNS_PER_REPLAYED_TILE if replays else _RUNS_PER_TILE)
         * len(kernel.program.instructions)
         * (len(config.key_blocks(seq_len)) + 2)
         * -(-tiles // sum(launch.n_blocks for launch in launches)),
