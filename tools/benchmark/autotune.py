@@ -30,12 +30,7 @@ from flash_helpers.console.command_line import (
     run_tool,
 )
 from flash_helpers.console.progress import bar
-from flash_helpers.kernel_configs import (
-    STEPS,
-    AttentionForward,
-    Config,
-    get_autotuning_kernel_configs,
-)
+from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.machine import git_commit
 from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.registry.config import ranges_text
@@ -46,7 +41,7 @@ from flash_helpers.registry.selection import (
     UsageError,
     parse_dtypes,
     parse_steps,
-    require_supported,
+    require_taken,
 )
 from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProcess
 from flash_helpers.tune.sweep import (
@@ -159,16 +154,8 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
             f"{arguments.dtype}: steps that can be tuned are "
             f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
-    shapes = [default_shape(seq_len) for seq_len in (*arguments.seq, *arguments.screen_seq)]
-    if not any(takes_all(config, shapes) for config in chosen):
-        for shape in shapes:
-            require_supported(chosen, shape)
+    require_taken(chosen, *map(default_shape, (*arguments.seq, *arguments.screen_seq)))
     return chosen
-
-
-def takes_all(config: Config, shapes: Sequence[AttentionForward]) -> bool:
-    """Whether a config can be measured on all of them."""
-    return not any(config.refusal(shape.in_dtype(config.dtype)) for shape in shapes)
 
 
 class Bar:

@@ -298,10 +298,16 @@ def _field_text(config: Config, name: str) -> str:
     return f"{config.__dataclass_fields__[name].metadata['short']}{value}"
 
 
-def require_taken(configs: Iterable[Config], problem: AttentionForward) -> None:
-    """Raise UsageError, with the way out of the first, unless a config takes the problem in its
-    dtype."""
-    reasons = [config.refusal(problem.in_dtype(config.dtype)) for config in configs]
+def first_refusal(config: Config, problems: Iterable[AttentionForward]) -> str:
+    """Why a config does not take one of the problems in its dtype; "" if it takes all."""
+    refusals = (config.refusal(problem.in_dtype(config.dtype)) for problem in problems)
+    return next(filter(None, refusals), "")
+
+
+def require_taken(configs: Iterable[Config], *problems: AttentionForward) -> None:
+    """Raise UsageError, with the way out of the first, unless a config takes all of the problems in
+    its dtype."""
+    reasons = [first_refusal(config, problems) for config in configs]
     if all(reasons):
         raise UsageError(reasons[0])
 

@@ -27,6 +27,7 @@ from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
 from flash_helpers.measure.results import FLASH, Load, Measurement, Protocol, read_record
 from flash_helpers.measure.shapes import default_shape
+from flash_helpers.registry.selection import first_refusal
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -207,8 +208,7 @@ class Sweep:
                 f"{self.info.gpu} has {self.info.smem_bytes}"
             )
         shapes = (default_shape(n) for n in {*self.seq_lens, *self.screen_seq_lens})
-        refusals = (config.refusal(shape.in_dtype(config.dtype)) for shape in shapes)
-        return next(filter(None, refusals), "")
+        return first_refusal(config, shapes)
 
     def choose(self, step: str, dtype: DType) -> BestConfig | None:
         """The fastest config of a step in a dtype by a run of the fastest few at all lengths;
