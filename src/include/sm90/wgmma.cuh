@@ -123,3 +123,23 @@ __device__ __forceinline__ void wgmma(float (&D)[64], const uint32_t (&A)[4], ui
         WGMMA_RS(128, 64, "bf16", "%64", "%65", "%66", "%67", "%68", "%69");
     }
 }
+
+#undef WGMMA_HIGH
+#undef TEN
+#undef NAMES_32
+#undef NAMES_40
+#undef NAMES_48
+#undef NAMES_64
+#undef NAMES_80
+#undef NAMES_88
+#undef FOUR
+#undef EIGHT
+#undef FLOATS_32
+#undef FLOATS_40
+#undef FLOATS_48
+#undef FLOATS_64
+#undef FLOATS_80
+#undef FLOATS_88
+#undef WGMMA_SS
+#undef WGMMA_RS
+#undef DEFINE_WGMMA_SS
