@@ -19,7 +19,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a gain of 4 to 5% from length 2048, none at 512.
+// Verdict: a gain from length 2048, hardly one at 512.
 //
 // Phases
 //   1. barriers

@@ -5,13 +5,13 @@
 //   1. A tile's second block of keys, beside which O is stored, stands before the loop.
 //
 // Why: since h15 the store stands in the loop, behind a branch that all but one block of a tile
-// take: 677 instructions, where a block needs 354, and nothing is scheduled across the branch.
+// take: it nearly doubles the loop's code, and nothing is scheduled across the branch.
 // Expected: some percent at all lengths but 512.
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a gain of 1 to 3% with turns. Without turns 5% at 4096 and 15360: ping-pong has become a
-// brake.
+// Verdict: a gain at all lengths to 4096 with turns, and a larger one from there without them:
+// ping-pong has become a brake.
 //
 // Phases
 //   1. barriers

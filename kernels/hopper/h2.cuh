@@ -10,8 +10,8 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a gain of 2 to 6%, less than expected: two blocks on an SM had covered most of the
-// barrier.
+// Verdict: a small gain, less than expected: two blocks on an SM had covered most of what the
+// barrier cost.
 //
 // Phases
 //   1. barriers; Q: global → shared

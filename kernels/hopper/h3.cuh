@@ -14,7 +14,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a loss of 13%, as feared; the price for what follows.
+// Verdict: a loss, as feared; the price for what follows.
 //
 // Phases
 //   1. barriers; Q: global → shared

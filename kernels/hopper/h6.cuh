@@ -12,7 +12,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: a gain of 1%, much less than the prototype had: h5 drifts out of step by itself.
+// Verdict: hardly a gain, where the prototype had one: h5 drifts out of step by itself.
 //
 // Phases
 //   1. barriers

@@ -15,7 +15,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: no gain here: half of the R2UR were in code that runs once. What follows needs it.
+// Verdict: no gain beyond the noise.
 //
 // Phases
 //   1. barriers
