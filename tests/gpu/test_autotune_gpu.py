@@ -236,7 +236,8 @@ def test_a_length_that_does_not_fit_is_skipped(tmp_path: Path) -> None:
         *("--seq", "512", str(2**25), "--json", path),
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (skipped,) = load_results(path).skipped
+    # a library that is not installed is left out too, by name
+    (skipped,) = (record for record in load_results(path).skipped if not record.name)
     assert skipped.seq_len == 2**25
     assert f"bf16 at {2**25} skipped: does not fit" in result.stdout
 
