@@ -11,8 +11,11 @@
 // Expected: 2% at 512, less at 1024.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 828, 2.19.
+// Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: no gain beyond the noise: what it saves at the end of a tile it costs in the loop.
+// Verdict: a loss in short sequences, hardly a gain in long ones: it costs the loop what it saves.
 //
 // Phases
 //   1. barriers

@@ -9,8 +9,11 @@
 // Expected: some percent at all lengths but 512.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 840, 2.23.
+// Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: a gain at all lengths to 4096 with turns, and a larger one from there without them:
+// Verdict: a gain from length 1024, and in the longest sequences a larger one without turns:
 // ping-pong has become a brake.
 //
 // Phases

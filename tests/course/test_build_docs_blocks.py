@@ -407,6 +407,23 @@ def test_results_by_length_are_those_of_a_dtype_and_a_load(show: Show, root: Pat
         show("lengths rows_256_h200 dtype=fp16")
 
 
+def test_results_by_length_can_be_of_some_steps(show: Show) -> None:
+    text = show("lengths hopper_h200 h16 h17")
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| h")]
+    assert {row.split()[0] for row in rows} == {"h16", "h17"}
+    assert "FlashAttention-3" in text and "best of the others" in text
+    assert "h13_bf16" not in text  # its larger tile is left out of some lengths
+    with pytest.raises(UsageError, match="the steps are h1 to h17"):
+        show("lengths hopper_h200 h99")
+
+
+def test_a_family_measured_elsewhere_has_the_numbers_of_that_run(show: Show) -> None:
+    assert "NVIDIA H200" in show("clock h5")
+    assert "NVIDIA H100" in show("clock o5")
+    assert "not measured" not in show("stairs h5")
+    assert float(show("value clock.h5.tflops").replace(",", "")) > 0
+
+
 def test_the_staircase_is_linked_from_any_page(show: Show) -> None:
     assert "](images/progression.svg)" in show("staircase")
     assert "](docs/images/progression.svg)" in show("staircase", page="README.md")
@@ -488,10 +505,10 @@ def test_a_key_that_is_none_is_refused_by_name(evidence: Evidence, key: str) -> 
 def test_a_page_of_a_step_without_measurements_says_so(
     evidence: Evidence, monkeypatch: pytest.MonkeyPatch, step: str, stairs: str
 ) -> None:
-    others = [m for m in evidence.results.measurements if not m.name.startswith(f"{step}_")]
-    monkeypatch.setitem(
-        vars(evidence), "results", replace(evidence.results, measurements=tuple(others))
-    )
+    found = evidence.results_of(STEPS[step])
+    others = tuple(m for m in found.measurements if not m.name.startswith(f"{step}_"))
+    unmeasured = replace(found, measurements=others)
+    monkeypatch.setattr(evidence, "results_of", lambda step: unmeasured)
     page = PurePosixPath("docs/page.md")
     text = render(evidence, "clock", step, page)
     assert (

@@ -11,7 +11,15 @@ import pytest
 
 from flash_helpers.course.pictures.stairs import stairs_picture, stale_stairs, tile_configs
 from flash_helpers.kernel_configs import FAMILIES, STEPS, DType
-from flash_helpers.measure.results import FLASH, RESULTS, BenchmarkResults, load_results
+from flash_helpers.measure.results import (
+    CUDNN,
+    FA3,
+    FAMILY_RESULTS,
+    FLASH,
+    RESULTS,
+    BenchmarkResults,
+    load_results,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -22,7 +30,8 @@ def results(root: Path) -> BenchmarkResults:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_lit_step_has_its_numbers(results: BenchmarkResults, step: str) -> None:
+def test_the_lit_step_has_its_numbers(root: Path, step: str) -> None:
+    results = load_results(root / FAMILY_RESULTS.get(STEPS[step].family, RESULTS))
     tree = ElementTree.fromstring(stairs_picture(step, results).to_svg("name"))
     (lit,) = (e for e in tree.iter(f"{SVG}rect") if e.get("data-lit"))
     assert lit.get("data-lit") == step
@@ -47,7 +56,14 @@ def test_a_family_for_one_architecture_has_a_staircase_of_its_own(
     own = FAMILIES["hopper"].fixed_config(STEPS["h1"], DType.BF16)
     measured = [replace(m, name=own.short_form()) for m in results.measurements if m.name == FLASH]
     results = replace(results, measurements=(*results.measurements, *measured))
-    assert "100.0% of flash" in stairs_picture("h1", results).to_svg("name")
+    picture = stairs_picture("h1", results).to_svg("name")
+    assert "100.0% of flash" in picture
+    assert "FA3" not in picture and "cuDNN" in picture
+    fa3 = [replace(m, name=FA3) for m in results.measurements if m.name == CUDNN]
+    faster = [replace(m, samples_ms=tuple(ms / 2 for ms in m.samples_ms)) for m in fa3]
+    results = replace(results, measurements=(*results.measurements, *faster))
+    picture = stairs_picture("h1", results).to_svg("name")
+    assert "FA3" in picture and "cuDNN" not in picture  # the faster one alone
 
 
 def test_the_committed_ones_are_current(root: Path) -> None:

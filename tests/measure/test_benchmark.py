@@ -33,6 +33,7 @@ from fake_backend import ROOT, Damage, fake_backend, load_tool
 
 from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     STEPS,
     AttentionForward,
     DType,
@@ -55,11 +56,13 @@ from flash_helpers.measure.benchmark import (
 )
 from flash_helpers.measure.benchmark_tables import (
     BEGIN_MARKER,
+    BEST_MARKERS,
     END_MARKER,
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
     LOADS_MARKERS,
     SUPPORTS_MARKERS,
+    best_table,
     header_lines,
     lengths_table,
     loads_table,
@@ -82,6 +85,7 @@ from flash_helpers.measure.results import (
     CONTROL,
     CUDNN,
     FA3,
+    FAMILY_RESULTS,
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
@@ -1399,7 +1403,7 @@ def test_a_text_without_the_two_markers_is_refused(text: str) -> None:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A README and kernel files with nothing between their markers, and results."""
-    pairs = ((BEGIN_MARKER, END_MARKER), LOADS_MARKERS, SUPPORTS_MARKERS)
+    pairs = ((BEGIN_MARKER, END_MARKER), LOADS_MARKERS, BEST_MARKERS, SUPPORTS_MARKERS)
     markers = "\n".join(marker for pair in pairs for marker in pair)
     (tmp_path / "README.md").write_text(f"# Title\n{markers}\ntext\n")
     for step in STEPS.values():
@@ -1422,6 +1426,7 @@ def test_readme_and_headers_are_written_and_are_then_up_to_date(repository: Path
     readme = (repository / "README.md").read_text()
     assert progression_table(full_results()) in readme
     assert readme.startswith("# Title\n") and readme.endswith("\ntext\n")
+    assert best_table(full_results()) in readme
     for step in STEPS.values():
         header = (repository / step.source).read_text()
         assert header_lines(full_results(), step) in header
@@ -1440,6 +1445,25 @@ def test_the_readme_has_the_loads_where_they_were_measured(repository: Path, cap
     assert "+| step | idea | bf16, burst" in capsys.readouterr().out
     assert update_tables(repository) == 0
     assert loads_table(full_results()) in (repository / "README.md").read_text()
+
+
+def test_a_family_measured_elsewhere_shows_its_own_results(repository: Path) -> None:
+    name = FAMILIES["hopper"].fixed_config(STEPS["h2"], DType.BF16).short_form()
+    flash = [replace(m, name=name) for m in full_results().measurements if m.name == FLASH]
+    found = full_results().provenance
+    own = replace(
+        full_results(),
+        provenance=replace(found, gpu="NVIDIA H200"),
+        measurements=(*full_results().measurements, *flash),
+    )
+    path = repository / FAMILY_RESULTS["hopper"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own.save(path)
+    assert update_tables(repository) == 0
+    header = (repository / STEPS["h2"].source).read_text()
+    assert "NVIDIA H200" in header and ", 1.00." in header
+    assert "NVIDIA H200" not in (repository / STEPS["v1"].source).read_text()
+    assert best_table(own) in (repository / "README.md").read_text()
 
 
 def test_a_check_writes_nothing(repository: Path) -> None:

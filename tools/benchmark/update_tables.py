@@ -9,17 +9,19 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.files import text_diff, write_if_different
-from flash_helpers.kernel_configs import STEPS
+from flash_helpers.kernel_configs import FAMILIES, STEPS
 from flash_helpers.measure.benchmark_tables import (
+    BEST_MARKERS,
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
     LOADS_MARKERS,
     SUPPORTS_MARKERS,
+    best_table,
     header_lines,
     loads_table,
     progression_table,
@@ -36,12 +38,22 @@ from flash_helpers.measure.plots import (
     plot_svg,
     plotted_numbers,
 )
-from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results
+from flash_helpers.measure.results import (
+    FAMILY_RESULTS,
+    RESULTS,
+    BenchmarkResults,
+    load_results,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADS = Path("benchmarks/results/large_tile_h200.json")
 CALLS = Path("benchmarks/results/call_overhead_h200.json")
-PLOTS = {Path("docs/images/progression.svg"): PROGRESSION, Path("docs/images/seq_len.svg"): SEQ_LEN}
+# Panels, with the family whose results they show.
+PLOTS = {
+    Path("docs/images/progression.svg"): (PROGRESSION, "ampere"),
+    Path("docs/images/seq_len.svg"): (SEQ_LEN, "ampere"),
+    Path("docs/images/hopper.svg"): (SEQ_LEN, "hopper"),
+}
 
 EXAMPLES = f"""\
 examples:
@@ -83,11 +95,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str, str]]:
+def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
+    """Those given, but of a family that was measured elsewhere its own. Raises as `load_results`
+    does."""
+    own = {
+        family: load_results(root / path)
+        for family, path in FAMILY_RESULTS.items()
+        if (root / path).is_file()
+    }
+    return dict.fromkeys(FAMILIES, results) | own
+
+
+def updated_texts(
+    root: Path, by_family: Mapping[str, BenchmarkResults]
+) -> dict[Path, tuple[str, str]]:
     """Each file's text as it is and as it should be. Raises OSError, or ValueError for markers."""
     readme = root / "README.md"
     old = readme.read_text(encoding="utf-8")
-    new = replace_between_markers(old, progression_table(results))
+    new = replace_between_markers(old, progression_table(by_family["ampere"]))
+    new = replace_between_markers(new, best_table(by_family["hopper"]), *BEST_MARKERS)
     new = replace_between_markers(new, supports_table(), *SUPPORTS_MARKERS)
     if (root / LOADS).is_file():
         new = replace_between_markers(new, loads_table(load_results(root / LOADS)), *LOADS_MARKERS)
@@ -99,23 +125,28 @@ def updated_texts(root: Path, results: BenchmarkResults) -> dict[Path, tuple[str
         path = root / step.source
         old = path.read_text(encoding="utf-8")
         new = replace_between_markers(
-            old, header_lines(results, step), HEADER_BEGIN_MARKER, HEADER_END_MARKER
+            old,
+            header_lines(by_family[step.family], step),
+            HEADER_BEGIN_MARKER,
+            HEADER_END_MARKER,
         )
         texts[path] = (old, new)
     return texts
 
 
-def stale_plots(root: Path, results: BenchmarkResults) -> dict[Path, str]:
-    """Files of plots that are absent or show other numbers, with their panels.
+def stale_plots(
+    root: Path, by_family: Mapping[str, BenchmarkResults]
+) -> dict[Path, tuple[str, str]]:
+    """Files of plots that are absent or show other numbers, with what they are of.
 
     Raises PlotError if there are no numbers for one.
     """
     stale = {}
-    for name, panel in PLOTS.items():
+    for name, (panel, family) in PLOTS.items():
         path = root / name
         shown = plotted_numbers(path.read_text(encoding="utf-8")) if path.is_file() else ""
-        if shown != description(results, [panel]):
-            stale[path] = panel
+        if shown != description(by_family[family], [panel]):
+            stale[path] = (panel, family)
     return stale
 
 
@@ -124,19 +155,20 @@ def update(arguments: argparse.Namespace) -> int:
 
     Raises OSError, PlotError, and ValueError for markers that are not there.
     """
-    results = load_results(arguments.results)
-    root, texts = arguments.root, updated_texts(arguments.root, results)
+    root = arguments.root
+    by_family = results_by_family(root, load_results(arguments.results))
+    texts = updated_texts(root, by_family)
     stale = {path: pair for path, pair in texts.items() if pair[0] != pair[1]}
-    plots = stale_plots(root, results)
+    plots = stale_plots(root, by_family)
     if arguments.check:
         for path, pair in stale.items():
             print_text(text_diff(str(path.relative_to(root)), *pair))
         for path in plots:
             name = path.relative_to(root)
-            print(f"{name} is absent or shows other numbers than {arguments.results.name}")
+            print(f"{name} is absent or shows other numbers than were measured")
     else:
         # all is drawn before anything is written
-        drawn = {path: plot_svg(results, [panel]) for path, panel in plots.items()}
+        drawn = {path: plot_svg(by_family[of], [panel]) for path, (panel, of) in plots.items()}
         for path, text in {**{path: new for path, (_, new) in stale.items()}, **drawn}.items():
             write_if_different(path, text)
             print(f"{path.relative_to(root)} written")

@@ -91,11 +91,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "NAME", "benchmarks/results/NAME.json, in bursts and sustained", loads_block, 1, 1
         ),
         "lengths": Kind(
-            "NAME [dtype=bf16] [load=burst]",
+            "NAME [STEP ...] [dtype=bf16] [load=burst]",
             "the same file by length, beside the best of the libraries",
             lengths_block,
             1,
-            1,
+            None,
             ("dtype", "load"),
         ),
         "map": Kind("", "all steps with their pages, ideas and numbers", map_block),

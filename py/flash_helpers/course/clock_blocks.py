@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from flash_helpers.console.tables import DASH, Table, number, percent
-from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, with_parent
+from flash_helpers.course.arguments import (
+    DTYPE,
+    Arguments,
+    fixed_config,
+    parse_step,
+    with_parent,
+)
 from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image, relative
 from flash_helpers.course.pages import GLOSSARY, page_of_step
@@ -79,9 +85,10 @@ def mean_change(results: BenchmarkResults, before: Config, after: Config) -> flo
 
 
 def clock_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The H100's clock by length, then what was published; of a step without measurements that it
+    """The GPU's clock by length, then what was published; of a step without measurements that it
     has none."""
-    results, step = evidence.results, arguments.step()
+    step = arguments.step()
+    results = evidence.results_of(step)
     measured = [
         _measured_table(results, step),
         _measured_note(results, step),
@@ -184,7 +191,9 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
     """The staircases with the step lit, and what it gained, in one sentence."""
     step = arguments.step()
-    told = ", ".join(_stairs_told(evidence.results, step, relative(GLOSSARY, arguments.page)))
+    told = ", ".join(
+        _stairs_told(evidence.results_of(step), step, relative(GLOSSARY, arguments.page))
+    )
     sentence = f"{step.id}: {told}." if told else NOT_MEASURED.format(step.id)
     at_both = "staircases at both tiles" if has_tiles(step) else "staircase"
     alt = f"The {at_both} with step {step.id} lit"
@@ -240,10 +249,13 @@ def loads_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def lengths_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The results of such a file by length, in one dtype under one load."""
+    """The results of such a file by length, in one dtype under one load: of the steps that the
+    further words name, or of all."""
     results = _named_results(evidence, arguments)
     dtype = arguments.choice("dtype", results.dtypes, main_dtype(results))
     load = arguments.choice("load", results.loads, results.main_load)
+    if steps := [parse_step(word).id for word in arguments.words[1:]]:
+        results = results.of_steps(steps)
     return lengths_table(results, dtype, load)
 
 
@@ -260,7 +272,7 @@ def map_block(evidence: Evidence, arguments: Arguments) -> str:
         name = f"[{step.id}]({relative(page.path, arguments.page)})" if page else step.id
         configs = tile_configs(fixed_config(step))
         shares = (
-            evidence.results.of_flash(c.short_form(), DTYPE.short) if c else None
+            evidence.results_of(step).of_flash(c.short_form(), DTYPE.short) if c else None
             for c in configs.values()
         )
         cells = ["" if s is None else percent(s, 0) for s in shares]

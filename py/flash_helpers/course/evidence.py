@@ -20,7 +20,13 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
-from flash_helpers.measure.results import RESULTS, BenchmarkResults, RecordFile, load_results
+from flash_helpers.measure.results import (
+    FAMILY_RESULTS,
+    RESULTS,
+    BenchmarkResults,
+    RecordFile,
+    load_results,
+)
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import UsageError
@@ -129,6 +135,15 @@ class Evidence:
         return load_results(self.root / RESULTS)
 
     @cached_property
+    def family_results(self) -> Mapping[str, BenchmarkResults]:
+        """Those of families that were measured elsewhere, by name."""
+        return {family: load_results(self.root / path) for family, path in FAMILY_RESULTS.items()}
+
+    def results_of(self, step: Step) -> BenchmarkResults:
+        """Those that a step was measured in."""
+        return self.family_results.get(step.family, self.results)
+
+    @cached_property
     def published(self) -> Published:
         """What was published for other GPUs."""
         return Published.load(self.root / PUBLISHED)
@@ -150,7 +165,7 @@ class Evidence:
         return self._facts(config, target_of(config.family, architecture))
 
     def _read_facts(self, config: Config, target: str) -> ConfigFacts:
-        return config_facts(config, self._kernel(config, target), self.results)
+        return config_facts(config, self._kernel(config, target), self.results_of(config.step))
 
     def _kernel(self, config: Config, target: str) -> Kernel:
         self.require_built([target])

@@ -122,6 +122,7 @@ def _clock(evidence: Evidence, parts: list[str]) -> str:
     if name in LIBRARY_NAMES:
         return _speed_text(results, name, DTYPE.short, _chosen(quantity, _SPEEDS))
     config = parse_kernel(name)
+    results = evidence.results_of(config.step)
     if quantity in _SPEEDS:
         return _speed_text(results, config.short_form(), config.dtype.short, quantity)
     return _change_text(results, config, _chosen(quantity, (*_SPEEDS, *_CHANGES)))

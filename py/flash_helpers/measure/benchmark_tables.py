@@ -39,6 +39,7 @@ from flash_helpers.registry.selection import names_of
 BEGIN_MARKER = "<!-- benchmark:begin -->"
 END_MARKER = "<!-- benchmark:end -->"
 LOADS_MARKERS = ("<!-- loads:begin -->", "<!-- loads:end -->")
+BEST_MARKERS = ("<!-- best:begin -->", "<!-- best:end -->")
 SUPPORTS_MARKERS = ("<!-- supports:begin -->", "<!-- supports:end -->")
 TABLE_SEQ_LEN = 4096
 MAIN_DTYPE = "bf16"
@@ -300,7 +301,7 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
             lines.append(
                 f"Cost: {record.registers} registers per thread{spilled}, "
                 f"{record.smem_bytes // 1024} KiB of shared memory per block, "
-                f"{record.blocks_per_sm} blocks per SM."
+                f"{record.blocks_per_sm} block{'s' * (record.blocks_per_sm != 1)} per SM."
             )
     wrapped = textwrap.wrap(" ".join(lines), COMMENT_WIDTH)
     return "\n".join(f"// {line}" for line in wrapped)
@@ -469,6 +470,23 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
         *(f"- {line}" for line in missing),
         "</details>",
         _provenance_text(results, [dtype], [load]),
+    ]
+    return "\n\n".join(parts)
+
+
+def best_table(results: BenchmarkResults) -> str:
+    """Markdown: at each length and under each load the fastest library, the fastest kernel, and how
+    they compare, in the main dtype."""
+    dtype = main_dtype(results)
+    rows = [
+        [f"{load}: {title}", *cells]
+        for load in results.loads
+        for title, *cells in _best_rows(results, dtype, load)
+    ]
+    parts = [
+        Table([f"{dtype}: TFLOP/s", *_length_titles(results)], rows).markdown(),
+        f"{'; '.join(f'{name}: {title}' for name, title in _libraries(results, dtype))}.",
+        _provenance_text(results, [dtype], results.loads),
     ]
     return "\n\n".join(parts)
 

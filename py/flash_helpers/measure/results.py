@@ -6,8 +6,8 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -22,6 +22,8 @@ T = TypeVar("T")
 Own = TypeVar("Own", bound="RecordFile")
 
 RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
+# The same for families that were measured elsewhere.
+FAMILY_RESULTS = {"hopper": Path("benchmarks/results/hopper_h200.json")}
 
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
@@ -420,6 +422,18 @@ class BenchmarkResults(RecordFile):
     def seq_lens(self) -> list[int]:
         """Sequence lengths measured, ascending."""
         return sorted({m.seq_len for m in self.measurements})
+
+    def of_steps(self, steps: Collection[str]) -> BenchmarkResults:
+        """Without the kernels of all other steps. steps: ids."""
+
+        def stays(name: str) -> bool:
+            return name in ("", *LIBRARY_NAMES) or config_from_short_form(name).step.id in steps
+
+        return replace(
+            self,
+            skipped=tuple(s for s in self.skipped if stays(s.name)),
+            measurements=tuple(m for m in self.measurements if stays(m.name)),
+        )
 
     def names(self, dtype: str) -> list[str]:
         """Contenders of one dtype, in order of appearance."""

@@ -13,7 +13,14 @@ from types import MappingProxyType
 
 from flash_helpers.course.pictures.svg import BLUE, GREEN, ORANGE, Drawing
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, DType
-from flash_helpers.measure.results import CUDNN, RESULTS, BenchmarkResults, load_results
+from flash_helpers.measure.results import (
+    CUDNN,
+    FA3,
+    FAMILY_RESULTS,
+    RESULTS,
+    BenchmarkResults,
+    load_results,
+)
 from flash_helpers.measure.staircases import stair
 from flash_helpers.registry.family import Step
 
@@ -55,7 +62,7 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
         tile: [_percent(results, of[tile].short_form()) if of[tile] else None for of in found]
         for tile in found[0]
     }
-    lines = {"flash": FULL, **({} if shared else {"cuDNN": _percent(results, CUDNN)})}
+    lines = {"flash": FULL} if shared else {"flash": FULL, **_best_library(results)}
     lit = steps.index(step)
     own = {tile: percents[lit] for tile, percents in heights.items()}
     told = [f"{p:.1f}%{_at(tile)}" for tile, p in own.items() if p is not None]
@@ -70,10 +77,9 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
     ground = d.y + 26 + HEIGHT
     d.rect(d.left + lit * width, d.y + 8, width, HEIGHT + 18, GREEN, lit=step)
     for name, percent in lines.items():
-        if percent is not None:
-            y = ground - percent * unit
-            d.line([(d.left, y), (d.left + len(steps) * width, y)], dashed=True)
-            d.note(d.right, y + 4, name, "end")
+        y = ground - percent * unit
+        d.line([(d.left, y), (d.left + len(steps) * width, y)], dashed=True)
+        d.note(d.right, y + 4, name, "end")
     for tile, percents in reversed(heights.items()):
         for run in _runs(percents):
             points = [
@@ -95,6 +101,13 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
         x += d.width / 2
     d.y += 20
     return d
+
+
+def _best_library(results: BenchmarkResults) -> dict[str, float]:
+    """The fastest of those on Hopper's units, by a short name; none if none was measured."""
+    shares = {"cuDNN": _percent(results, CUDNN), "FA3": _percent(results, FA3)}
+    measured = {name: share for name, share in shares.items() if share is not None}
+    return dict([max(measured.items(), key=lambda found: found[1])]) if measured else {}
 
 
 def _percent(results: BenchmarkResults, name: str) -> float | None:
@@ -128,11 +141,12 @@ def _runs(percents: Sequence[float | None]) -> Iterator[list[int]]:
 def stale_stairs(root: Path) -> dict[Path, str]:
     """Files of these pictures that are absent or differ from what would be drawn now, with that
     text. root: of the repository. Raises as `load_results` and `stairs_picture` do."""
-    results = load_results(root / RESULTS)
+    results = {path: load_results(root / path) for path in {RESULTS, *FAMILY_RESULTS.values()}}
     stale = {}
-    for step in STEPS:
-        path = root / stairs_path(step)
-        drawn = stairs_picture(step, results).to_svg(path.stem)
+    for step in STEPS.values():
+        path = root / stairs_path(step.id)
+        own = results[FAMILY_RESULTS.get(step.family, RESULTS)]
+        drawn = stairs_picture(step.id, own).to_svg(path.stem)
         if not path.is_file() or path.read_text(encoding="utf-8") != drawn:
             stale[path] = drawn
     return stale
