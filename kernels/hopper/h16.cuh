@@ -4,9 +4,9 @@
 // What changed
 //   1. In bf16 a block's sums are not compared: P has the exponents of fp32, and what leaves them
 //      shows in l or O at the end of the tile. fp16 is as before.
-//   2. Exponentials are held in place before the wait for P @ V: without the vote's branch ptxas
-//   puts
-//      most of them behind it.
+//   2. Exponentials are asked for before the wait for P @ V: without the vote's branch ptxas puts
+//      most
+//      of them behind it, and does so all the same.
 //
 // Why: the vote is a branch in the middle of the loop, behind which 32 conversions and the next
 // product wait for the sum of all exponentials.
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 
             // 5. m, l, P = 2^(S - m), O = O · rescale if m has changed
             const bool grows = softmax<cfg.dtype>(S_rmem, m, l, rescale);
-            hold(S_rmem); // exponentials stay before the wait
+            hold(S_rmem); // exponentials before the wait: ptxas does not keep to it
             hold(l);
             wgmma_wait<0>();
             finish_O();

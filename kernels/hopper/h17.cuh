@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 
         // 5. m, l, P = 2^(S - m), O = O · rescale if m has changed
         const bool grows = softmax<cfg.dtype>(S_rmem, m, l, rescale);
-        hold(S_rmem); // exponentials stay before the wait
+        hold(S_rmem); // exponentials before the wait: ptxas does not keep to it
         hold(l);
         wgmma_wait<0>();
         finish_O();
