@@ -96,7 +96,7 @@ def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
     by_class: Counter[str] = Counter()
     for operation, kind, times in operations:
         by_bucket[kind] += times
-        if kind in WORK and times:
+        if kind in WORK:
             by_opcode[operation.opcode] += times
             by_base[operation.base] += times
             by_class[opcodes.classify(operation.opcode, operation.operands)] += times
@@ -121,7 +121,7 @@ def count_executed(kernel: Kernel, times: Sequence[int]) -> Counts:
     Predicated instructions count whatever their guard says, and filler is counted as such, since
     the warp issues both.
     """
-    return weigh((i, kind, times[i.block]) for i, kind in with_buckets(kernel))
+    return weigh((i, kind, times[i.block]) for i, kind in with_buckets(kernel) if times[i.block])
 
 
 def count_all(operations: Sequence[Operation]) -> Counts:

@@ -104,11 +104,17 @@ def code_of(kernel: Kernel) -> tuple[Block, ...]:
 def is_wait(kernel: Kernel, loop: Loop) -> bool:
     """Whether a loop only waits: it asks again and again whether an mbarrier's phase is over, for
     registers, or for a word in memory, and does no work."""
-    body = [i for i in kernel.instructions if i.block in loop.blocks and may_execute(i)]
-    asks = [i for i in body if any(part in i.opcode for part in _ASKING)]
-    return bool(asks) and all(
-        i in asks or opcodes.classify(i.opcode, i.operands) in _WITHOUT_WORK for i in body
-    )
+    parts = [kernel.blocks[n] for n in loop.blocks]
+    words = [slice(b.start // INSTRUCTION_BYTES, b.end // INSTRUCTION_BYTES) for b in parts]
+    body = [i for part in words for i in kernel.instructions[part] if may_execute(i)]
+
+    def asks(instruction: Instruction) -> bool:
+        return any(part in instruction.opcode for part in _ASKING)
+
+    # most loops do work, which soon tells
+    return all(
+        opcodes.classify(i.opcode, i.operands) in _WITHOUT_WORK or asks(i) for i in body
+    ) and any(map(asks, body))
 
 
 def is_replay(kernel: Kernel, loop: Loop) -> bool:

@@ -68,7 +68,7 @@ def padding_start(operations: Sequence[Operation]) -> int:
         return start
     # what is run is no padding, such as an endless loop at the end
     inside = {operation.address for operation in operations[start:]}
-    jumps = any(is_jump(o) and o.target in inside for o in operations[:start])
+    jumps = any(o.target in inside and is_jump(o) for o in operations[:start])
     runs_on = not start or _falls_through(operations[start - 1])
     return len(operations) if jumps or runs_on else start
 
