@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(50_000)  # as in the tools: see quiet_start
     config.pluginmanager.register(SimulatedWork(FAMILIES))
 
 
