@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from course_book import Book
 
-from flash_helpers.course.commands import Command, Runner, StoppedError
+from flash_helpers.course.commands import Command, Runner, StoppedError, copies_of
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,23 @@ def test_a_page_does_not_see_what_another_page_left(book: Book) -> None:
     book.write(console("$ touch left", "$ test -e left"), "a.md")
     book.write(console("$ test ! -e left", "$ touch left"), "b.md")
     assert book.run("--check", "docs/a.md", "docs/b.md") == 0
+
+
+@pytest.mark.parametrize("left", ["kept.txt", "new.txt", "inside/new.txt"])
+def test_a_copy_serves_again_unless_something_was_left_in_it(tmp_path: Path, left: str) -> None:
+    root = tmp_path / "root"
+    (root / "inside").mkdir(parents=True)
+    (root / "kept.txt").write_text("as it was\n")
+    with copies_of(root) as lend:
+        with lend() as first:
+            assert (first / "kept.txt").read_text() == "as it was\n"
+        with lend() as second, lend() as other:
+            assert second == first != other
+            (second / left).write_text("another")
+        with lend() as third, lend() as fourth:
+            assert third == other and fourth not in (first, other)
+            assert sorted(fourth.rglob("*")) == [fourth / "inside", fourth / "kept.txt"]
+            assert (fourth / "kept.txt").read_text() == "as it was\n"
 
 
 def test_output_is_written_under_its_command(book: Book) -> None:

@@ -20,7 +20,7 @@ from flash_helpers.course.commands import (
     Runner,
     command_environment,
     consoles,
-    copy_of,
+    copies_of,
     with_output,
 )
 from flash_helpers.course.evidence import Evidence, NotBuiltError
@@ -99,7 +99,7 @@ def build_pages(
     pages: Sequence[SourcePage], evidence: Evidence, *, run: bool, check: bool
 ) -> list[BuiltPage]:
     """Write every block anew, in memory; meanwhile run commands, each page's in a copy of the
-    repository of its own, JOBS pages at a time.
+    repository as it is, JOBS pages at a time.
 
     run: the commands; without it output blocks stay as they are. check: run them all, not only
     those that an output block needs; and what the installed library cannot tell, because it was
@@ -115,12 +115,13 @@ def build_pages(
     runner = Runner(command_environment())
     with (
         bar(total=total, desc="pages", unit="block", leave=False) as progress,
+        copies_of(evidence.root) as lend,
         ThreadPoolExecutor(JOBS) as pool,
     ):
 
         def run_page(page: BuiltPage) -> dict[Command, Outcome]:
             outcomes = {}
-            with copy_of(evidence.root) if wanted[page] else nullcontext(evidence.root) as folder:
+            with lend() if wanted[page] else nullcontext(evidence.root) as folder:
                 for command in wanted[page]:
                     outcomes[command] = runner.run(command, folder)
                     progress.update()
