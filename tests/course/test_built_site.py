@@ -340,8 +340,8 @@ class TestSearch:
             lambda _: "Search finished" in reader.find("#search-results").text
         )
         results = reader.all("#search-results ul.search > li")
-        links = [result.find_element("css selector", "a") for result in results]
-        names = [link.get_attribute("href").split("/")[-1].split("#")[0] for link in links]
+        links = reader.js("return arguments[0].map((li) => li.querySelector('a').href)", results)
+        names = [link.split("/")[-1].split("#")[0] for link in links]
         return dict(zip(names, results, strict=True))
 
     def test_finds_a_word_and_opens_it(self, reader: Reader) -> None:
@@ -374,7 +374,8 @@ class TestSearch:
         first, *others = reader.all("#search-results ul.search > li")
         link = first.find_element("css selector", "a")
         assert link.text == f"Glossary: {title}"
-        assert title not in [other.text.splitlines()[0].split(" > ")[-1] for other in others]
+        titles = reader.js("return arguments[0].map((li) => li.innerText.split('\\n')[0])", others)
+        assert title not in [other.split(" > ")[-1] for other in titles]
         sentences = {term.title: term.sentence for term in read_terms(root)}
         shown = first.find_element("css selector", ".search-excerpt").text
         assert shown == sentences[title]
