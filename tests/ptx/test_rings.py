@@ -19,6 +19,7 @@ from tma_snippets import (
 from flash_helpers.ptx import (
     DeadlockError,
     MbarrierError,
+    Observer,
     OutlivedError,
     PendingCopyError,
     ProxyError,
@@ -177,8 +178,15 @@ def test_they_work_whenever_copies_complete(kernel, seed):
     assert np.array_equal(found, wanted)
 
 
-def test_several_blocks_side_by_side():
-    assert np.array_equal(run(RING, grid=3, results=TILES * 128)[1], expected(RING))
+def test_several_blocks_side_by_side_read_each_tile_together():
+    readers = []
+    observer = Observer(
+        lambda instruction: instruction.opcode == "ld.shared.v4.u32",
+        lambda seen: readers.append(len(np.unique(seen.blocks, axis=0))),
+    )
+    _, found = run(RING, grid=3, results=TILES * 128, observer=observer)
+    assert np.array_equal(found, expected(RING))
+    assert readers == [3] * TILES
 
 
 # kernel, right lines, wrong lines, error, words of its message

@@ -317,13 +317,19 @@ class Transfers:
     # -- doing -------------------------------------------------------------------------------------
 
     def help(self, wanted: Set[int]) -> bool:
-        """Completes the oldest copy that an mbarrier object needs, one of those at the places that
-        are wanted; whether there was one."""
+        """Completes of each cluster the oldest copy that an mbarrier object needs, one of those at
+        the places that are wanted; whether there was one. Clusters do not wait for each other, and
+        those that go on at once stay together."""
+        cluster_bytes = self.shared.stride * self.shared.geometry.cluster
+        oldest: dict[int, int] = {}
         for i, one in enumerate(self.incoming):
             if one.where in wanted:
-                self._complete(self.incoming.pop(i))
-                return True
-        return False
+                oldest.setdefault(one.where // cluster_bytes, i)
+        done = [self.incoming[i] for i in oldest.values()]
+        self.incoming = [one for i, one in enumerate(self.incoming) if i not in oldest.values()]
+        for one in done:
+            self._complete(one)
+        return bool(done)
 
     def step(self) -> None:
         """Perhaps does something that is pending."""
