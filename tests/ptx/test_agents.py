@@ -14,7 +14,7 @@ from flash_helpers.ptx import (
     load_ptx,
 )
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.order import Order, Strength, join
+from flash_helpers.ptx.run.order import Order, Strength, in_common, join
 from flash_helpers.ptx.run.shared import SharedMemory
 
 PROGRAM = load_ptx(
@@ -388,7 +388,7 @@ class TestKnowledge:
         first, second = (world.order.knowledge(lanes_of(w)) for w in (2, 3))
         world.order.acquire(lanes, [first])
         world.order.acquire(lanes[1:], [second])
-        common = world.order.common_knowledge(lanes)
+        common = in_common(world.order.common_knowledge(np.unique(lanes // WARP)))
         agent, lane = np.array([world.order.agent(0, WGMMA)]), lanes[:1]
 
         def read(address):
@@ -406,7 +406,7 @@ class TestKnowledge:
         world.touch("write", PRODUCER, 144)
         world.order.proxy_fence(lanes)
         for warp, address in ((1, 128), (0, 144)):
-            common = world.order.common_knowledge(lanes_of(warp))
+            (common,) = world.order.common_knowledge(np.array([warp * BLOCKS]))
             at = world.shared.granules_at(np.array([0]), np.array([[address]]), 16)
             agents = np.array([world.order.agent(0, WGMMA)])
             world.shared.begin_read(TRAP, agents, lanes_of(warp)[:1], [common], at)

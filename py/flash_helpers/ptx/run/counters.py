@@ -89,7 +89,8 @@ class Counts:
         """Adds all counts of another."""
         own = vars(self)
         for name, count in vars(other).items():
-            own[name] += count
+            if count:  # few are
+                own[name] += count
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ def join(several: Sequence[Knowledge]) -> Knowledge:
     return Knowledge(_latest([k.known for k in several]), _latest(fenced) if fenced else None)
 
 
+def in_common(several: Sequence[Knowledge]) -> Knowledge:
+    """What all of those know who know one of these each, from one `Order.common_knowledge`."""
+    return Knowledge(np.min([k.known for k in several], axis=0))
+
+
 class Order:
     """What each lane of a batch knows of the lanes and agents of its cluster.
 
@@ -213,21 +218,21 @@ class Order:
             known = np.maximum(known, self._fenced[:, lanes].max(axis=1))
         return Knowledge(known)
 
-    def common_knowledge(self, lanes: np.ndarray) -> Knowledge:
-        """What all lanes of whole warps, of one cluster, know now, and what their warps did: what
-        an instruction may rely on that they execute together."""
-        warps, _ = _whole_warps(lanes)
-        lanes = _lanes_of_warps(warps)
-        rows, first = np.unique(self._row_of[lanes], return_index=True)
+    def common_knowledge(self, warps: np.ndarray) -> list[Knowledge]:
+        """What all lanes of each of whole warps know now, and what the warp did: what an
+        instruction may rely on that they execute together. `in_common`: what several warps do."""
+        rows = self._row_of[_lanes_of_warps(warps)]
+        if (rows == rows[:, :1]).all():
+            rows = rows[:, :1]
         known = self._table[:, rows]
-        known[0, np.arange(rows.size), self._place[lanes.reshape(-1)[first]] // WARP] = self.now
+        known[0, np.arange(warps.size), :, self._own[1][warps]] = self.now
         if self._has_lane_columns:
             # Who knows a warp knows its lanes, so that the least of each column says what all know.
             places = np.flatnonzero(self._column_of >= self.geometry.warps_per_cluster)
             columns = self._column_of[places]
             known[..., columns] = np.maximum(known[..., columns], known[..., places // WARP])
         self.now += 1
-        return Knowledge(known.min(axis=1))
+        return [Knowledge(of_warp) for of_warp in known.min(axis=2).swapaxes(0, 1)]
 
     def acquire(self, lanes: np.ndarray, several: Sequence[Knowledge]) -> None:
         """Lanes of one cluster learn what is known."""

@@ -32,7 +32,7 @@ from flash_helpers.ptx.read.flow import Program
 from flash_helpers.ptx.run.agents import CHANCE
 from flash_helpers.ptx.run.descriptors import CHUNK, MatrixOperand
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.order import Knowledge
+from flash_helpers.ptx.run.order import Knowledge, in_common
 from flash_helpers.ptx.run.poison import Codes, Poison
 from flash_helpers.ptx.run.shared import AgentAccess, SharedMemory
 from flash_helpers.ptx.run.together import WARPS, Together
@@ -271,19 +271,21 @@ class Warpgroups:
         """Of B, by all warps that issue together; of A, a warp's own rows."""
         product, owners = issue.product, self._owner_of[issue.warps]
         each, first = np.unique(owners, return_index=True)
-        order = self._shared.order
-        known = [order.common_knowledge(_lanes(issue.warps[owners == owner])) for owner in each]
+        of_warps = self._shared.order.common_knowledge(issue.warps)
+        known = [
+            in_common([of_warps[i] for i in np.flatnonzero(owners == owner).tolist()])
+            for owner in each
+        ]
         addresses = [product.b_matrix.addresses(bits) for bits in issue.b_bits[first].tolist()]
         self._read(issue, first, known, addresses)
         if product.a_matrix is None:
             return
-        known = [order.common_knowledge(_lanes(issue.warps[i : i + 1])) for i in range(owners.size)]
         places = issue.warps // len(self._geometry.blocks) % WARPS
         addresses = [
             product.a_matrix.rows_at(bits, WARP_ROWS * place, WARP_ROWS)
             for bits, place in zip(issue.a_bits.tolist(), places.tolist(), strict=True)
         ]
-        self._read(issue, np.arange(owners.size), known, addresses)
+        self._read(issue, np.arange(owners.size), of_warps, addresses)
 
     def _read(
         self,

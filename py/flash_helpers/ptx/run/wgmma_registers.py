@@ -45,7 +45,7 @@ class RegisterWatch:
         self._fragment_of = {
             name: index.setdefault(frozenset(used), len(index)) for name, used in roles.items()
         }
-        self.watched = self._first_accesses()
+        self.watched = self._first_accesses() if index else {}
         """By the index of an instruction, the fragments that it is the first to touch."""
         self._now = 1
         shape = len(index), geometry.warps
