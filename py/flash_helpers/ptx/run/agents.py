@@ -356,15 +356,22 @@ class Transfers:
         copy that was not waited for writes them, or reads what is to be written; and what is said
         of it. is_atomic: reductions do not mind."""
         hit, text = np.zeros(addresses.shape, bool), ""
+        start, end = int(addresses.min()), int(addresses.max()) + size
+
+        def is_near(piece: Box | Span) -> bool:
+            return not piece.is_outside and piece.address < end and start < piece.end
+
         if not is_read:
             for load in self.incoming:
-                if isinstance(load, Load) and load.piece is not None:
+                if isinstance(load, Load) and load.piece is not None and is_near(load.piece):
                     found = load.piece.holds(addresses, size)
                     if found.any():
                         site = self.log.site(load.position)
                         hit, text = hit | found, f"reads, issued at {site}\n    "
         for store in self._stores():
             if store.is_written or (is_atomic and store.reduction is not None):
+                continue
+            if not is_near(store.target):
                 continue
             found = store.target.holds(addresses, size)
             if found.any():
