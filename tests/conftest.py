@@ -85,7 +85,6 @@ def pytest_collection_finish() -> None:
     each."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,7 @@ PAGES: tuple[Page, ...] = (
     Page("quickstart.md", "Quick start", START),
     Page("map.md", "The map", START),
     *(_of_step(step) for family in FAMILIES.values() for step in family.steps.values()),
+    Page("public_designs.md", "Beside the public designs", END),
     Page("what_next.md", "What comes next", END),
     Page("own_kernel.md", "Your own kernel", END),
     Page(GLOSSARY.name, "Glossary"),
