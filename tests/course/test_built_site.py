@@ -186,8 +186,18 @@ class Reader:
         self.js("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
 
     def click(self, element: Any) -> None:
-        self.show(element)
-        element.click()
+        """Scroll to it and click, again while pictures that come late move it away."""
+        from selenium.common.exceptions import ElementClickInterceptedException
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        def clicked(_: Any) -> bool:
+            self.show(element)
+            element.click()
+            return True
+
+        WebDriverWait(self.driver, 10, ignored_exceptions=[ElementClickInterceptedException]).until(
+            clicked
+        )
 
     def point(self, element: Any) -> None:
         from selenium.webdriver.common.action_chains import ActionChains

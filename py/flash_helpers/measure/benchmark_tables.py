@@ -483,12 +483,9 @@ def best_table(results: BenchmarkResults) -> str:
         for load in results.loads
         for title, *cells in _best_rows(results, dtype, load)
     ]
-    parts = [
-        Table([f"{dtype}: TFLOP/s", *_length_titles(results)], rows).markdown(),
-        f"{'; '.join(f'{name}: {title}' for name, title in _libraries(results, dtype))}.",
-        _provenance_text(results, [dtype], results.loads),
-    ]
-    return "\n\n".join(parts)
+    table = Table([f"{dtype}: TFLOP/s", *_length_titles(results)], rows)
+    names = "; ".join(f"{name}: {title}" for name, title in _libraries(results, dtype))
+    return f"{table.markdown()}\n\n{names}. {_provenance_text(results, [dtype], results.loads)}"
 
 
 def loads_table(results: BenchmarkResults) -> str:
