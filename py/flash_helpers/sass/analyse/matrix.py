@@ -125,7 +125,7 @@ class KernelFacts:
         loop = main_loop(self.kernel)
         return loop_bound(self.kernel, loop) if loop else None
 
-    @property
+    @cached_property
     def bound_cycles(self) -> Mapping[str, float] | None:
         """Lower bounds of an iteration of the main loop by all warps of an SM that run it, as
         `Bound.cycles` gives them; None where a tensor instruction's cost is not known, too."""
