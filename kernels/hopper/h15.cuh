@@ -2,9 +2,9 @@
 // Step 15 of the hopper family: O is stored late. Parent: h14.
 //
 // What changed
-//   1. O of a tile stays in registers until Q @ K_1^T of the next one has been issued, and is
-//   stored
-//      before P @ V_0 needs its place.
+//   1. O of a tile stays in registers until Q @ K_1^T of the next one has been issued.
+//      It is stored then, before P @ V_0 needs its place. While it is, the product of S
+//      runs.
 //
 // Why: h14 stores O when nothing else runs: its next product waits for the end of the tile. Now
 // there is one beside the divisions, stmatrix and the fence.

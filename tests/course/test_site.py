@@ -20,7 +20,7 @@ from flash_helpers.course.site import SiteError, SiteWarningsError, build_site
 from flash_helpers.course.site_links import broken_links
 from flash_helpers.course.site_views import View, view_name
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.results import FAMILY_RESULTS, RESULTS
+from flash_helpers.measure.results import RESULTS
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,7 @@ def repository(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     require_builder()
     folder = tmp_path / "repository"
     (folder / RESULTS).parent.mkdir(parents=True)
-    for path in (RESULTS, *FAMILY_RESULTS.values()):
-        shutil.copyfile(root / path, folder / path)
+    shutil.copyfile(root / RESULTS, folder / RESULTS)
     for name in ("assets", "images"):
         shutil.copytree(root / "docs" / name, folder / "docs" / name)
     (folder / "src").mkdir()

@@ -14,11 +14,11 @@ from flash_helpers.kernel_configs import FAMILIES, STEPS, DType
 from flash_helpers.measure.results import (
     CUDNN,
     FA3,
-    FAMILY_RESULTS,
     FLASH,
     RESULTS,
     BenchmarkResults,
     load_results,
+    results_by_family,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,7 +31,7 @@ def results(root: Path) -> BenchmarkResults:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_lit_step_has_its_numbers(root: Path, step: str) -> None:
-    results = load_results(root / FAMILY_RESULTS.get(STEPS[step].family, RESULTS))
+    results = results_by_family(root, load_results(root / RESULTS))[STEPS[step].family]
     tree = ElementTree.fromstring(stairs_picture(step, results).to_svg("name"))
     (lit,) = (e for e in tree.iter(f"{SVG}rect") if e.get("data-lit"))
     assert lit.get("data-lit") == step

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.files import text_diff, write_if_different
-from flash_helpers.kernel_configs import FAMILIES, STEPS
+from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import (
     BEST_MARKERS,
     HEADER_BEGIN_MARKER,
@@ -39,10 +39,10 @@ from flash_helpers.measure.plots import (
     plotted_numbers,
 )
 from flash_helpers.measure.results import (
-    FAMILY_RESULTS,
     RESULTS,
     BenchmarkResults,
     load_results,
+    results_by_family,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,17 +93,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--check", action="store_true", help="write nothing; print a diff and exit 1 if stale"
     )
     return parser.parse_args(argv)
-
-
-def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
-    """Those given, but of a family that was measured elsewhere its own. Raises as `load_results`
-    does."""
-    own = {
-        family: load_results(root / path)
-        for family, path in FAMILY_RESULTS.items()
-        if (root / path).is_file()
-    }
-    return dict.fromkeys(FAMILIES, results) | own
 
 
 def updated_texts(

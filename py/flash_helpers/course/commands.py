@@ -186,9 +186,9 @@ def copies_of(root: Path) -> Iterator[Callable[[], AbstractContextManager[Path]]
                 copy, before = spare.pop()
             except IndexError:
                 copy = stack.enter_context(copy_of(root))
-                before = _changed(copy)
+                before = _changed_at(copy)
             yield copy
-            if _changed(copy) == before:
+            if _changed_at(copy) == before:
                 spare.append((copy, before))
             else:
                 shutil.rmtree(copy)
@@ -196,8 +196,8 @@ def copies_of(root: Path) -> Iterator[Callable[[], AbstractContextManager[Path]]
         yield lend
 
 
-def _changed(folder: Path) -> dict[Path, int]:
-    """When each file and folder below it was, in nanoseconds."""
+def _changed_at(folder: Path) -> dict[Path, int]:
+    """When each file and folder below it was changed last, in nanoseconds."""
     return {path: path.lstat().st_ctime_ns for path in folder.rglob("*")}
 
 

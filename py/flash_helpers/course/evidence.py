@@ -21,11 +21,11 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
 from flash_helpers.measure.results import (
-    FAMILY_RESULTS,
     RESULTS,
     BenchmarkResults,
     RecordFile,
     load_results,
+    results_by_family,
 )
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
@@ -135,13 +135,12 @@ class Evidence:
         return load_results(self.root / RESULTS)
 
     @cached_property
-    def family_results(self) -> Mapping[str, BenchmarkResults]:
-        """Those of families that were measured elsewhere, by name."""
-        return {family: load_results(self.root / path) for family, path in FAMILY_RESULTS.items()}
+    def _by_family(self) -> Mapping[str, BenchmarkResults]:
+        return results_by_family(self.root, self.results)
 
     def results_of(self, step: Step) -> BenchmarkResults:
         """Those that a step was measured in."""
-        return self.family_results.get(step.family, self.results)
+        return self._by_family[step.family]
 
     @cached_property
     def published(self) -> Published:

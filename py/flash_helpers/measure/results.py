@@ -15,14 +15,19 @@ from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_t
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.tables import csv_text
 from flash_helpers.gpu import SM_COUNTS
-from flash_helpers.kernel_configs import AttentionForward, Config, config_from_short_form
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    AttentionForward,
+    Config,
+    config_from_short_form,
+)
 from flash_helpers.sass.read.opcodes import tensor_peak
 
 T = TypeVar("T")
 Own = TypeVar("Own", bound="RecordFile")
 
 RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
-# The same for families that were measured elsewhere.
+# The same for families that were measured elsewhere: see `results_by_family`.
 FAMILY_RESULTS = {"hopper": Path("benchmarks/results/hopper_h200.json")}
 
 FLASH = "pytorch_flash"
@@ -648,6 +653,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def load_results(path: Path) -> BenchmarkResults:
     """Read what `BenchmarkResults.save` wrote. Raises as `RecordFile.load` does."""
     return BenchmarkResults.load(path)
+
+
+def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
+    """Those that tables, plots and pages show of each family, by its name: the given ones, unless
+    the family was measured elsewhere and the repository at root has that.
+
+    Raises as `load_results` does.
+    """
+    own = {
+        family: load_results(root / path)
+        for family, path in FAMILY_RESULTS.items()
+        if (root / path).is_file()
+    }
+    return dict.fromkeys(FAMILIES, results) | own
 
 
 def refuse_another_gpu(path: Path, gpu: str) -> None:

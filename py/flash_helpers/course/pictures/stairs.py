@@ -16,10 +16,10 @@ from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, DType
 from flash_helpers.measure.results import (
     CUDNN,
     FA3,
-    FAMILY_RESULTS,
     RESULTS,
     BenchmarkResults,
     load_results,
+    results_by_family,
 )
 from flash_helpers.measure.staircases import stair
 from flash_helpers.registry.family import Step
@@ -141,12 +141,11 @@ def _runs(percents: Sequence[float | None]) -> Iterator[list[int]]:
 def stale_stairs(root: Path) -> dict[Path, str]:
     """Files of these pictures that are absent or differ from what would be drawn now, with that
     text. root: of the repository. Raises as `load_results` and `stairs_picture` do."""
-    results = {path: load_results(root / path) for path in {RESULTS, *FAMILY_RESULTS.values()}}
+    by_family = results_by_family(root, load_results(root / RESULTS))
     stale = {}
     for step in STEPS.values():
         path = root / stairs_path(step.id)
-        own = results[FAMILY_RESULTS.get(step.family, RESULTS)]
-        drawn = stairs_picture(step.id, own).to_svg(path.stem)
+        drawn = stairs_picture(step.id, by_family[step.family]).to_svg(path.stem)
         if not path.is_file() or path.read_text(encoding="utf-8") != drawn:
             stale[path] = drawn
     return stale
