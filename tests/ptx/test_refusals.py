@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ptx_snippets import entry
 
-from flash_helpers.ptx import UnsupportedInstruction, load_ptx
+from flash_helpers.ptx import PtxError, UnsupportedInstruction, load_ptx
 
 DECLARATIONS = ".reg .pred %p; .reg .b32 %a, %b; .reg .b64 %x, %y; .shared .align 16 .b8 s[64];"
 NAMES = {
@@ -73,6 +73,19 @@ def test_what_is_not_simulated_is_refused_by_its_name(name, text):
     opcode = text.split()[0].rstrip(";")
     told = f"PTX line 8: the simulator does not know {opcode!r}: {name} are not simulated"
     assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("surfref", "surfaces"), ("texref", "textures"), ("samplerref", "samplers of textures")],
+)
+def test_a_variable_of_what_is_not_simulated_refuses_the_kernel_that_uses_it(kind, name):
+    variable = f".global .{kind} image;"
+    module = load_ptx(entry("", before=variable))
+    module.kernel("k").launch(grid=1, block=32)  # it does not use it
+    module = load_ptx(entry("suq.width.b32 %a, [image];", "", DECLARATIONS, variable))
+    with pytest.raises(PtxError, match=f"PTX line 4: {name} are not simulated, as in '.global"):
+        module.kernel("k").launch(grid=1, block=32)
 
 
 def test_an_opcode_that_only_begins_like_one_is_not_taken_for_it():

@@ -97,6 +97,8 @@ _HEAD_OF_LINE = _pattern(rf"^[ \t]*{_LINKAGE_AND_KIND}", re.MULTILINE)
 _HEAD_END = _pattern(r'"[^"\n]*"|[{;]')
 _FUNCTION_DIRECTIVE = _pattern(r"\.(\w+)([\s\d,]*)")
 _SPACES = frozenset({"shared", "local", "const", "global", "param", "reg"})
+# PTX ISA, "Texture Sampler and Surface Types"
+_OPAQUE = {"surfref": "surfaces", "texref": "textures", "samplerref": "samplers of textures"}
 _LINKAGES = frozenset({"visible", "extern", "weak", "common"})
 _LANES = {"v2": 2, "v4": 4}
 _SPECIAL_NAMES = (
@@ -263,6 +265,9 @@ class _Reader:
                     raise self.error(message, start)
             elif word in _LANES and not number:
                 lanes = _LANES[word]
+            elif word in _OPAQUE:
+                told = f"{_OPAQUE[word]} are not simulated, as in {text[:80]!r}"
+                raise self.error(told, start)
             elif number or word not in {*spaces, *types, *_LINKAGES}:
                 raise self.error(f"the attribute .{word} is not known in {text[:80]!r}", start)
         if len(spaces) != 1 or len(types) != 1:
