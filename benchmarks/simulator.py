@@ -98,7 +98,7 @@ def measure(config: Config, shape: AttentionForward) -> dict[str, Any]:
         "config": launches[0].config.short_form(),
         "batch": shape.batch,
         "n_heads": shape.heads,
-        "seq_len": shape.seq_len,
+        "seq_len": shape.len_q,
         "d_head": shape.d_head,
         "blocks": sum(launch.n_blocks for launch in launches),
         **timed(lambda: flash_attention.simulate(config, *inputs)[1]),

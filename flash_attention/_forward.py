@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from flash_helpers.runtime.library import resolve
 from flash_helpers.runtime.tensors import Laid, check_shapes, check_types, posed_problem
 from flash_helpers.tune.best import choose_config
 
-_FP32_EPSILON = 2.0**-24  # scales that differ by less are the same to a kernel
-
 # -- operators -------------------------------------------------------------------------------------
 # What torch.compile, tracers, transforms and autograd see. Not torch.library.custom_op, the layers
 # of which take longer than all that is done here.
 
 _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
+_NAMES = ("q", "k", "v", "o", "lse")  # of tensors, in the order in which operators take them
 _KEYS = torch._C.DispatchKey
 # All but those of a call on plain tensors that nobody traces, transforms or watches.
 _OTHER_KEYS = ~functools.reduce(
@@ -70,7 +68,7 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             for tensor in tensors:
                 if tensor.layout is not torch.strided:
-                    check_types(dict(zip("qkvo", tensors, strict=False)))
+                    check_types(dict(zip(_NAMES, tensors, strict=False)))
             return function(*args)
 
         return call
@@ -81,69 +79,109 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     return operator
 
 
+def _compute(
+    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
+) -> torch.Tensor:
+    return compute((cfg, softmax_scale), q, k, v)
+
+
 def _compute_out(
-    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+    cfg: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    softmax_scale: float | None,
+    lse: torch.Tensor | None,
 ) -> None:
-    compute(cfg, q, k, v, o)
-    if not o.is_inference():  # autograd would see that a tensor it has saved was overwritten
-        torch.autograd.graph.increment_version(o)
+    compute((cfg, softmax_scale), q, k, v, o, lse)
+    for output in (o, lse):  # autograd would see that a tensor it has saved was overwritten
+        if output is not None and not output.is_inference():
+            torch.autograd.graph.increment_version(output)
 
 
 def _compute_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
-    return compute((causal, softmax_scale, return_lse), q, k, v, choose=_choose)
+    return compute((causal, softmax_scale), q, k, v, choose=_choose)
 
 
-def _choose(options: tuple[bool, float | None, bool], q: Laid) -> Config:
-    """The config that attention() computes with. options: causal, softmax_scale, return_lse."""
-    causal, softmax_scale, return_lse = options
-    problem = posed_problem({"q": q})
-    usual = softmax_scale is None or math.isclose(
-        softmax_scale, 1 / math.sqrt(problem.d_head), rel_tol=_FP32_EPSILON
-    )
-    asked = {"causal": causal, "softmax_scale": not usual, "return_lse": return_lse}
-    return choose_config(problem, q.device, [name for name, wanted in asked.items() if wanted])
+def _compute_attention_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = _new_lse(q)
+    return compute((causal, softmax_scale), q, k, v, lse=lse, choose=_choose), lse
 
 
-def _fake(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v})
+def _new_lse(q: torch.Tensor) -> torch.Tensor:
+    if q.ndim != 4:  # which is refused where all are looked at
+        return torch.empty(0, device=q.device)
+    return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+
+
+def _choose(asked: tuple[bool, float | None], given: Mapping[str, Laid]) -> Config:
+    """The config that attention() computes with. asked: causal, softmax_scale."""
+    return choose_config(posed_problem(given, *asked), given["q"].device)
+
+
+def _fake(
+    cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
+) -> torch.Tensor:
+    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v}, softmax_scale)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _fake_out(cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
-    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v, "o": o})
+def _fake_out(
+    cfg: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    softmax_scale: float | None,
+    lse: torch.Tensor | None,
+) -> None:
+    given = {"q": q, "k": k, "v": v, "o": o}
+    check_shapes(resolve(cfg), given if lse is None else {**given, "lse": lse}, softmax_scale)
 
 
 def _fake_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
-    check_shapes(_choose((causal, softmax_scale, return_lse), q), {"q": q, "k": k, "v": v})
+    given = {"q": q, "k": k, "v": v}
+    check_shapes(_choose((causal, softmax_scale), given), given, softmax_scale)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-_forward = _define("forward(str cfg, Tensor q, Tensor k, Tensor v) -> Tensor", compute, _fake)
+def _fake_attention_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = {"q": q, "k": k, "v": v, "lse": _new_lse(q)}
+    check_shapes(_choose((causal, softmax_scale), given), given, softmax_scale)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), given["lse"]
+
+
+# No defaults: Inductor passes by name what has one, which makes a call 1 µs longer.
+_forward = _define(
+    "forward(str cfg, Tensor q, Tensor k, Tensor v, float? softmax_scale) -> Tensor",
+    _compute,
+    _fake,
+)
 _forward_out = _define(
-    "forward_out(str cfg, Tensor q, Tensor k, Tensor v, Tensor(a!) o) -> ()",
+    "forward_out(str cfg, Tensor q, Tensor k, Tensor v, Tensor(a!) o, float? softmax_scale, "
+    "Tensor(b!)? lse) -> ()",
     _compute_out,
     _fake_out,
 )
 _attention = _define(
-    # No defaults: Inductor passes by name what has one, which makes a call 1 µs longer.
-    "attention(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse) "
-    "-> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale) -> Tensor",
     _compute_attention,
     _fake_attention,
+)
+_attention_lse = _define(
+    "attention_lse(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale) "
+    "-> (Tensor, Tensor)",
+    _compute_attention_lse,
+    _fake_attention_lse,
 )
 
 
@@ -158,28 +196,36 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · softmax_scale) v for every batch and head, by the kernel that is best for it.
 
     That is the first that supports the problem among, for the last step of each family of kernels
     that the device runs, the newest family first: the fastest config known for it
-    (`best_config`), its fixed config. Nothing is padded or copied to make it fit.
+    (`best_config`), its fixed config, and the like with a causal mask. Nothing is padded or copied
+    to make it fit.
 
-    q, k, v: (batch, seq, heads, d_head), fp16 or bf16, on one device, of the layouts that `forward`
-        takes.
-    causal: query i sees keys 0 to i only. softmax_scale: 1/sqrt(d_head) by default.
-    return_lse: also return (o, lse): of each row, (batch, heads, seq), the natural logarithm of the
-        sum of exp(q kᵀ · softmax_scale), fp32.
+    q: (batch, len_q, heads, d_head), fp16 or bf16. k, v: (batch, len_k, kv_heads, d_head), of its
+        dtype, on its device; kv_heads divides heads, and head h of q uses head
+        h // (heads // kv_heads) of k and v. Of the layouts that `forward` takes.
+    causal: query i sees key j if j <= i + len_k - len_q. The mask is aligned to the bottom right,
+        where the last query meets the last key; PyTorch's is_causal is aligned to the top left,
+        which is another mask where the lengths differ.
+    softmax_scale: 1/sqrt(d_head) by default.
+    return_lse: also return, of each row, the natural logarithm of the sum of
+        exp(q kᵀ · softmax_scale) over the keys that it sees: (batch, heads, len_q), fp32.
 
-    Returns o, of the shape and dtype of q, contiguous. Runs where and how `forward` does, under
-    torch.compile and in CUDA graphs too, and has no backward pass either.
+    Returns o, of the shape and dtype of q, contiguous; with return_lse (o, lse). A query that sees
+    no key has 0 in o and -inf in lse. Runs where and how `forward` does, under torch.compile and in
+    CUDA graphs too, and has no backward pass either.
 
-    Raises what `forward` raises. A ValueError names what no kernel supports, and the nearest that
-    one does; at the moment causal, another softmax_scale and return_lse are among it.
+    Raises what `forward` raises. A ValueError names what no kernel of the device supports, and the
+    nearest that one does; which kernels take which lengths, heads and options is a table of
+    README.md.
     """
     _check_tensors(q, k, v)
     scale = None if softmax_scale is None else float(softmax_scale)
-    return _attention(q, k, v, bool(causal), scale, bool(return_lse))
+    operator = _attention_lse if return_lse else _attention
+    return operator(q, k, v, bool(causal), scale)
 
 
 def forward(
@@ -188,15 +234,23 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     o: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ / sqrt(d_head)) v for every batch and head, by the kernel of `cfg`.
+    """softmax(q kᵀ · softmax_scale) v for every batch and head, by the kernel of `cfg`; with a
+    causal mask, as `attention` has it, if the config is causal.
 
     cfg: a config, or its short form, that the library was built with (`kernels()`).
-    q, k, v: (batch, seq, heads, d_head), of the config's dtype, on one device; d_head 128,
-        seq a multiple of B_r and B_c. Any strides that are multiples of 8 elements, 1 in the last
-        dimension, from 16-byte aligned memory.
-    o: written and returned if given, with the same shape, dtype and device, overlapping nothing;
+    q, k, v: (batch, seq, heads, d_head), of the config's dtype, on one device; of what shapes is
+        what the config supports (`cfg.supports`): d_head 128, seq a multiple of B_r and B_c and the
+        same for all, unless a step says more. Any strides that are multiples of 8 elements, 1 in
+        the last dimension, from 16-byte aligned memory.
+    o: written and returned if given, with the shape, dtype and device of q, overlapping nothing;
         otherwise a new contiguous tensor.
+    softmax_scale: 1/sqrt(d_head) by default.
+    lse: written if given: of each row the natural logarithm of the sum of
+        exp(q kᵀ · softmax_scale), (batch, heads, seq), fp32, contiguous, overlapping nothing.
 
     Runs on a CUDA device's current stream, without synchronising. On CPU tensors it runs the
     kernel's PTX in the simulator (see `simulate`), which needs no GPU; a large shape is announced
@@ -209,11 +263,17 @@ def forward(
     that the simulator finds in the kernel is a RuntimeError with its text, and `o` is as before.
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    if o is None:
+    scale = None if softmax_scale is None else float(softmax_scale)
+    if o is None and lse is None:
         _check_tensors(q, k, v)
-        return _forward(name, q, k, v)
+        return _forward(name, q, k, v, scale)
+    if o is None:
+        _check_tensors(q)
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
     _check_tensors(q, k, v, o)
-    _forward_out(name, q, k, v, o)
+    if lse is not None:
+        check_types({"lse": lse})
+    _forward_out(name, q, k, v, o, scale, lse)
     return o
 
 
@@ -254,6 +314,8 @@ def simulate(
     v: torch.Tensor,
     o: torch.Tensor | None = None,
     *,
+    softmax_scale: float | None = None,
+    lse: torch.Tensor | None = None,
     keep_going: bool = False,
 ) -> tuple[torch.Tensor, Run]:
     """As `forward` on CPU tensors, and what the simulator counted.
@@ -262,12 +324,12 @@ def simulate(
 
     Raises what `forward` raises, and ValueError for tensors that are not on the CPU.
     """
-    inputs = {"q": q, "k": k, "v": v}
-    check_types(inputs if o is None else {**inputs, "o": o})
+    outputs = {name: x for name, x in (("o", o), ("lse", lse)) if x is not None}
+    check_types({"q": q, "k": k, "v": v, **outputs})
     if q.device.type != "cpu":
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    call = prepare(name, q, k, v, o)
+    call = prepare(name, q, k, v, o, softmax_scale=softmax_scale, lse=lse)
     return call.output, call.simulate(keep_going)
 
 
@@ -275,7 +337,7 @@ def _check_tensors(*args: object) -> None:
     """Refuse here what an operator would refuse in words of its own."""
     for arg in args:
         if not isinstance(arg, torch.Tensor):
-            check_types(dict(zip("qkvo", args, strict=False)))
+            check_types(dict(zip(_NAMES, args, strict=False)))
 
 
 def _short_form(cfg: object) -> str:

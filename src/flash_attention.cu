@@ -61,7 +61,7 @@ struct FlashReady {
     DLDevice device;
     int dtype; // of the enum DType
     unsigned int chunk_bytes; // what tensors begin at multiples of
-    int64_t shape[4];
+    int64_t shapes[4][4];
     int64_t strides[4][4]; // elements
     uint64_t span_bytes[4]; // from the first byte to the one behind the last
     uint64_t members[4]; // where their addresses belong, from the FlashLaunch on
@@ -334,7 +334,7 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
         begin[i] = reinterpret_cast<uint64_t>(found.data) + found.byte_offset;
         if (found.device != ready->device || found.dtype != dtype || found.ndim != 4 ||
             found.data == nullptr || // of a tensor without memory
-            std::memcmp(found.shape, ready->shape, sizeof ready->shape) != 0 ||
+            std::memcmp(found.shape, ready->shapes[i], sizeof ready->shapes[i]) != 0 ||
             std::memcmp(found.strides, ready->strides[i], sizeof ready->strides[i]) != 0 ||
             begin[i] % ready->chunk_bytes != 0) {
             return false;

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, rescale[2];
     barrier_wait(Q_full, 0);
 
-    for (int j = 0; j < args.seq_len / B_c; ++j) {
+    for (int j = 0; j < args.len_k / B_c; ++j) {
         // 2. K_j, V_j: global → shared
         if (threadIdx.x == 0) {
             barrier_expect(K_full, kKVBytes);

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
 
     const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
-    const int key_blocks = args.seq_len / B_c;
+    const int key_blocks = args.len_k / B_c;
     Ring<kQSlots> Q_ring;
     Ring<cfg.K_slots> K_ring;
     Ring<cfg.V_slots> V_ring;

@@ -70,6 +70,7 @@ struct HopperKernelConfig {
     int K_slots; // tiles of K in shared memory
     int V_slots; // tiles of V in shared memory
     bool ping_pong; // one warpgroup at a time issues its products
+    bool causal; // a causal mask, aligned to the bottom right
     // fields:end
 
     constexpr int consumers() const { return B_r / 64; } // warpgroups

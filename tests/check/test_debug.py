@@ -31,7 +31,7 @@ from flash_helpers.runtime.simulator import load_kernel
 
 pytestmark = pytest.mark.slow
 
-SHAPE = AttentionForward(batch=1, heads=1, seq_len=192)
+SHAPE = AttentionForward(batch=1, heads=1, len_q=192)
 PROGRESSION = AMPERE.progression()
 LARGE_TILES = [
     config
@@ -61,7 +61,7 @@ def is_lazy(config: MmaSyncConfig) -> bool:
 @pytest.mark.parametrize("distribution", ("normal", "large_logits", "outliers"))
 def test_the_blockwise_reference_is_attention(step, dtype, distribution):
     config = config_of(step, dtype)
-    shape = AttentionForward(batch=2, heads=3, seq_len=3 * config.B_r)
+    shape = AttentionForward(batch=2, heads=3, len_q=3 * config.B_r)
     q, k, v = inputs(config, distribution, shape)
     *_, last = blockwise_forward(config, q, k, v)
     reference = attention_reference(q, k, v)
@@ -103,7 +103,7 @@ def test_p_is_rounded_and_l_is_not():
 @pytest.mark.parametrize("dtype", DType)
 def test_sums_by_mma_are_of_the_rounded_p(dtype):
     config = config_of("o5", dtype)
-    q, k, v = inputs(config, shape=replace(SHAPE, seq_len=config.B_r))
+    q, k, v = inputs(config, shape=AttentionForward(1, 1, config.B_r))
     step, unrounded = (
         next(blockwise_forward(c, q, k, v)) for c in (config, config_of("o4", dtype))
     )
@@ -113,7 +113,7 @@ def test_sums_by_mma_are_of_the_rounded_p(dtype):
 
 def test_a_lazy_maximum_follows_only_one_that_has_grown_by_more_than_the_limit():
     config = config_of("o2")
-    q, k, v = inputs(config, "outliers", replace(SHAPE, seq_len=4 * config.B_r))
+    q, k, v = inputs(config, "outliers", AttentionForward(1, 1, 4 * config.B_r))
     first, *steps = blockwise_forward(config, q, k, v)
     largest = m = first.m
     followed = []
@@ -168,7 +168,7 @@ def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
 @pytest.mark.parametrize("config", TRACED, ids=lambda c: c.short_form())
 def test_every_quantity_of_every_kernel_agrees(config):
     distribution = "outliers" if is_lazy(config) else "normal"  # m changes in the second block
-    q, k, v = inputs(config, distribution, replace(SHAPE, seq_len=max(config.B_r, 2 * config.B_c)))
+    q, k, v = inputs(config, distribution, AttentionForward(1, 1, max(config.B_r, 2 * config.B_c)))
     trace = trace_forward(config, load_kernel(config, ptx_path(config)), q, k, v)
     steps = list(blockwise_forward(config, q, k, v))
     found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q.dtype))
@@ -228,7 +228,7 @@ def test_a_kernel_of_another_tile_shape_is_refused():
 def test_a_trace_that_does_not_fit_is_refused():
     config = config_of("v7")
     kernel = load_kernel(config, ptx_path(config))
-    shape = AttentionForward(batch=16, heads=16, seq_len=1024)
+    shape = AttentionForward(batch=16, heads=16, len_q=1024)
     with pytest.raises(ValueError, match="use a shorter sequence"):
         trace_forward(config, kernel, *(torch.empty(1).expand(shape.shape) for _ in "qkv"))
 

@@ -24,7 +24,7 @@ from flash_helpers.kernel_configs import AttentionForward, get_kernel_progressio
 
 CONFIG = get_kernel_progression_configs()[0]
 DTYPES = (torch.float16, torch.bfloat16)
-SHAPE = AttentionForward(batch=2, heads=3, seq_len=128)
+SHAPE = AttentionForward(batch=2, heads=3, len_q=128)
 
 
 def element_of_attention(

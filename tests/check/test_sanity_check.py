@@ -34,7 +34,7 @@ TOOL = "tools/debug/sanity_check.py"
 PROGRESSION = get_kernel_progression_configs()
 BUILT = get_kernels_to_build()
 BOTH = tuple(DType)
-SHAPE = AttentionForward(batch=1, heads=2, seq_len=128)
+SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
 
 
 def of_version(number: int, dtype: DType = DType.FP16) -> FlashForwardKernelConfig:

@@ -154,8 +154,8 @@ def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> 
 def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
     """What the shape of the problem says that a kernel must do."""
     total = run.counters.total
-    tiles = problem.seq_len // config.B_r * problem.heads * problem.batch
-    blocks = len(config.key_blocks(problem.seq_len))
+    tiles = problem.len_q // config.B_r * problem.heads * problem.batch
+    blocks = len(config.key_blocks(problem.len_q))
     products = total.wgmma if config.family is HOPPER else total.mma
     assert products == tiles * config.n_warps * blocks * config.mma_per_key_block
     if MMA_ROW_SUM not in config.step.traits:
@@ -163,7 +163,7 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
     # Q and O once; K and V once for each block of queries
     tensor_bytes = problem.bytes // 4
     moved = total.global_bytes + total.tma_bytes
-    assert moved == (2 + 2 * problem.seq_len // config.B_r) * tensor_bytes
+    assert moved == (2 + 2 * problem.len_q // config.B_r) * tensor_bytes
     assert (total.global_sectors + total.tma_sectors) * 32 == moved
     if getattr(config, "swizzled", True):  # from v2 on always
         assert total.bank_conflicts == 0
@@ -323,8 +323,8 @@ def test_lazy_rescale_multiplies_only_where_the_maximum_has_grown(growth, blocks
     n_blocks, d_head = 4, config.d_head
     problem = AttentionForward(1, 1, n_blocks * config.B_c, d_head)
     # Every logit of a block of keys is the same power of two, greater from block to block.
-    exponents = torch.zeros(problem.seq_len)
-    for turn, block in enumerate(config.key_blocks(problem.seq_len)):
+    exponents = torch.zeros(problem.len_q)
+    for turn, block in enumerate(config.key_blocks(problem.len_q)):
         exponents[block * config.B_c :][: config.B_c] = growth * turn
     unit = math.log(2) * math.sqrt(d_head)  # one power of two in P, before the scale
     q, k = torch.zeros(2, *problem.shape)

@@ -107,7 +107,7 @@ def test_scores_that_jump_from_block_to_block_are_right(
     shape = AttentionForward(3, 5, whole(config, 4 * BLOCK))
     q, k, v = make_inputs("normal", shape, torch_dtype(config), "cuda")
     q = torch.ones_like(q)  # the scaled score is the mean of a row of K times sqrt(d_head)
-    wanted = (logits_by_key(shape.seq_len, pattern) / shape.d_head**0.5).to(k.dtype)
+    wanted = (logits_by_key(shape.len_q, pattern) / shape.d_head**0.5).to(k.dtype)
     noise = 0.0 if pattern == "all equal" else 0.01
     k = noise * k + wanted[:, None, None]
     case = Problem((q, k, v), attention_reference(q, k, v))
@@ -214,7 +214,7 @@ def test_nothing_is_read_or_written_outside_the_tensors(
         views.append(view.copy_(x))
     forward(config, *views)
     case.check(views[3])
-    frames[3][:, margin : margin + shape.seq_len] = torch.nan
+    frames[3][:, margin : margin + shape.len_q] = torch.nan
     assert frames[3].isnan().all()
 
 

@@ -120,7 +120,7 @@ from flash_helpers.measure.timing import (
 )
 from flash_helpers.runtime import library
 
-SHAPE = AttentionForward(batch=1, heads=2, seq_len=128)
+SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
 CPU = torch.device("cpu")
 TURNS = Load("turns", sample_ms=10.0)
 IN_TURNS = Protocol(rounds=3, loads=(TURNS,))
@@ -721,7 +721,7 @@ def test_speed_is_taken_at_the_median() -> None:
         measurement(FLASH, 1024, 100.0),
         batch=SHAPE.batch,
         n_heads=SHAPE.heads,
-        seq_len=SHAPE.seq_len,
+        seq_len=SHAPE.len_q,
         samples_ms=(4.0, 1.0, 2.0, 3.0, 100.0),
     )
     assert found.median_ms == 3.0

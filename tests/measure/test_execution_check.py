@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 BEGIN, END = ExecutionCheck.MARKERS
 EXECUTED = "smsp__inst_executed.sum"
 CONFIG = of_version(1)
-SHAPE = AttentionForward(batch=1, heads=1, seq_len=128)
+SHAPE = AttentionForward(batch=1, heads=1, len_q=128)
 HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 
 
@@ -47,7 +47,7 @@ def test_every_warp_of_the_launch_is_counted():
         + f"{HMMA}\n" * each
         + "@!PT LDS RZ, [RZ]\n@P1 FADD R1, R1, R1\n@P0 BRA loop\nEXIT\nself: BRA self"
     )
-    shape = AttentionForward(batch=2, heads=3, seq_len=128)
+    shape = AttentionForward(batch=2, heads=3, len_q=128)
     record = predict_launch(planted, CONFIG, shape)
     warps, trips = 2 * 3 * (128 // 64) * 4, 128 // 64
     assert record.predicted["tensor"] == warps * trips * each

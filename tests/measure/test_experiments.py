@@ -179,7 +179,7 @@ def test_a_tile_is_computed_again_only_if_p_was_too_large(
     """growth: powers of two between the logits of two blocks of keys, in one row."""
     config = CONFIG.replace(dtype=dtype)
     problem = AttentionForward(1, 1, 2 * config.B_c)
-    _, second = config.key_blocks(problem.seq_len)
+    _, second = config.key_blocks(problem.len_q)
     q, k = torch.zeros(2, *problem.shape)
     q[:, row, :, 0] = 2**6
     k[:, second * config.B_c :][:, : config.B_c, :, 0] = (

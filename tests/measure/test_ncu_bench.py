@@ -35,7 +35,7 @@ V1, V2, V16 = (
     for c in get_kernel_progression_configs()
     if c.step.id in ("v1", "v2", "v16") and c.dtype == DType.BF16
 )
-SHAPE = AttentionForward(batch=2, heads=16, seq_len=512)
+SHAPE = AttentionForward(batch=2, heads=16, len_q=512)
 DURATION = "gpu__time_duration.sum"
 CYCLES = "gpc__cycles_elapsed.max"
 HIT_RATE = "lts__t_sector_hit_rate.pct"

@@ -236,7 +236,7 @@ class TestMachines:
 
     def test_json_holds_the_same(self, profiles) -> None:
         found = json.loads(json.dumps(profiles_as_json(profiles)))
-        assert found["shape"]["seq_len"] == SHAPE.seq_len
+        assert found["shape"]["seq_len"] == SHAPE.len_q
         first, second = found["kernels"]
         assert first["phases"]["whole kernel"]["bank_conflicts"] > 0
         assert second["phases"]["whole kernel"]["bank_conflicts"] == 0

@@ -19,7 +19,7 @@ def tool(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as that of a script
 
     def measure(config, shape):
-        sizes = {"batch": shape.batch, "n_heads": shape.heads, "seq_len": shape.seq_len}
+        sizes = {"batch": shape.batch, "n_heads": shape.heads, "seq_len": shape.len_q}
         return {"config": config.short_form(), **sizes, "blocks": 1, "seconds": 1.0, "peak_mib": 1}
 
     monkeypatch.setattr(module, "measure", measure)
@@ -32,7 +32,7 @@ def test_every_step_is_measured_in_every_dtype(tool, tmp_path):
     assert tool.main(["--json", str(path)]) == 0
     document = json.loads(path.read_text())
     assert len(document["small"]) == document["seconds_for_all"] == 2 * len(STEPS)
-    assert {record["seq_len"] for record in document["small"]} == {SMALL_SHAPE.seq_len}
+    assert {record["seq_len"] for record in document["small"]} == {SMALL_SHAPE.len_q}
     assert len(document["scaling"]) == len(tool.SCALING_SHAPES)
     assert document["seconds_are"] == "the least of 3 runs"
 

@@ -182,7 +182,7 @@ def test_outputs_that_cannot_be_compared_are_refused():
 def test_a_static_row_stride_gets_its_heads_at_the_same_cost():
     static = next(c for c in get_kernel_progression_configs() if c.static_row_stride)
     shape = shape_for(static, 512)
-    assert (shape.row_stride, shape.seq_len) == (static.static_row_stride, 128)
+    assert (shape.row_stride, shape.len_q) == (static.static_row_stride, 128)
     assert shape_for(V1, 512) == AttentionForward(1, 1, 512, dtype=V1.dtype)
 
 

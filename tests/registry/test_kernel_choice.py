@@ -9,7 +9,7 @@ from other_family import OTHER, OtherConfig
 
 from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, DType
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
-from flash_helpers.registry.supports import OPTIONS, Supports
+from flash_helpers.registry.supports import RETURN_LSE, Supports
 
 A100, H100, B200, T4 = (8, 0), (9, 0), (10, 0), (7, 5)
 NEWEST = [[*family.steps.values()][-1] for family in reversed(FAMILIES.values())]
@@ -64,12 +64,22 @@ class TestConfig:
     def test_of_a_length_that_the_large_tile_does_not_divide_has_smaller_ones(self, seq_len, step):
         assert first_that_takes(AttentionForward(1, 2, seq_len), fixed_configs()).step == step
 
-    def test_for_an_option_is_the_one_that_declares_it(self):
+    def test_for_an_ability_is_the_one_that_declares_it(self):
+        configs = [PLAIN, SUMMING, MASKED]
+        for options, wanted in (
+            ({}, PLAIN),
+            ({"return_lse": True}, SUMMING),
+            ({"causal": True}, MASKED),
+        ):
+            assert first_that_takes(AttentionForward(1, 1, 128, **options), configs) == wanted
+        with pytest.raises(ValueError, match="nearest: causal is not supported by"):
+            first_that_takes(AttentionForward(1, 1, 128, causal=True, return_lse=True), configs)
+
+    def test_of_a_causal_mask_is_not_for_a_problem_without(self):
         problem = AttentionForward(1, 1, 128)
-        assert first_that_takes(problem, [PLAIN, MASKED]) == PLAIN
-        assert first_that_takes(problem, [PLAIN, MASKED], ["causal"]) == MASKED
-        with pytest.raises(ValueError, match="return_lse is not supported by"):
-            first_that_takes(problem, [PLAIN, MASKED], ["causal", "return_lse"])
+        assert first_that_takes(problem, [MASKED, PLAIN]) == PLAIN
+        with pytest.raises(ValueError, match=r"not causal is not supported .*: choose the config"):
+            first_that_takes(problem, [MASKED])
 
 
 @dataclass(frozen=True)
@@ -78,11 +88,21 @@ class MaskedConfig(OtherConfig):
 
     @property
     def supports(self) -> Supports:
-        return replace(super().supports, options=frozenset({"causal"}))
+        return replace(super().supports, causal=True)
+
+
+@dataclass(frozen=True)
+class SummingConfig(OtherConfig):
+    """A config of a kernel that writes the LSE."""
+
+    @property
+    def supports(self) -> Supports:
+        return replace(super().supports, abilities=frozenset({RETURN_LSE}))
 
 
 PLAIN = OtherConfig(3, DType.BF16, 128, lazy=True)
 MASKED = MaskedConfig(3, DType.BF16, 128, lazy=True)
+SUMMING = SummingConfig(3, DType.BF16, 128, lazy=True)
 
 
 class TestRefusal:
@@ -100,7 +120,23 @@ class TestRefusal:
         with pytest.raises(ValueError, match=message):
             first_that_takes(problem, fixed_configs())
 
-    @pytest.mark.parametrize("option", OPTIONS)
-    def test_names_the_option_and_what_to_do_without_it(self, option):
-        with pytest.raises(ValueError, match=rf"{option} is not supported by v16_.*: without"):
-            first_that_takes(AttentionForward(1, 1, 128), fixed_configs(), [option])
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"causal": True}, "causal is not supported by v16_.*: without causal=True every"),
+            ({"return_lse": True}, "return_lse is not supported by v16_.*: without return_lse"),
+            ({"softmax_scale": 1}, "softmax_scale 1 is not supported by v16_.*: without"),
+            (
+                {"kv_heads": 2},
+                r"heads 6 on 2 of k and v is not supported by v16_.*k.repeat_interleave\(3, dim=2",
+            ),
+            ({"len_k": 256}, "len_q 128 with len_k 256 is not supported by v16_.*: pad q to as"),
+            (
+                {"len_k": 64},
+                "len_q 128 with len_k 64 is not supported .*: split q into calls of 64",
+            ),
+        ],
+    )
+    def test_names_what_is_asked_for_and_what_to_do_without_it(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            first_that_takes(AttentionForward(1, 6, 128, **options), fixed_configs())

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import subprocess
 from dataclasses import replace
 
 import pytest
+from general_hopper import (
+    BEFORE,
+    GENERAL,
+    WITH_CAUSAL,
+    WITH_COUNTER,
+    WITH_LENGTHS,
+    WITH_OPTIONS,
+    GeneralConfig,
+    general,
+)
 from other_family import ARGUMENTS, OTHER, TILE, OtherConfig
 
 from flash_helpers.compile.codegen import kernel_map_header, kernel_unit, with_fields
@@ -16,11 +27,20 @@ from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.registry import mma_sync
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
-from flash_helpers.registry.launch import INT, POINTER, STRIDES, WORKSPACE, StructLayout
+from flash_helpers.registry.launch import (
+    FLOAT,
+    INT,
+    POINTER,
+    STRIDES,
+    WORKSPACE,
+    Address,
+    StructLayout,
+)
 from flash_helpers.registry.problem import Strides
+from flash_helpers.registry.supports import ABILITIES, GROUPED_HEADS, TWO_LENGTHS, asked_for
 
 V16 = AMPERE.progression()[-1]
-PROBLEM = AttentionForward(batch=2, heads=3, seq_len=256)
+PROBLEM = AttentionForward(batch=2, heads=3, len_q=256)
 X3 = OtherConfig(3, DType.BF16, 128, lazy=True)
 
 
@@ -29,6 +49,10 @@ class TestLayout:
         layout = StructLayout("A", {"a": INT, "b": POINTER, "c": INT, "d": STRIDES, "e": INT})
         assert [member.offset for member in layout.members] == [0, 8, 16, 24, 48]
         assert layout.size == 56
+
+    def test_packs_a_float_as_float32(self):
+        layout = StructLayout("A", {"a": INT, "b": FLOAT})
+        assert layout.pack({"a": (1,), "b": (0.1,)}) == struct.pack("<if", 1, 0.1)
 
     def test_puts_a_tensor_map_on_128_bytes(self):
         assert ARGUMENTS.offset("Q") == 128
@@ -114,8 +138,55 @@ class TestSupports:
 
     def test_takes_its_own_corners(self):
         corners = list(V16.supports.corners())
-        assert {corner.seq_len for corner in corners} == {64, 192}
+        assert {(corner.len_q, corner.len_k) for corner in corners} == {(64, 64), (192, 192)}
         assert not any(V16.refusal(corner) for corner in corners)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("whole", [False, True])
+    @pytest.mark.parametrize(
+        "abilities", [(), (TWO_LENGTHS,), (GROUPED_HEADS,), ABILITIES], ids=str
+    )
+    def test_has_corners_at_all_edges_of_what_it_declares(self, causal, whole, abilities):
+        supports = replace(
+            V16.supports,
+            blocks={"B_r": 64, "B_c": 64} if whole else {},
+            causal=causal,
+            abilities=frozenset(abilities),
+        )
+        corners = list(supports.corners())
+        assert [supports.refusal(corner, "it") for corner in corners] == [""] * len(corners)
+        asked = set().union(*map(asked_for, corners))
+        assert (asked, {corner.causal for corner in corners}) == ({*abilities}, {causal})
+        different = {corner.len_q < corner.len_k for corner in corners if TWO_LENGTHS in asked}
+        assert different == ({True, False} if TWO_LENGTHS in abilities else set())
+        if TWO_LENGTHS in abilities and causal:  # rows that see no key, and whole tiles of them
+            assert max(corner.len_q - corner.len_k for corner in corners) >= 64
+        lengths = {corner.len_q for corner in corners}
+        assert whole or {1, 63, 65} <= lengths
+        assert all(
+            corner.operations <= AttentionForward(2, 6, 192).operations for corner in corners
+        )
+
+    def test_takes_every_length_if_it_names_no_block(self):
+        ragged = replace(V16.supports, blocks={}, abilities=frozenset({TWO_LENGTHS}), max_tiles=6)
+        assert ragged.whole == 1
+        assert ragged.refusal(AttentionForward(1, 2, 3 * 64, len_k=1), "it") == ""
+        refused = ragged.refusal(AttentionForward(1, 2, 3 * 64 + 1, len_k=1), "it")
+        assert refused.startswith("batch 1 with 2 heads has 8 tiles of queries, over the limit 6")
+        many = AttentionForward(1, 1, 1, len_k=2**31)
+        assert ragged.refusal(many, "it").startswith("len_k 2147483648 is over the limit")
+
+    def test_is_described_in_words(self):
+        assert V16.supports.described()["seq_len"].startswith("multiples of B_r and B_c, up to")
+        general = replace(V16.supports, blocks={}, abilities=frozenset(ABILITIES)).described()
+        assert general["seq_len"] == "any, different ones, up to 2,147,483,647"
+        assert general["heads"] == "up to 65,535, grouped"
+
+    def test_of_another_head_size_names_the_scale_that_pads(self):
+        problem = AttentionForward(1, 1, 64, 64)
+        assert "scale q, since the kernels divide by sqrt(128)" in V16.refusal(problem)
+        general = replace(V16.supports, abilities=frozenset(ABILITIES))
+        assert "pass softmax_scale=0.125, which" in general.refusal(problem, "it")
 
 
 class TestOtherFamily:
@@ -170,11 +241,8 @@ class TestOtherFamily:
         )
 
 
-H2, H9 = (
-    config
-    for config in HOPPER.progression()
-    if config.step.id in ("h2", "h9") and config.dtype is DType.BF16
-)
+ALL_OF_HOPPER = [config for config in HOPPER.progression() if config.dtype is DType.BF16]
+H2, H9 = (config for config in ALL_OF_HOPPER if config.step.id in ("h2", "h9"))
 
 
 class TestHopper:
@@ -209,6 +277,11 @@ class TestHopper:
     def test_refuses_with_value_limit_and_way_out(self, problem, reason):
         assert re.search(reason, H9.refusal(problem))
 
+    def test_general_problems_are_refused_by_all_that_there_are(self):
+        for options in ({"causal": True}, {"len_k": 128}, {"kv_heads": 1}, {"softmax_scale": 1}):
+            problem = AttentionForward(2, 2, 256, **options)
+            assert all("is not supported by" in config.refusal(problem) for config in ALL_OF_HOPPER)
+
     def test_takes_as_many_tiles_as_a_grid_has(self):
         assert not H9.refusal(AttentionForward(1, 2**31 - 1, 128))
 
@@ -223,3 +296,76 @@ class TestHopper:
     def test_of_an_impossible_config_tells_the_reason(self, changes, reason):
         with pytest.raises(ValueError, match=reason):
             H9.replace(**changes)
+
+
+PROBE = AttentionForward(
+    2, 6, 200, len_k=130, kv_heads=2, causal=True, softmax_scale=0.25, return_lse=True
+)
+
+
+class TestGeneralSteps:
+    """What hopper's traits declare, and what is launched for it."""
+
+    @pytest.mark.parametrize(
+        ("step", "changes", "abilities"),
+        [
+            (BEFORE, {}, set()),
+            (WITH_LENGTHS, {}, {TWO_LENGTHS}),
+            (WITH_OPTIONS, {}, {*ABILITIES}),
+            (WITH_CAUSAL, {"causal": True}, {*ABILITIES}),
+        ],
+        ids=lambda value: getattr(value, "id", None),
+    )
+    def test_declare_what_their_traits_say(self, step, changes, abilities):
+        config = general(step, **changes)
+        supports = config.supports
+        assert (supports.abilities, supports.causal) == (abilities, config.causal)
+        assert set(supports.blocks) == ({"B_r", "B_c"} if step is BEFORE else set())
+        assert not any(config.refusal(corner) for corner in supports.corners())
+
+    def test_causal_is_fixed_until_a_step_opens_it_and_last_in_the_short_form(self):
+        with pytest.raises(ValueError, match="causal True: h19 fixes causal False; choose h20 to"):
+            general(WITH_OPTIONS, causal=True)
+        assert general(WITH_OPTIONS).variants() == (general(WITH_OPTIONS),)
+        plain, causal = general(WITH_CAUSAL).variants()
+        assert causal == general(WITH_CAUSAL, causal=True)
+        assert causal.short_form() == f"{plain.short_form()}_causal"
+        assert GeneralConfig.from_short_form(causal.short_form()) == causal
+        assert all(config.causal is False for config in GENERAL.sweep())
+        assert bool(causal.refusal(replace(PROBE, causal=False)))
+        assert bool(plain.refusal(PROBE))
+
+    def test_arguments_are_those_of_the_struct(self):
+        config = general(WITH_CAUSAL, causal=True)
+        (launch,) = config.launch(PROBE, PROBE.strides())
+        q_tiles = -(-200 // config.B_r)
+        data = launch.bind({**dict.fromkeys("qkvo", 1), "lse": 5}, lambda *_: bytes(128))
+        begin = HOPPER.arguments.offset("len_k")
+        found = struct.unpack_from("<6if4x2Q", data, begin)
+        scale = struct.unpack("<f", struct.pack("<f", 0.25 * math.log2(math.e)))[0]
+        assert found == (130, 6, q_tiles * 12, 200, q_tiles, 3, scale, 5, 0)
+        assert launch.outputs == ("o", "lse")
+        assert launch.workspace_bytes == 0
+        maps = {found.tensor: found for _, found in launch.tensor_maps}
+        assert maps["q"].dims == maps["o"].dims == (64, 200, 2, 6, 2)
+        assert maps["k"].dims == maps["v"].dims == (64, 130, 2, 2, 2)
+        assert maps["k"].strides == (2 * 256, 128, 256, 130 * 2 * 256)
+
+    def test_without_an_lse_has_a_null_pointer(self):
+        problem = AttentionForward(1, 1, 1)
+        (launch,) = general(WITH_OPTIONS).launch(problem, problem.strides())
+        assert "lse" not in {address.tensor for address in launch.addresses}
+        assert launch.outputs == ("o",)
+        assert launch.n_blocks == 1
+
+    def test_a_counter_is_four_bytes_of_the_workspace(self):
+        (launch,) = general(WITH_COUNTER).launch(PROBE, PROBE.strides())
+        assert launch.workspace_bytes == 4
+        assert Address(HOPPER.arguments.offset("next_tile"), WORKSPACE) in launch.addresses
+
+    def test_lengths_leave_room_for_the_rows_of_the_last_tile(self):
+        config = general(WITH_LENGTHS)
+        most = config.supports.max_length
+        assert most + max(config.B_r, config.B_c) == 2**31 - 1
+        assert not config.refusal(AttentionForward(1, 1, 1, len_k=most))
+        assert "over the limit" in config.refusal(AttentionForward(1, 1, 1, len_k=most + 1))

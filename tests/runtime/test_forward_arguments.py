@@ -53,8 +53,11 @@ class TestForward:
             ({"v": tensor(device="meta")}, ValueError, "v is on meta and q on cpu"),
             ({"o": tensor(device="meta")}, ValueError, "o is on meta and q on cpu"),
             ({"q": tensor(128, 3, 128)}, ValueError, r"q has 3 dimensions, shape \(128, 3, 128\)"),
-            ({"k": tensor(2, 64, 3, 128)}, ValueError, r"k has shape \(2, 64, 3, 128\) and q"),
-            ({"v": tensor(2, 128, 1, 128)}, ValueError, r"v has shape \(2, 128, 1, 128\) and q"),
+            ({"k": tensor(1, 128, 3, 128)}, ValueError, r"k has shape \(1, 128, 3, 128\) and q"),
+            ({"k": tensor(2, 128, 3, 64)}, ValueError, r"k has .* batch and d_head must be equal"),
+            ({"v": tensor(2, 64, 3, 128)}, ValueError, r"v has shape \(2, 64, 3, 128\) and k"),
+            ({"v": tensor(2, 128, 1, 128)}, ValueError, r"v has shape \(2, 128, 1, 128\) and k"),
+            ({"k": tensor(2, 0, 3, 128)}, ValueError, "k has seq 0"),
             ({"o": tensor(1, 128, 3, 128)}, ValueError, r"o has shape \(1, 128, 3, 128\) and q"),
         ],
     )
@@ -346,7 +349,7 @@ class TestCompile:
 
     def test_gets_a_contiguous_result_of_the_shape_of_q(self):
         q = tensor(2, 3, 128, 128, device="meta").transpose(1, 2)
-        o = torch.ops.flash_attention.forward(CONFIG.short_form(), q, q, q)
+        o = torch.ops.flash_attention.forward(CONFIG.short_form(), q, q, q, None)
         assert (o.shape, o.dtype, o.device, o.is_contiguous()) == (
             q.shape,
             q.dtype,
@@ -357,11 +360,11 @@ class TestCompile:
     def test_is_refused_what_the_kernel_would_be(self):
         q = tensor(2, 100, 3, 128, device="meta")
         with pytest.raises(ValueError, match="seq_len 100 is not a multiple"):
-            torch.ops.flash_attention.forward(CONFIG.short_form(), q, q, q)
+            torch.ops.flash_attention.forward(CONFIG.short_form(), q, q, q, None)
 
 
 def test_backward_is_an_error_and_no_wrong_gradient():
     q = tensor(device="meta").requires_grad_()
-    o = torch.ops.flash_attention.forward(CONFIG.short_form(), q, q, q)
+    o = torch.ops.flash_attention.forward(CONFIG.short_form(), q, q, q, None)
     with pytest.raises(RuntimeError, match=r"backward|grad"):
         o.sum().backward()

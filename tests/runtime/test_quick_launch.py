@@ -53,7 +53,7 @@ def quick_launch(
     return library.Launcher(launch or launch_of(tensors), NO_SUCH_DEVICE).quick(
         call._exchange(),
         tensors["q"].__dlpack_device__(),
-        SHAPE,
+        [x.shape for x in tensors.values()],
         [x.stride() for x in tensors.values()],
         tuple(map(span_bytes, tensors.values())),
     )
@@ -130,6 +130,15 @@ class TestOther:
         ):
             assert not is_taken(**{name: other}), other.stride()
 
+    @pytest.mark.parametrize("name", "kv")
+    def test_in_a_shape_that_is_another_tensors(self, name):
+        long = {"k": tensor(2, 256, 3, 128), "v": tensor(2, 256, 3, 128)}
+        tensors = {**four(), **long}
+        quick = quick_launch(tensors)
+        assert bound(quick, *tensors.values()) is not None
+        assert bound(quick, *{**tensors, name: tensor()}.values()) is None
+        assert bound(quick, *{**tensors, "q": long["k"]}.values()) is None
+
     @pytest.mark.parametrize("name", "qkvo")
     def test_in_being_none(self, is_taken, name):
         assert not is_taken(**{name: None})
@@ -194,7 +203,9 @@ class TestCall:
         def make(launches: bool) -> Quick:
             quick = Quick(launches)
             plan = call.prepare(CONFIG, tensor(), tensor(), tensor()).plan
-            call._quick_plans[CONFIG.short_form(), tensor().shape] = replace(plan, quick=quick)
+            call._quick_plans[(CONFIG.short_form(), None), tensor().shape] = replace(
+                plan, quick=quick
+            )
             return quick
 
         return make

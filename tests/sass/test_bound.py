@@ -142,12 +142,12 @@ def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
 def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
     config = of_version(16)
     found = progression_kernels(DEFAULT)[config]
-    problem = AttentionForward(batch=1, heads=33, seq_len=4096, dtype=config.dtype)
+    problem = AttentionForward(batch=1, heads=33, len_q=4096, dtype=config.dtype)
     chip = Chip(sms=132, mhz=1000.0)
     prediction = predict_config(found, config, problem, chip)
-    per_head = problem.seq_len // config.B_r
+    per_head = problem.len_q // config.B_r
     blocks = math.ceil(33 * per_head / 132)
-    tensor = config.mma_per_key_block * (problem.seq_len // config.B_c) * HMMA_CYCLES[DEFAULT]
+    tensor = config.mma_per_key_block * (problem.len_q // config.B_c) * HMMA_CYCLES[DEFAULT]
     assert prediction.milliseconds["tensor"] == pytest.approx(
         blocks * config.n_warps * tensor / (1000.0 * 1e3)
     )
@@ -155,7 +155,7 @@ def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
     assert prediction.launch.blocks == 33 * per_head
     assert prediction.resident == config_facts(config, found, None).occupancy.warps
     assert prediction.least_ms == max(prediction.milliseconds.values())
-    flops = 4 * 33 * problem.seq_len**2 * config.d_head
+    flops = 4 * 33 * problem.len_q**2 * config.d_head
     assert prediction.most_tflops == pytest.approx(flops / prediction.least_ms / 1e9)
     # one more block is one more for one of them
     more = predict_config(found, config, replace(problem, heads=34), chip)

@@ -46,7 +46,7 @@ LAZY = [config for config in PROGRESSION if LAZY_RESCALE in config.step.traits]
 def shape_of(config: Config, blocks: int) -> AttentionForward:
     """So many blocks of two heads, which `tensors_for` gives the row stride that the kernel is made
     for."""
-    return AttentionForward(batch=1, heads=2, seq_len=blocks * config.supports.whole)
+    return AttentionForward(batch=1, heads=2, len_q=blocks * config.supports.whole)
 
 
 @functools.lru_cache

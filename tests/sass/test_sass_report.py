@@ -226,7 +226,7 @@ def test_the_bound_stands_beside_the_measurement(root: Path):
 def test_another_launch_can_be_predicted():
     config = of_version(16)
     found = progression_kernels(DEFAULT)[config]
-    problem = AttentionForward(batch=1, heads=16, seq_len=8192, dtype=config.dtype)
+    problem = AttentionForward(batch=1, heads=16, len_q=8192, dtype=config.dtype)
     prediction = predict_config(found, config, problem, Chip(sms=108, mhz=1410.0))
     facts = replace(config_facts(config, found, None), prediction=prediction)
     text = report_text(report_on(facts))

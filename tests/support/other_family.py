@@ -72,7 +72,7 @@ class OtherConfig(Config):
         q_map = TensorMap(
             tensor="q",
             dtype=self.dtype.short,
-            dims=(problem.d_head, problem.seq_len),
+            dims=(problem.d_head, problem.len_q),
             strides=(problem.row_stride * ELEMENT_BYTES,),
             box=(64, self.tile),
             swizzle=128,
@@ -83,7 +83,7 @@ class OtherConfig(Config):
                 grid=(132, 1, 1),
                 block=self.n_threads,
                 shared_bytes=self.smem_bytes,
-                arguments=ARGUMENTS.pack({"n": (problem.seq_len // self.tile,)}),
+                arguments=ARGUMENTS.pack({"n": (problem.len_q // self.tile,)}),
                 addresses=(
                     Address(ARGUMENTS.offset("O"), "o"),
                     Address(ARGUMENTS.offset("counter"), WORKSPACE),

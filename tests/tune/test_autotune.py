@@ -336,8 +336,8 @@ def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monk
     make, fails = sweep_worker.make_input_sets, {128: 1, 256: 2}
 
     def make_or_fail(shape: AttentionForward, *arguments):
-        if fails.get(shape.seq_len, 0):
-            fails[shape.seq_len] -= 1
+        if fails.get(shape.len_q, 0):
+            fails[shape.len_q] -= 1
             raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB\nand more")
         return make(shape, *arguments)
 

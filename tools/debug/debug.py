@@ -141,8 +141,8 @@ def check_excerpt(
     from flash_helpers.check.debugging import Excerpt
 
     for name, values, number in (
-        ("--block", arguments.block or [], problem.seq_len // config.B_c),
-        ("--row-block", [arguments.row_block], problem.seq_len // config.B_r),
+        ("--block", arguments.block or [], problem.len_q // config.B_c),
+        ("--row-block", [arguments.row_block], problem.len_q // config.B_r),
         ("--warp", [] if arguments.warp is None else [arguments.warp], config.n_warps),
     ):
         for value in values:

@@ -91,7 +91,7 @@ def chosen_shape(arguments: argparse.Namespace) -> AttentionForward:
     return AttentionForward(
         batch=shape.batch if arguments.batch is None else arguments.batch,
         heads=shape.heads if arguments.heads is None else arguments.heads,
-        seq_len=shape.seq_len if arguments.seq is None else arguments.seq,
+        len_q=shape.len_q if arguments.seq is None else arguments.seq,
     )
 
 

@@ -35,7 +35,7 @@ _LINE = re.compile(r"([\w/.]+\.cuh):(\d+)")
 def shape_of(config: Config) -> AttentionForward:
     """The shortest with three blocks of keys or more."""
     whole = config.supports.whole
-    return AttentionForward(batch=1, heads=1, seq_len=-(-3 * config.B_c // whole) * whole)
+    return AttentionForward(batch=1, heads=1, len_q=-(-3 * config.B_c // whole) * whole)
 
 
 def distribution_of(config: Config) -> str:

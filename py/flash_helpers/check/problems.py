@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from flash_helpers.kernel_configs import AttentionForward
 
-DEFAULT_SHAPE = AttentionForward(batch=16, heads=16, seq_len=2048)
-SMALL_SHAPE = AttentionForward(batch=1, heads=1, seq_len=512)
+DEFAULT_SHAPE = AttentionForward(batch=16, heads=16, len_q=2048)
+SMALL_SHAPE = AttentionForward(batch=1, heads=1, len_q=512)
 
 # Away from zero, so that an averaged V is a signal and not the noise that averaging leaves.
 MEAN = 0.5

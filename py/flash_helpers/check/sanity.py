@@ -265,7 +265,12 @@ class SanityReport:
         request = self.request
         return {
             "device": self.device,
-            "shape": request.shape.sizes,
+            "shape": {
+                "batch": request.shape.batch,
+                "heads": request.shape.heads,
+                "seq_len": request.shape.len_q,
+                "d_head": request.shape.d_head,
+            },
             "inputs": request.distribution,
             "seed": request.seed,
             "passed": self.n_passed,

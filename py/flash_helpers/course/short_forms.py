@@ -37,6 +37,7 @@ _MEANINGS: Mapping[str, str] = MappingProxyType(
         "K_slots": "of family hopper: [tiles](#tile) of K in shared memory, a [ring](#ring)",
         "V_slots": "of family hopper: the same of V",
         "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
+        "causal": "a causal mask, aligned to the bottom right: the last query sees all keys",
     }
 )
 

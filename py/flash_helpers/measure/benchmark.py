@@ -252,7 +252,7 @@ class _Entry:
             dtype=dtype.short,
             batch=shape.batch,
             n_heads=shape.heads,
-            seq_len=shape.seq_len,
+            seq_len=shape.len_q,
             d_head=shape.d_head,
             input_sets=len(self.sets),
             launches_per_sample=self.recording.sample(load).n_launches if self.recording else 0,
@@ -338,7 +338,7 @@ def measure_problem(
             [recording.sample(load) for recording in recordings],
             *(timer, load, protocol.rounds, sensor),
             reference=flash,
-            seed=shape.seq_len,  # no contender follows the same neighbour at every length
+            seed=shape.len_q,  # no contender follows the same neighbour at every length
             may_continue=may_continue,
         )
         for entry, taken in zip(timed, rounds, strict=True):
@@ -414,7 +414,7 @@ def run_benchmark(
         taking: list[Contender] = []
         for contender in contenders[dtype]:
             if reason := contender.refusal(shape.in_dtype(dtype)):
-                found = SkippedRecord(dtype.short, shape.seq_len, reason, contender.name)
+                found = SkippedRecord(dtype.short, shape.len_q, reason, contender.name)
                 skipped.append(found)
             else:
                 taking.append(contender)
@@ -432,6 +432,6 @@ def run_benchmark(
                 advance=step,
             )
         except torch.cuda.OutOfMemoryError as error:
-            skipped.append(skipped_record(dtype, shape.seq_len, error))
+            skipped.append(skipped_record(dtype, shape.len_q, error))
         advance(left)
     return BenchmarkRun(tuple(rates), tuple(skipped), tuple(measurements))

@@ -182,7 +182,7 @@ def shape_for(config: Config, seq_len: int) -> AttentionForward:
     one = AttentionForward(1, 1, block, d_head, config.dtype)
     heads = config.own_row_stride(one) // d_head
     shorter = max(block, int(seq_len / heads**0.5) // block * block)
-    return replace(one, heads=heads, seq_len=shorter)
+    return AttentionForward(1, heads, shorter, d_head, config.dtype)
 
 
 def count_launches(

@@ -155,7 +155,7 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> E
 
     Raises NotDeterminedError where the text does not tell.
     """
-    times = block_executions(kernel, trips(kernel, config, shape.seq_len))
+    times = block_executions(kernel, trips(kernel, config, shape.len_q))
     launches = config.launch(shape, shape.strides())
     warps = sum(launch.n_blocks * launch.n_warps for launch in launches)
     by_base: Counter[str] = Counter()
@@ -165,7 +165,7 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> E
         name=config.short_form(),
         batch=shape.batch,
         n_heads=shape.heads,
-        seq_len=shape.seq_len,
+        seq_len=shape.len_q,
         compiler=str(kernel.compiler),
         predicted={name: warps * n for name, n in predicted_counts(kernel, times).items()},
         predicted_opcodes={name: warps * n for name, n in sorted(by_base.items()) if n},

@@ -315,7 +315,7 @@ def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
         "shape": {
             "batch": shape.batch,
             "n_heads": shape.heads,
-            "seq_len": shape.seq_len,
+            "seq_len": shape.len_q,
             "d_head": shape.d_head,
         },
         "kernels": [
@@ -368,7 +368,7 @@ def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
                 "dtype": p.ran.dtype.short,
                 "batch": p.shape.batch,
                 "heads": p.shape.heads,
-                "seq": p.shape.seq_len,
+                "seq": p.shape.len_q,
                 "phase": phase.value,
                 "opcode": opcode,
                 **as_dict(counts),

@@ -202,7 +202,7 @@ def launch_of(config: Config, problem: AttentionForward | None = None) -> Launch
         config.smem_bytes,
         blocks=sum(launch.n_blocks for launch in launches),
         operations=problem.operations,
-        problem={"batch": problem.batch, "n_heads": problem.heads, "seq_len": problem.seq_len},
+        problem={"batch": problem.batch, "n_heads": problem.heads, "seq_len": problem.len_q},
     )
 
 
@@ -227,7 +227,7 @@ def predict_config(
     kernel: Kernel, config: Config, problem: AttentionForward, chip: Chip
 ) -> Prediction:
     """The least time of a launch for a problem. Raises as `trips` and `bound.predict` do."""
-    found = trips(kernel, config, problem.seq_len)
+    found = trips(kernel, config, problem.len_q)
     return predict(kernel, found, launch_of(config, problem), chip)
 
 

@@ -204,7 +204,7 @@ def average_launches(
         kernel=_short_name(launches[0].kernel),
         batch=shape.batch,
         n_heads=shape.heads,
-        seq_len=shape.seq_len,
+        seq_len=shape.len_q,
         d_head=shape.d_head,
         runs=len(launches),
         values=values,
@@ -238,7 +238,7 @@ def profile_kernels(
     """
     metrics = profiler.available(METRICS)
     sizes = ["--batch", str(shape.batch), "--heads", str(shape.heads)]
-    sizes += ["--seq", str(shape.seq_len), "--repeat", str(runs)]
+    sizes += ["--seq", str(shape.len_q), "--repeat", str(runs)]
     counted: list[KernelCounters] = []
     failures: list[str] = []
 

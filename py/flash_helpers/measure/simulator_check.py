@@ -234,7 +234,7 @@ def compare_kernel(config: Config, shape: AttentionForward, backend: Backend) ->
         name=config.short_form(),
         batch=shape.batch,
         n_heads=shape.heads,
-        seq_len=shape.seq_len,
+        seq_len=shape.len_q,
         predicted=simulated_counts(run),
         **asdict(compare_outputs(output.cpu(), tensors["o"])),
     )

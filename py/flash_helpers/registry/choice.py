@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.families import FAMILIES
@@ -22,21 +22,16 @@ def preferred_steps(
     return [[*family.steps.values()][-1] for family in reversed(runs)]
 
 
-def first_that_takes(
-    problem: AttentionForward, configs: Sequence[Config], options: Collection[str] = ()
-) -> Config:
+def first_that_takes(problem: AttentionForward, configs: Sequence[Config]) -> Config:
     """The first of the configs that supports a problem.
 
-    options: what is asked for besides, of `flash_helpers.registry.supports.OPTIONS`.
-
     Raises ValueError if none does, with the refusal of the nearest: the one that lacks the fewest
-    options, then the one that takes the shortest sequences.
+    abilities, then the one that takes the shortest sequences.
     """
     for config in configs:
-        if not config.refusal(problem, options):
+        if not config.refusal(problem):
             return config
-    nearest = min(configs, key=lambda c: (len({*options} - c.supports.options), c.supports.whole))
+    nearest = min(configs, key=lambda c: (len(c.supports.lacking(problem)), c.supports.whole))
     raise ValueError(
-        f"no kernel for this device takes {problem}; the nearest: "
-        f"{nearest.refusal(problem, options)}"
+        f"no kernel for this device takes {problem}; the nearest: {nearest.refusal(problem)}"
     )

@@ -11,7 +11,7 @@ import functools
 import re
 import typing
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -107,6 +107,11 @@ class Config:
         """The config and all that `runs_as` may name, which are built along with it."""
         return (self,)
 
+    def variants(self: Own) -> tuple[Own, ...]:
+        """The config, and those of the same step and tiles that are compiled for problems that it
+        refuses."""
+        return (self,)
+
     # -- what follows ------------------------------------------------------------------------------
 
     @property
@@ -114,12 +119,9 @@ class Config:
         """The step whose kernel this is a config of."""
         return self.family.steps[self.family.step_id(getattr(self, fields(self)[0].name))]
 
-    def refusal(self, problem: AttentionForward, options: Collection[str] = ()) -> str:
-        """Why the kernel does not take a problem, with the way out; "" if it does.
-
-        options: what is asked for besides, of `flash_helpers.registry.supports.OPTIONS`.
-        """
-        return self.supports.refusal(problem, self.short_form(), options)
+    def refusal(self, problem: AttentionForward) -> str:
+        """Why the kernel does not take a problem, with the way out; "" if it does."""
+        return self.supports.refusal(problem, self.short_form())
 
     def replace(self: Own, **changes: Any) -> Own:
         """The same config with some fields changed; checked again."""

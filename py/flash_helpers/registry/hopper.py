@@ -4,6 +4,7 @@ warps by roles. Standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import PurePosixPath
@@ -14,10 +15,12 @@ from flash_helpers import gpu
 from flash_helpers.registry.config import Config, element, flag, number
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.launch import (
+    FLOAT,
     INT,
     POINTER,
     STRIDES,
     TENSOR_MAP,
+    WORKSPACE,
     Address,
     Launch,
     StructLayout,
@@ -25,7 +28,14 @@ from flash_helpers.registry.launch import (
 )
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
-from flash_helpers.registry.supports import Supports
+from flash_helpers.registry.supports import (
+    GROUPED_HEADS,
+    MAX_LENGTH,
+    RETURN_LSE,
+    SOFTMAX_SCALE,
+    TWO_LENGTHS,
+    Supports,
+)
 
 TARGET = "90a"
 WARPGROUP = 128  # threads
@@ -43,8 +53,10 @@ P_IN_REGISTERS = "p_in_registers"  # P does not pass through shared memory
 PRODUCER = "producer"  # a warpgroup of its own issues the copies
 PERSISTENT = "persistent"  # a block takes one tile after the other
 Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
-
 REPLAYS = "replays"  # rows that do not fit are computed again, exactly
+RAGGED = "ragged"  # lengths are any, and those of queries and keys differ
+CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
+DYNAMIC = "dynamic"  # blocks take the next tile from a counter
 
 ARGUMENTS = StructLayout(
     "HopperKernelArgs",
@@ -53,7 +65,9 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys("QKVO", TENSOR_MAP),
             **{f"{name}_gmem": POINTER for name in "QKVO"},
             **{f"{name}_strides": STRIDES for name in "QKVO"},
-            **dict.fromkeys(("seq_len", "heads", "tiles"), INT),
+            **dict.fromkeys(("len_k", "heads", "tiles", "len_q", "q_tiles", "heads_per_kv"), INT),
+            "scale": FLOAT,
+            **dict.fromkeys(("lse", "next_tile"), POINTER),
         }
     ),
 )
@@ -65,6 +79,7 @@ class HopperKernelConfig(Config):
 
     B_r, B_c: rows of a Q tile, 64 for each warpgroup that computes, and of a K or V tile. K_slots,
     V_slots: tiles of each in shared memory. ping_pong: one warpgroup at a time issues its products.
+    causal: the kernel masks, and takes causal problems alone.
 
     Raises ValueError, with the reason and a way out, for a config that no kernel can be built for.
     """
@@ -79,6 +94,7 @@ class HopperKernelConfig(Config):
     K_slots: int = number("K", "tiles of K in shared memory")
     V_slots: int = number("V", "tiles of V in shared memory")
     ping_pong: bool = flag("pp", "one warpgroup at a time issues its products", default=False)
+    causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
 
     @property
     def family(self) -> Family:
@@ -119,22 +135,35 @@ class HopperKernelConfig(Config):
         """`wgmma` of a warp for one block of keys: Q @ K^T and P @ V."""
         return self.d_head // WGMMA_K + self.B_c // WGMMA_K
 
-    def key_blocks(self, seq_len: int) -> range:
+    def key_blocks(self, len_k: int) -> range:
         """The blocks of keys in the order in which the kernel walks them."""
-        return range(-(-seq_len // self.B_c))
+        return range(-(-len_k // self.B_c))
+
+    def variants(self) -> tuple[HopperKernelConfig, ...]:
+        """The config, and the causal one where the step has one."""
+        return (self, self.replace(causal=True)) if "causal" in self.step.tunable else (self,)
 
     @property
     def supports(self) -> Supports:
-        """Whole blocks of queries and keys, not causal."""
+        """Whole blocks of queries and keys of one length, unless the step's traits say more."""
+        traits = self.step.traits
+        ragged = RAGGED in traits
+        options = {SOFTMAX_SCALE, RETURN_LSE, GROUPED_HEADS} if CALL_OPTIONS in traits else set()
         return Supports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
-            blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
+            blocks=MappingProxyType({} if ragged else {"B_r": self.B_r, "B_c": self.B_c}),
             chunk_bytes=CHUNK_BYTES,
             max_row_stride=_MAX_STRIDE,
             max_stride=_MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
             max_tiles=gpu.MAX_GRID[0],
+            # rows of the last tile are numbered beyond the tensor's end
+            max_length=MAX_LENGTH - max(self.B_r, self.B_c) if ragged else MAX_LENGTH,
+            B_r=self.B_r,
+            B_c=self.B_c,
+            causal=self.causal,
+            abilities=frozenset(options | ({TWO_LENGTHS} if ragged else set())),
         )
 
     def launch(
@@ -142,14 +171,24 @@ class HopperKernelConfig(Config):
     ) -> tuple[Launch, ...]:
         """A block for each tile of queries, head and batch; or as many as run at a time, which take
         one tile after the other."""
-        tiles = problem.seq_len // self.B_r * problem.heads * problem.batch
+        q_tiles = -(-problem.len_q // self.B_r)
+        tiles = q_tiles * problem.heads * problem.batch
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
-        values: dict[str, tuple[int, ...]] = {
-            "seq_len": (problem.seq_len,),
+        values: dict[str, tuple[float, ...]] = {
+            "len_k": (problem.len_k,),
             "heads": (problem.heads,),
             "tiles": (tiles,),
+            "len_q": (problem.len_q,),
+            "q_tiles": (q_tiles,),
+            "heads_per_kv": (problem.heads // problem.kv_heads,),
+            "scale": (problem.softmax_scale * math.log2(math.e),),
         }
         values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
+        pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
+        if problem.return_lse:
+            pointers["lse"] = "lse"
+        if DYNAMIC in self.step.traits:
+            pointers["next_tile"] = WORKSPACE
         return (
             Launch(
                 config=self,
@@ -158,9 +197,9 @@ class HopperKernelConfig(Config):
                 shared_bytes=self.smem_bytes,
                 arguments=ARGUMENTS.pack(values),
                 addresses=tuple(
-                    Address(ARGUMENTS.offset(f"{name.upper()}_gmem"), name) for name in "qkvo"
+                    Address(ARGUMENTS.offset(member), name) for member, name in pointers.items()
                 ),
-                outputs=("o",),
+                outputs=("o", "lse") if problem.return_lse else ("o",),
                 tensor_maps=tuple(
                     (
                         ARGUMENTS.offset(name.upper()),
@@ -168,6 +207,7 @@ class HopperKernelConfig(Config):
                     )
                     for name in "qkvo"
                 ),
+                workspace_bytes=INT.size if DYNAMIC in self.step.traits else 0,
             ),
         )
 
@@ -214,20 +254,29 @@ def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: in
 
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
-    sizes = (PIECE, problem.seq_len, problem.d_head // PIECE, problem.heads, problem.batch)
+    batch, length, heads, d_head = problem.kv_shape if name in "kv" else problem.shape
+    sizes = (PIECE, length, d_head // PIECE, heads, batch)
     in_elements = (strides.row, PIECE, strides.head, strides.batch)
     return TensorMap(
         name,
         problem.dtype.short,
         dims=sizes,
         strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
-        box=(PIECE, rows, 1 if name == "o" else problem.d_head // PIECE, 1, 1),
+        box=(PIECE, rows, 1 if name == "o" else d_head // PIECE, 1, 1),
         swizzle=PIECE * ELEMENT_BYTES,
     )
 
 
 _BASE: Mapping[str, Any] = MappingProxyType(
-    {"d_head": 128, "B_r": 64, "B_c": 128, "K_slots": 1, "V_slots": 1, "ping_pong": False}
+    {
+        "d_head": 128,
+        "B_r": 64,
+        "B_c": 128,
+        "K_slots": 1,
+        "V_slots": 1,
+        "ping_pong": False,
+        "causal": False,
+    }
 )
 
 

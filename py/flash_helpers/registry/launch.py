@@ -37,6 +37,7 @@ class Kind:
 
 
 INT = Kind("i", 4)
+FLOAT = Kind("f", 4)
 POINTER = Kind("Q", 8)
 STRIDES = Kind("3q", 8)  # TensorStrides: batch, row, head
 TENSOR_MAP = Kind(f"{TENSOR_MAP_BYTES}s", TENSOR_MAP_BYTES)
@@ -81,7 +82,7 @@ class StructLayout:
         """Of a member, in bytes."""
         return next(member.offset for member in self.members if member.name == name)
 
-    def pack(self, values: Mapping[str, tuple[int, ...]]) -> bytes:
+    def pack(self, values: Mapping[str, tuple[float, ...]]) -> bytes:
         """The struct's bytes; members that have no value are zeros, as the padding is."""
         data = bytearray(self.size)
         for member in self.members:

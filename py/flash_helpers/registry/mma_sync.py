@@ -109,20 +109,22 @@ class MmaSyncConfig(Config):
         row_sums = self.row_tiles * (self.B_c // MMA_K) if MMA_ROW_SUM in self.step.traits else 0
         return 2 * self.mma_per_product + row_sums
 
-    def key_blocks(self, seq_len: int) -> range:
+    def key_blocks(self, len_k: int) -> range:
         """The blocks of keys in the order in which the kernel walks them."""
-        blocks = range(-(-seq_len // self.B_c))
+        blocks = range(-(-len_k // self.B_c))
         return blocks[::-1] if KEYS_BACKWARDS in self.step.traits else blocks
 
     @property
     def supports(self) -> Supports:
-        """Whole blocks of queries and keys, not causal."""
+        """Whole blocks of queries and keys of one length."""
         return Supports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
             blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
             chunk_bytes=CHUNK_BYTES,
             max_row_stride=MAX_ROW_STRIDE,
+            B_r=self.B_r,
+            B_c=self.B_c,
         )
 
     def general(self: Own) -> Own:
@@ -147,7 +149,7 @@ class MmaSyncConfig(Config):
     ) -> tuple[Launch, ...]:
         """A block for each tile of queries, head and batch; several launches for more batches than
         a grid has along z."""
-        values = {"seq_len": (problem.seq_len,)}
+        values = {"seq_len": (problem.len_q,)}
         values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
         arguments = ARGUMENTS.pack(values)
         most = gpu.MAX_GRID[2]
@@ -155,7 +157,7 @@ class MmaSyncConfig(Config):
         return tuple(
             Launch(
                 config=config,
-                grid=(problem.seq_len // self.B_r, problem.heads, min(problem.batch - first, most)),
+                grid=(problem.len_q // self.B_r, problem.heads, min(problem.batch - first, most)),
                 block=self.n_threads,
                 shared_bytes=self.smem_bytes,
                 arguments=arguments,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -16,7 +16,10 @@ from flash_helpers.runtime import library, simulator, tensors
 
 _PLANS_KEPT = 1024
 
-Asked = TypeVar("Asked", bound=Hashable)
+# What a config is chosen by, and softmax_scale.
+Asked: TypeAlias = "tuple[Hashable, float | None]"
+# Finds the config for what was asked and these tensors, q, k and v at least, by name.
+Choose: TypeAlias = "Callable[[Asked, Mapping[str, torch.Tensor]], Config]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,8 @@ class Plan:
     device: the CUDA device's number; None on the CPU, where there are no launchers either.
     chunk_bytes: what the tensors begin at multiples of. span_bytes: of q, k, v and o, from the
     first byte to the last. allocate: o for q. quick: does in one step what a call of `_checked` and
-    of `run` do, if it finds that all is as it was; None where that is not possible.
+    of `run` do, if it finds that all is as it was; None where that is not possible. softmax_scale:
+    as asked.
     """
 
     launches: tuple[Launch, ...]
@@ -37,9 +41,10 @@ class Plan:
     span_bytes: tuple[int, ...]
     allocate: Callable[[torch.Tensor], torch.Tensor]
     quick: library.QuickLaunch | None = None
+    softmax_scale: float | None = None
 
     def run(self, addresses: dict[str, int]) -> None:
-        """Launch on the device's current stream, without waiting. addresses: of q, k, v and o."""
+        """Launch on the device's current stream, without waiting. addresses: of the tensors."""
         # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
         addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
         for launcher in self.launchers:
@@ -86,7 +91,12 @@ class Call(NamedTuple):
 
     def simulate(self, keep_going: bool = False) -> Run:
         """Run the kernel's PTX. Raises PtxError for a fault of the kernel."""
-        return simulator.run_shipped(self.config, self.tensors, keep_going=keep_going)
+        return simulator.run_shipped(
+            self.config,
+            self.tensors,
+            softmax_scale=self.plan.softmax_scale,
+            keep_going=keep_going,
+        )
 
 
 _plans: dict[Hashable, Plan] = {}
@@ -102,9 +112,11 @@ def _exchange() -> int | None:
     return None if capsule is None else library.exchange(capsule)
 
 
-def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
+def _make_plan(
+    config: Config, given: Mapping[str, torch.Tensor], softmax_scale: float | None
+) -> Plan:
     """Raises what `prepare` does, where the addresses of the tensors do not matter."""
-    problem = tensors.check_shapes(config, given)
+    problem = tensors.check_shapes(config, given, softmax_scale)
     device = given["q"].device
     tensors.check_device(config.family, device)
     strides = {**problem.strides(), **tensors.check_strides(config, given)}
@@ -114,13 +126,18 @@ def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
     launchers = tuple(library.Launcher(x, device.index) for x in launches if device.type == "cuda")
     q = given["q"]
     usual_strides = torch.empty(q.shape, device="meta").stride()  # of single items too
-    all_four = dict(given)  # q, k, v and o in this order
-    all_four.setdefault("o", tensors.Layout(q.shape, usual_strides, q.dtype, device))
-    spans = tuple(map(tensors.span_bytes, all_four.values()))
+    o = given.get("o", tensors.Layout(q.shape, usual_strides, q.dtype, device))
+    all_four = (q, given["k"], given["v"], o)
+    spans = tuple(map(tensors.span_bytes, all_four))
     quick = None
     if len(launchers) == 1 and (exchange := _exchange()) is not None:
-        own_strides = [laid.stride() for laid in all_four.values()]
-        quick = launchers[0].quick(exchange, q.__dlpack_device__(), q.shape, own_strides, spans)
+        quick = launchers[0].quick(
+            exchange,
+            q.__dlpack_device__(),
+            [laid.shape for laid in all_four],
+            [laid.stride() for laid in all_four],
+            spans,
+        )
     return Plan(
         launches,
         launchers,
@@ -131,11 +148,12 @@ def _make_plan(config: Config, given: Mapping[str, torch.Tensor]) -> Plan:
         if q.stride() == usual_strides
         else functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
         quick,
+        softmax_scale,
     )
 
 
-def _resolve(cfg: Config | str, _: torch.Tensor) -> Config:
-    return library.resolve(cfg)
+def _resolve(asked: tuple[Config | str, float | None], _: object) -> Config:
+    return library.resolve(asked[0])
 
 
 def _checked(
@@ -144,9 +162,10 @@ def _checked(
     k: torch.Tensor,
     v: torch.Tensor,
     o: torch.Tensor | None,
-    choose: Callable[[Asked, torch.Tensor], Config],
-) -> tuple[Plan, torch.Tensor, dict[str, int]]:
-    """The plan for these tensors, the output, and where they begin, by name."""
+    lse: torch.Tensor | None,
+    choose: Choose,
+) -> tuple[Plan, dict[str, torch.Tensor], dict[str, int]]:
+    """The plan for these tensors; they and the output, and where they begin, by name."""
     # fmt: off
     layouts = (
         asked,
@@ -157,10 +176,13 @@ def _checked(
     # fmt: on
     if o is not None:
         layouts += (o.shape, o.stride(), o.dtype, o.device)
+    if lse is not None:  # its shape has three sizes, and so is not taken for that of o
+        layouts += (lse.shape, lse.stride(), lse.dtype, lse.device)
     plan = _plans.get(layouts)
     if plan is None:
-        inputs = {"q": q, "k": k, "v": v}
-        plan = _make_plan(choose(asked, q), inputs if o is None else {**inputs, "o": o})
+        named = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        given = {name: tensor for name, tensor in named.items() if tensor is not None}
+        plan = _make_plan(choose(asked, given), given, asked[1])
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
             _quick_plans.clear()
@@ -183,7 +205,12 @@ def _checked(
             tensors.check_output({"q": q, "k": k, "v": v}, o)
     if (q_begin | k_begin | v_begin | o_begin) % plan.chunk_bytes:  # a power of two
         tensors.check_alignment(plan.chunk_bytes, {"q": q, "k": k, "v": v, "o": o})
-    return plan, o, {"q": q_begin, "k": k_begin, "v": v_begin, "o": o_begin}
+    found = {"q": q, "k": k, "v": v, "o": o}
+    addresses = {"q": q_begin, "k": k_begin, "v": v_begin, "o": o_begin}
+    if lse is not None:
+        tensors.check_output(found, lse, "lse")
+        found["lse"], addresses["lse"] = lse, lse.data_ptr()
+    return plan, found, addresses
 
 
 def prepare(
@@ -192,18 +219,21 @@ def prepare(
     k: torch.Tensor,
     v: torch.Tensor,
     o: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    lse: torch.Tensor | None = None,
 ) -> Call:
     """Check a call of a built kernel on dense tensors.
 
-    o: where the result goes; None allocates a contiguous tensor.
+    o: where the result goes; None allocates a contiguous tensor. softmax_scale: 1/sqrt(d_head) by
+    default. lse: float32, (batch, heads, seq of q), where the LSE goes, if it is wanted.
 
     What follows from dtypes, shapes and strides is found out once for each, not in every call.
 
     Raises TypeError for a wrong dtype, ValueError for a config that was not built and any other
     wrong argument, RuntimeError for a device that cannot run the kernel.
     """
-    plan, o, addresses = _checked(cfg, q, k, v, o, _resolve)
-    return Call(plan, {"q": q, "k": k, "v": v, "o": o}, addresses)
+    return Call(*_checked((cfg, softmax_scale), q, k, v, o, lse, _resolve))
 
 
 def compute(
@@ -212,26 +242,27 @@ def compute(
     k: torch.Tensor,
     v: torch.Tensor,
     o: torch.Tensor | None = None,
-    choose: Callable[[Asked, torch.Tensor], Config] = _resolve,
+    lse: torch.Tensor | None = None,
+    choose: Choose = _resolve,
 ) -> torch.Tensor:
     """`prepare` and run, in as little time as possible; returns o.
 
-    asked: a config or its short form, or what `choose`, given q too, finds a built config for.
+    asked: a config or its short form, or what `choose` finds a built config for.
     """
-    plan = _quick_plans.get((asked, q.shape))
+    plan = _quick_plans.get((asked, q.shape)) if lse is None else None
     if plan is not None and (o is None or not o.requires_grad):
         output = plan.allocate(q) if o is None else o
         if plan.quick(q, k, v, output):
             return output
         del output  # its memory may be needed
-    plan, o, addresses = _checked(asked, q, k, v, o, choose)
+    plan, found, addresses = _checked(asked, q, k, v, o, lse, choose)
     if plan.device is None:
-        Call(plan, {"q": q, "k": k, "v": v, "o": o}, addresses).run()
-        return o
+        Call(plan, found, addresses).run()
+        return found["o"]
     plan.run(addresses)
     if plan.quick is not None:
         _quick_plans[asked, q.shape] = plan
-    return o
+    return found["o"]
 
 
 def resources(

@@ -70,7 +70,7 @@ class _Ready(ctypes.Structure):
         ("device", ctypes.c_int32 * 2),
         ("dtype", ctypes.c_int),
         ("chunk_bytes", _UINT),
-        ("shape", ctypes.c_int64 * 4),
+        ("shapes", ctypes.c_int64 * 4 * 4),
         ("strides", ctypes.c_int64 * 4 * 4),
         ("span_bytes", ctypes.c_uint64 * 4),
         ("members", ctypes.c_uint64 * 4),
@@ -255,7 +255,7 @@ class Launcher:
         self,
         exchange: int,
         device: tuple[int, int],
-        shape: tuple[int, ...],
+        shapes: Sequence[tuple[int, ...]],
         strides: Sequence[tuple[int, ...]],
         span_bytes: tuple[int, ...],
     ) -> QuickLaunch | None:
@@ -264,8 +264,8 @@ class Launcher:
         returns False, and does nothing, for others, if o overlaps another, or if CUDA refuses.
 
         exchange: of the library that the tensors are of. device: type and number, as DLPack has
-        them. strides, in elements, and span_bytes, from a tensor's first byte to the one behind its
-        last: of q, k, v and o.
+        them. shapes, strides, in elements, and span_bytes, from a tensor's first byte to the one
+        behind its last: of q, k, v and o.
 
         None for a launch that takes anything but the addresses of the four, and at most four tensor
         maps of them.
@@ -287,8 +287,7 @@ class Launcher:
             device,
             found.config.dtype,
             found.config.supports.chunk_bytes,
-            shape,
-            tuple((ctypes.c_int64 * 4)(*own) for own in strides),
+            *(tuple((ctypes.c_int64 * 4)(*x) for x in sizes) for sizes in (shapes, strides)),
             span_bytes,
             tuple(ctypes.sizeof(_Launch) + members[name] for name in "qkvo"),
             len(launch),

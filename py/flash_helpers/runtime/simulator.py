@@ -18,10 +18,12 @@ from flash_helpers.ptx.tensor_map import TensorMap as SimulatedTensorMap
 from flash_helpers.registry.hopper import REPLAYS
 from flash_helpers.registry.launch import WORKSPACE, Launch, TensorMap
 from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.tensors import kernel_strides
+from flash_helpers.runtime.tensors import kernel_strides, posed_problem
 
 _SECONDS_PER_TILE = 4.0e-3
 """One block's pass over 64x64 scores at d_head 128 on one core, measured; for estimates only."""
+
+_TILE_OPERATIONS = 4 * 64 * 64 * 128
 
 ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
@@ -47,8 +49,7 @@ def load_kernel(config: Config, ptx: str | Path) -> Kernel:
 
 def estimate_seconds(problem: AttentionForward) -> float:
     """About how long a kernel takes for a problem, on one core."""
-    tiles = problem.batch * problem.heads * (problem.seq_len / 64) ** 2
-    return tiles * _SECONDS_PER_TILE * problem.d_head / 128
+    return problem.operations / _TILE_OPERATIONS * _SECONDS_PER_TILE
 
 
 def duration_text(seconds: float) -> str:
@@ -65,6 +66,7 @@ def run_kernel(
     kernel: Kernel,
     tensors: Mapping[str, torch.Tensor],
     *,
+    softmax_scale: float | None = None,
     keep_going: bool = False,
     progress: Progress | None = None,
     observer: Observer | None = None,
@@ -72,18 +74,22 @@ def run_kernel(
     """Computes attention with a kernel's PTX, and returns the run with its counters and faults.
 
     config: what the kernel was compiled for. kernel: from `load_kernel`. tensors: q, k, v and o,
-    (batch, seq_len, heads, d_head) on the CPU, in the config's dtype, with stride 1 along d_head;
-    other strides are free; o is written. keep_going: collect faults in the run rather than raise
-    the first one. progress: called with the number of blocks done and the number of blocks.
-    observer: is shown registers and shared memory while the kernel runs.
+    (batch, seq, heads, d_head) on the CPU, in the config's dtype, with stride 1 along d_head; other
+    strides are free; o is written, and lse, (batch, heads, seq), if it is there. softmax_scale:
+    1/sqrt(d_head) by default. keep_going: collect faults in the run rather than raise the first
+    one. progress: called with the number of blocks done and the number of blocks. observer: is
+    shown registers and shared memory while the kernel runs.
 
-    Raises PtxError if the kernel cannot run, or a fault was found in it.
+    Raises PtxError if the kernel cannot run, or a fault was found in it; ValueError for shapes that
+    do not fit together.
     """
-    batch, seq_len, heads, d_head = tensors["q"].shape
-    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
-    strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
+    problem = posed_problem(tensors, config.supports.causal, softmax_scale)
+    strides = {name: kernel_strides(tensors[name]) for name in "qkvo"}
     launches = config.launch(problem, strides)
-    tiles = batch * heads * (seq_len // config.B_r)
+    tiles = problem.batch * problem.heads * -(-problem.len_q // config.B_r)
+    # blocks that ask for tiles may get them all
+    asks = any(launch.workspace_bytes for launch in launches)
+    per_block = tiles if asks else -(-tiles // sum(launch.n_blocks for launch in launches))
     replays = REPLAYS in config.step.traits
     return _run(
         launches,
@@ -91,8 +97,8 @@ def run_kernel(
         tensors,
         max_instructions=(_RUNS_PER_REPLAYED_TILE if replays else _RUNS_PER_TILE)
         * len(kernel.program.instructions)
-        * (len(config.key_blocks(seq_len)) + 2)
-        * -(-tiles // sum(launch.n_blocks for launch in launches)),
+        * (len(config.key_blocks(problem.len_k)) + 2)
+        * per_block,
         keep_going=keep_going,
         progress=progress,
         observer=observer,
@@ -140,7 +146,7 @@ def _run(
         done += launch.n_blocks
     for name in launches[0].outputs:
         span = _span(tensors[name])
-        found = memory.download(addresses[name], span.numel(), np.int16)
+        found = memory.download(addresses[name], span.numel(), span.numpy().dtype)
         span.copy_(torch.from_numpy(found))
     assert run is not None
     return run
@@ -166,13 +172,18 @@ def _target(launch: Launch) -> str:
 
 
 def _span(x: torch.Tensor) -> torch.Tensor:
-    """All memory from a tensor's first element to its last, as 16-bit patterns; a view."""
+    """All memory from a tensor's first element to its last, as bit patterns; a view."""
     length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return torch.as_strided(x.detach().view(torch.int16), (length,), (1,), x.storage_offset())
+    pattern = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    return torch.as_strided(x.detach().view(pattern), (length,), (1,), x.storage_offset())
 
 
 def run_shipped(
-    config: Config, tensors: Mapping[str, torch.Tensor], *, keep_going: bool = False
+    config: Config,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    softmax_scale: float | None = None,
+    keep_going: bool = False,
 ) -> Run:
     """`run_kernel` with the PTX that the package ships, and a progress bar for a run that takes
     long. config: the one that runs (`Config.runs_as`).
@@ -180,8 +191,15 @@ def run_shipped(
     Raises RuntimeError if the PTX cannot be read, and what `run_kernel` raises.
     """
     kernel = _shipped_kernel(config, ptx_path(config))
-    with _announced(config, tensors["q"].shape) as progress:
-        return run_kernel(config, kernel, tensors, keep_going=keep_going, progress=progress)
+    with _announced(config, posed_problem(tensors, config.supports.causal)) as progress:
+        return run_kernel(
+            config,
+            kernel,
+            tensors,
+            softmax_scale=softmax_scale,
+            keep_going=keep_going,
+            progress=progress,
+        )
 
 
 @functools.lru_cache(maxsize=_KERNELS_KEPT)
@@ -196,10 +214,9 @@ def _shipped_kernel(config: Config, path: Path) -> Kernel:
 
 
 @contextmanager
-def _announced(config: Config, shape: torch.Size) -> Iterator[Progress | None]:
+def _announced(config: Config, problem: AttentionForward) -> Iterator[Progress | None]:
     """A progress bar on stderr for a run that takes long; None for a short one."""
-    batch, seq_len, heads, d_head = shape
-    seconds = estimate_seconds(AttentionForward(batch, heads, seq_len, d_head))
+    seconds = estimate_seconds(problem)
     if seconds < ANNOUNCE_FROM_SECONDS:
         yield None
         return

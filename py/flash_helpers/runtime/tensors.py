@@ -1,7 +1,7 @@
 """What every call has to satisfy before a pointer reaches a kernel.
 
-Tensors are (batch, seq, heads, d_head). Each function returns nothing or raises; none of them
-needs a GPU.
+q, k, v and o are (batch, seq, heads, d_head); lse, if it is there, is (batch, heads, seq of q).
+Each function returns nothing or raises; none of them needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flash_helpers.registry.family import Family
 from flash_helpers.registry.problem import ELEMENT_BYTES, Strides
 
 _DIMENSIONS = ("batch", "seq", "heads", "d_head")
+_LSE_DIMENSIONS = ("batch", "heads", "seq")
 _OVERLAP_WORK = 100_000  # steps after which two interleaved tensors count as overlapping
 
 
@@ -53,62 +54,93 @@ def check_types(tensors: Mapping[str, object]) -> None:
             raise TypeError(f"{name} has layout {tensor.layout}: pass a dense tensor")
 
 
-def check_shapes(config: Config, tensors: Mapping[str, Laid]) -> AttentionForward:
-    """dtype, device and shape of q, k, v and, if given, o; the problem that they pose.
+def check_shapes(
+    config: Config, tensors: Mapping[str, Laid], softmax_scale: float | None = None
+) -> AttentionForward:
+    """dtype, device and shape of q, k, v and, if given, o and lse; the problem that they pose.
 
     Works on tensors without memory too. Raises TypeError for a dtype, ValueError for the rest.
     """
     for name, tensor in tensors.items():
-        _check_dtype(config, name, tensor)
-    problem = posed_problem(tensors)
+        if name != "lse":
+            _check_dtype(config, name, tensor)
+    problem = posed_problem(tensors, config.supports.causal, softmax_scale)
     if reason := config.refusal(problem):
         raise ValueError(reason)
     return problem
 
 
-def posed_problem(tensors: Mapping[str, Laid]) -> AttentionForward:
-    """What tensors of one element type ask for, whether a kernel takes it or not.
+def posed_problem(
+    tensors: Mapping[str, Laid], causal: bool = False, softmax_scale: float | None = None
+) -> AttentionForward:
+    """What tensors, q and k at least, ask for, whether a kernel takes it or not; with lse, that it
+    is written.
 
-    Raises TypeError for a dtype that no kernel takes, ValueError for devices and shapes that do not
-    fit together or are empty.
+    Raises TypeError for a dtype that no kernel takes, and for an lse that is not float32;
+    ValueError for devices and shapes that do not fit together or are empty, and for what
+    `AttentionForward` refuses.
     """
-    first, *others = tensors
-    for name in others:
-        if tensors[name].device != tensors[first].device:
-            raise ValueError(
-                f"{name} is on {tensors[name].device} and {first} on {tensors[first].device}: "
-                "move them to one device"
-            )
+    q = tensors["q"]
     for name, tensor in tensors.items():
-        if tensor.ndim != len(_DIMENSIONS):
+        if tensor.device != q.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and q on {q.device}: move them to one device"
+            )
+        dimensions = _LSE_DIMENSIONS if name == "lse" else _DIMENSIONS
+        if tensor.ndim != len(dimensions):
             raise ValueError(
                 f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}: pass "
-                f"({', '.join(_DIMENSIONS)})"
+                f"({', '.join(dimensions)})"
             )
-    shape = tuple(tensors[first].shape)
-    for name in others:
-        if tensors[name].shape != shape:
+    for name in ("q", "k"):
+        shape = tuple(tensors[name].shape)
+        for dimension, size in zip(_DIMENSIONS, shape, strict=True):
+            if size == 0:
+                raise ValueError(
+                    f"{name} has {dimension} 0, shape {shape}: attention over nothing has no "
+                    "value, every size must be at least 1"
+                )
+    batch, len_q, heads, d_head = q.shape
+    _, len_k, kv_heads, _ = tensors["k"].shape
+    shapes = {
+        "k": ("q", "batch and d_head", (batch, len_k, kv_heads, d_head)),
+        "v": ("k", "all sizes", (batch, len_k, kv_heads, d_head)),
+        "o": ("q", "all sizes", (batch, len_q, heads, d_head)),
+        "lse": ("q", "batch, heads and seq", (batch, heads, len_q)),
+    }
+    for name, (other, what, wanted) in shapes.items():
+        if name in tensors and tuple(tensors[name].shape) != wanted:
             raise ValueError(
-                f"{name} has shape {tuple(tensors[name].shape)} and {first} {shape}: all must be "
-                "equal (queries and keys of one length, one K and V head for each Q head)"
-                f"{_repeated_heads(name, tensors[name].shape, shape)}"
+                f"{name} has shape {tuple(tensors[name].shape)} and {other} "
+                f"{tuple(tensors[other].shape)}: {what} must be equal, {name} {wanted}"
             )
-    for dimension, size in zip(_DIMENSIONS, shape, strict=True):
-        if size == 0:
-            raise ValueError(
-                f"{first} has {dimension} 0, shape {shape}: attention over nothing has no value, "
-                "every size must be at least 1"
-            )
-    batch, seq_len, heads, d_head = shape
-    return AttentionForward(batch, heads, seq_len, d_head, _element_type(first, tensors[first]))
+    if (lse := tensors.get("lse")) is not None:
+        _check_lse(lse)
+    return AttentionForward(
+        batch,
+        heads,
+        len_q,
+        d_head,
+        _element_type("q", q),
+        len_k=len_k,
+        kv_heads=kv_heads,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        return_lse=lse is not None,
+    )
 
 
-def _repeated_heads(name: str, shape: torch.Size, wanted: tuple[int, ...]) -> str:
-    """The way out for a K or V of grouped heads."""
-    if shape[2] and wanted[2] % shape[2] == 0 and shape[2] != wanted[2]:
-        times = wanted[2] // shape[2]
-        return f"; for grouped heads pass {name}.repeat_interleave({times}, dim=2)"
-    return ""
+def _check_lse(lse: Laid) -> None:
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse is {lse.dtype} and must be torch.float32: pass another tensor")
+    _, heads, length = lse.shape
+    usual = (heads * length, length, 1)
+    sizes = zip(lse.shape, lse.stride(), usual, strict=True)
+    if any(size > 1 and stride != wanted for size, stride, wanted in sizes):
+        raise ValueError(
+            f"lse has strides {tuple(lse.stride())} for shape {tuple(lse.shape)} and must be "
+            "contiguous: pass another tensor"
+        )
 
 
 def _element_type(name: str, tensor: Laid) -> DType:
@@ -129,10 +161,12 @@ def _check_dtype(config: Config, name: str, tensor: Laid) -> None:
 
 
 def check_strides(config: Config, tensors: Mapping[str, Laid]) -> dict[str, Strides]:
-    """Copies of whole chunks must be possible. Raises ValueError."""
+    """Of q, k, v and o: copies of whole chunks must be possible. Raises ValueError."""
     chunk = config.supports.chunk_bytes
     found = {}
     for name, tensor in tensors.items():
+        if name == "lse":
+            continue
         if tensor.stride()[-1] != 1:
             raise ValueError(
                 f"{name} has stride {tensor.stride()[-1]} in its last dimension and must have 1: "
@@ -192,16 +226,19 @@ def check_output_layout(o: Laid) -> None:
         covered += stride * (size - 1)
 
 
-def check_output(inputs: Mapping[str, torch.Tensor], o: torch.Tensor) -> None:
-    """o can be written while the inputs are read. Raises ValueError."""
+def check_output(others: Mapping[str, torch.Tensor], o: torch.Tensor, own: str = "o") -> None:
+    """An output, whose name is `own`, can be written while the others are read or written. Raises
+    ValueError."""
     if o.requires_grad:
-        raise ValueError("o requires grad and is overwritten: pass o.detach(), or leave o out")
+        raise ValueError(
+            f"{own} requires grad and is overwritten: pass {own}.detach(), or leave {own} out"
+        )
     check_output_layout(o)
-    for name, tensor in inputs.items():
+    for name, tensor in others.items():
         if np.may_share_memory(_addresses(o), _addresses(tensor), max_work=_OVERLAP_WORK):
             raise ValueError(
-                f"o overlaps {name} in memory, which is read while o is written: pass another "
-                "tensor, or leave o out"
+                f"{own} overlaps {name} in memory, which is used while {own} is written: pass "
+                f"another tensor, or leave {own} out"
             )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -53,20 +52,17 @@ def best_config(
     return library.resolve(FAMILIES[found[0].family].fixed_config(found[0], element))
 
 
-def choose_config(
-    problem: AttentionForward, device: torch.device, options: Collection[str] = ()
-) -> Config:
+def choose_config(problem: AttentionForward, device: torch.device) -> Config:
     """The built config that computes a problem on a device when nobody names one.
 
-    options: what is asked for besides, of `flash_helpers.registry.supports.OPTIONS`.
-
     It is the first that supports the problem among, for the last step of each family that runs on
-    the device, the newest family first: its `best_config`, its fixed config.
+    the device, the newest family first: its `best_config`, its fixed config, and their variants
+    (`Config.variants`).
 
     Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
     that runs no kernel, and if the library is not there.
     """
-    return first_that_takes(problem, _candidates(problem.dtype, device), options)
+    return first_that_takes(problem, _candidates(problem.dtype, device))
 
 
 @functools.cache
@@ -80,7 +76,9 @@ def _candidates(dtype: DType, device: torch.device) -> tuple[Config, ...]:
     for step in preferred_steps(capability):
         fixed = FAMILIES[step.family].fixed_config(step, dtype)
         if fixed in built:
-            found |= dict.fromkeys((best_config(step.id, dtype, device), fixed))
+            best = best_config(step.id, dtype, device)
+            variants = [*best.variants(), *fixed.variants()]
+            found |= dict.fromkeys(config for config in variants if config in built)
     if not found:
         raise RuntimeError(
             f"no kernel for {device} in {dtype.short} was built: `python -m flash_attention` lists "

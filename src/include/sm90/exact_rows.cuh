@@ -37,7 +37,7 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
     // m is finite: keys that are all at -infinity count nothing until there is another one
     float O_rmem[kTiles][4] = {}, m[2] = {-1e30f, -1e30f}, l[2] = {};
 #pragma unroll 1
-    for (int key = 0; key < args.seq_len; key += kMmaK) {
+    for (int key = 0; key < args.len_k; key += kMmaK) {
         // S = Q @ K^T for 16 keys
         float S_rmem[2][4] = {};
 #pragma unroll 1

@@ -1,0 +1,85 @@
+"""A problem: what follows from its sizes and options, and what is none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.registry.problem import Strides
+
+GENERAL = AttentionForward(
+    2, 6, 5, 64, DType.FP16, len_k=3, kv_heads=2, causal=True, softmax_scale=0.5, return_lse=True
+)
+
+
+def visible_by_hand(problem: AttentionForward) -> int:
+    return sum(
+        not problem.causal or key <= query + problem.len_k - problem.len_q
+        for query in range(problem.len_q)
+        for key in range(problem.len_k)
+    )
+
+
+class TestSizes:
+    def test_of_keys_and_their_heads_are_those_of_queries_unless_given(self):
+        problem = AttentionForward(2, 3, 64)
+        assert (problem.len_k, problem.kv_heads, problem.kv_shape) == (64, 3, problem.shape)
+        assert problem.softmax_scale == 1 / math.sqrt(128)
+        assert problem == AttentionForward(2, 3, 64, len_k=64, kv_heads=3)
+        assert problem.lengths == {"seq_len": 64}
+        assert str(problem) == "batch 2, heads 3, seq 64, d_head 128"
+
+    def test_of_each_tensor_are_its_own(self):
+        assert (GENERAL.shape, GENERAL.kv_shape) == ((2, 5, 6, 64), (2, 3, 2, 64))
+        shapes = {tensor.name: tensor.shape for tensor in GENERAL.tensors}
+        assert shapes["o"] == shapes["q"] == GENERAL.shape
+        assert shapes["k"] == shapes["v"] == GENERAL.kv_shape
+        assert shapes["lse"] == (2, 6, 5)
+        assert GENERAL.bytes == 2 * (2 * 2 * 5 * 6 * 64 + 2 * 2 * 3 * 2 * 64) + 4 * 2 * 6 * 5
+        assert GENERAL.lengths == {"len_q": 5, "len_k": 3}
+        assert str(GENERAL) == (
+            "batch 2, heads 6 on 2, seq 5 on 3, d_head 64, causal, softmax_scale 0.5, lse"
+        )
+
+    def test_give_strides_to_each_tensor(self):
+        strides = GENERAL.strides()
+        assert strides["q"] == strides["o"] == Strides(5 * 6 * 64, 6 * 64, 64)
+        assert strides["k"] == strides["v"] == Strides(3 * 2 * 64, 2 * 64, 64)
+        one_key = AttentionForward(1, 2, 5, 64, len_k=1, kv_heads=1)
+        assert one_key.strides()["k"] == Strides(0, 0, 0)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"len_k": 0}, "len_k 0 is not positive"),
+            ({"kv_heads": 0}, "kv_heads 0 is not positive"),
+            ({"kv_heads": 4}, "heads 6 is not a multiple of kv_heads 4"),
+            ({"kv_heads": 12}, "heads 6 is not a multiple of kv_heads 12"),
+            ({"softmax_scale": -0.5}, "softmax_scale -0.5 is negative: pass 0.5, and -q"),
+            ({"softmax_scale": 0.0}, "softmax_scale 0 is not from 2\\^-126 to 2\\^126"),
+            ({"softmax_scale": math.inf}, "softmax_scale inf is not from"),
+            ({"softmax_scale": -math.inf}, "softmax_scale -inf is negative"),
+            ({"softmax_scale": math.nan}, "softmax_scale nan is not from"),
+            ({"softmax_scale": 1e38}, "so that float32 holds it: scale q"),
+        ],
+    )
+    def test_that_pose_no_problem_are_refused(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            AttentionForward(1, 6, 64, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("len_q", "len_k"), [(1, 1), (7, 7), (7, 3), (3, 7), (1, 9), (9, 1)])
+def test_operations_are_those_of_the_pairs_that_are_seen(len_q, len_k, causal):
+    problem = AttentionForward(2, 3, len_q, 64, len_k=len_k, causal=causal)
+    assert problem.visible == visible_by_hand(problem)
+    assert problem.operations == 4 * 2 * 3 * problem.visible * 64
+
+
+@pytest.mark.parametrize(
+    ("scale", "usual"), [(128**-0.5, True), (128**-0.5 * (1 + 1e-9), True), (0.0884, False)]
+)
+def test_a_scale_that_float32_cannot_tell_from_the_usual_one_is_it(scale, usual):
+    assert AttentionForward(1, 1, 1, softmax_scale=scale).has_usual_scale is usual

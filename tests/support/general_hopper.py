@@ -1,0 +1,54 @@
+"""Hopper with steps that take general problems, and a kernel for them that is plain and slow: what
+the registry and the runtime must be able to hold besides whole blocks.
+
+The kernel is tests/runtime/kernels/plain_attention.cu; the steps are numbered on from hopper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flash_helpers.kernel_configs import DType
+from flash_helpers.registry.family import Family, Step, StepEntry
+from flash_helpers.registry.hopper import (
+    CALL_OPTIONS,
+    DYNAMIC,
+    HOPPER,
+    RAGGED,
+    HopperKernelConfig,
+)
+
+_PTX = Path(__file__).parents[1] / "runtime/kernels/plain_attention.ptx"
+
+GENERAL = replace(
+    HOPPER,
+    entries=(
+        *HOPPER.entries[:17],  # which take whole blocks
+        StepEntry("ragged", "any lengths", "ragged.cuh", traits=frozenset({RAGGED})),
+        StepEntry("call", "options of a call", "call.cuh", traits=frozenset({CALL_OPTIONS})),
+        StepEntry("causal", "a mask", "causal.cuh", opens={"causal": (False,)}),
+        StepEntry("dynamic", "a counter", "dynamic.cuh", traits=frozenset({DYNAMIC})),
+    ),
+)
+BEFORE, WITH_LENGTHS, WITH_OPTIONS, WITH_CAUSAL, WITH_COUNTER = [*GENERAL.steps.values()][-5:]
+
+
+class GeneralConfig(HopperKernelConfig):
+    """A config of one of these steps."""
+
+    @property
+    def family(self) -> Family:
+        return GENERAL
+
+
+def general(step: Step, **changes: Any) -> GeneralConfig:
+    """The config that the family fixes for a step, with some fields changed."""
+    return GeneralConfig(step.number, DType.BF16, **{**step.options, **changes})
+
+
+def plain_ptx(config: GeneralConfig) -> str:
+    """The plain kernel under the config's name."""
+    own = "plain_causal" if config.causal else "plain"
+    return _PTX.read_text().replace(f"entry {own}(", f"entry {config.short_form()}(")
