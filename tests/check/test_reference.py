@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from fake_backend import float32_kernel
@@ -17,7 +18,9 @@ from flash_helpers.check.reference import (
     attention_reference,
     attention_same_dtype,
     half_ulp,
+    lse_bound,
     measure_error,
+    measure_lse_error,
     relative_bound,
 )
 from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
@@ -69,10 +72,87 @@ def test_float64_attention_takes_strided_views() -> None:
     )
 
 
-def test_shapes_that_differ_are_refused() -> None:
-    q, k, v = make_inputs("normal", SHAPE, torch.float16)
-    with pytest.raises(ValueError, match="one shape"):
-        attention_float64(q, k[:, :64], v)
+def draw(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype=torch.float64) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(shape, generator=generator).add_(0.5).to(dtype)
+        for shape in (q_shape, kv_shape, kv_shape)
+    )
+
+
+def attention_by_loops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and LSE, one query and one key at a time."""
+    q, k, v = (x.double().numpy() for x in (q, k, v))
+    batch, len_q, heads, _ = q.shape
+    _, len_k, kv_heads, _ = k.shape
+    output, lse = np.zeros(q.shape), np.full((batch, heads, len_q), -np.inf)
+    for b, h, i in np.ndindex(batch, heads, len_q):
+        shared = h // (heads // kv_heads)
+        total = 0.0
+        for j in range(len_k):
+            if causal and j > i + len_k - len_q:
+                continue
+            weight = np.exp(scale * np.dot(q[b, i, h], k[b, j, shared]))
+            total += weight
+            output[b, i, h] += weight * v[b, j, shared]
+        if total:
+            output[b, i, h] /= total
+            lse[b, h, i] = np.log(total)
+    return output, lse
+
+
+@pytest.mark.parametrize("scale", [None, 0.7, -0.2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize(("len_q", "len_k"), [(7, 7), (5, 9), (9, 5), (1, 6)])
+def test_output_and_lse_are_those_of_a_plain_loop(
+    len_q: int, len_k: int, kv_heads: int, causal: bool, scale: float | None
+) -> None:
+    q, k, v = draw((2, len_q, 6, 16), (2, len_k, kv_heads, 16))
+    found = attention_reference(q, k, v, causal=causal, softmax_scale=scale)
+    output, lse = attention_by_loops(q, k, v, causal, 0.25 if scale is None else scale)
+    np.testing.assert_allclose(found.expected, output, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(found.lse, lse, rtol=1e-12, atol=1e-14)
+    assert found.lse.dtype == torch.float64
+
+
+@pytest.mark.parametrize("function", [attention_float64, attention_same_dtype])
+def test_the_last_query_sees_all_keys_and_one_that_sees_none_gives_zero(function) -> None:
+    v = torch.tensor([1.0, 4.0, 1.0]).view(1, 3, 1, 1)
+    q = torch.zeros(1, 2, 1, 1)  # every key that is seen has the same weight
+    assert function(q, v, v, causal=True).flatten().tolist() == pytest.approx([2.5, 2.0])
+    q, v = torch.zeros(1, 4, 1, 1), v[:, :2]
+    assert function(q, v, v, causal=True).flatten().tolist() == pytest.approx([0.0, 0.0, 1.0, 2.5])
+
+
+@pytest.mark.parametrize("max_scores", [1, 20, 3 * 5 * 6, 2**10])
+@pytest.mark.parametrize(("len_q", "len_k"), [(5, 9), (9, 5)])
+def test_no_result_depends_on_the_chunk_size(len_q: int, len_k: int, max_scores: int) -> None:
+    q, k, v = draw((2, len_q, 6, 16), (2, len_k, 2, 16))
+    found = attention_reference(q, k, v, max_scores, causal=True)
+    whole = attention_reference(q, k, v, causal=True)
+    torch.testing.assert_close(found.expected, whole.expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.lse, whole.lse, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((2, 4, 3, 8), (2, 4, 3, 8), (2, 5, 3, 8)),
+        ((2, 4, 3, 8), (1, 4, 3, 8), (1, 4, 3, 8)),
+        ((2, 4, 3, 8), (2, 4, 3, 4), (2, 4, 3, 4)),
+        ((2, 4, 3, 8), (2, 4, 2, 8), (2, 4, 2, 8)),
+        ((2, 4, 2, 8), (2, 4, 4, 8), (2, 4, 4, 8)),
+        ((2, 4, 3, 8), (2, 0, 3, 8), (2, 0, 3, 8)),
+        ((4, 3, 8), (4, 3, 8), (4, 3, 8)),
+    ],
+    ids=["v", "batch", "d_head", "heads", "kv_heads over heads", "no key", "three dimensions"],
+)
+def test_shapes_that_do_not_fit_together_are_refused(q, k, v) -> None:
+    with pytest.raises(ValueError, match="a multiple of kv_heads"):
+        attention_float64(*map(torch.zeros, (q, k, v)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,6 +219,101 @@ def test_a_right_kernel_passes_with_room_to_spare(
     error = measure_error(float32_kernel(CONFIG, q, k, v, torch.empty_like(q)), reference.expected)
     assert error.max_abs < 0.7 * reference.bound.max_abs
     assert error.relative < 0.7 * reference.bound.relative
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_keys_leave_a_finite_bound(dtype: torch.dtype) -> None:
+    q, k, v = draw((1, 96, 4, 64), (1, 64, 2, 64), dtype)
+    reference = attention_reference(q, k, v, causal=True)
+    output = reference.expected.to(dtype)
+    assert measure_error(output, reference.expected).within(reference.bound)
+    output[0, 0, 0, 0] = math.nan  # what a softmax of nothing gives
+    assert not measure_error(output, reference.expected).within(reference.bound)
+
+
+def _truncated(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
+    """x cut to a multiple of the last of 24 bits of `largest`."""
+    last = np.ldexp(1.0, np.frexp(largest)[1] - 24)
+    return np.trunc(x / last) * last
+
+
+def pessimistic_lse(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """The LSE of one head by a float32 kernel that errs in one direction wherever it may.
+
+    Sums of products are cut as the narrowest tensor cores cut them, four products at a time; m is
+    updated after every block of eight keys, whose probabilities are added one by one; ex2 and lg2
+    are as far below the right result as the PTX ISA allows.
+    """
+    f32 = np.float32
+    Q, K = q[0, :, 0].double().numpy(), k[0, :, 0].double().numpy()
+    S = np.zeros((len(Q), len(K)))
+    for d in range(0, Q.shape[1], 4):
+        terms = np.concatenate([S[..., None], Q[:, None, d : d + 4] * K[:, d : d + 4]], -1)
+        S = _truncated(terms, np.abs(terms).max(-1, keepdims=True)).sum(-1)
+        S = _truncated(S, S).astype(f32).astype(np.float64)
+    S = S.astype(f32)
+    factor = f32(f32(scale) * f32(math.log2(math.e)))
+    m, l = np.full(len(Q), -np.inf, f32), np.zeros(len(Q), f32)  # noqa: E741
+
+    def exp2(x: np.ndarray) -> np.ndarray:
+        return np.where(x == 0, 1, np.exp2(x) * (1 - 2.5 * 2.0**-23)).astype(f32)
+
+    for block in np.split(S, S.shape[1] // 8, axis=1):
+        new_m = np.maximum(m, block.max(1))
+        l = l * exp2(m * factor - new_m * factor)  # noqa: E741
+        m = new_m
+        for column in block.T:
+            l = l + exp2(column * factor - m * factor)  # noqa: E741
+    log2 = np.log2(l.astype(np.float64))
+    log2 = (log2 - 2.0**-22 * np.maximum(np.abs(log2), 1)).astype(f32)
+    return torch.from_numpy(m * f32(scale) + log2 * f32(math.log(2)))[None, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("seq_len", [64, 256])
+def test_the_lse_of_a_right_kernel_is_within_its_bound(
+    distribution: str, dtype: torch.dtype, seq_len: int
+) -> None:
+    q, k, v = make_inputs(distribution, AttentionForward(1, 1, seq_len), dtype)
+    reference = attention_reference(q, k, v)
+    lse = pessimistic_lse(q, k, 1 / math.sqrt(128))
+    assert measure_lse_error(lse, reference.lse) <= reference.lse_bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wrong_lse_is_out_of_bounds(dtype: torch.dtype) -> None:
+    q, k, v = make_inputs("normal", AttentionForward(1, 1, 512), dtype)
+    right = attention_reference(q, k, v)
+    largest = right.lse == right.lse.max()
+    wrong = {
+        "base 2": right.lse / math.log(2),
+        "no scale": attention_reference(q, k, v, softmax_scale=1.0).lse,
+        "one key of 512 left out": attention_reference(q, k[:, 1:], v[:, 1:]).lse,
+        "neighbouring rows": right.lse.roll(1, dims=-1),
+        "not a number": right.lse.masked_fill(largest, math.nan),
+        "a row that sees no key": right.lse.masked_fill(largest, -math.inf),
+    }
+    for name, lse in wrong.items():
+        assert not measure_lse_error(lse, right.lse) <= right.lse_bound, name
+
+
+def test_the_lse_bound_grows_with_the_scores_and_the_keys() -> None:
+    q, k, _ = make_inputs("normal", SHAPE, torch.float16)
+    bound = lse_bound(q, k)
+    assert lse_bound(q, k, -1 / math.sqrt(128)) == bound
+    assert 1.9 * bound < lse_bound(2 * q, k) < 2 * bound
+    assert bound < lse_bound(q, k.repeat(1, 2, 1, 1)) < 2 * bound
+
+
+def test_minus_infinity_is_the_right_lse_of_a_row_without_keys_alone() -> None:
+    expected = torch.tensor([-math.inf, 1.0], dtype=torch.float64)
+    assert measure_lse_error(torch.tensor([-math.inf, 1.5]), expected) == 0.5
+    assert measure_lse_error(torch.tensor([0.0, 1.0]), expected) == math.inf
+    assert measure_lse_error(torch.tensor([-math.inf, -math.inf]), expected) == math.inf
+    assert math.isnan(measure_lse_error(torch.tensor([math.nan, 1.0]), expected))
+    with pytest.raises(ValueError, match=r"LSE has shape \(1,\), the reference \(2,\)"):
+        measure_lse_error(expected[:1], expected)
 
 
 def _skip_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

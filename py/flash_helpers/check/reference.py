@@ -10,6 +10,15 @@ float64 result R on the same inputs:
 plain's error. A FlashAttention kernel rounds to the dtype twice, P before P @ V and O at the end;
 all else is float32. A rounding changes a value by a fraction of at most u, which over many values
 has a root mean square of at most u / sqrt(3), so the two together stay below 0.82 u.
+
+Shapes: q is (batch, len_q, heads, d_head), k and v are (batch, len_k, kv_heads, d_head), and query
+head h attends to head h // (heads / kv_heads) of k and v. A causal mask is aligned to the bottom
+right: query i sees key j if j <= i + len_k - len_q, so that the last query sees all keys. With
+len_q > len_k the first queries see none: their output is 0, as flash-attn documents, and their LSE
+-inf, the logarithm of an empty sum.
+
+The LSE is ln sum_j exp(scale q_i . k_j) over the keys j that query i sees. `lse_bound` says how
+far a kernel's may be off.
 """
 
 from __future__ import annotations
@@ -42,58 +51,124 @@ class AttentionError:
 
 @dataclass(frozen=True)
 class AttentionReference:
-    """The float64 result for some inputs, (batch, seq_len, heads, d_head), and the bound."""
+    """The float64 results for some inputs, and how far off a kernel's may be.
+
+    expected: the output, (batch, len_q, heads, d_head). bound: on its error.
+    lse: (batch, heads, len_q). lse_bound: on the largest absolute difference of an element.
+    """
 
     expected: torch.Tensor
     bound: AttentionError
+    lse: torch.Tensor
+    lse_bound: float
+
+
+def _attend(
+    Q: torch.Tensor, K_T: torch.Tensor, V: torch.Tensor, scale: float, hidden: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the LSE of some rows, each of which sees a key. hidden: (rows, keys), True
+    where a row does not see a key."""
+    S = (Q @ K_T).mul_(scale)
+    if hidden is not None:
+        S.masked_fill_(hidden, -math.inf)
+    P = torch.softmax(S, dim=-1)
+    # the largest of P belongs to the largest of S: exp(max S) / sum_j exp(S_j)
+    return P @ V, S.amax(-1) - P.amax(-1).log()
+
+
+def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, max_scores: int
-) -> torch.Tensor:
-    if not q.shape == k.shape == v.shape or q.dim() != 4:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dtype: torch.dtype,
+    max_scores: int,
+    causal: bool,
+    softmax_scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the LSE, every operation's result rounded to `dtype`."""
+    if (
+        not q.dim() == k.dim() == 4
+        or k.shape != v.shape
+        or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3])
+        or 0 in (*q.shape, *k.shape)
+        or q.shape[2] % k.shape[2]
+    ):
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape "
-            "(batch, seq_len, heads, d_head)"
+            f"q {tuple(q.shape)} must be (batch, len_q, heads, d_head), k {tuple(k.shape)} and "
+            f"v {tuple(v.shape)} (batch, len_k, kv_heads, d_head), with heads a multiple of "
+            "kv_heads and no size 0"
         )
-    batch, seq_len, heads, d_head = q.shape
-    scale = 1 / math.sqrt(d_head)
-    # (batch * heads, seq_len, d_head)
-    Q, K, V = (x.transpose(1, 2).reshape(batch * heads, seq_len, d_head) for x in (q, k, v))
-    output = torch.empty(batch * heads, seq_len, d_head, dtype=dtype, device=q.device)
-    n_rows = max(1, min(seq_len, max_scores // seq_len))
-    n_sequences = max(1, max_scores // (n_rows * seq_len))
-    for first in range(0, batch * heads, n_sequences):
-        some = slice(first, first + n_sequences)
+    batch, len_q, heads, d_head = q.shape
+    _, len_k, kv_heads, _ = k.shape
+    scale = _scale(q, softmax_scale)
+    # queries that share keys lie together: row r of Q is query r // group
+    group = heads // kv_heads
+    n_sequences, n_rows = batch * kv_heads, len_q * group
+    Q = q.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(n_sequences, n_rows, d_head)
+    K, V = (x.transpose(1, 2).reshape(n_sequences, len_k, d_head) for x in (k, v))
+    output = torch.zeros(n_sequences, n_rows, d_head, dtype=dtype, device=q.device)
+    lse = torch.full((n_sequences, n_rows), -math.inf, dtype=dtype, device=q.device)
+    rows_at_once = max(1, min(n_rows, max_scores // len_k))
+    sequences_at_once = max(1, max_scores // (rows_at_once * len_k))
+    first_row = group * max(0, len_q - len_k) if causal else 0  # those before it see no key
+    key = torch.arange(len_k, device=q.device)
+    hidden = None
+    for first in range(0, n_sequences, sequences_at_once):
+        some = slice(first, first + sequences_at_once)
         K_T, V_some = K[some].to(dtype).mT, V[some].to(dtype)
-        for row in range(0, seq_len, n_rows):
-            rows = slice(row, row + n_rows)
-            S = (Q[some, rows].to(dtype) @ K_T).mul_(scale)
-            output[some, rows] = torch.softmax(S, dim=-1) @ V_some
-    return output.view(batch, heads, seq_len, d_head).transpose(1, 2)
+        for row in range(first_row, n_rows, rows_at_once):
+            rows = slice(row, min(row + rows_at_once, n_rows))
+            if causal:
+                query = torch.arange(rows.start, rows.stop, device=q.device) // group
+                hidden = key > query[:, None] + len_k - len_q
+            output[some, rows], lse[some, rows] = _attend(
+                Q[some, rows].to(dtype), K_T, V_some, scale, hidden
+            )
+    return (
+        output.view(batch, kv_heads, len_q, group, d_head).transpose(1, 2).flatten(2, 3),
+        lse.view(batch, kv_heads, len_q, group).transpose(2, 3).flatten(1, 2),
+    )
 
 
 def attention_float64(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_scores: int = MAX_SCORES
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_scores: int = MAX_SCORES,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """softmax(Q K^T / sqrt(d_head)) V in float64.
+    """softmax(softmax_scale Q K^T) V in float64; the module says what shapes and mask mean.
 
-    q, k, v: (batch, seq_len, heads, d_head), any floating dtype and strides, one device.
+    q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head). Any floating dtype
+        and strides, one device.
     max_scores: elements of the score matrix that are held at once.
+    softmax_scale: 1 / sqrt(d_head) if None.
 
-    Returns a float64 tensor of the same shape. Raises ValueError if the shapes differ.
+    Returns a float64 tensor of q's shape. Raises ValueError if the shapes do not fit together.
     """
-    return _attention(q, k, v, torch.float64, max_scores)
+    return _attention(q, k, v, torch.float64, max_scores, causal, softmax_scale)[0]
 
 
 def attention_same_dtype(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_scores: int = MAX_SCORES
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_scores: int = MAX_SCORES,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
 ) -> torch.Tensor:
     """Plain PyTorch: the same formula with every operation's result rounded to q's dtype.
 
-    Shapes and errors as in `attention_float64`; the result has q's dtype.
+    Arguments and errors as in `attention_float64`; the result has q's dtype.
     """
-    return _attention(q, k, v, q.dtype, max_scores)
+    return _attention(q, k, v, q.dtype, max_scores, causal, softmax_scale)[0]
 
 
 def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
@@ -104,15 +179,19 @@ def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
     return math.ldexp(info.eps, exponent - 1) / 2
 
 
+def _require_shape(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if found.shape != expected.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(found.shape)}, the reference {tuple(expected.shape)}"
+        )
+
+
 def measure_error(output: torch.Tensor, expected: torch.Tensor) -> AttentionError:
     """Distance of `output` from the float64 `expected`, over all elements.
 
     Raises ValueError if the shapes differ.
     """
-    if output.shape != expected.shape:
-        raise ValueError(
-            f"output has shape {tuple(output.shape)}, the reference {tuple(expected.shape)}"
-        )
+    _require_shape("output", output, expected)
     difference = output.double().sub_(expected)
     norm = torch.linalg.vector_norm(expected).item()
     error = torch.linalg.vector_norm(difference).item()
@@ -122,21 +201,78 @@ def measure_error(output: torch.Tensor, expected: torch.Tensor) -> AttentionErro
     )
 
 
+def measure_lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference of an LSE from the float64 `expected`.
+
+    -inf is right where it is expected; anywhere else the difference is inf. It is NaN if any
+    element of `lse` is. Raises ValueError if the shapes differ.
+    """
+    _require_shape("LSE", lse, expected)
+    difference = (lse.double() - expected).abs_()
+    return difference.masked_fill_(lse == expected, 0.0).max().item()
+
+
 def relative_bound(dtype: torch.dtype) -> float:
     """Largest relative Frobenius error allowed: the unit roundoff of `dtype` (see the module)."""
     return torch.finfo(dtype).eps / 2
 
 
-def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_scores: int = MAX_SCORES
-) -> AttentionReference:
-    """The float64 result and the bound that the module's rule gives for q's dtype.
+def lse_bound(q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None = None) -> float:
+    """Largest absolute error of an LSE allowed, a worst case to first order in u = 2^-24.
 
-    Raises ValueError if the shapes differ, or if plain PyTorch overflows on these inputs, so that
-    they give no bound.
+    It is for a kernel that keeps S, m and l in float32 and sums P to l before P is rounded to the
+    dtype. With A >= scale sum_d |q_d k_d|, from the norms of q's and k's rows (Cauchy-Schwarz),
+    the scores are within -A and A, m too, and |ln l| <= 2 A + ln len_k. In units of u:
+
+        3 d_head A           S: products are exact. A tensor core aligns at least 4 of them and
+                             the accumulator to the largest and truncates each of these and the
+                             sum (2 u each; Fasi et al., PeerJ CS 7:e330): 2 * 6/4 per product
+        3 A                  the factor scale log2(e): two constants and their product
+        6 A                  exponents: S and m times the factor, their difference; and the
+                             differences of m when it grows, which add up to 2 A at most
+        5                    ex2.approx: 2 ulp from the correctly rounded result [1]
+        2 len_k              l: an addition per key in any order, and per block of at least 8
+                             keys a rescale (ex2.approx and a product, 6)
+        4 (|ln l| + ln 2)    lg2.approx: 2^-22, relative, but absolute between 0.5 and 2 [1]
+        2 |ln l|             times ln 2: constant and product
+        3 A                  m in natural units: factor (two roundings) and product
+        A + ln len_k         the sum of both, stored as float32
+
+    [1] PTX ISA 9.0, "Floating Point Instructions: ex2" and "lg2".
+
+    The first line decides, unless the scores are small. Roundings that do not all point one way
+    stay about a hundred times below the bound; sums of equal products, all cut the same way, reach
+    a sixth of it.
+
+    q, k: as in `attention_float64`.
     """
-    expected = attention_float64(q, k, v, max_scores)
-    plain = measure_error(attention_same_dtype(q, k, v, max_scores), expected)
+    largest_q, largest_k = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).max().item() for x in (q, k)
+    )
+    A = abs(_scale(q, softmax_scale)) * largest_q * largest_k
+    len_k, d_head = k.shape[1], k.shape[3]
+    return 2.0**-24 * ((3 * d_head + 25) * A + 2 * len_k + 7 * math.log(len_k) + 8)
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_scores: int = MAX_SCORES,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> AttentionReference:
+    """The float64 results and the bounds that the module's rules give for q's dtype.
+
+    Arguments as in `attention_float64`. Raises ValueError if the shapes do not fit together, or if
+    plain PyTorch overflows on these inputs, so that they give no bound.
+    """
+    expected, lse = _attention(q, k, v, torch.float64, max_scores, causal, softmax_scale)
+    plain = measure_error(
+        attention_same_dtype(q, k, v, max_scores, causal=causal, softmax_scale=softmax_scale),
+        expected,
+    )
     if not math.isfinite(plain.max_abs):
         raise ValueError(
             f"plain PyTorch in {q.dtype} gives a non-finite result on these inputs, so that they "
@@ -147,4 +283,4 @@ def attention_reference(
         max_abs=2 * plain.max_abs + half_ulp(largest, q.dtype),
         relative=relative_bound(q.dtype),
     )
-    return AttentionReference(expected, bound)
+    return AttentionReference(expected, bound, lse, lse_bound(q, k, softmax_scale))
