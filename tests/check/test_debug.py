@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_backend import ARRIVAL, ROOT, fake_backend, load_tool
+from general_hopper import WITH_LENGTHS, general
 
 from flash_helpers.check import debugging
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish
@@ -160,6 +161,12 @@ def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
     shape = AttentionForward(1, 1, seq_len, d_head)
     with pytest.raises(ValueError, match=r"100 is not a multiple|d_head 64: .* built for 128"):
         next(blockwise_forward(config, *inputs(config, shape=shape)))
+
+
+def test_a_kernel_that_takes_any_length_is_followed_in_whole_tiles():
+    config = general(WITH_LENGTHS)
+    with pytest.raises(ValueError, match=r"seq_len 100 is not whole tiles of .*: use 128"):
+        next(blockwise_forward(config, *inputs(config, shape=AttentionForward(1, 1, 100))))
 
 
 # -- the kernels' own values -----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from flash_helpers.check.reference import (
     attention_float64,
     attention_reference,
     measure_error,
+    measure_lse_error,
     relative_bound,
 )
 from flash_helpers.kernel_configs import (
@@ -40,9 +41,18 @@ ON_ALL_INPUTS = [
     config
     for config in BUILT
     if config.family is not HOPPER
-    or (config.dtype == DType.BF16 and config.supports.whole == max(config.B_r, config.B_c))
+    or (
+        config.dtype == DType.BF16
+        and config.supports.whole == max(config.B_r, config.B_c)
+        and not config.supports.causal  # counts tell of blocks that are skipped
+    )
 ]
 ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
+GENERAL = [
+    config
+    for config in BUILT
+    if config.dtype == DType.BF16 and (config.supports.abilities or config.supports.causal)
+]
 # hopper's with the maximum of a tile's first block: rows that it does not fit are computed again,
 # which takes long and has a test of its own
 OPTIMISTIC = [step for step in HOPPER.steps.values() if step.number >= HOPPER.steps["h12"].number]
@@ -67,6 +77,10 @@ def shape_of(tensor: torch.Tensor) -> AttentionForward:
 
 def inputs_of(config: Config, problem: AttentionForward) -> QKV:
     return make_inputs("normal", problem, torch_dtype(config))
+
+
+def reference_of(problem: AttentionForward, inputs: QKV) -> AttentionReference:
+    return attention_reference(*inputs, causal=problem.causal, softmax_scale=problem.softmax_scale)
 
 
 def assert_right(output: torch.Tensor, reference: AttentionReference) -> None:
@@ -106,7 +120,7 @@ def mixed(
 def blocks_of(config: Config) -> int:
     """The shortest sequence of two blocks of the longer kind and three of the shorter."""
     whole = config.supports.whole
-    wanted = max(2 * whole, 3 * min(config.supports.blocks.values()))
+    wanted = max(2 * whole, 3 * min(config.B_r, config.B_c))
     return -(-wanted // whole) * whole
 
 
@@ -183,7 +197,23 @@ def test_every_kernel_is_right_for_one_block(config) -> None:
     tensors = tensors_for(config, *inputs)
     _, run = flash_attention.simulate(config, **tensors)
     assert config.short_form() in run.kernel
-    assert_right(tensors["o"], attention_reference(*inputs))
+    assert_right(tensors["o"], reference_of(one_block, inputs))
+
+
+@pytest.mark.parametrize("config", GENERAL, ids=short_form)
+def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
+    for corner in config.supports.corners():
+        inputs = inputs_of(config, corner)
+        tensors = tensors_for(config, *inputs)
+        if corner.return_lse:
+            tensors["lse"] = torch.full((corner.batch, corner.heads, corner.len_q), torch.nan)
+        scale = None if corner.has_usual_scale else corner.softmax_scale
+        _, run = flash_attention.simulate(config, **tensors, softmax_scale=scale)
+        assert run.faults == ()
+        reference = reference_of(corner, inputs)
+        assert_right(tensors["o"], reference)
+        if corner.return_lse:
+            assert measure_lse_error(tensors["lse"], reference.lse) <= reference.lse_bound
 
 
 # -- hopper's optimistic maximum: rows that the first block's does not fit, computed again --------

@@ -169,7 +169,7 @@ class TestSupports:
 
     def test_takes_every_length_if_it_names_no_block(self):
         ragged = replace(V16.supports, blocks={}, abilities=frozenset({TWO_LENGTHS}), max_tiles=6)
-        assert ragged.whole == 1
+        assert (ragged.shortest, ragged.whole) == (1, 64)
         assert ragged.refusal(AttentionForward(1, 2, 3 * 64, len_k=1), "it") == ""
         refused = ragged.refusal(AttentionForward(1, 2, 3 * 64 + 1, len_k=1), "it")
         assert refused.startswith("batch 1 with 2 heads has 8 tiles of queries, over the limit 6")

@@ -20,7 +20,7 @@ from general_hopper import (
 import flash_attention
 from flash_attention import _forward
 from flash_helpers.check.inputs import QKV, make_inputs
-from flash_helpers.check.reference import measure_error, relative_bound
+from flash_helpers.check.reference import attention_reference, measure_error, measure_lse_error
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.runtime import call, library, simulator, tensors
 from flash_helpers.tune import best
@@ -55,26 +55,13 @@ def inputs(problem: AttentionForward) -> QKV:
     return make_inputs("normal", problem, torch.bfloat16)
 
 
-def expected(problem: AttentionForward, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the definition says, in float64: o and lse."""
-    times = problem.heads // problem.kv_heads
-    k, v = (x.double().repeat_interleave(times, dim=2) for x in (k, v))
-    S = torch.einsum("bihd,bjhd->bhij", q.double(), k) * problem.softmax_scale
-    if problem.causal:
-        i, j = torch.arange(problem.len_q)[:, None], torch.arange(problem.len_k)
-        S.masked_fill_(j > i + problem.len_k - problem.len_q, -torch.inf)
-    lse = S.logsumexp(-1)
-    P = torch.where(lse.isfinite()[..., None], (S - lse[..., None]).exp(), 0)
-    return torch.einsum("bhij,bjhd->bihd", P, v), lse
-
-
 def assert_right(problem: AttentionForward, given: QKV, o, lse) -> None:
-    wanted_o, wanted_lse = expected(problem, *given)
-    assert (o.shape, o.dtype) == (problem.shape, torch.bfloat16)
-    assert measure_error(o, wanted_o).relative <= relative_bound(o.dtype)
-    assert (lse.shape, lse.dtype) == (wanted_lse.shape, torch.float32)
-    assert torch.equal(lse.isinf(), wanted_lse.isinf())
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+    reference = attention_reference(
+        *given, causal=problem.causal, softmax_scale=problem.softmax_scale
+    )
+    assert (o.shape, o.dtype, lse.dtype) == (problem.shape, torch.bfloat16, torch.float32)
+    assert measure_error(o, reference.expected).within(reference.bound)
+    assert measure_lse_error(lse, reference.lse) <= reference.lse_bound
     unseen = max(0, problem.len_q - problem.len_k) if problem.causal else 0
     assert not o[:, :unseen].any() and (lse[..., :unseen] == -torch.inf).all()
 

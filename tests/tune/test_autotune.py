@@ -20,6 +20,7 @@ from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import fake_backend, load_tool
 from fake_cubin import cubin
 from fake_toolchain import SUPPORT, fake_toolchain
+from general_hopper import WITH_COUNTER, general
 
 from flash_helpers.compile.build import LibraryBuild
 from flash_helpers.compile.codegen import STRUCT_HEADER, configs_to_build
@@ -37,6 +38,8 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
 from flash_helpers.measure.results import FLASH, read_record
 from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
+from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.launch import Launch
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
 from flash_helpers.tune import worker as sweep_worker
@@ -388,6 +391,27 @@ def test_a_kernel_is_loaded_and_launched_with_its_shared_memory(monkeypatch) -> 
     )
     assert config.n_attributes == 0  # a grid without clusters
     assert passed == arguments
+
+
+def test_a_kernel_that_counts_is_timed_with_a_counter_of_zero(monkeypatch, tmp_path) -> None:
+    config, counters = general(WITH_COUNTER), []
+    member = HOPPER.arguments.offset("next_tile")
+
+    def launch(_: Launch, arguments: bytes, __: int) -> None:
+        begin = int.from_bytes(arguments[member : member + 8], "little")
+        counters.append(ctypes.string_at(begin, 4))
+
+    monkeypatch.setattr(sweep_worker, "config_from_short_form", lambda _: config)
+    monkeypatch.setattr(sweep_worker, "LoadedKernel", lambda *_: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(sweep_worker, "encode_tensor_map", lambda *_: bytes(128))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    (tmp_path / "cubin").write_bytes(b"ELF")
+    q = torch.zeros(1, 128, 1, 128, dtype=torch.bfloat16)
+    contender = sweep_worker.cubin_contender(
+        KernelFile(config.short_form(), str(tmp_path / "cubin"), "_Zkernel")
+    )
+    contender.run(SimpleNamespace(inputs=(q, q, q), output=torch.empty_like(q)))
+    assert counters == [bytes(4)]
 
 
 def test_what_the_driver_refuses_is_told_in_its_own_words(monkeypatch) -> None:

@@ -80,12 +80,19 @@ def blockwise_forward(
 
     q, k, v: (batch, seq_len, heads, d_head), of the config's dtype, on the CPU.
 
-    Raises ValueError for a problem that the kernel does not take.
+    Raises ValueError for a problem that the kernel does not take, and for one that is not whole
+    tiles.
     """
     batch, seq_len, heads, d_head = q.shape
     problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
     if reason := config.refusal(problem):
         raise ValueError(reason)
+    whole = config.supports.whole
+    if seq_len % whole:
+        raise ValueError(
+            f"seq_len {seq_len} is not whole tiles of {config.short_form()}, step by step: use "
+            f"{-(-seq_len // whole) * whole}"
+        )
     # (batch, heads, blocks, rows, d_head)
     Q = q.transpose(1, 2).reshape(batch, heads, -1, config.B_r, d_head).float()
     keys = k.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()

@@ -31,7 +31,7 @@ def first_that_takes(problem: AttentionForward, configs: Sequence[Config]) -> Co
     for config in configs:
         if not config.refusal(problem):
             return config
-    nearest = min(configs, key=lambda c: (len(c.supports.lacking(problem)), c.supports.whole))
+    nearest = min(configs, key=lambda c: (len(c.supports.lacking(problem)), c.supports.shortest))
     raise ValueError(
         f"no kernel for this device takes {problem}; the nearest: {nearest.refusal(problem)}"
     )

@@ -95,9 +95,14 @@ class Supports:
     abilities: frozenset[str] = frozenset()
 
     @property
-    def whole(self) -> int:
-        """The shortest sequence."""
+    def shortest(self) -> int:
+        """The shortest sequence, of which all are multiples."""
         return math.lcm(*self.blocks.values())
+
+    @property
+    def whole(self) -> int:
+        """The shortest sequence of whole tiles."""
+        return math.lcm(self.shortest, self.B_r, self.B_c)
 
     def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
         """What a problem asks for and the kernel has not, by name: the values in words, and the way
@@ -135,7 +140,7 @@ class Supports:
         for length_name, length in problem.lengths.items():
             for name, rows in self.blocks.items():
                 if length % rows:
-                    longer = -(-length // self.whole) * self.whole
+                    longer = -(-length // self.shortest) * self.shortest
                     return (
                         f"{length_name} {length} is not a multiple of {name} {rows} ({kernel}): "
                         f"use {longer}, or choose a config whose {name} divides it"
@@ -200,11 +205,11 @@ class Supports:
 
     def _corner_lengths(self) -> Iterator[tuple[int, int]]:
         """Of queries and keys; one batch and head and several take turns."""
-        whole, B_r, B_c = self.whole, self.B_r, self.B_c
-        yield whole, whole
+        shortest, B_r, B_c = self.shortest, self.B_r, self.B_c
+        yield shortest, shortest
         if self.blocks:
-            yield 3 * whole, 3 * whole
-            different = [(2 * whole, whole), (whole, 2 * whole)]
+            yield 3 * shortest, 3 * shortest
+            different = [(2 * shortest, shortest), (shortest, 2 * shortest)]
         else:
             yield B_r + 1, B_r + 1
             yield B_c - 1, B_c - 1

@@ -38,6 +38,7 @@ from flash_helpers.measure.machine import GpuSensor, driver_version
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
 from flash_helpers.measure.shapes import default_shape
 from flash_helpers.measure.timing import make_timer
+from flash_helpers.registry.launch import WORKSPACE
 from flash_helpers.runtime.driver import LoadedKernel
 from flash_helpers.runtime.library import encode_tensor_map
 from flash_helpers.runtime.tensors import kernel_strides
@@ -63,6 +64,9 @@ def cubin_contender(kernel: KernelFile) -> Contender:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         stream = torch.cuda.current_stream().cuda_stream
         for launch in config.launch(problem, strides):
+            if launch.workspace_bytes:
+                workspace = inputs.output.new_zeros(launch.workspace_bytes, dtype=torch.uint8)
+                addresses[WORKSPACE] = workspace.data_ptr()
             loaded.launch(launch, launch.bind(addresses, encode_tensor_map), stream)
         return inputs.output
 
