@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from benchmark_results import full_results, measurement, synthetic_results
+from general_hopper import GENERAL
 
 from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
 from flash_helpers.measure import benchmark_tables, plots
@@ -134,6 +135,24 @@ def test_what_the_kernels_take_has_a_row_for_each_family(
     _, _, first, second = supports_table().splitlines()
     assert first.startswith("| ampere | fp16, bf16 | 128 | multiples of B_r and B_c,")
     assert second == first.replace("ampere", "other")
+
+
+def test_what_the_kernels_take_has_a_row_for_each_kind_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(benchmark_tables, "FAMILIES", {"hopper": GENERAL})
+    _, _, *rows = supports_table().splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [(row[0], row[6]) for row in cells] == [
+        ("hopper h1 to h17", "none"),
+        ("hopper h18", "none"),
+        ("hopper h19", "softmax_scale, return_lse"),
+        ("hopper h20 to h21", "causal, softmax_scale, return_lse"),
+    ]
+    assert [row[3].partition(", up to")[0] for row in cells] == [
+        "multiples of B_r and B_c",
+        *3 * ["any, different ones"],
+    ]
 
 
 def test_the_plots_have_a_place_for_each_step_and_a_line_for_the_last_of_each_family(

@@ -181,6 +181,8 @@ class TestSupports:
         general = replace(V16.supports, blocks={}, abilities=frozenset(ABILITIES)).described()
         assert general["seq_len"] == "any, different ones, up to 2,147,483,647"
         assert general["heads"] == "up to 65,535, grouped"
+        assert V16.supports.described()["options"] == "none"
+        assert general["options"] == "softmax_scale, return_lse"
 
     def test_of_another_head_size_names_the_scale_that_pads(self):
         problem = AttentionForward(1, 1, 64, 64)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import Config, DType
 from flash_helpers.registry.family import Family, Step, StepEntry
 from flash_helpers.registry.hopper import (
     CALL_OPTIONS,
@@ -22,8 +22,18 @@ from flash_helpers.registry.hopper import (
 
 _PTX = Path(__file__).parents[1] / "runtime/kernels/plain_attention.ptx"
 
+
+class GeneralConfig(HopperKernelConfig):
+    """A config of one of these steps."""
+
+    @property
+    def family(self) -> Family:
+        return GENERAL
+
+
 GENERAL = replace(
     HOPPER,
+    config=GeneralConfig,
     entries=(
         *HOPPER.entries[:17],  # which take whole blocks
         StepEntry("ragged", "any lengths", "ragged.cuh", traits=frozenset({RAGGED})),
@@ -35,20 +45,12 @@ GENERAL = replace(
 BEFORE, WITH_LENGTHS, WITH_OPTIONS, WITH_CAUSAL, WITH_COUNTER = [*GENERAL.steps.values()][-5:]
 
 
-class GeneralConfig(HopperKernelConfig):
-    """A config of one of these steps."""
-
-    @property
-    def family(self) -> Family:
-        return GENERAL
-
-
-def general(step: Step, **changes: Any) -> GeneralConfig:
+def general(step: Step, **changes: Any) -> Config:
     """The config that the family fixes for a step, with some fields changed."""
-    return GeneralConfig(step.number, DType.BF16, **{**step.options, **changes})
+    return GENERAL.fixed_config(step, DType.BF16).replace(**changes)
 
 
-def plain_ptx(config: GeneralConfig) -> str:
+def plain_ptx(config: Config) -> str:
     """The plain kernel under the config's name."""
     own = "plain_causal" if config.causal else "plain"
     return _PTX.read_text().replace(f"entry {own}(", f"entry {config.short_form()}(")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from general_hopper import GENERAL, WITH_CAUSAL, general
 
 from flash_helpers.compile.build import CONFIG_FOLDER
 from flash_helpers.kernel_configs import (
@@ -21,6 +22,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
     read_configs,
 )
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.runtime import library
 from flash_helpers.tune import best
@@ -279,6 +281,23 @@ class TestChoice:
         on(H100, "9.0")
         chosen = choose_config(AttentionForward(1, 1, 256), self.CUDA)
         assert chosen == FIXED["v16", DType.BF16]
+
+    def test_of_a_causal_problem_is_the_config_with_a_mask_if_it_was_built(
+        self, found, on, monkeypatch
+    ) -> None:
+        plain, causal = general(WITH_CAUSAL).variants()
+        monkeypatch.setattr(best, "FAMILIES", {"ampere": AMPERE, "hopper": GENERAL})
+        monkeypatch.setattr(best, "preferred_steps", lambda _: [WITH_CAUSAL])
+        monkeypatch.setattr(best, "best_config", lambda *_: plain)
+        monkeypatch.setattr(library, "kernels", lambda: [plain, causal])
+        on(H100, "9.0")
+        problem = AttentionForward(1, 1, 100)
+        assert choose_config(problem, self.CUDA) == plain
+        assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == causal
+        best._candidates.cache_clear()
+        monkeypatch.setattr(library, "kernels", lambda: [plain])
+        with pytest.raises(ValueError, match="causal is not supported by h20_"):
+            choose_config(dataclasses.replace(problem, causal=True), self.CUDA)
 
     def test_on_the_cpu_is_the_newest_steps_fixed_config(self, found) -> None:
         found(H100, "9.0", self.winner())

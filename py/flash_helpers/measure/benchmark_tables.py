@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from flash_helpers.console.tables import DASH, Table, number, percent
@@ -33,7 +35,8 @@ from flash_helpers.measure.staircases import (
     stairs,
     tile_text,
 )
-from flash_helpers.registry.family import Step
+from flash_helpers.registry.config import ranges_text
+from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.selection import names_of
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
@@ -70,14 +73,27 @@ def share_text(share: float | None) -> str:
 
 
 def supports_table() -> str:
-    """The problems that each family's kernels take, for a Markdown file."""
+    """The problems that each family's kernels take, for a Markdown file; of a family whose steps
+    take different ones, a row for the steps of each kind."""
     rows = []
     for family in FAMILIES.values():
-        fixed = family.progression()
-        dtypes = ", ".join(dict.fromkeys(config.dtype.short for config in fixed))
-        taken = {"family": family.name, "dtype": dtypes} | fixed[0].supports.described()
-        rows.append(list(taken.values()))
-    return Table(list(taken), rows, align="l" * len(taken)).markdown()
+        dtypes = ", ".join(dtype.short for dtype in DType)
+        kinds = [
+            (taken, [*steps])
+            for taken, steps in itertools.groupby(family.steps.values(), partial(_taken, family))
+        ]
+        for taken, steps in kinds:
+            name = family.name if len(kinds) == 1 else f"{family.name} {ranges_text(steps)}"
+            row = {"family": name, "dtype": dtypes} | taken
+            rows.append(list(row.values()))
+    return Table(list(row), rows, align="l" * len(row)).markdown()
+
+
+def _taken(family: Family, step: Step) -> dict[str, str]:
+    """What a step's fixed config and its variants take, in words."""
+    config = family.fixed_config(step, DType.from_name(MAIN_DTYPE))
+    causal = any(variant.supports.causal for variant in config.variants())
+    return replace(config.supports, causal=causal).described()
 
 
 def _length_table(

@@ -168,11 +168,14 @@ class Supports:
         lengths = f"multiples of {' and '.join(self.blocks)}" if self.blocks else "any"
         different = ", different ones" if TWO_LENGTHS in self.abilities else ""
         grouped = ", grouped" if GROUPED_HEADS in self.abilities else ""
+        options = [CAUSAL] if self.causal else []
+        options += [name for name in (SOFTMAX_SCALE, RETURN_LSE) if name in self.abilities]
         return {
             "d_head": ", ".join(map(str, self.d_heads)),
             "seq_len": f"{lengths}{different}, up to {self.max_length:,}",
             "heads": f"up to {self.max_heads:,}{grouped}",
             "batches": "any number",
+            "options": ", ".join(options) or "none",
             "strides": f"1 along d_head; else multiples of {chunk}, from row to row up to "
             f"{self.max_row_stride:,}",
         }
