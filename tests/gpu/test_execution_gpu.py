@@ -115,7 +115,7 @@ def test_the_operator_keeps_the_rules_of_custom_operators(
     case = problem("normal", shape_for(config), torch_dtype(config))
     torch.library.opcheck(
         torch.ops.flash_attention.forward.default,
-        (config.short_form(), *case.inputs),
+        (config.short_form(), *case.inputs, None),
         test_utils=("test_schema", "test_faketensor"),
     )
 
