@@ -23,6 +23,12 @@ __device__ __forceinline__ void store_smem_4(uint32_t dst_smem, uint32_t value) 
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst_smem), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_smem_4(uint32_t src_smem) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(src_smem) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint4 load_smem_16(uint32_t src_smem) {
     uint4 value;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -35,7 +35,7 @@ GENERAL = replace(
     HOPPER,
     config=GeneralConfig,
     entries=(
-        *HOPPER.entries[:17],  # which take whole blocks
+        *HOPPER.entries[:18],  # which take whole blocks
         StepEntry("ragged", "any lengths", "ragged.cuh", traits=frozenset({RAGGED})),
         StepEntry("call", "options of a call", "call.cuh", traits=frozenset({CALL_OPTIONS})),
         StepEntry("causal", "a mask", "causal.cuh", opens={"causal": (False,)}),

@@ -56,7 +56,7 @@ Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this on
 REPLAYS = "replays"  # rows that do not fit are computed again, exactly
 RAGGED = "ragged"  # lengths are any, and those of queries and keys differ
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
-DYNAMIC = "dynamic"  # blocks take the next tile from a counter
+DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 
 ARGUMENTS = StructLayout(
     "HopperKernelArgs",
@@ -68,6 +68,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("len_k", "heads", "tiles", "len_q", "q_tiles", "heads_per_kv"), INT),
             "scale": FLOAT,
             **dict.fromkeys(("lse", "next_tile"), POINTER),
+            "head_group": INT,
         }
     ),
 )
@@ -182,12 +183,14 @@ class HopperKernelConfig(Config):
             "q_tiles": (q_tiles,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (problem.softmax_scale * math.log2(math.e),),
+            "head_group": (_head_group(q_tiles),),
         }
         values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
         if problem.return_lse:
             pointers["lse"] = "lse"
-        if DYNAMIC in self.step.traits:
+        counts = DYNAMIC in self.step.traits and self.causal and q_tiles >= _COUNTED_FROM
+        if counts:
             pointers["next_tile"] = WORKSPACE
         return (
             Launch(
@@ -207,7 +210,7 @@ class HopperKernelConfig(Config):
                     )
                     for name in "qkvo"
                 ),
-                workspace_bytes=INT.size if DYNAMIC in self.step.traits else 0,
+                workspace_bytes=INT.size * (1 + tiles) if counts else 0,
             ),
         )
 
@@ -236,6 +239,11 @@ class HopperKernelConfig(Config):
                 f"V need {self.smem_bytes} bytes of shared memory, over the limit {limit}: lower "
                 "one of them"
             )
+        if self.causal and self.B_r > self.B_c:
+            raise ValueError(
+                f"causal with B_r {self.B_r} over B_c {self.B_c}: the diagonal of a tile would lie "
+                "in more than two blocks of keys: lower B_r, or raise B_c"
+            )
         # O, S and P of a thread; P is what S becomes, so that both are there at times
         registers = (self.d_head + self.B_c + self.B_c // 2) // 2
         most = {1: 255, 2: 240, 3: 160}[self.consumers]
@@ -247,6 +255,14 @@ class HopperKernelConfig(Config):
 
 
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
+_COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
+
+
+def _head_group(q_tiles: int) -> int:
+    """Heads whose causal tiles are taken together, longest first: as many as have a tile for each
+    block at a time, since the fewer K and V are in use, the less is fetched; of short ones a
+    quarter, which without a counter balances best (measured)."""
+    return max(1, SMS // (4 * q_tiles if q_tiles < _COUNTED_FROM else q_tiles))
 
 
 def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:
@@ -377,6 +393,31 @@ HOPPER = Family(
             "the second block of a tile, beside which O is stored, stands before the loop",
             _file(17),
         ),
+        StepEntry("ordered_exponentials", "exponentials stay before the wait for P @ V", _file(18)),
+        StepEntry(
+            "any_length",
+            "any number of queries and of keys: what K has not is hidden",
+            _file(19),
+            traits=frozenset({RAGGED}),
+        ),
+        StepEntry(
+            "call_options",
+            "scale, LSE and grouped heads come with the call",
+            _file(20),
+            traits=frozenset({CALL_OPTIONS}),
+        ),
+        StepEntry(
+            "causal",
+            "causal: tiles end at the diagonal, which two blocks have to do with",
+            _file(21),
+            opens={"causal": (False,)},
+        ),
+        StepEntry(
+            "tile_counter",
+            "causal tiles are taken from a counter",
+            _file(22),
+            traits=frozenset({DYNAMIC}),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,
@@ -391,11 +432,17 @@ _LONG_TILE_FROM = "h13"
 
 def tuned_configs() -> list[Config]:
     """What the library holds beside the fixed configs: the tile for long sequences at the step that
-    makes room for it and at the last one, and that without turns, which middle lengths prefer."""
+    makes room for it and at the last one, and that without turns, which middle lengths prefer; what
+    is causal."""
     *_, last = HOPPER.steps.values()
-    found = [
-        HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
-        for step in (HOPPER.steps[_LONG_TILE_FROM], last)
+    causal = [step for step in HOPPER.steps.values() if "causal" in step.tunable]
+    changes = [
+        *((HOPPER.steps[_LONG_TILE_FROM], LONG_TILE), (last, LONG_TILE)),
+        (last, {"ping_pong": False}),
+        *((step, {"causal": True}) for step in causal),
+    ]
+    return [
+        HOPPER.fixed_config(step, dtype).replace(**change)
+        for step, change in changes
         for dtype in DType
     ]
-    return [*found, *(HOPPER.fixed_config(last, d).replace(ping_pong=False) for d in DType)]

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "flash_attention.cuh"
+#include "numeric.cuh"
 #include "sm90/tma.cuh"
 
 // Q and O of shape (batch, len_q, heads, d_head), K and V of shape (batch, len_k, heads /
@@ -20,20 +21,64 @@ struct alignas(128) HopperKernelArgs {
     int len_q, q_tiles, heads_per_kv;
     float scale; // log2(e) · softmax_scale
     float *lse; // (batch, heads, len_q), or null
-    int *next_tile; // a counter that begins at 0, null for kernels that take none
+    int *next_tile; // a counter and who took which tile, at first 0; null if every block knows its
+    int head_group; // heads whose causal tiles are taken together
 };
 
-// Of a tile of queries: those of one head are neighbours, so that they find its K and V in the L2
-// cache.
-template <int B_r>
-__device__ __forceinline__ TilePlace tile_place(int tile, int q_tiles, int heads) {
-    const int head = tile / q_tiles;
-    return {tile % q_tiles * B_r, head % heads, head / heads};
+// What a kernel's tiles may stick out of: nothing; the tensors; the keys that its queries see, too.
+enum class Edges { kNone, kTensors, kCausal };
+
+// How many keys a query sees: all, or in causal attention, aligned to the bottom right, those up to
+// as far from the last key as it is from the last query. None is below 1.
+template <Edges kEdges>
+__device__ __forceinline__ int visible_keys(int query, const HopperKernelArgs &args) {
+    return kEdges == Edges::kCausal ? min(query + 1 + args.len_k - args.len_q, args.len_k)
+                                    : args.len_k;
 }
 
-// Where queries and keys are whole tiles of one length. To read q_tiles would make the kernels that
-// were measured other machine code.
-template <int B_r>
+// Of a tile of queries: those of one head are neighbours, so that they find its K and V in the L2
+// cache. Causal ones differ in length: of some heads together, whose K and V fit into the cache,
+// the longest come first, so that short ones fill the gaps at the end.
+template <int B_r, Edges kEdges = Edges::kNone>
 __device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs &args) {
-    return tile_place<B_r>(tile, args.len_k / B_r, args.heads);
+    if constexpr (kEdges == Edges::kCausal) {
+        const int group = tile / (args.head_group * args.q_tiles);
+        const int first = group * args.head_group;
+        const int heads = min(args.head_group, args.tiles / args.q_tiles - first);
+        tile -= first * args.q_tiles;
+        const int head = first + tile % heads;
+        return {(args.q_tiles - 1 - tile / heads) * B_r, head % args.heads, head / args.heads};
+    }
+    // To read q_tiles would make the kernels that were measured other machine code.
+    const int q_tiles = kEdges == Edges::kNone ? args.len_k / B_r : args.q_tiles;
+    const int head = tile / q_tiles;
+    return {tile % q_tiles * B_r, head % args.heads, head / args.heads};
+}
+
+// LSE of a query: m + log2(l) is its logarithm to base 2. No sum at all is 0, and that is
+// -infinity.
+__device__ __forceinline__ void store_lse(const HopperKernelArgs &args, TilePlace place, int query,
+                                          float m, float l) {
+    const int64_t row = int64_t(place.batch) * args.heads + place.head;
+    args.lse[row * args.len_q + query] = (m + log2_approx(l)) / kLog2e;
+}
+
+// The block's next tile, behind the first that it knows: the next that nobody has taken, or without
+// a counter those gridDim.x apart. Who took a tile is written down, as the block's number + 1.
+template <bool kDynamic>
+__device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args) {
+    if (!kDynamic || args.next_tile == nullptr) {
+        return tile + gridDim.x;
+    }
+    args.next_tile[1 + tile] = blockIdx.x + 1;
+    return atomicAdd(args.next_tile, 1) + gridDim.x;
+}
+
+// Whether the block has taken a tile.
+template <bool kDynamic>
+__device__ __forceinline__ bool took_tile(int tile, const HopperKernelArgs &args) {
+    if (!kDynamic || args.next_tile == nullptr) {
+        return tile % gridDim.x == blockIdx.x;
+    }
+    return args.next_tile[1 + tile] == blockIdx.x + 1;
 }

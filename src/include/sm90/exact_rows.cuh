@@ -8,46 +8,58 @@
 #include "numeric.cuh"
 #include "sm90/arguments.cuh"
 
-// Two elements of one row, or of two rows, as a register of a fragment.
+// Two elements of one row, or of two rows, as a register of a fragment. Of the latter only so many
+// are read, the others are zeros.
 __device__ __forceinline__ uint32_t load_pair(const Element *first) {
     return *reinterpret_cast<const uint32_t *>(first);
 }
-__device__ __forceinline__ uint32_t load_pair(const Element *first, int64_t stride) {
-    return first[0] | uint32_t(first[stride]) << 16;
+__device__ __forceinline__ uint32_t load_pair(const Element *first, int64_t stride, int rows = 2) {
+    return (rows > 0 ? first[0] : 0) | (rows > 1 ? uint32_t(first[stride]) << 16 : 0);
 }
 
-// Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15. scale: log2(e) / sqrt(d_head). The
-// fragments are as in mma.cuh.
-template <DType kDType, int kDHead, int kTiles>
+// Columns col … + 8 · kTiles - 1 of O, in rows place.row … + 15; of the first columns, their LSE
+// too if it is asked for. scale: log2(e) · softmax_scale. The fragments are as in mma.cuh.
+template <DType kDType, int kDHead, int kTiles, Edges kEdges>
 __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, TilePlace place,
                                               float scale, int col) {
+    constexpr bool kWhole = kEdges == Edges::kNone;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const auto head_of = [&](const void *tensor, const TensorStrides &strides) {
+    const int kv_head = kWhole ? place.head : place.head / args.heads_per_kv;
+    const auto head_of = [&](const void *tensor, const TensorStrides &strides, int head) {
         return static_cast<const Element *>(tensor) + place.batch * strides.batch +
-               place.head * strides.head;
+               head * strides.head;
     };
     const int64_t Q_row = args.Q_strides.row, K_row = args.K_strides.row;
     const int64_t V_row = args.V_strides.row, O_row = args.O_strides.row;
-    const Element *Q_gmem = head_of(args.Q_gmem, args.Q_strides) + (place.row + g) * Q_row + 2 * t;
-    const Element *K_gmem = head_of(args.K_gmem, args.K_strides) + g * K_row + 2 * t;
-    const Element *V_gmem = head_of(args.V_gmem, args.V_strides) + 2 * t * V_row + col + g;
-    Element *O_gmem = const_cast<Element *>(head_of(args.O_gmem, args.O_strides)) +
-                      (place.row + g) * O_row + col + 2 * t;
+    const Element *Q_gmem = head_of(args.Q_gmem, args.Q_strides, place.head) + 2 * t;
+    const Element *K_gmem = head_of(args.K_gmem, args.K_strides, kv_head) + 2 * t;
+    const Element *V_gmem = head_of(args.V_gmem, args.V_strides, kv_head) + col + g;
+    Element *O_gmem =
+        const_cast<Element *>(head_of(args.O_gmem, args.O_strides, place.head)) + col + 2 * t;
+    const int rows[2] = {place.row + g, place.row + g + 8};
+    int visible[2];
+    const Element *Q_rows[2]; // the last one for those behind it, which are not stored
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        visible[half] = visible_keys<kEdges>(rows[half], args);
+        Q_rows[half] = Q_gmem + (kWhole ? rows[half] : min(rows[half], args.len_q - 1)) * Q_row;
+    }
+    const int end = visible_keys<kEdges>(place.row + 15, args);
 
     // m is finite: keys that are all at -infinity count nothing until there is another one
     float O_rmem[kTiles][4] = {}, m[2] = {-1e30f, -1e30f}, l[2] = {};
 #pragma unroll 1
-    for (int key = 0; key < args.len_k; key += kMmaK) {
+    for (int key = 0; key < end; key += kMmaK) {
         // S = Q @ K^T for 16 keys
         float S_rmem[2][4] = {};
 #pragma unroll 1
         for (int k = 0; k < kDHead; k += kMmaK) {
-            const Element *Q = Q_gmem + k;
-            const uint32_t Q_rmem[4] = {load_pair(Q), load_pair(Q + 8 * Q_row), load_pair(Q + 8),
-                                        load_pair(Q + 8 * Q_row + 8)};
+            const uint32_t Q_rmem[4] = {load_pair(Q_rows[0] + k), load_pair(Q_rows[1] + k),
+                                        load_pair(Q_rows[0] + k + 8), load_pair(Q_rows[1] + k + 8)};
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const Element *K = K_gmem + (key + n * kMmaN) * K_row + k;
+                const int row = key + n * kMmaN + g;
+                const Element *K = K_gmem + (kWhole ? row : min(row, args.len_k - 1)) * K_row + k;
                 mma_m16n8k16<kDType>(S_rmem[n], Q_rmem, load_pair(K), load_pair(K + 8));
             }
         }
@@ -56,6 +68,11 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float *S = &S_rmem[0][2 * half], *S_8 = &S_rmem[1][2 * half];
+#pragma unroll
+            for (int i = 0; i < 2 && !kWhole; ++i) {
+                S[i] = key + 2 * t + i < visible[half] ? S[i] : -INFINITY;
+                S_8[i] = key + kMmaN + 2 * t + i < visible[half] ? S_8[i] : -INFINITY;
+            }
             const float old_m = m[half];
             m[half] =
                 fmaxf(old_m, quad_max(fmaxf(fmaxf(S[0], S[1]), fmaxf(S_8[0], S_8[1]))) * scale);
@@ -76,46 +93,55 @@ __device__ __forceinline__ void exact_columns(const HopperKernelArgs &args, Tile
             }
         }
         // O += P @ V
+        const int row = key + 2 * t, left = kWhole ? kMmaK : args.len_k - row;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-            const Element *V = V_gmem + key * V_row + n * kMmaN;
-            mma_m16n8k16<kDType>(O_rmem[n], P_rmem, load_pair(V, V_row),
-                                 load_pair(V + 8 * V_row, V_row));
+            const Element *V = V_gmem + row * V_row + n * kMmaN;
+            mma_m16n8k16<kDType>(O_rmem[n], P_rmem, load_pair(V, V_row, left),
+                                 load_pair(V + 8 * V_row, V_row, left - 8));
         }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float inverse_l = reciprocal_approx(quad_sum(l[half]));
+        const float row_l = quad_sum(l[half]);
+        if (!kWhole && rows[half] >= args.len_q) {
+            continue;
+        }
+        const float inverse_l = visible[half] > 0 ? reciprocal_approx(row_l) : 0;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-            *reinterpret_cast<uint32_t *>(O_gmem + 8 * half * O_row + n * kMmaN) =
+            *reinterpret_cast<uint32_t *>(O_gmem + rows[half] * O_row + n * kMmaN) =
                 pack<kDType>(O_rmem[n][2 * half] * inverse_l, O_rmem[n][2 * half + 1] * inverse_l);
+        }
+        if (!kWhole && args.lse != nullptr && col == 0 && t == 0) {
+            store_lse(args, place, rows[half], m[half], row_l);
         }
     }
 }
 
 // O of rows place.row … + 15, a few columns at a time: a kernel that may need this has registers
 // for no more.
-template <DType kDType, int kDHead>
+template <DType kDType, int kDHead, Edges kEdges>
 __device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePlace place,
                                            float scale) {
     constexpr int kTiles = 2;
 #pragma unroll 1
     for (int col = 0; col < kDHead; col += kTiles * kMmaN) {
-        exact_columns<kDType, kDHead, kTiles>(args, place, scale, col);
+        exact_columns<kDType, kDHead, kTiles, kEdges>(args, place, scale, col);
     }
 }
 
 // The rows warp_row … + 15 of those of a block's tiles n whose bit n % 32 is set. Where a block has
 // more than 32 tiles these are more than were asked for, with the same result.
-template <DType kDType, int kDHead, int B_r>
+template <DType kDType, int kDHead, int B_r, Edges kEdges = Edges::kNone, bool kDynamic = false>
 __device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,
                                             int warp_row, float scale) {
-    for (int tile = blockIdx.x, n = 0; tile < args.tiles; tile += gridDim.x, ++n) {
-        if (bits >> n % 32 & 1) {
-            TilePlace place = tile_place<B_r>(tile, args);
-            place.row += warp_row;
-            exact_rows<kDType, kDHead>(args, place, scale);
+    for (int tile = blockIdx.x, n = -1; tile < args.tiles; tile += kDynamic ? 1 : gridDim.x) {
+        if (!took_tile<kDynamic>(tile, args) || !(bits >> ++n % 32 & 1)) {
+            continue;
         }
+        TilePlace place = tile_place<B_r, kEdges>(tile, args);
+        place.row += warp_row;
+        exact_rows<kDType, kDHead, kEdges>(args, place, scale);
     }
 }

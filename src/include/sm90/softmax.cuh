@@ -1,0 +1,109 @@
+#pragma once
+// Softmax of accumulators with the optimistic maximum: m is that of a tile's first block of keys,
+// later ones are looked at for what did not fit. Two rows a lane, g and g + 8, as in wgmma.cuh.
+// scale: log2(e) · softmax_scale.
+
+#include "flash_attention.cuh"
+#include "numeric.cuh"
+#include "sm90/tiles.cuh"
+
+constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
+constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
+constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
+constexpr float kNoMaximum = -1e30; // of nothing, finite: -infinity - m is no NaN
+
+// Columns from `visible` on, of either row, count nothing.
+template <int kCount>
+__device__ __forceinline__ void hide_columns(float (&S_rmem)[kCount], const int (&visible)[2]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if (i / 4 * 8 + i % 2 >= visible[i / 2 % 2] - 2 * t) {
+            S_rmem[i] = -INFINITY;
+        }
+    }
+}
+
+// S becomes P = 2^(S · scale - m), unrounded; sum is what this lane has of a row.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], float scale,
+                                             const float (&m)[2], float (&sum)[2]) {
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        S_rmem[i] = exp2_approx(fmaf(S_rmem[i], scale, -m[i / 2 % 2]));
+        sum[i / 2 % 2] += S_rmem[i];
+    }
+}
+
+// m becomes the maximum of the rows · scale.
+template <int kCount>
+__device__ __forceinline__ void row_maximum(const float (&S_rmem)[kCount], float scale,
+                                            float (&m)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float own_m = kNoMaximum;
+#pragma unroll
+        for (int i = 2 * half; i < kCount; i += 4) {
+            own_m = fmaxf(own_m, fmaxf(S_rmem[i], S_rmem[i + 1]));
+        }
+        m[half] = quad_max(own_m) * scale;
+    }
+}
+
+// The first block of a tile.
+template <int kCount>
+__device__ __forceinline__ void softmax_first(float (&S_rmem)[kCount], float scale, float (&m)[2],
+                                              float (&l)[2]) {
+    row_maximum(S_rmem, scale, m);
+    exponentiate(S_rmem, scale, m, l);
+}
+
+// A block before which some row has seen no key: m becomes the maximum of both, and O must be
+// multiplied by rescale.
+template <int kCount>
+__device__ __forceinline__ void softmax_again(float (&S_rmem)[kCount], float scale, float (&m)[2],
+                                              float (&l)[2], float (&rescale)[2]) {
+    const float old_m[2] = {m[0], m[1]};
+    row_maximum(S_rmem, scale, m);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        m[half] = fmaxf(m[half], old_m[half]);
+        rescale[half] = exp2_approx(old_m[half] - m[half]);
+    }
+    float sum[2];
+    exponentiate(S_rmem, scale, m, sum);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        l[half] = l[half] * rescale[half] + sum[half];
+    }
+}
+
+// The others. Returns whether m must grow, for the sake of any row of the warp: only fp16 asks.
+template <DType kDType, int kCount>
+__device__ __forceinline__ bool softmax(float (&S_rmem)[kCount], float scale, const float (&m)[2],
+                                        float (&l)[2]) {
+    float sum[2];
+    exponentiate(S_rmem, scale, m, sum);
+    l[0] += sum[0];
+    l[1] += sum[1];
+    // all lanes, since no l is negative; NaN is not either
+    __syncwarp(__ballot_sync(0xffffffff, !(l[0] < 0) && !(l[1] < 0)));
+    const bool fits = sum[0] <= kMaxSum && sum[1] <= kMaxSum; // nor is it NaN
+    return kDType == DType::FP16 && __any_sync(0xffffffff, !fits);
+}
+
+// m grows as much as l has. A row that has left fp32's range has l = NaN from then on, in at least
+// one lane.
+template <int kCount>
+__device__ __forceinline__ void grow(float (&S_rmem)[kCount], float (&m)[2], float (&l)[2],
+                                     float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float k = quad_max(fmaxf(log2_approx(l[half]), 0));
+        m[half] += k;
+        rescale[half] = exp2_approx(-k);
+        l[half] *= k < kMaxRescale ? rescale[half] : NAN;
+    }
+    scale_rows(S_rmem, rescale);
+}
