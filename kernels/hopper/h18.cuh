@@ -7,8 +7,8 @@
 //   2. fp16 asks there whether m must grow. That it does is rare, and stands behind the wait.
 //
 // Why: h16 and h17 ask for the exponentials before the wait for P @ V, and ptxas puts three
-// quarters of them behind it: there they run while no product of this warpgroup does. Expected: 3%
-// with two warpgroups, in fp16 too, whose check comes out of their way.
+// quarters of them behind it: there they run while no product of this warpgroup does.
+// Expected: 3% with two warpgroups, in fp16 too, whose check comes out of their way.
 //
 // benchmark:begin
 // benchmark:end

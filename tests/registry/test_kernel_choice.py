@@ -56,7 +56,9 @@ class TestConfig:
             assert not config.refusal(corner)
             assert all(earlier.refusal(corner) for earlier in configs[: configs.index(config)])
             chosen.add(config)
-        assert {configs[0], configs[-1]} <= chosen
+        assert configs[0] in chosen
+        if configs[0].supports.blocks:  # who takes any length leaves none to others
+            assert configs[-1] in chosen
 
     @pytest.mark.parametrize(
         ("seq_len", "step"), [(128, PORTABLE[0]), (64, PORTABLE[-1]), (192, PORTABLE[-1])]

@@ -279,10 +279,11 @@ class TestHopper:
     def test_refuses_with_value_limit_and_way_out(self, problem, reason):
         assert re.search(reason, H9.refusal(problem))
 
-    def test_general_problems_are_refused_by_all_that_there_are(self):
+    def test_general_problems_are_refused_by_all_that_take_whole_blocks(self):
+        whole = [config for config in ALL_OF_HOPPER if config.supports.blocks]
         for options in ({"causal": True}, {"len_k": 128}, {"kv_heads": 1}, {"softmax_scale": 1}):
             problem = AttentionForward(2, 2, 256, **options)
-            assert all("is not supported by" in config.refusal(problem) for config in ALL_OF_HOPPER)
+            assert all("is not supported by" in config.refusal(problem) for config in whole)
 
     def test_takes_as_many_tiles_as_a_grid_has(self):
         assert not H9.refusal(AttentionForward(1, 2**31 - 1, 128))
@@ -326,7 +327,7 @@ class TestGeneralSteps:
         assert not any(config.refusal(corner) for corner in supports.corners())
 
     def test_causal_is_fixed_until_a_step_opens_it_and_last_in_the_short_form(self):
-        with pytest.raises(ValueError, match="causal True: h19 fixes causal False; choose h20 to"):
+        with pytest.raises(ValueError, match="causal True: h20 fixes causal False; choose h21 to"):
             general(WITH_OPTIONS, causal=True)
         assert general(WITH_OPTIONS).variants() == (general(WITH_OPTIONS),)
         plain, causal = general(WITH_CAUSAL).variants()
@@ -360,10 +361,28 @@ class TestGeneralSteps:
         assert launch.outputs == ("o",)
         assert launch.n_blocks == 1
 
-    def test_a_counter_is_four_bytes_of_the_workspace(self):
-        (launch,) = general(WITH_COUNTER).launch(PROBE, PROBE.strides())
-        assert launch.workspace_bytes == 4
-        assert Address(HOPPER.arguments.offset("next_tile"), WORKSPACE) in launch.addresses
+    @pytest.mark.parametrize(("tiles_a_head", "causal"), [(4, True), (5, True), (5, False)])
+    def test_a_counter_and_who_took_which_tile_are_the_workspace_of_long_causal_problems(
+        self, tiles_a_head, causal
+    ):
+        config = general(WITH_COUNTER, causal=causal)
+        problem = replace(PROBE, len_q=tiles_a_head * config.B_r, causal=causal)
+        (launch,) = config.launch(problem, problem.strides())
+        counts = causal and tiles_a_head == 5
+        assert launch.workspace_bytes == (4 * (1 + 12 * 5) if counts else 0)
+        counter = Address(HOPPER.arguments.offset("next_tile"), WORKSPACE)
+        assert (counter in launch.addresses) == counts
+
+    def test_heads_are_grouped_by_tiles_as_there_are_blocks_at_a_time(self):
+        offset = HOPPER.arguments.offset("head_group")
+        for length, heads in ((128, 33), (512, 8), (1024, 16), (16384, 1), (65536, 1)):
+            problem = AttentionForward(1, 1, length, causal=True)
+            (launch,) = general(WITH_CAUSAL, causal=True).launch(problem, problem.strides())
+            assert struct.unpack_from("<i", launch.arguments, offset) == (heads,)
+
+    def test_causal_has_its_diagonal_in_two_blocks_of_keys(self):
+        with pytest.raises(ValueError, match="causal with B_r 192 over B_c 80"):
+            general(WITH_CAUSAL, causal=True, B_r=192, B_c=80, V_slots=3)
 
     def test_lengths_leave_room_for_the_rows_of_the_last_tile(self):
         config = general(WITH_LENGTHS)

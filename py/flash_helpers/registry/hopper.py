@@ -422,7 +422,7 @@ HOPPER = Family(
     targets=(TARGET,),
     arguments=ARGUMENTS,
     map_header=PurePosixPath("src/include/hopper_kernels.cuh"),
-    simulated_budget=20_000_000,
+    simulated_budget=25_000_000,
 )
 
 # The tile for long sequences, of three warpgroups, which h13 makes room for.
