@@ -158,7 +158,7 @@ def test_a_launch_takes_as_long_as_its_busiest_multiprocessor():
     flops = 4 * 33 * problem.len_q**2 * config.d_head
     assert prediction.most_tflops == pytest.approx(flops / prediction.least_ms / 1e9)
     # one more block is one more for one of them
-    more = predict_config(found, config, replace(problem, heads=34), chip)
+    more = predict_config(found, config, replace(problem, heads=34, kv_heads=34), chip)
     assert more.least_ms > prediction.least_ms
     # twice the clock, half the time
     faster = predict_config(found, config, problem, replace(chip, mhz=2000.0))
