@@ -357,6 +357,26 @@ FAULTS = {
         "h17", FP16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
         "tma_store_piece(args.O",
     ),
+    "h18: the barrier behind the exponentials names too few lanes": Fault(
+        "h18", BF16, MAIN_LOOP, r"bar\.warp\.sync\s+%r", swap(r"%r\d+", "65535"), nth(0),
+        MissingLanesError, "__syncwarp(__ballot_sync",
+    ),
+    "h19: O is rescaled while it is added to": Fault(
+        "h19", FP16, MAIN_LOOP, WGMMA_WAIT, swap("0;", "1;"), nth(1), WgmmaRegisterError,
+        "scale_rows(O_rmem, rescale);",
+    ),
+    "h20: the scale is not the call's": Fault(
+        "h20", BF16, MAIN_LOOP, r"ld\.param\.f32", swap(r"ld\.param(\.f32\s+%f\d+), .*;",
+        r"mov\1, 0f3F800000;"), quantity="output",
+    ),
+    "h21: rows that see keys are taken for those that see none": Fault(
+        "h21", BF16, MAIN_LOOP, r"setp\.lt\.s32\s+%p\d+, %r\d+, 1;", swap(", 1;", ", 4096;"),
+        slice(8, 10), quantity="output",
+    ),
+    "h22: the number of a tile is not handed over": Fault(
+        "h22", BF16, MAIN_LOOP, r"st\.shared\.b32", drop, None, UninitialisedReadError,
+        "load_smem_4(tiles_smem",
+    ),
 }  # fmt: skip
 
 
