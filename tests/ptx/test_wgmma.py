@@ -7,8 +7,10 @@ import pytest
 from wgmma_snippets import COMMIT, DONE, FENCE, WAIT, Snippet, chunks, descriptor, mma
 
 from flash_helpers.ptx import (
+    ComputedProduct,
     DeadlockError,
     MatrixDescriptorError,
+    Observer,
     OutOfBoundsError,
     PendingCopyError,
     Phase,
@@ -55,6 +57,21 @@ class TestValues:
         found = Snippet(body, outputs=n // 2, **rest).run(grid=2).matrix()
         assert found.shape == (2, 64, n)
         assert (found == a @ b.T + 3).all()
+
+    def test_an_observer_is_shown_the_matrices_when_the_group_retires(self):
+        a, b, rest = operands(8)
+        seen = []
+        observer = Observer(lambda i: i.name == "wgmma", seen.append, seen.append)
+        body = fill(3, 4) + FENCE + mma("%A", "%B") + DONE
+        Snippet(body, **rest).run(grid=2, observer=observer)
+        names = [found.instruction.opcode.split(".")[1] for found in seen]
+        assert names == ["fence", "mma_async", "commit_group", "mma_async", "wait_group"]
+        (found,) = (found for found in seen if isinstance(found, ComputedProduct))
+        order = np.lexsort((found.warps, found.blocks[:, 0]))
+        assert found.blocks[order, 0].tolist() == 4 * [0] + 4 * [1]
+        assert (found.a[order].reshape(2, 64, 16) == a).all()
+        assert (found.b == b.T).all()
+        assert (found.d[order].reshape(2, 64, 8) == a @ b.T + 3).all()
 
     def test_without_scale_d_what_d_was_does_not_matter(self):
         a, b, rest = operands(8)

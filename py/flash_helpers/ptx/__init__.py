@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
     from flash_helpers.ptx.run.memory import DeviceMemory
     from flash_helpers.ptx.run.observe import Observation, Observer
+    from flash_helpers.ptx.run.warpgroups import ComputedProduct
 
 __all__ = [
     "AbsentBlockError",
@@ -66,6 +67,7 @@ __all__ = [
     "BarrierOperandError",
     "BulkCopyError",
     "ClusterBarrierError",
+    "ComputedProduct",
     "Counters",
     "Counts",
     "DeadlockError",
@@ -118,6 +120,7 @@ _RUNNING = {
     "kernel": ("Kernel", "PtxModule", "Run", "load_ptx"),
     "memory": ("DeviceMemory",),
     "observe": ("Observation", "Observer"),
+    "warpgroups": ("ComputedProduct",),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.module import Instruction, Operand
 from flash_helpers.ptx.run.machine import Machine
+from flash_helpers.ptx.run.warpgroups import ComputedProduct
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class Observer:
     """What to look at, and what to do with it.
 
     wants: asked once for every instruction of the kernel that is not control flow. see: called
-    each time that lanes have executed one of those wanted.
+    each time that lanes have executed one of those wanted. see_product: called each time that a
+    `wgmma` is computed, which is when its group retires, and not when it is issued; those of a warp
+    that accumulate in the same registers come in their order.
     """
 
     wants: Callable[[Instruction], bool]
     see: Callable[[Observation], None]
+    see_product: Callable[[ComputedProduct], None] | None = None

@@ -95,6 +95,8 @@ class Scheduler:
     ) -> None:
         self.machine = machine
         self.program = machine.program
+        if observer is not None:
+            machine.warpgroups.show = observer.see_product
         self.limit = max_instructions
         self.strict_barriers = strict_barriers
         # Instructions that all warps have run together, and each lane beyond that.

@@ -15,7 +15,7 @@ its own part, and who has waited knows nothing of the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from flash_helpers.ptx.errors import (
     WarpgroupError,
 )
 from flash_helpers.ptx.read.flow import Program
+from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.agents import CHANCE
 from flash_helpers.ptx.run.descriptors import CHUNK, MatrixOperand
 from flash_helpers.ptx.run.faults import FaultLog, Geometry
@@ -93,8 +94,28 @@ class Issue:
         return Issue(self.product, *(column[which] for column in columns))
 
 
+@dataclass(frozen=True)
+class ComputedProduct:
+    """A wgmma.mma_async that has just been computed for some warps, in float64.
+
+    blocks: `ctaid` of each warp's block, (warps, 3). warps: numbered within their block. a: each
+    warp's rows of A, (warps, 16, 16), negated if the product is. b: B as each of them has it,
+    (warps, 16, N). d: its rows of D with this product in it, (warps, 16, N).
+    """
+
+    instruction: Instruction
+    blocks: np.ndarray
+    warps: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    d: np.ndarray
+
+
 class Warpgroups:
     """What the warps of a batch have issued and not retired."""
+
+    show: Callable[[ComputedProduct], None] | None = None
+    """Is shown each product when it is computed."""
 
     def __init__(
         self,
@@ -108,6 +129,7 @@ class Warpgroups:
         random: np.random.Generator | None = None,
     ) -> None:
         self._geometry = geometry
+        self._program = program
         self._shared = shared
         self._poison = poison
         self._log = log
@@ -343,12 +365,23 @@ class Warpgroups:
                 if chain is not None:
                     chain.store()
                 chain = _Chain(issue, self._poison)
-            chain.add(issue, *self._factors(issue))
+            a, b, which = self._factors(issue)
+            d = chain.add(issue, a, b, which)
+            if self.show is not None:
+                self.show(self._computed(issue, a, b[which].transpose(0, 2, 1), d))
             if self._poison.active:
                 chain.add_poison(issue, *self._poison_of_factors(issue))
         if chain is not None:
             chain.store()
         return due
+
+    def _computed(
+        self, issue: Issue, a: np.ndarray, b: np.ndarray, d: np.ndarray
+    ) -> ComputedProduct:
+        instruction = self._program.instructions[issue.product.position]
+        geometry, lanes = self._geometry, issue.warps * WARP
+        blocks = np.array(geometry.blocks)[geometry.block_of(lanes)]
+        return ComputedProduct(instruction, blocks, geometry.warp_of(lanes), a, b, d)
 
     def _parted(
         self, issues: Sequence[Issue], limits: np.ndarray
@@ -482,11 +515,12 @@ class _Chain:
         same = mine.d_names == issue.product.d_names and mine.d_type == issue.product.d_type
         return same and np.array_equal(self._warps, issue.warps)
 
-    def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> None:
-        """Computes a product, as `Warpgroups._factors` has it."""
+    def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """Computes a product, as `Warpgroups._factors` has it; D with it."""
         if not issue.adds.all():
             self._d = np.where(issue.adds[:, None, None], self._d, 0.0)
         self._d = rounded_sum(self._d, product(a, b, which), self._product.d_type)
+        return self._d
 
     def add_poison(self, issue: Issue, rows: Codes | None, columns: Codes | None) -> None:
         """Adds that of a product."""
