@@ -15,8 +15,9 @@ from flash_helpers.check import debugging
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish
 from flash_helpers.check.debugging import Excerpt, excerpt_text, first_disagreement
 from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.recorder import UntraceableKernel
 from flash_helpers.check.reference import attention_reference, measure_error
-from flash_helpers.check.trace import UntraceableKernel, trace_forward
+from flash_helpers.check.trace import trace_forward
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,

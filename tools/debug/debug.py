@@ -42,15 +42,16 @@ Run one kernel in the simulator, read Q, K, S, m, l, P, V and O of every block o
 registers, and compare them with blockwise FlashAttention-2 in Python, which has the same order and
 the same roundings. {REFERENCE_FILE} holds the right values and {KERNEL_FILE} the kernel's, line by
 line; the last line of the output names the first quantity, block, warp and row that differs.
-A kernel with a static row stride gets heads of a tensor that has it. With --device cuda the kernel
-runs on the GPU, where only its output can be seen; of family hopper it is all that is compared in
-the simulator, too.
+A kernel with a static row stride gets heads of a tensor that has it. Of family hopper the matrices
+are those that wgmma multiplies, and its sums when they retire; from h12 on m is what the exponents
+of a block are taken with, and P, l and O are relative to what it is raised to. With --device cuda
+the kernel runs on the GPU, where only its output can be seen.
 """
 
 EXAMPLES = """\
 examples:
-  a step of the overlap family, on a sequence of 256:
-    python tools/debug/debug.py o5
+  a step of the hopper family, on a sequence of 256:
+    python tools/debug/debug.py h12
   inputs that one can count on one's fingers, what warp 1 has in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt

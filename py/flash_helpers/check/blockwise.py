@@ -5,8 +5,9 @@ accuracy) at a time, P is rounded to the inputs' dtype before P @ V, l sums P be
 or after it where mma takes the sum, and O is divided by l and rounded at the end. Everything that
 a kernel holds in between can be looked at, one block of keys after the other.
 
-A lazy step's m follows a maximum that has grown by more than MAX_GROWTH. One that has grown by just
-as much, within the rounding of S, may be followed here and not by the kernel.
+A lazy step's m follows a maximum that has grown by more than MAX_GROWTH; where a step keeps the
+maximum of the first block, m is raised where a lane's sum is over MAX_SUM. One that has grown by
+just as much, within the rounding of S, may be followed here and not by the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import AttentionForward, Config, DType
+from flash_helpers.registry.hopper import (
+    MAX_L,
+    MAX_RAISE,
+    MAX_SUM,
+    REPLAYS,
+    UNCHECKED,
+    WARP_ROWS,
+    HopperKernelConfig,
+)
 from flash_helpers.registry.mma_sync import (
     LAZY_RESCALE,
     MAX_GROWTH,
@@ -41,8 +51,10 @@ class BlockStep:
     Q: (..., B_r, d_head). K, V: (..., warps, B_c, d_head).
     S: (..., B_r, B_c), the scores Q @ K^T before any scaling.
     m: (..., B_r, lanes), the maximum of each row so far; of the scaled scores if the kernel scales
-        first, of S itself if it folds the scale into the exponent (`folds_scale`). A lazy step's is
-        that of S · scale · log2(e), unless it has not grown enough since.
+        first, of S itself if it folds the scale into the exponent (`folds_scale`). A lazy step's,
+        and that of family hopper, is of S · scale · log2(e); the former may not have grown enough
+        since. Where m is that of the first block it is what this block's exponents are taken with:
+        P, l and O are relative to it, or to what it is raised to afterwards.
     l: (..., B_r, copies), the sum of each row of P so far, relative to m.
     P: (..., B_r, B_c), rounded to the inputs' dtype.
     O: (..., B_r, d_head), the sum of P @ V so far, relative to m and not yet divided by l.
@@ -73,6 +85,53 @@ def _exp2(x: torch.Tensor) -> torch.Tensor:
     return power.where(power >= torch.finfo(x.dtype).tiny, 0.0)
 
 
+def _is_exponent(config: Config) -> bool:
+    """Whether m is a maximum of S · scale · log2(e)."""
+    return LAZY_RESCALE in config.step.traits or isinstance(config, HopperKernelConfig)
+
+
+def _in_any_row(config: Config, is_so: torch.Tensor) -> torch.Tensor:
+    """Where it is so in any row of the warp, for kernels whose warps decide for all of theirs.
+    is_so: (..., B_r, 1)."""
+    if not isinstance(config, HopperKernelConfig):
+        return is_so
+    of_warps = is_so.unflatten(-2, (-1, WARP_ROWS))
+    return of_warps.any(-2, keepdim=True).expand_as(of_warps).flatten(-3, -2)
+
+
+def _new_maximum(config: Config, m: torch.Tensor, block_m: torch.Tensor) -> torch.Tensor:
+    """m with the maximum of one more block, both (..., B_r, 1)."""
+    new_m = torch.maximum(m, block_m)
+    if LAZY_RESCALE not in config.step.traits:
+        return new_m
+    return new_m.where(_in_any_row(config, ~(block_m - m <= MAX_GROWTH)), m)
+
+
+def _sum_by_lanes(
+    config: Config,
+    l: torch.Tensor,  # noqa: E741
+    P: torch.Tensor,
+    *,
+    is_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """l with the sums of one more block, P, and by how much m is raised before either is used.
+
+    l: (..., B_r, lanes), of the four that share a row. P: (..., B_r, B_c), not rounded, relative to
+    the m before. A row that has left the range of fp32 has an l that is NaN.
+    """
+    sums = P.unflatten(-1, (-1, 4, 2)).sum((-3, -1))
+    l = l + sums  # noqa: E741
+    raised = torch.zeros_like(l[..., :1])
+    if is_first or (UNCHECKED in config.step.traits and config.dtype is DType.BF16):
+        return l, P, raised
+    grows = _in_any_row(config, ~(sums <= MAX_SUM).all(-1, keepdim=True))
+    # fmax: an l that is NaN asks for nothing
+    growth = torch.fmax(torch.log2(l), torch.zeros_like(l)).amax(-1, keepdim=True)
+    raised = growth.where(grows, raised)
+    l = (l * _exp2(-raised)).where(raised < MAX_RAISE, torch.nan)  # noqa: E741
+    return l, P * _exp2(-raised), raised
+
+
 def blockwise_forward(
     config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[BlockStep]:
@@ -97,43 +156,58 @@ def blockwise_forward(
     Q = q.transpose(1, 2).reshape(batch, heads, -1, config.B_r, d_head).float()
     keys = k.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()
     values = v.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()
-    folded, lazy = config.folds_scale, LAZY_RESCALE in config.step.traits
+    traits = config.step.traits
+    folded, optimistic = config.folds_scale, REPLAYS in traits
     scale = torch.tensor(1 / math.sqrt(d_head)).item()
     exponent_scale = torch.tensor(scale * _LOG2_E).item() if folded else _LOG2_E
-    m_scale = 1.0 if lazy else exponent_scale  # what makes m an exponent of 2
+    # what makes m an exponent of 2
+    m_scale = 1.0 if _is_exponent(config) else exponent_scale
 
     rows = Q.shape[:-1]
     m = torch.full((*rows, 1), -torch.inf)
     l = torch.zeros(*rows, 1)  # noqa: E741
     O = torch.zeros(*rows, d_head)  # noqa: E741
-    for j in config.key_blocks(seq_len):
+    blocks = config.key_blocks(seq_len)
+    for j in blocks:
         K, V = keys[:, :, j, None], values[:, :, j, None]
         S = _add_product(torch.zeros(*rows, config.B_c), Q, K.mT)
         scores = S if folded else S * scale
-        new_m = scores.amax(-1, keepdim=True)
-        if lazy:
-            new_m = new_m * exponent_scale
-            new_m = torch.where(new_m - m <= MAX_GROWTH, m, new_m)
-        new_m = torch.maximum(m, new_m)
-        rescale = _exp2((m - new_m) * m_scale)
-        m = new_m
+        if j == blocks[0] or not optimistic:
+            block_m = scores.amax(-1, keepdim=True)
+            new_m = _new_maximum(config, m, block_m * (exponent_scale / m_scale))
+            rescale = _exp2((m - new_m) * m_scale)
+            m = new_m
         if folded:  # one fused multiply-add, rounded once
             exponent = (S.double() * exponent_scale - (m * m_scale).double()).float()
         else:
             exponent = (scores - m) * exponent_scale
         P = _exp2(exponent)
+        used_m = m
+        if optimistic:
+            l, P, raised = _sum_by_lanes(config, l, P, is_first=j == blocks[0])  # noqa: E741
+            m, rescale = m + raised, _exp2(-raised)
         rounded_P = P.to(q.dtype).float()
-        if MMA_ROW_SUM in config.step.traits:
+        if MMA_ROW_SUM in traits:
             l = _add_product(l * rescale, rounded_P, torch.ones(config.B_c, 1))  # noqa: E741
-        else:
+        elif not optimistic:
             l = l * rescale + P.sum(-1, keepdim=True)  # noqa: E741
         P = rounded_P
         O = _add_product(O * rescale, P, V)  # noqa: E741
-        yield BlockStep(j, Q, K[:, :, :, None], S, m, l, P, V[:, :, :, None], O)
+        row_l = l.sum(-1, keepdim=True)
+        yield BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O)
 
 
 def finish(step: BlockStep, dtype: torch.dtype) -> torch.Tensor:
     """The output after the last step: O / l, rounded; (batch, seq_len, heads, d_head)."""
-    O = (step.O / step.l).to(dtype)  # noqa: E741
-    batch, heads, _, _, d_head = O.shape
-    return O.reshape(batch, heads, -1, d_head).transpose(1, 2).contiguous()
+    return _in_sequence((step.O / step.l).to(dtype))
+
+
+def rows_that_fit(step: BlockStep) -> torch.Tensor:
+    """Of the last step, the rows that have not left the range of fp32; (batch, seq_len, heads, 1).
+    Where m is that of the first block a kernel computes the others again, exactly."""
+    return _in_sequence((step.l < MAX_L) & step.O.isfinite().all(-1, keepdim=True))
+
+
+def _in_sequence(rows: torch.Tensor) -> torch.Tensor:
+    batch, heads, *_, width = rows.shape
+    return rows.reshape(batch, heads, -1, width).transpose(1, 2).contiguous()

@@ -317,11 +317,12 @@ FAULTS = {
         "issue_S();",
     ),
     "h8: a column of O is not rescaled": Fault(
-        "h8", BF16, MAIN_LOOP, RESCALE, drop, nth(20), quantity="output",
+        "h8", BF16, MAIN_LOOP, RESCALE, drop, nth(20), quantity="O", turn=1, warp=0,
+        rows=range(8, 16),
     ),
     "h8: the maximum may lag behind by 2^64, over what fp16 can hold": Fault(
         "h8", FP16, MAIN_LOOP, r"setp\.\w+\.f32.*0f41000000", swap("0f41000000", "0f42800000"),
-        quantity="output",
+        quantity="m", turn=1,
     ),
     "h9: the shuffle of a descriptor names too few lanes": Fault(
         "h9", BF16, MAIN_LOOP, r"shfl\.sync\.idx", swap(r"[^ ]+;", "65535;"), nth(0),
@@ -333,14 +334,18 @@ FAULTS = {
     ),
     "h11: every block of keys begins O anew, not only the first of a tile": Fault(
         "h11", BF16, MAIN_LOOP, r"setp\.ne\.b32\s+accumulates", swap(r"%r\d+, 0;", "0, 0;"),
-        nth(N_SCORE_WGMMAS), quantity="output",
+        nth(N_SCORE_WGMMAS), quantity="O", turn=1,
     ),
     "h12: l is not rescaled where m is raised": Fault(
         "h12", FP16, MAIN_LOOP, r"selp\.f32.*0f7FC00000",
-        swap(r"(selp\S+\s+%f\d+), %f\d+", r"\1, 0f3F800000"), quantity="output",
+        swap(r"(selp\S+\s+%f\d+), %f\d+", r"\1, 0f3F800000"), quantity="l", turn=1,
     ),
     "h13: the turn is not passed on": Fault(
         "h13", FP16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn();",
+    ),
+    "h13: neighbours in P are exchanged": Fault(
+        "h13", BF16, MAIN_LOOP, r"cvt\.rn\.bf16x2", swap(r"(%f\d+), (%f\d+);", r"\2, \1;"), nth(0),
+        quantity="P", turn=1,
     ),
     "h14: S is read while it is multiplied": Fault(
         "h14", FP16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
@@ -352,6 +357,10 @@ FAULTS = {
     "h16: the wait for S is off by one": Fault(
         "h16", BF16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
         "issue_S();",
+    ),
+    "h17: a product takes Q for K": Fault(
+        "h17", BF16, MAIN_LOOP, r"wgmma\.mma_async", swap(r"A, B,", "A, A,"), nth(1),
+        quantity="K", turn=1,
     ),
     "h17: O's place is given up before TMA has read it": Fault(
         "h17", FP16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,

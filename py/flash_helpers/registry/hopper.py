@@ -53,10 +53,16 @@ P_IN_REGISTERS = "p_in_registers"  # P does not pass through shared memory
 PRODUCER = "producer"  # a warpgroup of its own issues the copies
 PERSISTENT = "persistent"  # a block takes one tile after the other
 Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
-REPLAYS = "replays"  # rows that do not fit are computed again, exactly
+REPLAYS = "replays"  # m is that of a tile's first block; rows that do not fit are computed again
+UNCHECKED = "unchecked"  # P of bf16 is never made smaller by raising m: l alone is looked at
 RAGGED = "ragged"  # lengths are any, and those of queries and keys differ
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
+
+# Where m is that of a tile's first block:
+MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
+MAX_RAISE = 100.0  # of m by one block, in powers of two; a row over that does not fit
+MAX_L = 1e30  # of a row; one over that does not fit
 
 ARGUMENTS = StructLayout(
     "HopperKernelArgs",
@@ -167,6 +173,10 @@ class HopperKernelConfig(Config):
             abilities=frozenset(options | ({TWO_LENGTHS} if ragged else set())),
         )
 
+    def n_blocks(self, tiles: int) -> int:
+        """Thread blocks for so many tiles of queries; block b takes tiles b, b + n_blocks, ..."""
+        return min(tiles, SMS) if PERSISTENT in self.step.traits else tiles
+
     def launch(
         self, problem: AttentionForward, strides: Mapping[str, Strides]
     ) -> tuple[Launch, ...]:
@@ -195,7 +205,7 @@ class HopperKernelConfig(Config):
         return (
             Launch(
                 config=self,
-                grid=(min(tiles, SMS) if PERSISTENT in self.step.traits else tiles, 1, 1),
+                grid=(self.n_blocks(tiles), 1, 1),
                 block=self.n_threads,
                 shared_bytes=self.smem_bytes,
                 arguments=ARGUMENTS.pack(values),
@@ -387,6 +397,7 @@ HOPPER = Family(
             "no_check",
             "bf16 has fp32's exponents: sums are looked at once a tile",
             _file(16),
+            traits=frozenset({UNCHECKED}),
         ),
         StepEntry(
             "peeled_loop",

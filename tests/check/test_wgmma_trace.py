@@ -1,0 +1,107 @@
+"""The values of kernels on `wgmma`, read from the simulator, beside blockwise FlashAttention-2."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fake_backend import ROOT
+
+from flash_helpers.check import debugging
+from flash_helpers.check.blockwise import rows_that_fit
+from flash_helpers.check.debugging import Comparison, compare_with_reference
+from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.planting import distribution_of, shape_of
+from flash_helpers.check.recorder import UntraceableKernel
+from flash_helpers.check.trace import trace_forward
+from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.registry import hopper
+from flash_helpers.registry.hopper import (
+    HOPPER,
+    MAX_L,
+    MAX_RAISE,
+    MAX_SUM,
+    REPLAYS,
+    UNCHECKED,
+    HopperKernelConfig,
+    tuned_configs,
+)
+from flash_helpers.runtime.library import ptx_path
+from flash_helpers.runtime.simulator import load_kernel
+
+pytestmark = pytest.mark.slow
+
+PROGRESSION = HOPPER.progression()
+OPTIMISTIC = [config for config in PROGRESSION if REPLAYS in config.step.traits]
+THREE_WARPGROUPS = [config for config in tuned_configs() if config.B_r == 192]
+
+
+def config_of(step: str, dtype: DType = DType.BF16) -> HopperKernelConfig:
+    return next(c for c in PROGRESSION if (c.step.id, c.dtype) == (step, dtype))
+
+
+def compared(config, shape: AttentionForward | None = None, **options) -> Comparison:
+    return compare_with_reference(config, shape or shape_of(config), **options)
+
+
+class TestEveryQuantityOfEveryKernelAgrees:
+    @pytest.mark.parametrize("config", PROGRESSION, ids=lambda c: c.short_form())
+    def test_where_the_maximum_changes(self, config):
+        found = compared(config, distribution=distribution_of(config))
+        assert found.disagreement is None
+        assert not found.faults
+        stays = UNCHECKED in config.step.traits and config.dtype is DType.BF16
+        assert torch.equal(found.steps[0].m, found.steps[-1].m) is stays
+
+    @pytest.mark.parametrize("config", THREE_WARPGROUPS[-1:], ids=lambda c: c.short_form())
+    def test_with_three_warpgroups(self, config):
+        found = compared(config)
+        assert found.disagreement is None
+        assert found.steps[0].O.shape == (1, 1, 5, 192, 128)
+
+    @pytest.mark.parametrize("step", ("h10", "h11", "h17"))
+    def test_of_blocks_that_take_several_tiles(self, step, monkeypatch):
+        monkeypatch.setattr(hopper, "SMS", 2)
+        found = compared(config_of(step), AttentionForward(batch=1, heads=3, len_q=256))
+        assert found.disagreement is None
+        assert not found.faults
+
+
+class TestRowsThatDoNotFit:
+    """Where m is that of a tile's first block."""
+
+    @pytest.mark.parametrize(("step", "dtype"), (("h12", DType.FP16), ("h17", DType.BF16)))
+    def test_are_compared_with_exact_ones(self, step, dtype, monkeypatch):
+        config = config_of(step, dtype)
+        q, k, v = make_inputs("large_logits", shape_of(config), getattr(torch, dtype.torch_name))
+        monkeypatch.setattr(debugging, "make_inputs", lambda *_, **__: (4 * q, 4 * k, v))
+        found = compared(config)
+        fits = rows_that_fit(found.expected_steps[-1])
+        assert fits.any() and not fits.all()
+        assert found.disagreement is None
+
+    def test_the_limits_are_those_of_the_kernels(self):
+        limits = {"kMaxSum": MAX_SUM, "kMaxRescale": MAX_RAISE, "kMaxL": MAX_L}
+        for step in {config.step for config in OPTIMISTIC}:
+            text = (ROOT / step.source).read_text()
+            for name, limit in limits.items():
+                (value,) = re.findall(rf"{name} = ([^;]+);", text)
+                assert eval(value) == limit  # such as 1 << 15
+
+
+def test_a_kernel_of_another_tile_shape_is_refused():
+    config = config_of("h13")
+    kernel = load_kernel(config, ptx_path(config))
+    q, k, v = make_inputs("normal", AttentionForward(1, 1, 640), torch.bfloat16)
+    with pytest.raises(UntraceableKernel, match="24 wgmma of P @ V, and a block of keys takes 5"):
+        trace_forward(config.replace(B_c=80), kernel, q, k, v)
+
+
+def test_a_softmax_that_is_not_understood_is_refused():
+    config = config_of("h2")
+    text = ptx_path(config).read_text()
+    kernel = load_kernel(config, text.replace("ex2.approx.ftz.f32", "sqrt.approx.ftz.f32"))
+    q, k, v = make_inputs("normal", shape_of(config), torch.bfloat16)
+    with pytest.raises(UntraceableKernel, match="no maxima of rows"):
+        trace_forward(config, kernel, q, k, v)
