@@ -22,11 +22,14 @@ from flash_helpers.measure.execution_check import (
     ExecutionCheck,
     ExecutionRecord,
     predict_launch,
+    predict_roles,
     profile_launches,
 )
 from flash_helpers.measure.machine import provenance
+from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, parse_csv
 from flash_helpers.measure.simulator_check import SimulatorCheck
+from flash_helpers.registry.hopper import HOPPER
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +118,8 @@ class FakeNcu:
             counts = "; ".join(f"{k}: {v:,}" for k, v in record.predicted_opcodes.items())
             return f"{sum(record.predicted_opcodes.values())} ({counts})"
         quantity = next(q for q in QUANTITIES if metric in q.metrics)
+        if not record.has(quantity):
+            return "12345"
         return str(record.counted(quantity)[0] + self.off * (metric == EXECUTED))
 
     def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -227,6 +232,50 @@ def test_what_was_not_measured_is_said(records):
     assert "Without some counters: no permission" in text
     with pytest.raises(ValueError, match="holds no kernel"):
         check_of([]).tables()
+
+
+# -- family hopper ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record() -> ExecutionRecord:
+    """Of h12."""
+    config = next(c for c in HOPPER.progression() if c.hopper == 12)
+    (machine_code,) = library_kernels("sm_90a", [config]).values()
+    return predict_roles(machine_code, config, shape_for(config, 128))
+
+
+class TestRoles:
+    """Warps that take different ways, and spin."""
+
+    def test_what_ptxas_makes_one_for_one_is_predicted(self, record):
+        warps, steps, products = 8, 1, 16
+        assert record.predicted["wgmma"] == warps * steps * products
+        opcodes = record.predicted_opcodes
+        assert opcodes["HGMMA"] == record.predicted["wgmma"]
+        assert opcodes["UTMALDG"] == 1 + 2 * steps
+        assert opcodes["UTMASTG"] == warps * 2
+        assert not {"SYNCS", "USETMAXREG", "BRA"} & set(opcodes)
+        # of its six broadcasts ptxas joins some
+        assert "SHFL" not in opcodes
+
+    def test_what_a_gpu_counts_besides_is_no_disagreement(self, record):
+        (found,), failure = measured([record], FakeNcu([record]))
+        assert not failure
+        spun = replace(found, hardware_opcodes={**found.hardware_opcodes, "SYNCS": 12345.0})
+        assert check_of([spun]).disagreements() == []
+        wrong = replace(found, hardware_opcodes={**found.hardware_opcodes, "HGMMA": 1.0})
+        (line,) = check_of([wrong]).disagreements()
+        assert line.startswith(f"{record.name}: HGMMA: 128 predicted, 1 counted")
+
+    def test_the_table_says_what_is_left_out(self, record, records):
+        (found,), _ = measured([record], FakeNcu([record]))
+        check = check_of([found])
+        text = check.tables()
+        assert f"| `{record.name}` | of {len(record.predicted_opcodes)}: all equal |" in text
+        assert "| wgmma | 1 of 1 |" in text and "| all instructions |" not in text
+        assert "Not compared: SYNCS, USETMAXREG" in text
+        assert check.markers != check_of(records).markers == (BEGIN, END)
 
 
 # -- the file, the page and the tool ---------------------------------------------------------------

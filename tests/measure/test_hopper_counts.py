@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import pytest
 from fake_backend import ROOT
 
+from flash_helpers.measure import simulator_check
+from flash_helpers.measure.counter_check import CountedLaunch
+from flash_helpers.measure.execution_check import ONE_FOR_ONE
+from flash_helpers.measure.simulator_check import simulated_counts
 from flash_helpers.ptx import Counters, DeviceMemory, TensorMap, load_ptx
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -126,6 +130,33 @@ MORE: Mapping[tuple[str, str], int] = {
 def test_a_launch(name) -> None:
     on_gpu = {q.label: q.on_gpu(name) for q in QUANTITIES}
     assert {q.label: q.simulated(name) + MORE.get((name, q.label), 0) for q in QUANTITIES} == on_gpu
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name.startswith("attention")])
+class TestAttention:
+    """What the checks compare of family hopper, in other kernels of that design."""
+
+    def test_counters(self, name) -> None:
+        counts = simulated_counts(simulate(name))
+        compared = [q for q in simulator_check.QUANTITIES if q.tolerance == 0]
+        record = CountedLaunch(
+            name=name,
+            batch=1,
+            n_heads=1,
+            seq_len=1,
+            predicted=counts,
+            hardware=COUNTED[name].counts,
+        )
+        found = {q.name: record.counted(q) for q in compared if record.has(q)}
+        assert len(found) == 7
+        assert all(ours == theirs for ours, theirs in found.values()), found
+
+    def test_opcodes(self, name) -> None:
+        executed = simulate(name).by_opcode().items()
+        for opcode, pattern in ONE_FOR_ONE.items():
+            ours = sum(c.instructions for ptx, c in executed if re.match(pattern, ptx))
+            theirs = (n for o, n in COUNTED[name].opcodes.items() if o.split(".")[0] == opcode)
+            assert ours == sum(theirs) > 0, opcode
 
 
 @pytest.mark.parametrize("name", WHOLE)

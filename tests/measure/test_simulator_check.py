@@ -32,6 +32,7 @@ from flash_helpers.measure.simulator_check import (
     compare_kernel,
     compare_outputs,
 )
+from flash_helpers.registry.hopper import HOPPER
 
 V1, V2 = (c for c in get_kernel_progression_configs() if c.step.id in ("v1", "v2") and c.dtype == 0)
 BEGIN, END = SimulatorCheck.MARKERS
@@ -213,9 +214,9 @@ def test_a_kernel_is_compared_and_counted(records):
 
 
 def test_every_quantity_can_be_counted(records):
-    for quantity in QUANTITIES:
+    for quantity in filter(records[0].has, QUANTITIES):
         assert records[0].counted(quantity)[1] is None
-        assert quantity.metrics
+    assert all(quantity.metrics for quantity in QUANTITIES)
     assert {q.name for q in QUANTITIES if q.tolerance == 0} >= {"mma instructions"}
 
 
@@ -261,7 +262,7 @@ def test_without_counters_the_outputs_still_count(records):
 def agreeing(record: KernelRecord) -> KernelRecord:
     """The record with hardware counters that are the simulator's own."""
     hardware: dict[str, float | None] = dict.fromkeys(METRICS)
-    for quantity in QUANTITIES:
+    for quantity in filter(record.has, QUANTITIES):
         simulated, _ = record.counted(quantity)
         hardware[quantity.metrics[0]] = float(simulated)
     return replace(record, hardware=hardware)
@@ -385,3 +386,57 @@ def test_the_launcher_launches_each_kernel_as_often_as_asked(monkeypatch):
     monkeypatch.setattr(module, "find_backend", lambda device: backend)
     assert module.main(["--kernel", V1.short_form(), "--repeat", "3", "--seq", "64"]) == 0
     assert launched == 3 * [(V1, (1, 64, 1, 128))]
+
+
+# -- family hopper ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record() -> KernelRecord:
+    """Of h2."""
+    (config,) = (c for c in HOPPER.progression() if (c.hopper, c.dtype) == (2, V1.dtype))
+    return compare_kernel(config, shape_for(config, 256), fake_backend())
+
+
+class TestHopper:
+    """A kernel on wgmma: other counters, and a table of its own."""
+
+    def test_its_own_units_are_counted_and_those_of_others_are_not(self, record):
+        tiles, steps, warps = 4, 2, 4
+        counted = {q.name: record.counted(q)[0] for q in QUANTITIES if record.has(q)}
+        assert counted["wgmma instructions"] == tiles * steps * warps * 16
+        assert counted["TMA load instructions"] == tiles * (1 + 2 * steps)
+        rows = tiles * (64 + steps * 2 * 128)
+        assert counted["sectors of TMA loads"] == rows * 128 * 2 // 32
+        assert counted["sectors of TMA stores"] == tiles * 64 * 128 * 2 // 32
+        assert not {"mma instructions", "ldmatrix wavefronts"} & set(counted)
+
+    def test_it_is_counted_beside_others(self, records, record):
+        found, failures = with_counters(
+            [*records, record], profiler(FakeNcu()), ["python", "run.py"], METRICS
+        )
+        assert not failures
+        assert found[-1].hardware["sm__inst_executed_pipe_tensor_op_gmma.sum"] == 7
+        lines = SimulatorCheck(
+            provenance=provenance(fake_backend(), "check_simulator.py", "abc"),
+            profiler="Nsight Compute 2025.3",
+            profiler_failure="",
+            kernels=tuple(found),
+        ).disagreements()
+        of_hopper = [line for line in lines if line.startswith("h2_")]
+        assert any(": wgmma instructions: " in line for line in of_hopper)
+        assert not any(": mma instructions: " in line for line in of_hopper)
+
+    def test_its_table_has_markers_of_its_own(self, record, check, tmp_path):
+        data, page = tmp_path / "check.json", tmp_path / "simulator.md"
+        alone = replace(check, kernels=(agreeing(record),))
+        begin, end = alone.markers
+        assert check.markers == (BEGIN, END) != (begin, end)
+        alone.save(data)
+        page.write_text(f"{BEGIN}\nof others\n{END}\n{begin}\nold\n{end}\n")
+        assert tool("--write-docs", "--json", str(data), "--docs", str(page)) == 0
+        text = page.read_text()
+        assert f"{BEGIN}\nof others\n{END}" in text and "\nold\n" not in text
+        assert "| wgmma instructions | 1 of 1 |" in text and "| mma instructions |" not in text
+        assert "Not compared of family hopper" in text
+        assert "Not compared" not in check.tables()

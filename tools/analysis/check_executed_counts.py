@@ -20,17 +20,20 @@ from flash_helpers.measure.execution_check import (
     ExecutionCheck,
     ExecutionRecord,
     predict_launch,
+    predict_roles,
     profile_launches,
 )
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.selection import UsageError, chosen_kernels
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/sass_h100.json")
+HOPPER_RESULTS = Path("benchmarks/results/sass_hopper_h200.json")
 PAGE = Path("docs/sass.md")
 LAUNCHER = Path("tools/benchmark/run_kernels.py")
 
@@ -38,14 +41,18 @@ DESCRIPTION = f"""\
 On a machine with a GPU and Nsight Compute: count the instructions in the SASS of every kernel,
 weight them with the trip counts that the config and the sequence length give, and compare with what
 the GPU counts while it runs the kernel: all executed instructions, those of each kind and pipe, and
-those of each opcode ({OPCODE_METRIC}). With --write-docs or --check alone nothing is
-run: {PAGE} is brought up to date, or compared, with the numbers of the file.
+those of each opcode ({OPCODE_METRIC}). The warps of family hopper have roles
+and spin where they wait: of it those opcodes are compared that ptxas makes one for one of PTX, with
+what the simulator executes of that. With --write-docs or --check alone nothing is run: {PAGE}
+is brought up to date, or compared, with the numbers of the file.
 """
 
 EXAMPLES = f"""\
 examples:
   all kernels of the progression, and what ncu wrote, for diagnosis:
     python tools/analysis/check_executed_counts.py --json {RESULTS} --raw ncu_raw
+  family hopper, which has a file and a table of its own:
+    python tools/analysis/check_executed_counts.py --kernel h1..h17 --json {HOPPER_RESULTS}
   what would be compared, on a machine without a GPU:
     python tools/analysis/check_executed_counts.py --predict --arch sm_80 --kernel 16
   the table in the docs, from that file (no GPU needed):
@@ -79,7 +86,8 @@ def predict(arguments: argparse.Namespace, backend: Backend, arch: str) -> list[
     for config in configs:
         try:
             shape = shape_for(config, arguments.seq)
-            records.append(predict_launch(kernels[config], config, shape))
+            prediction = predict_roles if config.family is HOPPER else predict_launch
+            records.append(prediction(kernels[config], config, shape))
         except NotDeterminedError as error:
             print(f"left out: {error}", file=sys.stderr)
     if not records:
@@ -118,7 +126,8 @@ def print_predictions(arguments: argparse.Namespace) -> int:
     """Print what would be compared; returns the exit status. Raises as `predict` does."""
     for record in predict(arguments, find_backend(), arguments.arch):
         print(f"{record.name} {'x'.join(map(str, record.shape))}")
-        print("  ", ", ".join(f"{k} {v:,}" for k, v in record.predicted.items() if v))
+        for counts in (record.predicted, record.predicted_opcodes):
+            print("  ", ", ".join(f"{k} {v:,}" for k, v in counts.items() if v))
     return 0
 
 

@@ -30,20 +30,24 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results/simulator_h100.json")
+HOPPER_RESULTS = Path("benchmarks/results/simulator_hopper_h200.json")
 PAGE = Path("docs/simulator.md")
 LAUNCHER = Path("tools/benchmark/run_kernels.py")
 
 DESCRIPTION = f"""\
 On a machine with a GPU, run every kernel on the GPU and in the simulator on the same inputs and
 compare the outputs; then run Nsight Compute on the same launches and compare its counters with the
-simulator's. With --write-docs or --check alone nothing is run: {PAGE} is brought up to date, or
-compared, with the numbers of the file.
+simulator's: of family hopper those of wgmma, TMA and stmatrix. With --write-docs or --check alone
+nothing is run: {PAGE} is brought up to date, or compared, with the numbers of the file.
 """
 
 EXAMPLES = f"""\
 examples:
   all kernels of the progression, and what ncu wrote, for diagnosis:
     python tools/analysis/check_simulator.py --json {RESULTS} --raw ncu_raw
+  family hopper, which has a file and a table of its own:
+    python tools/analysis/check_simulator.py --kernel h1..h17 --json {HOPPER_RESULTS}
+    python tools/analysis/check_simulator.py --write-docs --json {HOPPER_RESULTS}
   the table in the docs, from that file (no GPU needed):
     python tools/analysis/check_simulator.py --write-docs
   does the page show what the data says? (exit 1 and a diff if not)

@@ -33,6 +33,7 @@ from flash_helpers.measure.nsight import (
     find_launch,
 )
 from flash_helpers.measure.results import Provenance, RecordFile
+from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.selection import add_kernel_arguments
 
 
@@ -50,6 +51,11 @@ class Quantity:
     keys: tuple[str, ...] = ()
     tolerance: float | None = 0.0
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The keys of our counts that are added up."""
+        return self.keys or (self.name,)
+
     def agrees(self, predicted: float, counted: float | None) -> bool:
         """Whether nothing speaks against it."""
         if self.tolerance is None or counted is None:
@@ -61,7 +67,8 @@ class Quantity:
 class CountedLaunch:
     """One launch of one kernel. name: the short form of its config.
 
-    predicted: our counts, by name. hardware: by metric; None where the GPU has no number.
+    predicted: our counts, by name; a quantity of which some are missing is not compared. hardware:
+    by metric; None where the GPU has no number.
     """
 
     name: str
@@ -80,9 +87,13 @@ class CountedLaunch:
         """The metric that is compared, if the GPU has one."""
         return next((m for m in quantity.metrics if self.hardware.get(m) is not None), None)
 
+    def has(self, quantity: Quantity) -> bool:
+        """Whether we count it in this kernel."""
+        return all(key in self.predicted for key in quantity.parts)
+
     def counted(self, quantity: Quantity) -> tuple[int, float | None]:
         """Our count, and the GPU's, which is None if it has none."""
-        predicted = sum(self.predicted[key] for key in quantity.keys or (quantity.name,))
+        predicted = sum(self.predicted[key] for key in quantity.parts)
         metric = self.metric(quantity)
         return predicted, None if metric is None else self.hardware[metric]
 
@@ -91,14 +102,16 @@ class CountedLaunch:
 class CounterCheck(RecordFile):
     """Everything that one run of a check found.
 
-    MARKERS: around the tables of its page. QUANTITIES: what is compared. SIDES: where the two
-    counts come from. UNCLAIMED: what the table says of a quantity without a tolerance. NOTE: stands
-    over the table by kernel.
+    MARKERS: around the tables of its page; a check of family hopper alone has that name in its own.
+    QUANTITIES: what is compared. SIDES: where the two counts come from. UNCLAIMED: what the table
+    says of a quantity without a tolerance. NOTE: stands over the table by kernel. LEFT_OUT: what is
+    not compared of family hopper, and why.
 
     profiler: version of Nsight Compute. profiler_failure: why counters are missing; else empty.
     """
 
     MARKERS: ClassVar[tuple[str, str]]
+    LEFT_OUT: ClassVar[str]
     QUANTITIES: ClassVar[tuple[Quantity, ...]]
     SIDES: ClassVar[tuple[str, str]]
     UNCLAIMED: ClassVar[str]
@@ -113,7 +126,7 @@ class CounterCheck(RecordFile):
         """A line for each count of a kernel that should agree and does not."""
         lines = []
         for record in self.kernels:
-            for quantity in self.QUANTITIES:
+            for quantity in filter(record.has, self.QUANTITIES):
                 predicted, counted = record.counted(quantity)
                 if not quantity.agrees(predicted, counted):
                     lines.append(
@@ -130,8 +143,11 @@ class CounterCheck(RecordFile):
         if not self.kernels:
             raise ValueError("the check holds no kernel: run it on a machine with a GPU")
         header = ["quantity", "equal", "largest difference", "agrees", "metric of Nsight Compute"]
-        by_quantity = Table(header, [self._quantity_row(q) for q in self.QUANTITIES])
+        counted = [q for q in self.QUANTITIES if any(record.has(q) for record in self.kernels)]
+        by_quantity = Table(header, [self._quantity_row(q) for q in counted])
         parts = [by_quantity.markdown(), self.NOTE, self.kernel_table().markdown()]
+        if any(map(is_on_wgmma, self.kernels)):
+            parts.append(self.LEFT_OUT)
         if self.profiler_failure:
             parts.append(f"Without some counters: {self.profiler_failure.splitlines()[0]}")
         shapes = dict.fromkeys(record.shape for record in self.kernels)
@@ -140,6 +156,14 @@ class CounterCheck(RecordFile):
             self.provenance.sentence(self.made_by, self.profiler, f"batch, heads, seq_len {sizes}")
         )
         return "\n\n".join(filter(None, parts))
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """Around the tables of its page."""
+        if not all(map(is_on_wgmma, self.kernels)):
+            return self.MARKERS
+        begin, end = (marker.replace(":", f"-{HOPPER.name}:") for marker in self.MARKERS)
+        return begin, end
 
     @abstractmethod
     def kernel_table(self) -> Table:
@@ -151,7 +175,7 @@ class CounterCheck(RecordFile):
         return self.provenance.built_with
 
     def _quantity_row(self, quantity: Quantity) -> list[str]:
-        pairs = [record.counted(quantity) for record in self.kernels]
+        pairs = [record.counted(quantity) for record in self.kernels if record.has(quantity)]
         measured = [(ours, theirs) for ours, theirs in pairs if theirs is not None]
         if not measured:
             return [quantity.name, "not measured", "", "", ""]
@@ -164,10 +188,16 @@ class CounterCheck(RecordFile):
         else:
             is_claimed = quantity.tolerance is not None or equal == len(measured)
             verdict = "yes" if is_claimed else self.UNCLAIMED
-        metrics = sorted({m for r in self.kernels if (m := r.metric(quantity)) is not None})
+        there = filter(None, (r.metric(quantity) for r in self.kernels if r.has(quantity)))
+        metrics = sorted(set(there))
         names = ", ".join(f"`{metric}`" for metric in metrics)
         shares = [f"{equal} of {len(measured)}", f"{100 * worst:.2g}%"]
         return [quantity.name, *shares, verdict, names]
+
+
+def is_on_wgmma(record: CountedLaunch) -> bool:
+    """Whether the kernel is one of family hopper."""
+    return record.name.partition("_")[0] in HOPPER.steps
 
 
 Record = TypeVar("Record", bound=CountedLaunch)
@@ -271,7 +301,8 @@ def run_check(
     """
     if arguments.write_docs or arguments.check:
         old = arguments.docs.read_text(encoding="utf-8")
-        new = replace_between_markers(old, kind.load(arguments.json).tables(), *kind.MARKERS)
+        check = kind.load(arguments.json)
+        new = replace_between_markers(old, check.tables(), *check.markers)
         return write_or_check(arguments.docs, old, new, arguments.check)
     check = measure()
     check.save(arguments.json)
