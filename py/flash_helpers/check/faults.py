@@ -298,6 +298,10 @@ FAULTS = {
         "h2", FP16, MAIN_LOOP, WGMMA_WAIT, drop, nth(0), WgmmaRegisterError,
         "wgmma<cfg.dtype>(S_rmem",
     ),
+    "h2: a product takes Q for K": Fault(
+        "h2", BF16, MAIN_LOOP, r"wgmma\.mma_async", swap(r"A, B,", "A, A,"), nth(1),
+        quantity="K", turn=0,
+    ),
     "h3: the next K comes before both warpgroups have read the last": Fault(
         "h3", BF16, MAIN_LOOP, BARRIER, drop, nth(-1), RaceError, "tma_load_tile(K_smem",
     ),
@@ -324,6 +328,10 @@ FAULTS = {
         "h8", FP16, MAIN_LOOP, r"setp\.\w+\.f32.*0f41000000", swap("0f41000000", "0f42800000"),
         quantity="m", turn=1,
     ),
+    "h8: neighbours in P are exchanged": Fault(
+        "h8", BF16, MAIN_LOOP, r"cvt\.rn\.bf16x2", swap(r"(%f\d+), (%f\d+);", r"\2, \1;"), nth(0),
+        quantity="P", turn=1,
+    ),
     "h9: the shuffle of a descriptor names too few lanes": Fault(
         "h9", BF16, MAIN_LOOP, r"shfl\.sync\.idx", swap(r"[^ ]+;", "65535;"), nth(0),
         MissingLanesError, "__shfl_sync(0xffffffff, value, 0)",
@@ -343,10 +351,6 @@ FAULTS = {
     "h13: the turn is not passed on": Fault(
         "h13", FP16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn();",
     ),
-    "h13: neighbours in P are exchanged": Fault(
-        "h13", BF16, MAIN_LOOP, r"cvt\.rn\.bf16x2", swap(r"(%f\d+), (%f\d+);", r"\2, \1;"), nth(0),
-        quantity="P", turn=1,
-    ),
     "h14: S is read while it is multiplied": Fault(
         "h14", FP16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
         "issue_S();",
@@ -357,10 +361,6 @@ FAULTS = {
     "h16: the wait for S is off by one": Fault(
         "h16", BF16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
         "issue_S();",
-    ),
-    "h17: a product takes Q for K": Fault(
-        "h17", BF16, MAIN_LOOP, r"wgmma\.mma_async", swap(r"A, B,", "A, A,"), nth(1),
-        quantity="K", turn=1,
     ),
     "h17: O's place is given up before TMA has read it": Fault(
         "h17", FP16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,

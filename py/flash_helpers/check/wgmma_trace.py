@@ -24,7 +24,7 @@ from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.ptx import ComputedProduct, Kernel, Observation, Observer
 from flash_helpers.ptx.read.flow import is_wgmma
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register, Vector
-from flash_helpers.registry.hopper import DYNAMIC, WARP_ROWS, WGMMA_K, HopperKernelConfig
+from flash_helpers.registry.hopper import WARP_ROWS, WGMMA_K, HopperKernelConfig
 
 _SUMMED_BY = ("add", "fma", "mul", "selp")
 """What l is made of, from the exponentials on."""
@@ -51,11 +51,6 @@ def _is_score(product: Instruction) -> bool:
 
 
 def _plan(config: HopperKernelConfig, kernel: Kernel) -> _Plan:
-    if DYNAMIC in config.step.traits:
-        raise UntraceableKernel(
-            f"{config.short_form()} takes its tiles from a counter: which rows are multiplied "
-            "cannot be told"
-        )
     instructions = kernel.program.instructions
     flow = DataFlow(kernel.program)
     products = [i for i in instructions if is_wgmma(i)]
