@@ -55,7 +55,7 @@ PERSISTENT = "persistent"  # a block takes one tile after the other
 Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
 REPLAYS = "replays"  # m is that of a tile's first block; rows that do not fit are computed again
 UNCHECKED = "unchecked"  # P of bf16 is never made smaller by raising m: l alone is looked at
-RAGGED = "ragged"  # lengths are any, and those of queries and keys differ
+RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 
@@ -144,7 +144,8 @@ class HopperKernelConfig(Config):
 
     def key_blocks(self, len_k: int) -> range:
         """The blocks of keys in the order in which the kernel walks them."""
-        return range(-(-len_k // self.B_c))
+        blocks = range(-(-len_k // self.B_c))
+        return blocks[::-1] if RAGGED in self.step.traits else blocks
 
     def variants(self) -> tuple[HopperKernelConfig, ...]:
         """The config, and the causal one where the step has one."""
