@@ -31,7 +31,12 @@ from flash_helpers.compile.build import (
     requested_configs,
     requested_jobs,
 )
-from flash_helpers.compile.codegen import configs_to_build, kernel_map_header, kernel_unit
+from flash_helpers.compile.codegen import (
+    REGISTRATION_HEADERS,
+    configs_to_build,
+    kernel_map_header,
+    kernel_unit,
+)
 from flash_helpers.compile.toolchain import (
     PYPI_TOOLCHAIN,
     BuildError,
@@ -50,6 +55,7 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
 )
 from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.sass.read.containers import cubins_of
 
 pytestmark = pytest.mark.slow
 
@@ -301,6 +307,7 @@ def write_tree(root: Path) -> Path:
     files = {
         "src/flash_attention.cu": '#include "flash_kernels.cuh"\n',
         "src/include/flash_attention.cuh": "// structs\n",
+        "src/include/registered_kernel.h": "// registers\n",
         "src/include/shared.cuh": "// shared\n",
         "previous_kernels/v1/forward_kernel.cuh": '#include "shared.cuh"\n',
         "previous_kernels/v2/forward_kernel.cuh": '#include "shared.cuh"\n',
@@ -360,9 +367,17 @@ class TestBuild:
         ptx = tree / "flash_attention" / "ptx" / f"{NAME_1}.ptx"
         for architectures in ((80, 90), (80, 100)):  # of one PTX, and of two
             build(architectures=architectures)
-            assert ptx.read_text() == '.target sm_80\n.file 1 "previous_kernels/v1/kernel.cuh"\n'
+            target, file, _ = ptx.read_text().splitlines()
+            assert (target, file) == (".target sm_80", '.file 1 "previous_kernels/v1/kernel.cuh"')
         build(architectures=(90,))
         assert ".target sm_90" in ptx.read_text()
+
+    def test_embeds_the_fatbin_of_each_kernel(self, tree, build):
+        build()
+        library = (tree / "flash_attention/libflash_attention.so").read_text()
+        for name in (NAME_1, NAME_2):
+            assert (tree / "build/kernels" / f"{name}.fatbin").read_text() in library
+            assert f'{name}({name}_fatbin, "{name}_symbol")' in library
 
     def test_reports_each_unit_and_its_place(self, build):
         lines: list[str] = []
@@ -409,9 +424,14 @@ class TestBuild:
         build()
         assert build(**different) == EVERYTHING
 
-    def test_makes_a_lost_object_or_library_again(self, tree, build):
+    def test_after_a_changed_way_of_registering_kernels_links_again(self, tree, build):
         build()
-        (tree / "build/kernels" / f"{NAME_1}.o").unlink()
+        change(tree / "src/include/registered_kernel.h")
+        assert build() == ["link"]
+
+    def test_makes_a_lost_fatbin_or_library_again(self, tree, build):
+        build()
+        (tree / "build/kernels" / f"{NAME_1}.fatbin").unlink()
         assert NAME_1 in build()
         (tree / "flash_attention/libflash_attention.so").unlink()
         assert build() == ["link"]
@@ -445,7 +465,7 @@ class TestBuild:
         assert "x3" not in (tree / "build/maps/other_kernels.cuh").read_text()
         assert other.short_form() in build(architectures=(80, 90), configs=[V1, other])
         log = tree / "flash_attention/ptxas" / f"{other.short_form()}.log"
-        assert "sm_90a" in (tree / "build/kernels" / f"{other.short_form()}.o").read_text()
+        assert "sm_90a" in (tree / "build/kernels" / f"{other.short_form()}.fatbin").read_text()
         assert log.is_file()
 
     def test_that_fails_tells_the_units_name_and_the_compilers_words(self, tree, build):
@@ -471,14 +491,14 @@ class TestBuild:
             build()
         assert str(error.value).startswith(f"{NAME_2}: ptxas did not compile it as it is written")
         assert loss.partition(") ")[2] in str(error.value)
-        assert not (tree / "build/kernels" / f"{NAME_2}.o").exists()
+        assert not (tree / "build/kernels" / f"{NAME_2}.fatbin").exists()
 
     def test_passes_a_fence_that_ptxas_has_put_in(self, tree, build):
         told = "(C7519) Potential Performance Loss: 'warpgroup.arrive' is injected in function 'k'"
         change(tree / "previous_kernels/v2/forward_kernel.cuh", f"// PTXAS {told}\n")
         assert NAME_2 in build()
 
-    def test_keeps_the_old_object_stale_when_its_new_source_fails(self, tree, build):
+    def test_keeps_the_old_fatbin_stale_when_its_new_source_fails(self, tree, build):
         build()
         kernel = tree / "previous_kernels/v2/forward_kernel.cuh"
         good = kernel.read_text()
@@ -489,7 +509,7 @@ class TestBuild:
         assert build() == sorted([NAME_2, "link"])
 
 
-def test_interrupted_build_leaves_no_half_object_and_no_process(tree, cuda_home, tmp_path):
+def test_interrupted_build_leaves_no_half_output_and_no_process(tree, cuda_home, tmp_path):
     change(tree / "previous_kernels/v1/forward_kernel.cuh", "// SLEEP\n")
     log = tmp_path / "log"
     log.touch()
@@ -596,7 +616,8 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
     except BuildError as error:
         pytest.skip(str(error).splitlines()[0])
     tree = write_tree(tmp_path / "tree")
-    shutil.copy(root / "src/include/flash_attention.cuh", tree / "src/include")
+    for name in REGISTRATION_HEADERS:
+        shutil.copy(root / name, tree / name)
     (tree / "src/include/shared.cuh").write_text(
         "#pragma once\n__device__ inline void store(void *O) { *static_cast<int *>(O) = 1; }\n"
     )
@@ -624,6 +645,9 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
     assert '"src/include/shared.cuh"' in ptx
     assert str(tree) not in ptx
     assert "for 'sm_80'" in (package / "ptxas" / f"{NAME_1}.log").read_text()
+    members = cubins_of(package / "libflash_attention.so")
+    (kernel,) = (kernel for member in members for kernel in member.cubin().kernels)
+    assert NAME_1 in kernel.symbol
     change(tree / "src/include/shared.cuh")
     assert NAME_1 in " ".join(build())
     assert build() == ["family hopper needs sm_90a", "2 of 2 units are up to date"]

@@ -92,7 +92,7 @@ class TestUnit:
         text = kernel_unit(config)
         name = config.short_form()
         assert f"struct {name} {{" in text
-        assert f'return {{"{name}", ' in text
+        assert f"{kernel_function(name)}() {{" in text
         assert f"{config.step.namespace}::forward_kernel<" in text
         assert f'#include "{config.step.source}"' in text
 

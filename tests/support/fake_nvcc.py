@@ -79,7 +79,7 @@ def compile_cubin():
 
 
 def compile_unit():
-    source = Path(after("-c"))
+    source = Path(after("-fatbin" if "-fatbin" in sys.argv else "-c"))
     inputs, text = read_unit(source)
     listed = " \\\n    ".join(str(Path.cwd() / path) for path in inputs)
     Path(after("-MF")).write_text(f"object : {listed} \\\n    /usr/include/stdio.h\n")
@@ -88,6 +88,7 @@ def compile_unit():
         number = re.search(r"arch=compute_(\d+)", code)[1]
         middle = f".compute_{number}" if len(codes) > 1 else ""
         ptx = f'.target sm_{number}\n.file 1 "{Path.cwd()}/./previous_kernels/v1/kernel.cuh"\n'
+        ptx += f".visible .entry {source.stem}_symbol()\n"
         (Path(after("--keep-dir")) / f"{source.stem}{middle}.ptx").write_text(ptx)
         for machine in re.findall(r"sm_\w+", code):
             print(f"ptxas info    : Compiling entry function 'k' for '{machine}'")
@@ -98,8 +99,10 @@ def compile_unit():
 
 def link():
     note("link")
-    objects = [argument for argument in sys.argv if argument.endswith(".o")]
-    Path(after("-o")).write_text("".join(Path(name).read_text() for name in objects))
+    given = [Path(argument) for argument in sys.argv if argument.endswith((".o", ".cpp"))]
+    text = "".join(path.read_text() for path in given)
+    embedded = re.findall(r'\.incbin "(.*)"', text)
+    Path(after("-o")).write_text(text + "".join(Path(name).read_text() for name in embedded))
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Builds the kernel library: one object a kernel, in parallel, and only what has changed.
+"""Builds the kernel library: one fatbin a kernel, in parallel, and only what has changed.
 
 Everything between is kept below the root of the repository: in `build/maps` each family's map, in
-`build/kernels` `<unit>.cu`, `.o`, `.ptx`, `.log` (what ptxas -v said) and `.json` (what the object
-was made from). Standard library only.
+`build/kernels` `<kernel>.cu`, `.fatbin`, `.ptx`, `.log` (what ptxas -v said) and `.json` (what the
+fatbin was made from), the host's object, and what embeds the fatbins. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from pathlib import Path
 from flash_helpers.compile.codegen import (
     BEST_PATTERN,
     CONFIG_FOLDER,
+    REGISTRATION_HEADERS,
+    BuiltKernel,
     configs_to_build,
     kernel_map_header,
     kernel_unit,
+    registration_unit,
 )
 from flash_helpers.compile.compiler import Finished, run_compilers
 from flash_helpers.compile.ptxas import performance_losses
@@ -60,7 +63,11 @@ COMPILE_FLAGS = (
     "-Xptxas",
     "-v",
 )
-_LINK_FLAGS = ("-shared", "--cudart", "static")
+_LINK_FLAGS = (
+    *("-shared", "--cudart", "static"),
+    *("-std=c++20", "-Isrc/include", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")  # of PTX
 # Hidden visibility alone lets through what the C++ library's headers mark as default.
 _EXPORTS = "{ global: flash_*; local: *; };\n"
 
@@ -75,6 +82,11 @@ class Unit:
     targets: tuple[str, ...]
     flags: tuple[str, ...] = ()
     is_kernel: bool = True
+
+    @property
+    def suffix(self) -> str:
+        """Of what it becomes: of a kernel only the device code is compiled."""
+        return "fatbin" if self.is_kernel else "o"
 
 
 def architecture_names(targets: Sequence[str]) -> str:
@@ -194,6 +206,9 @@ class LibraryBuild:
     def _file(self, name: str, suffix: str) -> Path:
         return self.folder / f"{name}.{suffix}"
 
+    def _output(self, unit: Unit) -> Path:
+        return self._file(unit.name, unit.suffix)
+
     def _in_repository(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
@@ -225,7 +240,7 @@ class LibraryBuild:
         write_if_different(self._file(name, "json"), json.dumps(stamp, indent=1))
 
     def _suffixes(self, unit: Unit) -> tuple[str, ...]:
-        return ("o", "log", "ptx") if unit.is_kernel else ("o", "log")
+        return (unit.suffix, "log", *(("ptx",) if unit.is_kernel else ()))
 
     def _is_fresh(self, unit: Unit) -> bool:
         outputs = [self._file(unit.name, suffix) for suffix in self._suffixes(unit)]
@@ -239,7 +254,7 @@ class LibraryBuild:
             *self._flags(unit),
             *("--keep", "--keep-dir", keep),
             *("-MD", "-MF", f"{keep}/dependencies"),
-            *("-c", unit.source, "-o", f"{keep}/object"),
+            *("-fatbin" if unit.is_kernel else "-c", unit.source, "-o", f"{keep}/output"),
         ]
 
     def _keep(self, compiled: Finished[Unit]) -> None:
@@ -256,9 +271,9 @@ class LibraryBuild:
                 f"tile\n{shlex.join(compiled.command)}\n" + "\n".join(losses)
             )
         inputs = self._inputs_in_repository((scratch / "dependencies").read_text())
-        # Without its stamp a unit is stale: never is there an old stamp beside a new object.
+        # Without its stamp a unit is stale: never is there an old stamp beside a new output.
         self._file(unit.name, "json").unlink(missing_ok=True)
-        (scratch / "object").replace(self._file(unit.name, "o"))
+        (scratch / "output").replace(self._output(unit))
         write_if_different(self._file(unit.name, "log"), compiled.log)
         if unit.is_kernel:
             write_if_different(self._file(unit.name, "ptx"), self._ptx(unit, scratch))
@@ -284,11 +299,20 @@ class LibraryBuild:
             if "warning" in line.lower():
                 self.report(line)
 
+    def _kernel(self, unit: Unit) -> BuiltKernel:
+        (symbol,) = _ENTRY.findall(self._file(unit.name, "ptx").read_text())
+        return BuiltKernel(unit.name, self._in_repository(self._output(unit)), symbol)
+
     def _link(self, units: Sequence[Unit], package: Path) -> None:
         exports = self._file("library", "exports")
         write_if_different(exports, _EXPORTS)
-        objects = [self._in_repository(self._file(unit.name, "o")) for unit in units]
-        inputs = [self._in_repository(exports), *objects]
+        host, *kernel_units = units
+        kernels = [self._kernel(unit) for unit in kernel_units]
+        registration = self._file("registration", "cpp")
+        write_if_different(registration, registration_unit(kernels))
+        given = [self._in_repository(path) for path in (self._output(host), registration)]
+        inputs = [self._in_repository(exports), *given, *REGISTRATION_HEADERS]
+        inputs += (kernel.fatbin for kernel in kernels)
         library = package / LIBRARY
         if self._stamp_matches("library", _LINK_FLAGS, [library]) and self._linked() == inputs:
             return
@@ -301,7 +325,7 @@ class LibraryBuild:
                 *_LINK_FLAGS,
                 *("-Xlinker", f"--version-script={self._in_repository(exports)}"),
                 *(f"-L{folder}" for folder in self.toolchain.library_folders),
-                *objects,
+                *given,
                 *("-o", str(linked)),
             ]
             result = subprocess.run(

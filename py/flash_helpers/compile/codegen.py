@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.kernel_configs import FAMILIES, Config, get_kernels_to_build, read_configs
@@ -22,6 +23,7 @@ CONFIG_FOLDER = "configs"  # below the root, and in the package: the fastest con
 BEST_PATTERN = "best_*.json"
 LOCAL_CONFIGS = f"{CONFIG_FOLDER}/local.json"
 STRUCT_HEADER = "src/include/flash_attention.cuh"
+REGISTRATION_HEADERS = (STRUCT_HEADER, "src/include/registered_kernel.h")
 
 _FIELDS_BEGIN, _FIELDS_END = "    // fields:begin", "    // fields:end"
 _WIDTH = 100
@@ -94,12 +96,13 @@ def _initializer(config: Config, indent: int) -> str:
 
 
 def kernel_function(name: str) -> str:
-    """The C++ function that returns the `Kernel` of that name."""
+    """The C++ function that returns the `Kernel` of that name; in its unit, the address alone."""
     return f"{name}_kernel"
 
 
 def kernel_unit(config: Config, name: str = "", header: str = "", namespace: str = "") -> str:
     """Translation unit of one kernel, which holds C++ and Python to the same arguments and launch.
+    Of it only the device code is compiled.
 
     It is compiled from the root of the repository with that folder and src/include on the
     include path.
@@ -126,11 +129,47 @@ using Kernels = {name};
 static_assert(Kernels::value.n_threads() == {config.n_threads});
 static_assert(Kernels::value.smem_bytes() == {config.smem_bytes});
 
-Kernel {kernel_function(name)}() {{
-    const auto kernel = {namespace or step.namespace}::{family.kernel}<Kernels>;
-    return {{"{name}", reinterpret_cast<const void *>(kernel)}};
+// Never called. It has the kernel compiled, and its name makes the PTX the same every time.
+const void *{kernel_function(name)}() {{
+    return reinterpret_cast<const void *>({namespace or step.namespace}::{family.kernel}<Kernels>);
 }}
 """
+
+
+@dataclass(frozen=True)
+class BuiltKernel:
+    """Compiled device code of one kernel. fatbin: its path, relative to where the library is
+    linked. symbol: of the kernel, in it."""
+
+    name: str
+    fatbin: str
+    symbol: str
+
+
+def registration_unit(kernels: Iterable[BuiltKernel]) -> str:
+    """C++ that embeds kernels in the library, tells the CUDA runtime of them, and defines the
+    functions that the maps declare."""
+    embedded, functions = "", ""
+    for kernel in kernels:
+        name = kernel.name
+        embedded += f'.balign 8\n{name}_fatbin:\n.incbin "{kernel.fatbin}"\n'
+        functions += f"""
+extern const char {name}_fatbin[];
+static const RegisteredKernel {name}({name}_fatbin, "{kernel.symbol}");
+Kernel {kernel_function(name)}() {{
+    return {{"{name}", &{name}}};
+}}
+"""
+    return f"""\
+#include "flash_attention.cuh"
+#include "registered_kernel.h"
+
+// Where tools look for device code, and nvcc puts it.
+asm(R"(
+.pushsection .nv_fatbin, "a"
+{embedded}.popsection
+)");
+{functions}"""
 
 
 def kernel_map_header(family: Family, configs: Iterable[Config]) -> str:
