@@ -26,8 +26,8 @@ from flash_helpers.compile.build import (
     LibraryBuild,
     architecture_names,
     copy_built_files,
-    dependencies,
     gencode_flags,
+    preprocessed_files,
     requested_configs,
     requested_jobs,
 )
@@ -297,9 +297,12 @@ class Recorder:
         )
 
 
-def test_dependencies_are_read_from_makefile_syntax():
-    text = "build/a.o : src/a.cu \\\n    /usr/include/stdio.h \\\n    dir\\ name/b.cuh\n"
-    assert dependencies(text) == ["src/a.cu", "/usr/include/stdio.h", "dir name/b.cuh"]
+def test_preprocessed_files_are_read_from_line_markers():
+    text = (
+        '# 0 "src/a.cu"\n# 0 "<built-in>"\n# 1 "/usr/include/stdio.h" 1 3 4\n'
+        '#pragma once\n    # 1 "no marker"\n# 31 "dir name/b.cuh" 2\n# 7 "src/a.cu" 2\n'
+    )
+    assert preprocessed_files(text) == {"src/a.cu", "/usr/include/stdio.h", "dir name/b.cuh"}
 
 
 def write_tree(root: Path) -> Path:

@@ -81,15 +81,16 @@ def compile_cubin():
 def compile_unit():
     source = Path(after("-fatbin" if "-fatbin" in sys.argv else "-c"))
     inputs, text = read_unit(source)
-    listed = " \\\n    ".join(str(Path.cwd() / path) for path in inputs)
-    Path(after("-MF")).write_text(f"object : {listed} \\\n    /usr/include/stdio.h\n")
+    keep = Path(after("--keep-dir"))
+    markers = [f'# 1 "{path}" 1\n' for path in (*inputs, "/usr/include/stdio.h")]
+    (keep / f"{source.stem}.cpp1.ii").write_text("".join(markers))
     codes = [arg for arg in sys.argv if arg.startswith("arch=")]
     for code in codes:
         number = re.search(r"arch=compute_(\d+)", code)[1]
         middle = f".compute_{number}" if len(codes) > 1 else ""
         ptx = f'.target sm_{number}\n.file 1 "{Path.cwd()}/./previous_kernels/v1/kernel.cuh"\n'
         ptx += f".visible .entry {source.stem}_symbol()\n"
-        (Path(after("--keep-dir")) / f"{source.stem}{middle}.ptx").write_text(ptx)
+        (keep / f"{source.stem}{middle}.ptx").write_text(ptx)
         for machine in re.findall(r"sm_\w+", code):
             print(f"ptxas info    : Compiling entry function 'k' for '{machine}'")
     tell(text)

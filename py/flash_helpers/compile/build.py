@@ -129,10 +129,10 @@ def requested_jobs(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def dependencies(makefile: str) -> list[str]:
-    """The prerequisites of the one rule in a dependency file that a compiler wrote."""
-    _, _, prerequisites = makefile.replace("\\\n", " ").partition(" : ")
-    return [path.replace("\\ ", " ") for path in re.split(r"(?<!\\)\s+", prerequisites) if path]
+def preprocessed_files(preprocessed: str) -> set[str]:
+    """The files that a preprocessor has put together, by its line markers
+    (https://gcc.gnu.org/onlinedocs/cpp/Preprocessor-Output.html)."""
+    return set(re.findall(r'^# \d+ "([^<"][^"]*)"', preprocessed, re.MULTILINE))
 
 
 class LibraryBuild:
@@ -253,7 +253,6 @@ class LibraryBuild:
             str(self.toolchain.nvcc),
             *self._flags(unit),
             *("--keep", "--keep-dir", keep),
-            *("-MD", "-MF", f"{keep}/dependencies"),
             *("-fatbin" if unit.is_kernel else "-c", unit.source, "-o", f"{keep}/output"),
         ]
 
@@ -270,7 +269,7 @@ class LibraryBuild:
                 "(registers, a wgmma.fence, constant indices of accumulators), or choose a smaller "
                 f"tile\n{shlex.join(compiled.command)}\n" + "\n".join(losses)
             )
-        inputs = self._inputs_in_repository((scratch / "dependencies").read_text())
+        inputs = self._inputs_in_repository(unit, scratch)
         # Without its stamp a unit is stale: never is there an old stamp beside a new output.
         self._file(unit.name, "json").unlink(missing_ok=True)
         (scratch / "output").replace(self._output(unit))
@@ -279,8 +278,15 @@ class LibraryBuild:
             write_if_different(self._file(unit.name, "ptx"), self._ptx(unit, scratch))
         self._write_stamp(unit.name, self._flags(unit), inputs)
 
-    def _inputs_in_repository(self, makefile: str) -> list[str]:
-        paths = {(self.root / path).resolve() for path in dependencies(makefile)}
+    def _inputs_in_repository(self, unit: Unit, scratch: Path) -> list[str]:
+        # -MD would have a kernel's unit preprocessed for the host, too.
+        texts = (path.read_text(errors="replace") for path in scratch.glob("*.ii"))
+        names = set().union(*map(preprocessed_files, texts))
+        if unit.source not in names:
+            raise BuildError(
+                f"{unit.name}: {self.toolchain.nvcc} --keep left nothing preprocessed in {scratch}"
+            )
+        paths = {(self.root / name).resolve() for name in names}
         return sorted(self._in_repository(path) for path in paths if path.is_relative_to(self.root))
 
     def _ptx(self, unit: Unit, scratch: Path) -> str:
