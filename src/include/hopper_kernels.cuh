@@ -43,12 +43,26 @@ Kernel h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h17_fp16_d128_Br128_Bc128_K3_V2_kernel();
 Kernel h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h17_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
-Kernel h17_bf16_d128_Br128_Bc128_K3_V2_kernel();
 Kernel h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h17_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
+Kernel h18_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h18_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h19_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h19_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h20_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h20_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h21_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h21_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h21_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h22_fp16_d128_Br128_Bc128_K3_V2_kernel();
+Kernel h22_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h22_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h22_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
+Kernel h22_bf16_d128_Br128_Bc128_K3_V2_kernel();
+Kernel h22_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h22_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h22_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -154,22 +168,64 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
       .V_slots = 2, .ping_pong = true, .causal = false},
      h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
     {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = false, .causal = false},
-     h17_fp16_d128_Br128_Bc128_K3_V2_kernel()},
-    {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
-    {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = true, .causal = false},
-     h17_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()},
-    {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = false, .causal = false},
-     h17_bf16_d128_Br128_Bc128_K3_V2_kernel()},
     {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
-    {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+    {{.hopper = 18, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h18_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 18, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h18_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 19, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h19_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 19, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h19_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 20, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h20_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 20, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h20_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 21, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h21_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 21, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h21_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 21, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h21_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 21, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = false, .causal = false},
+     h22_fp16_d128_Br128_Bc128_K3_V2_kernel()},
+    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h22_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h22_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = false},
-     h17_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
+     h22_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()},
+    {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = false, .causal = false},
+     h22_bf16_d128_Br128_Bc128_K3_V2_kernel()},
+    {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h22_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h22_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = false},
+     h22_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
 };
 // clang-format on

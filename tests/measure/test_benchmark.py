@@ -1610,7 +1610,7 @@ def test_the_tool_exits_with_1_if_a_kernel_is_wrong(pt_bench, capsys) -> None:
     ("arguments", "message"),
     [
         (["--kernel", "99"], "the steps are v1 to v"),
-        (["--seq", "100"], "seq_len 100 is not a multiple"),
+        (["--kernel", "v16", "--seq", "100"], "seq_len 100 is not a multiple"),
     ],
 )
 def test_wrong_usage_of_the_tool_exits_with_2(

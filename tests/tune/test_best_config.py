@@ -243,7 +243,7 @@ class TestChoice:
             (A100, "8.0", 256, NEWEST),
             (A100, "8.0", 64, FIXED["v16", DType.BF16]),
             (H100, "9.0", 256, ON_HOPPER),
-            (H100, "9.0", 192, FIXED["v16", DType.BF16]),
+            (H100, "9.0", 100, ON_HOPPER),
         ],
     )
     def test_without_winners_is_the_fixed_config_that_takes_the_problem(
@@ -296,7 +296,7 @@ class TestChoice:
         assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == causal
         best._candidates.cache_clear()
         monkeypatch.setattr(library, "kernels", lambda: [plain])
-        with pytest.raises(ValueError, match="causal is not supported by h20_"):
+        with pytest.raises(ValueError, match="causal is not supported by h21_"):
             choose_config(dataclasses.replace(problem, causal=True), self.CUDA)
 
     def test_on_the_cpu_is_the_newest_steps_fixed_config(self, found) -> None:
