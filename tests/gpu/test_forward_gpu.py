@@ -57,7 +57,7 @@ def test_the_output_is_right_for_every_shape(
     for shape in shapes_for(config):
         case = problem(distribution, shape, torch_dtype(config))
         output = case.poisoned_output()
-        forward(config, *case.inputs, output)
+        forward(config, *case.inputs, output, softmax_scale=shape.softmax_scale)
         if fault := case.fault(output):
             faults.append(f"{shape}: {fault}")
     assert faults == []
