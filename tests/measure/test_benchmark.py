@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from benchmark_results import (
     FakeTimer,
     control,
     full_results,
+    grouped_results,
     measurement,
     synthetic_results,
     with_rates,
@@ -337,13 +337,17 @@ def test_a_spent_time_budget_leaves_the_minimum_of_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "cache_bytes"),
-    [(AttentionForward(1, 1, 64), 50_000_000), (AttentionForward(16, 16, 512), 50_000_000)],
+    [
+        (AttentionForward(1, 1, 64), 50_000_000),
+        (AttentionForward(16, 16, 512), 50_000_000),
+        (AttentionForward(8, 32, 512, kv_heads=8), 50_000_000),
+    ],
 )
 def test_between_two_uses_of_a_set_of_inputs_twice_the_cache_is_touched(
     shape: AttentionForward, cache_bytes: int
 ) -> None:
-    n_sets = n_input_sets(shape, 2, cache_bytes)
-    set_bytes = 4 * 2 * math.prod(shape.shape)
+    n_sets = n_input_sets(shape, cache_bytes)
+    set_bytes = 2 * 2 * (math.prod(shape.shape) + math.prod(shape.kv_shape))
     assert (n_sets - 1) * set_bytes >= 2 * cache_bytes
     assert (n_sets - 2) * set_bytes < 2 * cache_bytes
 
@@ -656,9 +660,13 @@ def package(request, tmp_path: Path, monkeypatch) -> Iterator[tuple[str, str, Pa
     site.mkdir()
     (site / f"{module}.py").write_text(
         "import math, torch\n"
-        "def flash_attn_func(q, k, v):\n"
+        "def flash_attn_func(q, k, v, causal):\n"
+        "    n = q.shape[2] // k.shape[2]\n"
+        "    k, v = (x.repeat_interleave(n, dim=2) for x in (k, v))\n"
         "    Q, K, V = (x.transpose(1, 2).float() for x in (q, k, v))\n"
-        "    P = torch.softmax(Q @ K.mT / math.sqrt(q.shape[-1]), -1)\n"
+        "    S = Q @ K.mT / math.sqrt(q.shape[-1])\n"
+        "    hidden = torch.ones_like(S).triu(1).bool() if causal else torch.zeros_like(S).bool()\n"
+        "    P = torch.softmax(S.masked_fill(hidden, -math.inf), -1)\n"
         "    return (P @ V).transpose(1, 2).to(q.dtype)\n"
     )
     info = site / f"{distribution}-2.9.9.dist-info"
@@ -670,12 +678,34 @@ def package(request, tmp_path: Path, monkeypatch) -> Iterator[tuple[str, str, Pa
     sys.modules.pop(module, None)
 
 
-def run_contender(name: str) -> Measurement:
+def run_contender(name: str, shape: AttentionForward = SHAPE) -> Measurement:
     timer = FakeTimer()
     (contender,) = (c for c in library_contenders() if c.name == name)
-    sets: list[InputSet] = make_input_sets(SHAPE, DType.BF16, CPU, timer, IN_TURNS)
-    (found,) = measure_problem([contender], sets, SHAPE, DType.BF16, timer, IN_TURNS, FakeSensor())
+    sets: list[InputSet] = make_input_sets(shape, DType.BF16, CPU, timer, IN_TURNS)
+    (found,) = measure_problem([contender], sets, shape, DType.BF16, timer, IN_TURNS, FakeSensor())
     return found
+
+
+CAUSAL = AttentionForward(1, 2, 100, causal=True)
+GROUPED = AttentionForward(1, 4, 72, kv_heads=2)
+
+
+@pytest.mark.parametrize("shape", [CAUSAL, GROUPED], ids=["causal", "grouped"])
+def test_a_library_is_asked_for_the_problem(shape: AttentionForward) -> None:
+    found = run_contender(FLASH, shape)
+    assert found.valid and found.max_abs_error
+    assert (found.n_heads, found.kv_heads, found.causal) == (
+        *(shape.heads, shape.kv_heads, shape.causal),
+    )
+    assert found.problem == shape
+
+
+@pytest.mark.parametrize("shape", [CAUSAL, GROUPED], ids=["causal", "grouped"])
+def test_a_package_is_asked_for_the_problem(
+    package: tuple[str, str, Path], shape: AttentionForward
+) -> None:
+    found = run_contender(package[0], shape)
+    assert found.valid and found.problem == shape
 
 
 def test_a_package_is_a_contender_where_it_is_installed(package: tuple[str, str, Path]) -> None:
@@ -699,6 +729,19 @@ def test_a_package_that_cannot_be_imported_fails_with_the_reason(
 def test_default_problems_are_the_projects() -> None:
     assert [default_shape(n).batch for n in DEFAULT_SEQ_LENS] == [16, 16, 16, 16, 8, 4]
     assert {default_shape(n).heads for n in DEFAULT_SEQ_LENS} == {16}
+    assert {default_shape(n) for n in (1000, 4000, 8191)} == {
+        *(AttentionForward(16, 16, 1000), AttentionForward(16, 16, 4000)),
+        AttentionForward(8, 16, 8191),
+    }
+
+
+def test_a_problem_of_more_heads_has_a_batch_so_much_smaller() -> None:
+    grouped = [default_shape(n, heads=32, kv_heads=8, causal=True) for n in DEFAULT_SEQ_LENS]
+    assert [shape.batch for shape in grouped] == [8, 8, 8, 8, 4, 2]
+    assert all((p.heads, p.kv_heads, p.causal) == (32, 8, True) for p in grouped)
+    assert default_shape(16384, heads=512).batch == 1
+    with pytest.raises(ValueError, match="heads 32 is not a multiple of kv_heads 5"):
+        default_shape(512, heads=32, kv_heads=5)
 
 
 def test_provenance_names_the_machine(tmp_path: Path) -> None:
@@ -726,6 +769,8 @@ def test_speed_is_taken_at_the_median() -> None:
     )
     assert found.median_ms == 3.0
     assert found.tflops == pytest.approx(SHAPE.operations / 3e-3 / 1e12)
+    # 128 queries see 1 to 128 keys
+    assert replace(found, causal=True).tflops == pytest.approx(found.tflops * 129 / 256)
 
 
 def test_an_interval_holds_the_middle_four_fifths() -> None:
@@ -956,6 +1001,28 @@ def test_a_record_that_lacks_a_field_is_refused_even_if_the_field_has_a_default(
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"\$\.protocol\.loads\[0\] lacks .* the fields rest"):
         load_results(path)
+
+
+def test_results_from_before_causal_and_grouped_problems_are_read_as_neither(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "results.json"
+    data = json.loads(full_results().to_json())
+    for row in data["measurements"]:
+        del row["kv_heads"], row["causal"]
+    path.write_text(json.dumps(data))
+    found = load_results(path)
+    assert found == full_results()
+    assert all(m.problem == default_shape(m.seq_len) for m in found.measurements)
+
+
+def test_what_is_read_back_says_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    results = grouped_results()
+    results.save(path)
+    assert load_results(path) == results
+    (row,) = csv.DictReader(io.StringIO(synthetic_results(results.measurements[0]).to_csv()))
+    assert (row["n_heads"], row["kv_heads"], row["causal"]) == ("32", "8", "True")
 
 
 def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
@@ -1376,6 +1443,16 @@ def test_the_table_by_length_tells_what_the_driver_and_the_gpu_do() -> None:
     assert "tensor cores" not in report_text(unknown)
 
 
+def test_the_table_by_length_says_which_problems_were_measured() -> None:
+    text = lengths_table(grouped_results(), "bf16", SUSTAINED)
+    said = "bf16, causal (TFLOP/s count the keys that a query sees), 32 heads on 8, batch 8 at 4096"
+    assert said in text
+    speeds, _ = length_rows(text)
+    assert speeds["h22"] == speeds["best of ours"][0].split()[:1] == ["600"]
+    assert said.removeprefix("bf16, ") in report_text(grouped_results())
+    assert "causal" not in lengths_table(full_results(), "bf16", SUSTAINED)
+
+
 def test_only_the_lines_between_the_markers_change() -> None:
     text = f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n"
     replaced = replace_between_markers(text, "new\n")
@@ -1523,8 +1600,11 @@ def pt_bench(monkeypatch):
         "resource_record",
         lambda config, device: ResourceRecord(config.short_form(), 168, 0, 49152, 3),
     )
-    small = partial(run_benchmark, shape_for=lambda seq_len: AttentionForward(1, 1, seq_len))
-    monkeypatch.setattr(benchmark, "run_benchmark", small)
+    monkeypatch.setattr(
+        tool,
+        "default_shape",
+        lambda n, **options: replace(default_shape(n, **options), batch=1),
+    )
     return tool
 
 
@@ -1592,6 +1672,34 @@ def test_a_length_that_one_kernel_takes_is_measured_without_the_others(
     assert "fa3, bf16, at 64 skipped: the package fa3_fwd is not installed" in said
 
 
+def test_the_tool_measures_causal_problems_and_grouped_heads(pt_bench, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ["--seq", "40", "--rounds", "1", "--load", BURST, "--json", str(path)]
+    asked = ["--causal", "--heads", "4", "--kv-heads", "2"]
+    assert pt_bench.main(["--kernel", "h21", "1", *asked, *options]) == 0
+    results = load_results(path)
+    names = [name for name in results.names("bf16") if name not in LIBRARY_NAMES]
+    # of h21 the causal config alone; v1 takes no such problem
+    assert [name.partition("_")[0] for name in names] == ["h21"] and names[0].endswith("_causal")
+    assert {s.name for s in results.skipped} == {BF16[0].short_form(), FLASH_ATTN, FA3}
+    measured = [m for m in results.measurements if m.valid]
+    assert {m.name for m in measured} == {FLASH, CONTROL, *names}
+    assert {(m.n_heads, m.kv_heads, m.causal) for m in measured} == {(4, 2, True)}
+
+
+def test_the_tool_leaves_causal_kernels_out_of_other_problems(pt_bench, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ["--seq", "40", "--rounds", "1", "--load", BURST, "--json", str(path)]
+    causal = FAMILIES["hopper"].fixed_config(STEPS["h21"], DType.BF16).replace(causal=True)
+    assert pt_bench.main(["--kernel", "h21", *options]) == 0
+    found = load_results(path)
+    assert causal.short_form() not in {*found.names("bf16"), *(s.name for s in found.skipped)}
+    # one that is named is told why it is left out
+    assert pt_bench.main(["--kernel", "h21", causal.short_form(), *options]) == 0
+    (skipped,) = (s for s in load_results(path).skipped if s.name == causal.short_form())
+    assert "not causal is not supported" in skipped.reason
+
+
 def test_if_no_length_fits_in_memory_the_tool_exits_with_2(pt_bench, monkeypatch, capsys) -> None:
     def exhaust(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
         raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB")
@@ -1610,7 +1718,10 @@ def test_the_tool_exits_with_1_if_a_kernel_is_wrong(pt_bench, capsys) -> None:
     ("arguments", "message"),
     [
         (["--kernel", "99"], "the steps are v1 to v"),
-        (["--kernel", "v16", "--seq", "100"], "seq_len 100 is not a multiple"),
+        (["--kernel", "1", "--seq", "100"], "seq_len 100 is not a multiple"),
+        (["--kernel", "1", "--causal"], "causal is not supported by v1"),
+        (["--kernel", "h22", "--kv-heads", "3"], "heads 16 is not a multiple of kv_heads 3"),
+        (["--kernel", "h22", "--causal", "--plot", "x.svg"], "--plot draws the steps at their"),
     ],
 )
 def test_wrong_usage_of_the_tool_exits_with_2(

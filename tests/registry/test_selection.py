@@ -115,6 +115,22 @@ class TestSelectKernels:
         assert found == [c for c in BUILT if c.step.id == "v7" and c.dtype == DType.BF16]
         assert len(found) > 1
 
+    def test_of_a_step_with_a_problem_takes_the_configs_made_for_such(self):
+        problem = AttentionForward(1, 1, 100)
+        causal = AttentionForward(1, 1, 100, causal=True)
+
+        def names(selectors: list[str], asked: AttentionForward) -> list[str]:
+            found = select_kernels(BUILT, selectors, [DType.BF16], problem=asked)
+            return [config.short_form() for config in found]
+
+        built = [c.short_form() for c in BUILT if c.step.id == "h21" and c.dtype == DType.BF16]
+        own = [name for name in built if name.endswith("_causal")]
+        assert own and names(["h21"], causal) == own
+        assert names(["h21"], problem) == [name for name in built if name not in own]
+        # named itself it stays, as does a step that has none: each says why it refuses
+        assert set(names(["h21", own[0]], problem)) == set(built)
+        assert names(["v1"], causal) == names(["v1"], problem) != []
+
     def test_without_a_selector_takes_the_default_that_is_built(self):
         assert select_kernels(BUILT[:3], [], DType, PROGRESSION) == BUILT[:3]
 

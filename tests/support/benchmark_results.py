@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import FAMILIES, STEPS, DType, get_kernel_progression_configs
 from flash_helpers.measure.machine import Reading
 from flash_helpers.measure.results import (
     BURST,
@@ -165,6 +165,27 @@ def full_results(*more: Measurement) -> BenchmarkResults:
         )
     ]
     return synthetic_results(*found, *more)
+
+
+def grouped_results() -> BenchmarkResults:
+    """Flash at 300 TFLOP/s and the last step of hopper at 600, on causal problems of 32 heads on
+    8."""
+    shape = default_shape(4096, heads=32, kv_heads=8, causal=True)
+    options = {
+        "batch": shape.batch,
+        "n_heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "causal": shape.causal,
+    }
+    share = shape.operations / default_shape(4096).operations
+    step = STEPS["h22"]
+    own = FAMILIES[step.family].fixed_config(step, DType.BF16).replace(causal=True)
+    return synthetic_results(
+        *(
+            dataclasses.replace(measurement(name, 4096, tflops / share), **options)
+            for name, tflops in ((FLASH, 300.0), (own.short_form(), 600.0))
+        )
+    )
 
 
 def with_rates(results: BenchmarkResults) -> BenchmarkResults:

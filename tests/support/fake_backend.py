@@ -34,8 +34,11 @@ def float32_kernel(
     o: torch.Tensor,
 ) -> torch.Tensor:
     """Attention as a kernel rounds it: P and O in the tensors' dtype, all else in float32."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     Q, K, V = (x.transpose(1, 2).float() for x in (q, k, v))
     S = Q @ K.mT / math.sqrt(q.shape[-1])
+    if config.supports.causal:
+        S = S.masked_fill(torch.ones_like(S).triu(1).bool(), -math.inf)
     P = torch.exp(S - S.amax(-1, keepdim=True))
     PV = P.to(q.dtype).float() @ V
     return o.copy_((PV / P.sum(-1, keepdim=True)).transpose(1, 2))

@@ -410,7 +410,7 @@ def test_a_kernel_that_counts_is_timed_with_a_counter_of_zero(monkeypatch, tmp_p
     contender = sweep_worker.cubin_contender(
         KernelFile(config.short_form(), str(tmp_path / "cubin"), "_Zkernel")
     )
-    contender.run(SimpleNamespace(inputs=(q, q, q), output=torch.empty_like(q)))
+    contender.run(InputSet(AttentionForward(1, 1, 128), (q, q, q), torch.empty_like(q), None))
     assert counters == [bytes(4)]
 
 
@@ -435,7 +435,7 @@ def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, t
     contender = sweep_worker.cubin_contender(KernelFile(static.short_form(), str(path), "_Z"))
     tensors = [torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16) for _ in range(4)]
     with pytest.raises(ValueError, match="is not for batch 1, heads 2, seq 64"):
-        contender.run(InputSet(tuple(tensors[:3]), tensors[3], None))
+        contender.run(InputSet(AttentionForward(1, 2, 64), tuple(tensors[:3]), tensors[3], None))
 
 
 # The journal

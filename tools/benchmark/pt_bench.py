@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from flash_helpers.console.command_line import (
@@ -35,12 +36,14 @@ from flash_helpers.measure.results import (
     Protocol,
     refuse_another_gpu,
 )
-from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, N_HEADS, default_shape
 from flash_helpers.registry.selection import (
+    ALL,
     UsageError,
     add_kernel_arguments,
-    chosen_kernels,
+    parse_dtypes,
     require_taken,
+    select_kernels,
 )
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -53,12 +56,13 @@ rests, then under sustained load, without a pause. Each sample is a CUDA graph t
 several sets of inputs; every contender is timed once a round, in an order that changes, with a
 sample of the flash backend next to it, which it is compared with; flash timed twice tells the
 noise. Clock, power and temperature are read at each sample. Outputs are compared with float64
-before and after. 16 heads, d_head 128; batch 16, or what 65536 tokens leave; a length that does not
-fit in memory is skipped, and a kernel is left out of those that its tile does not divide. TFLOP/s
-count 4 * batch * heads * seq^2 * d_head operations. The chip's own rates, of a large matrix product
-and of mma.sync on registers, are measured along with them. Of an H100 and an H200 the share of the
-tensor cores' peak is told too, at the clock that was read: TFLOP/s / (4096 FLOP per SM and cycle *
-SMs * SM clock).
+before and after. Of 16 heads the batch is 16, or what 65536 tokens leave; of more heads it is as
+much smaller; d_head is 128. A length that does not fit in memory is skipped, and a kernel is left
+out of problems that it does not take. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations;
+of causal problems, of which a file has no others, only the pairs of a query and a key that it sees.
+The chip's own rates, of a large matrix product and of mma.sync on registers, are measured along
+with them. Of an H100 and an H200 the share of the tensor cores' peak is told too, at the clock that
+was read: TFLOP/s / (4096 FLOP per SM and cycle * SMs * SM clock).
 """
 
 EXAMPLES = """\
@@ -74,6 +78,9 @@ examples:
     python tools/benchmark/pt_bench.py --kernel v16 o5
   at lengths that tiles of 192 rows and 80 keys divide, too:
     python tools/benchmark/pt_bench.py --kernel v16 o5 --seq 960 1920 3840 7680 15360
+  causal problems, and 32 heads of Q on 8 of K and V, each into a file of its own:
+    python tools/benchmark/pt_bench.py --kernel h21 h22 --causal --json causal.json
+    python tools/benchmark/pt_bench.py --kernel h22 --heads 32 --kv-heads 8 --json grouped.json
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
       --time-budget 60
@@ -92,6 +99,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser, default="all", dtype="bf16")
     add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "sequence lengths")
+    parser.add_argument(
+        "--heads", type=positive, default=N_HEADS, metavar="N", help=f"of Q (default: {N_HEADS})"
+    )
+    parser.add_argument(
+        "--kv-heads",
+        type=positive,
+        metavar="N",
+        help="of K and V, each for as many heads of Q (default: as many as --heads)",
+    )
+    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
     parser.add_argument(
         "--rounds",
         type=positive,
@@ -171,11 +188,25 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     if arguments.json:
         refuse_another_gpu(arguments.json, found.gpu)
+    shape_for = partial(
+        default_shape,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        causal=arguments.causal,
+    )
+    first = shape_for(seq_lens[0])
     if arguments.plot:
+        if first != default_shape(first.len_q):
+            raise UsageError("--plot draws the steps at their usual problems: leave it out")
         require_plotting()
-    configs = chosen_kernels(arguments, backend.kernels, default=backend.kernels)
+    configs = select_kernels(
+        backend.kernels,
+        arguments.kernel or [ALL],
+        parse_dtypes(arguments.dtype),
+        problem=first,
+    )
     for seq_len in seq_lens:
-        require_taken(configs, default_shape(seq_len))
+        require_taken(configs, shape_for(seq_len))
     dtypes = sorted({config.dtype for config in configs})
     contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
     steps = sum(n_steps(len(each), protocol) for each in contenders.values())
@@ -190,6 +221,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             rate_works=default_rate_works(backend.device),
             time_budget_s=arguments.time_budget,
             advance=shown.update,
+            shape_for=shape_for,
         )
     if not run.measurements:
         skipped = next(s for s in run.skipped if not s.name)

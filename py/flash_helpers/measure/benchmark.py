@@ -86,8 +86,9 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class InputSet:
-    """Inputs, a buffer for the output, and the right result."""
+    """Inputs of a problem, a buffer for the output, and the right result."""
 
+    problem: AttentionForward
     inputs: QKV
     output: torch.Tensor
     reference: AttentionReference
@@ -125,25 +126,36 @@ def kernel_contender(config: Config, forward: Forward) -> Contender:
     return Contender(config.short_form(), config, run)
 
 
-def run_library(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def run_library(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> torch.Tensor:
     """Attention by one of LIBRARY_NAMES; q, k, v and the result are (batch, seq, heads, d_head).
 
+    k and v may have fewer heads than q. causal: of queries and keys of one length, since PyTorch
+    aligns the mask to the top left, and the packages, as the kernels, to the bottom right.
     PyTorch's backends get the same memory as the kernels do, as (batch, heads, seq, d_head) views.
 
     Raises RuntimeError if the library does not run here, ImportError if it cannot be imported.
     """
     if name in _PACKAGES:
-        return importlib.import_module(_PACKAGES[name].module).flash_attn_func(q, k, v)
+        module = importlib.import_module(_PACKAGES[name].module)
+        return module.flash_attn_func(q, k, v, causal=causal)
     with sdpa_kernel(_SDPA_BACKENDS[name]):
         output = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v))
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            is_causal=causal,
+            enable_gqa=q.shape[2] != k.shape[2],
         )
     return output.transpose(1, 2)
 
 
 def library_contender(name: str) -> Contender:
     """One of LIBRARY_NAMES."""
-    return Contender(name, None, lambda inputs: run_library(name, *inputs.inputs))
+
+    def run(inputs: InputSet) -> torch.Tensor:
+        return run_library(name, *inputs.inputs, inputs.problem.causal)
+
+    return Contender(name, None, run)
 
 
 def library_contenders() -> list[Contender]:
@@ -165,10 +177,9 @@ def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...
     )
 
 
-def n_input_sets(shape: AttentionForward, element_bytes: int, cache_bytes: int) -> int:
+def n_input_sets(shape: AttentionForward, cache_bytes: int) -> int:
     """Sets of inputs to go round: between two uses of one, twice the cache is touched."""
-    set_bytes = 4 * math.prod(shape.shape) * element_bytes
-    return 1 + math.ceil(2 * cache_bytes / set_bytes)
+    return 1 + math.ceil(2 * cache_bytes / shape.bytes)
 
 
 @dataclass(frozen=True)
@@ -267,6 +278,8 @@ class _Entry:
             sm_mhz=clocks,
             power_w=powers,
             temperature_c=temperatures,
+            kv_heads=shape.kv_heads,
+            causal=shape.causal,
         )
 
 
@@ -283,11 +296,13 @@ def make_input_sets(
 ) -> list[InputSet]:
     """The inputs that launches go round: one set if the timer flushes the cache."""
     element = getattr(torch, dtype.torch_name)
-    n_sets = 1 if timer.flushes else n_input_sets(shape, element.itemsize, timer.cache_bytes)
+    n_sets = 1 if timer.flushes else n_input_sets(shape, timer.cache_bytes)
+    problem = shape.in_dtype(dtype)
     sets = []
     for index in range(n_sets):
-        inputs = make_inputs(protocol.inputs, shape, element, device, protocol.seed + index)
-        sets.append(InputSet(inputs, torch.empty_like(inputs[0]), attention_reference(*inputs)))
+        inputs = make_inputs(protocol.inputs, problem, element, device, protocol.seed + index)
+        reference = attention_reference(*inputs, causal=problem.causal)
+        sets.append(InputSet(problem, inputs, torch.empty_like(inputs[0]), reference))
     return sets
 
 

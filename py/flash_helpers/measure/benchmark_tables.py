@@ -192,6 +192,7 @@ def report_text(results: BenchmarkResults) -> str:
         + (record.failure or f"{number(record.tflops)} TFLOP/s")
         for record in results.rates
     ]
+    parts.append(_problems_text(results.measurements))
     parts += [f"{library.name} {library.version}" for library in results.libraries]
     parts += [
         f"{dtype}, {load}: {CONTROL} is within {100 * noise:.2f}% of {FLASH} in the mean over "
@@ -271,17 +272,29 @@ def _load_text(load: Load, found: Sequence[Measurement]) -> str:
     return f"{load.name}: {how}"
 
 
+def _problems_text(found: Sequence[Measurement]) -> str:
+    """The mask and the heads of the problems, and the batch at each length."""
+    problems = {m.problem for m in found}
+    causal = any(p.causal for p in problems)
+    heads = sorted({(p.heads, p.kv_heads) for p in problems})
+    batches = sorted({(p.len_q, p.batch) for p in problems})
+    parts = [
+        "causal (TFLOP/s count the keys that a query sees)" if causal else "",
+        " and ".join(f"{n} heads" + (f" on {kv}" if kv != n else "") for n, kv in heads),
+        "batch " + ", ".join(f"{batch} at {n}" for n, batch in batches),
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Sequence[str]) -> str:
     """What stands below a table of these dtypes and loads."""
     found, protocol = results.provenance, results.protocol
     own = [m for m in results.measurements if m.dtype in dtypes and m.load in loads]
-    heads = "/".join(map(str, sorted({m.n_heads for m in own})))
-    batches = ", ".join(f"{b} at {n}" for n, b in sorted({(m.seq_len, m.batch) for m in own}))
     return found.sentence(
         found.built_with,
         f"PyTorch {found.torch}, CUDA {found.cuda}, cuDNN {found.cudnn}",
         *(f"{library.name} {library.version}" for library in results.libraries),
-        f"{' and '.join(dtypes)}, {heads} heads, batch {batches}",
+        f"{' and '.join(dtypes)}, {_problems_text(own)}",
         _PROTOCOL_TEXTS[protocol.timing],
         _PROTOCOL_TEXTS[protocol.cache],
         *(

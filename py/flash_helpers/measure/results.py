@@ -19,6 +19,7 @@ from flash_helpers.kernel_configs import (
     FAMILIES,
     AttentionForward,
     Config,
+    DType,
     config_from_short_form,
 )
 from flash_helpers.sass.read.opcodes import tensor_peak
@@ -56,7 +57,8 @@ LOAD_TEXTS = {BURST: "in bursts", SUSTAINED: "sustained"}
 READINGS = ("sm_mhz", "power_w", "temperature_c")  # of the GPU, at each sample
 
 CSV_COLUMNS = (
-    *("name", "step", "load", "dtype", "batch", "n_heads", "seq_len", "d_head"),
+    *("name", "step", "load", "dtype"),
+    *("batch", "n_heads", "kv_heads", "seq_len", "d_head", "causal"),
     *("median_ms", "tflops", *READINGS),
     *("percent_of_flash", "percent_of_flash_low", "percent_of_flash_high"),
     *(f"percent_of_{name}" for name in (*RATE_NAMES, "tensor_peak", BEST_OTHER)),
@@ -73,7 +75,7 @@ class RecordFile:
     can be read.
 
     FORMAT: its number. HOLDS: what it holds, in words. NOT_READ, of any record: entries that follow
-    from others.
+    from others. MAY_LACK, of any record: fields that older files do not have, with their defaults.
     """
 
     FORMAT: ClassVar[int]
@@ -120,13 +122,15 @@ def _refuse_constant(name: str) -> NoReturn:
 def read_record(kind: type[T], value: Any, place: str = "$") -> T:
     """What JSON has of a dataclass, as that, and all that it is made of.
 
-    Raises ValueError, which says where, for a field that is missing, unknown or of another type.
+    Raises ValueError, which says where, for a field that is missing, unless the record MAY_LACK it,
+    unknown, or of another type.
     """
     if type(value) is kind or (kind is float and type(value) is int):
         return value
     arguments = get_args(kind)
     if is_dataclass(kind) and isinstance(value, dict):
-        names = [field.name for field in fields(kind)]
+        absent = {*getattr(kind, "MAY_LACK", ())} - {*value}
+        names = [field.name for field in fields(kind) if field.name not in absent]
         if odd := {*names} ^ ({*value} - {*getattr(kind, "NOT_READ", ())}):
             raise ValueError(f"{place} lacks or does not know the fields {', '.join(sorted(odd))}")
         kinds = _kinds(kind)
@@ -156,6 +160,8 @@ class Measurement:
     """One contender on one problem under one load.
 
     name: a kernel's short form, or a key of LIBRARY_NAMES.
+    kv_heads, causal: of the problem, as in AttentionForward; in files from before they were
+        written, as many as n_heads, and False.
     ran: short form of the config that was launched for it; empty for a library.
     samples_ms: milliseconds per launch, one value a round, each the mean over a sample's launches.
     flash_ms: the same of PyTorch's flash backend, of the sample that stands next to it in its
@@ -168,6 +174,7 @@ class Measurement:
     """
 
     NOT_READ: ClassVar[tuple[str, ...]] = ("derived",)
+    MAY_LACK: ClassVar[tuple[str, ...]] = ("kv_heads", "causal")
 
     name: str
     ran: str
@@ -189,6 +196,17 @@ class Measurement:
     sm_mhz: tuple[float, ...] = ()
     power_w: tuple[float, ...] = ()
     temperature_c: tuple[float, ...] = ()
+    kv_heads: int | None = None
+    causal: bool = False
+
+    @property
+    def problem(self) -> AttentionForward:
+        """That it is of."""
+        return AttentionForward(
+            *(self.batch, self.n_heads, self.seq_len, self.d_head, DType.from_name(self.dtype)),
+            kv_heads=self.kv_heads,
+            causal=self.causal,
+        )
 
     @property
     def config(self) -> Config | None:
@@ -213,8 +231,7 @@ class Measurement:
     @property
     def tflops(self) -> float:
         """10^12 floating-point operations a second, at the median time."""
-        problem = AttentionForward(self.batch, self.n_heads, self.seq_len, self.d_head)
-        return problem.operations / (self.median_ms * 1e-3) / 1e12
+        return self.problem.operations / (self.median_ms * 1e-3) / 1e12
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,17 @@ from flash_helpers.kernel_configs import AttentionForward
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 N_HEADS = 16
-MAX_BATCH = 16
-MAX_TOKENS = 65536  # batch * seq_len
+MAX_HEADS = 256  # batch * heads
+MAX_ROWS = 2**20  # batch * heads * seq_len
 
 
-def default_shape(seq_len: int) -> AttentionForward:
-    """The problem of one length: 16 heads, a batch of 16 or what MAX_TOKENS leaves."""
-    return AttentionForward(max(1, min(MAX_BATCH, MAX_TOKENS // seq_len)), N_HEADS, seq_len)
+def default_shape(
+    seq_len: int, heads: int = N_HEADS, kv_heads: int | None = None, causal: bool = False
+) -> AttentionForward:
+    """The problem of one length, with a batch of what MAX_HEADS and MAX_ROWS leave: of 16 heads 16,
+    or 65536 tokens; of twice as many heads half of it, so that Q and the work are of one size.
+
+    kv_heads: as many as heads if None. Raises ValueError as `AttentionForward` does.
+    """
+    batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
+    return AttentionForward(batch, heads, seq_len, kv_heads=kv_heads, causal=causal)

@@ -153,12 +153,14 @@ def select_kernels(
     built: Sequence[Config],
     selectors: Iterable[str],
     dtypes: Iterable[DType],
-    default: Iterable[Config],
+    default: Iterable[Config] = (),
+    problem: AttentionForward | None = None,
 ) -> list[Config]:
     """The built configs that the selectors name (see KERNEL_NAMES), of the given dtypes, sorted; of
     a step all of them.
 
-    built: the configs of the library.
+    built: the configs of the library. problem: of a step whose configs are made for different
+        problems, such as causal ones, those made for problems like this one.
     default: configs taken without any selector; those that are not built are left out.
 
     Raises UsageError if a selector names nothing that is built, or if no config is left.
@@ -173,7 +175,8 @@ def select_kernels(
         if steps is None:
             named.add(built_config(built, selector))
             continue
-        named.update(*_configs_of_steps(built, selector, steps).values())
+        for configs in _configs_of_steps(built, selector, steps).values():
+            named.update(_made_for(problem, configs) if problem else configs)
     if not selectors:
         named = set(default) & set(built)
     chosen = sorted(config for config in named if config.dtype in wanted)
@@ -185,18 +188,18 @@ def select_kernels(
     return chosen
 
 
-def chosen_kernels(
-    arguments: argparse.Namespace,
-    built: Sequence[Config],
-    default: Iterable[Config] | None = None,
-) -> list[Config]:
-    """`select_kernels` of what `add_kernel_arguments` read. default: None stands for the
-    progression."""
+def _made_for(problem: AttentionForward, configs: Sequence[Config]) -> Sequence[Config]:
+    """Of a step's configs those that lack nothing that a problem asks for; all if none does."""
+    return [config for config in configs if not config.supports.lacking(problem)] or configs
+
+
+def chosen_kernels(arguments: argparse.Namespace, built: Sequence[Config]) -> list[Config]:
+    """`select_kernels` of what `add_kernel_arguments` read, by default of the progression."""
     return select_kernels(
         built,
         arguments.kernel,
         parse_dtypes(arguments.dtype),
-        get_kernel_progression_configs() if default is None else default,
+        get_kernel_progression_configs(),
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
-from flash_helpers.kernel_configs import AttentionForward, DType, config_from_short_form
+from flash_helpers.kernel_configs import DType, config_from_short_form
 from flash_helpers.measure.benchmark import (
     Contender,
     InputSet,
@@ -56,14 +56,12 @@ def cubin_contender(kernel: KernelFile) -> Contender:
 
     def run(inputs: InputSet) -> torch.Tensor:
         tensors = dict(zip("qkvo", (*inputs.inputs, inputs.output), strict=True))
-        batch, seq_len, heads, d_head = inputs.output.shape
-        problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
         strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
         if config.runs_as(strides) != config:
-            raise ValueError(f"{kernel.config} is not for {problem}")
+            raise ValueError(f"{kernel.config} is not for {inputs.problem}")
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         stream = torch.cuda.current_stream().cuda_stream
-        for launch in config.launch(problem, strides):
+        for launch in config.launch(inputs.problem, strides):
             if launch.workspace_bytes:
                 workspace = inputs.output.new_zeros(launch.workspace_bytes, dtype=torch.uint8)
                 addresses[WORKSPACE] = workspace.data_ptr()
