@@ -26,7 +26,7 @@ from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.kernel_configs import AttentionForward, Config, DType
 from flash_helpers.registry import mma_sync
 from flash_helpers.registry.ampere import AMPERE
-from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.registry.launch import (
     FLOAT,
     INT,
@@ -332,7 +332,10 @@ class TestGeneralSteps:
         assert general(WITH_OPTIONS).variants() == (general(WITH_OPTIONS),)
         plain, causal = general(WITH_CAUSAL).variants()
         assert causal == general(WITH_CAUSAL, causal=True)
+        assert causal.variants() == (causal, plain)
         assert causal.short_form() == f"{plain.short_form()}_causal"
+        long = general(WITH_CAUSAL, **LONG_TILE)  # whose diagonal would lie in three blocks of keys
+        assert long.variants() == (long,)
         assert GeneralConfig.from_short_form(causal.short_form()) == causal
         assert all(config.causal is False for config in GENERAL.sweep())
         assert bool(causal.refusal(replace(PROBE, causal=False)))

@@ -148,8 +148,10 @@ class HopperKernelConfig(Config):
         return blocks[::-1] if RAGGED in self.step.traits else blocks
 
     def variants(self) -> tuple[HopperKernelConfig, ...]:
-        """The config, and the causal one where the step has one."""
-        return (self, self.replace(causal=True)) if "causal" in self.step.tunable else (self,)
+        """The config, and the causal one, or that without, where the step and the tile have it."""
+        if "causal" not in self.step.tunable or self.B_r > self.B_c:
+            return (self,)
+        return (self, self.replace(causal=not self.causal))
 
     @property
     def supports(self) -> Supports:
