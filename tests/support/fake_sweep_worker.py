@@ -2,10 +2,10 @@
 
 FAKE_GPU is what it runs on, FAKE_CAPABILITY (9.0) what that can do, FAKE_DRIVER its driver. A
 kernel's speed over the flash backend's is the first in FAKE_SPEEDS, a JSON list of (pattern,
-ratio), whose pattern its name matches; 1 without one. A kernel whose name matches FAKE_HANGS never
-ends, FAKE_CRASHES kills the process, FAKE_FAULTS is an error of the GPU, FAKE_WRONG has a wrong
-output, FAKE_SPOILS makes the flash backend's wrong for as long as the process lives. FAKE_LOG notes
-what was asked for.
+ratio), whose pattern its name or "NAME at LENGTH" matches; 1 without one. A kernel whose name
+matches FAKE_HANGS never ends, FAKE_CRASHES kills the process, FAKE_FAULTS is an error of the GPU,
+FAKE_WRONG has a wrong output, FAKE_SPOILS makes the flash backend's wrong for as long as the
+process lives. FAKE_LOG notes what was asked for.
 """
 
 import json
@@ -59,9 +59,11 @@ def measurement(name, dtype, seq_len, tflops, failure):
     )
 
 
-def ratio(name):
+def ratio(name, seq_len):
     speeds = json.loads(os.environ.get("FAKE_SPEEDS", "[]"))
-    return next((speed for pattern, speed in speeds if re.search(pattern, name)), 1.0)
+    known = (name, f"{name} at {seq_len}")
+    matching = (speed for pattern, speed in speeds if any(re.search(pattern, n) for n in known))
+    return next(matching, 1.0)
 
 
 def answer(request, spoilt):
@@ -84,7 +86,7 @@ def answer(request, spoilt):
         found.append(measurement(FLASH, dtype, seq_len, FLASH_TFLOPS, wrong))
         for name in names:
             wrong = "wrong output" if matches("FAKE_WRONG", name) else ""
-            speed = FLASH_TFLOPS * ratio(name)
+            speed = FLASH_TFLOPS * ratio(name, seq_len)
             found.append(measurement(name, dtype, seq_len, speed, wrong))
     say({"measurements": [asdict(m) for m in found], "skipped": []})
     return spoilt

@@ -34,11 +34,12 @@ from flash_helpers.kernel_configs import (
     config_from_short_form,
     get_autotuning_kernel_configs,
     get_kernel_progression_configs,
+    read_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
 from flash_helpers.measure.results import FLASH, read_record
 from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
-from flash_helpers.registry.hopper import HOPPER
+from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.registry.launch import Launch
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
@@ -84,6 +85,8 @@ V7, V8 = (
     if c.step.id in ("v7", "v8") and c.dtype == DType.BF16
 )
 H7 = next(c for c in get_autotuning_kernel_configs() if c.step.id == "h7" and c.dtype == DType.BF16)
+LAST, LAST_CAUSAL = HOPPER.fixed_config([*HOPPER.steps.values()][-1], DType.BF16).variants()
+LONG = LAST.replace(**LONG_TILE)
 LARGE = V7.replace(B_r=128)
 WIDE = V7.replace(B_c=128)
 OTHER_LOADS = V7.replace(K_mma_load_K_tiles=2, Q_mma_load_K_tiles=0)
@@ -320,7 +323,11 @@ def measuring(monkeypatch):
     )
     monkeypatch.setattr(sweep_worker, "make_timer", lambda device, protocol: FakeTimer())
     monkeypatch.setattr(sweep_worker, "GpuSensor", FakeSensor)
-    monkeypatch.setattr(sweep_worker, "default_shape", lambda n: AttentionForward(1, 2, n))
+    monkeypatch.setattr(
+        sweep_worker,
+        "tuning_shape",
+        lambda config, n: AttentionForward(1, 2, n, causal=config.supports.causal),
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return sweep_worker.Worker(torch.device("cpu"))
 
@@ -333,6 +340,16 @@ def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> No
     ]
     assert all(m.valid and m.max_abs_error for m in found)
     assert answer.skipped == ()
+
+
+def test_the_worker_times_causal_kernels_on_causal_problems(measuring) -> None:
+    answer = measuring.answer(replace(request(LAST_CAUSAL), seq_lens=(64,)))
+    flash, own = answer.measurements
+    assert flash.valid and own.valid and own.name == LAST_CAUSAL.short_form()
+    assert flash.causal and own.causal
+    # those of the same length and without a mask are not taken for them
+    answer = measuring.answer(replace(request(LAST), seq_lens=(64,)))
+    assert not any(m.causal or m.failure for m in answer.measurements)
 
 
 def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monkeypatch) -> None:
@@ -549,6 +566,46 @@ def test_a_family_of_one_architecture_is_tuned_there(sweep, monkeypatch) -> None
     assert sweep([H7, H7.replace(ping_pong=True)]) == 0
     assert sweep.best().find("h7", "bf16") == H7.replace(ping_pong=True)
     assert {row.outcome for row in sweep.rows().values()} == {TIMED}
+
+
+def test_a_length_at_which_another_config_is_faster_is_noted(sweep, monkeypatch, capsys) -> None:
+    long, own = LONG.short_form(), LAST.short_form()
+    speeds(
+        monkeypatch,
+        *((f"{long} at {n}", speed) for n, speed in ((8192, 1.1), (16384, 1.009))),
+        *((long, 0.9), (own, 1.0)),
+    )
+    assert sweep([LAST, LONG]) == 0
+    (winner,) = sweep.best().best
+    assert winner.config == own and winner.of_flash == 1
+    assert [(at.seq_len, at.config, at.of_mean) for at in winner.at_lengths] == [(8192, long, 1.1)]
+    assert f"  at 8192: {long}, 1.100 of that\n" in capsys.readouterr().out
+    found = {n: sweep.best().find(LAST.step.id, "bf16", seq_len=n) for n in (512, 7000, 10**6)}
+    assert found == {512: LAST, 7000: LONG, 10**6: LAST}
+    assert sweep.best().find(LAST.step.id, "bf16") == LAST
+    text = best_file(sweep.root / "configs", H100).read_text()
+    assert read_configs(json.loads(text)) == [LAST, LONG]
+
+
+def test_causal_configs_have_a_winner_of_their_own(sweep, monkeypatch, log) -> None:
+    speeds(monkeypatch, ("_causal$", 2.0), ("K2", 1.5))
+    other = LAST.replace(K_slots=2)
+    assert sweep([LAST, other, LAST_CAUSAL]) == 0
+    best = sweep.best()
+    assert {entry.causal: entry.config for entry in best.best} == {
+        False: other.short_form(),
+        True: LAST_CAUSAL.short_form(),
+    }
+    assert best.find(LAST.step.id, "bf16", causal=True) == LAST_CAUSAL
+    # no request has both
+    assert not any("_causal" in line and other.short_form() in line for line in requests_in(log()))
+
+
+def test_the_configs_to_try_are_those_with_a_mask_too() -> None:
+    tool = load_tool("tools/benchmark/autotune.py")
+    found = tool.candidates(tool.parse_arguments(["--steps", LAST.step.id]))
+    assert {LAST, LONG, LAST_CAUSAL} <= {*found}
+    assert len(found) == len({*found})
 
 
 def test_a_family_of_another_architecture_is_passed_over_with_the_reason(

@@ -49,6 +49,7 @@ from flash_helpers.tune.sweep import (
     Journal,
     Sweep,
     SweepRow,
+    kernel_of,
     load_sweep,
     outcomes_text,
 )
@@ -59,13 +60,15 @@ COMPILE_TIMEOUT_S = 300.0
 
 DESCRIPTION = f"""\
 Search for the fastest configs of this GPU. Candidates are compiled on the side, into machine code
-for this GPU alone; those that spill or do not fit are dropped; the others are compared with float64
-and timed beside PyTorch's flash backend, in a process that they may hang or crash. The fastest few
-of each step meet in one run at all lengths, and the harmonic mean decides. The winners are
-written to configs/best_GPU.json and all that was found to configs/sweep_GPU.json; those of other
-steps in these files stay. What was measured is kept in build/autotune: a sweep that was stopped
-goes on where it was; a candidate that failed is not tried again, unless that folder is deleted.
-First round at {" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
+for this GPU alone; those that spill or do not fit are dropped; the others are compared with
+float64 and timed beside PyTorch's flash backend, in a process that they may hang or crash. The
+fastest few of each step meet in one run at all lengths, and the harmonic mean decides; a length
+at which another is faster is noted. Configs for causal problems are tuned on such, for
+themselves. The winners are written to configs/best_GPU.json and all that was found to
+configs/sweep_GPU.json; those of other steps in these files stay. What was measured is kept in
+build/autotune: a sweep that was stopped goes on where it was; a candidate that failed is not
+tried again, unless that folder is deleted. First round at
+{" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
 """
 
 EXAMPLES = """\
@@ -74,6 +77,8 @@ examples:
     python tools/benchmark/autotune.py --steps 16 --budget 240
   every step that has something to tune, in both dtypes; it takes long and can be stopped:
     python tools/benchmark/autotune.py --dtype both
+  the last kernel of hopper in both dtypes, by length, causal too:
+    python tools/benchmark/autotune.py --steps h22 --dtype both
   with tiles so large that they spill a little, which can pay:
     python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:
@@ -143,7 +148,8 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
     if arguments.configs:
         configs = read_config_file(arguments.configs)
     else:
-        configs = get_autotuning_kernel_configs()
+        swept = get_autotuning_kernel_configs()
+        configs = sorted({variant for config in swept for variant in config.variants()})
     dtypes = parse_dtypes(arguments.dtype)
     steps = parse_steps(arguments.steps or [ALL])
     chosen = [config for config in configs if config.dtype in dtypes and config.step in steps]
@@ -154,7 +160,10 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
             f"{arguments.dtype}: steps that can be tuned are "
             f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
-    require_taken(chosen, *map(default_shape, (*arguments.seq, *arguments.screen_seq)))
+    for causal in {config.supports.causal for config in chosen}:
+        own = [config for config in chosen if config.supports.causal == causal]
+        lengths = (*arguments.seq, *arguments.screen_seq)
+        require_taken(own, *(default_shape(n, causal=causal) for n in lengths))
     return chosen
 
 
@@ -173,11 +182,13 @@ class Bar:
 
 
 def winner_text(found: BestConfig) -> str:
-    """One line."""
-    return (
+    """One line, and one for each length at which another config is faster."""
+    lines = [
         f"{found.step} {found.dtype}: {found.config}, {found.mean_tflops:.0f} TFLOP/s, "
         f"{found.of_flash:.3f} of PyTorch's flash backend, of {found.n_candidates} timed"
-    )
+    ]
+    lines += [f"  at {a.seq_len}: {a.config}, {a.of_mean:.3f} of that" for a in found.at_lengths]
+    return "\n".join(lines)
 
 
 def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
@@ -195,8 +206,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     runs = [c for c in configs if c.family.runs_on(divmod(info.architecture, 10))]
     if not runs:
         raise UsageError(f"{info.gpu} runs none of the chosen steps: choose others with --steps")
-    kernels = list(dict.fromkeys((config.step.id, config.dtype) for config in runs))
-    found = (best.find(step, dtype.short) for step, dtype in kernels)
+    kernels = list(dict.fromkeys(map(kernel_of, runs)))
+    found = (best.find(step, dtype.short, causal) for step, dtype, causal in kernels)
     champions = [config for config in found if config is not None]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
@@ -231,7 +242,9 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     print(outcomes_text(sweep.rows()))
     print("\n".join([*sweep.notes, *map(winner_text, winners)]))
     missing = [
-        f"{step} {dtype.short}" for (step, dtype), winner in chosen.items() if winner is None
+        f"{step} {dtype.short}{' causal' if causal else ''}"
+        for (step, dtype, causal), winner in chosen.items()
+        if winner is None
     ]
     if missing:
         print(f"no config could be timed: {', '.join(missing)}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.kernel_configs import AttentionForward, Config
 
 DEFAULT_SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 N_HEADS = 16
@@ -20,3 +20,8 @@ def default_shape(
     """
     batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
     return AttentionForward(batch, heads, seq_len, kv_heads=kv_heads, causal=causal)
+
+
+def tuning_shape(config: Config, seq_len: int) -> AttentionForward:
+    """The problem of one length that a config is tuned on: causal if it takes no others."""
+    return default_shape(seq_len, causal=config.supports.causal)

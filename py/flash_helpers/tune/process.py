@@ -61,7 +61,8 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class Request:
-    """Kernels of one dtype, to be measured beside PyTorch's flash backend at some lengths."""
+    """Kernels of one dtype, all causal or none, to be measured beside PyTorch's flash backend at
+    some lengths."""
 
     kernels: tuple[KernelFile, ...]
     seq_lens: tuple[int, ...]

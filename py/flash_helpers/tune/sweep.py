@@ -18,7 +18,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +26,7 @@ from typing import ClassVar
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
 from flash_helpers.measure.results import FLASH, Load, Measurement, Protocol, read_record
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.registry.selection import first_refusal
 from flash_helpers.tune.process import (
     KernelFile,
@@ -36,9 +36,10 @@ from flash_helpers.tune.process import (
     WorkerNotStarted,
     WorkerProcess,
 )
-from flash_helpers.tune.winners import BestConfig, GpuFile
+from flash_helpers.tune.winners import BestAtLength, BestConfig, GpuFile
 
 N_FINALISTS = 5
+AT_LENGTH_GAIN = 1.01
 SCREEN_SEQ_LENS = (1024, 4096)
 # short samples, one after the other: what is ranked is a ratio within a round
 SCREEN_PROTOCOL = Protocol(rounds=5, loads=(Load("turns", sample_ms=3.0),))
@@ -131,6 +132,28 @@ def _ratio(measurements: Sequence[Measurement], name: str) -> float | None:
     return own / flash if own and flash else None
 
 
+def _at_lengths(
+    measurements: Iterable[Measurement], winner: Config, configs: Iterable[Config]
+) -> Iterator[BestAtLength]:
+    """At which lengths one of the configs is faster than the winner of the mean, by more than
+    AT_LENGTH_GAIN, so that no kernel is built for less than what measurements differ by."""
+    names = {config.short_form() for config in configs}
+    speeds: dict[int, dict[str, float]] = {}
+    for m in measurements:
+        if m.name in names:
+            speeds.setdefault(m.seq_len, {})[m.name] = m.tflops
+    for seq_len, found in sorted(speeds.items()):
+        fastest = max(found, key=lambda name: found[name])
+        gain = found[fastest] / found[winner.short_form()]
+        if gain > AT_LENGTH_GAIN:
+            yield BestAtLength(seq_len, fastest, round(gain, 4))
+
+
+def kernel_of(config: Config) -> tuple[str, DType, bool]:
+    """What one config is chosen for: its step, its dtype, and whether problems are causal."""
+    return config.step.id, config.dtype, config.supports.causal
+
+
 def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> list[Config]:
     """Every config once: `first`, then the rest in a fixed random order.
 
@@ -207,16 +230,16 @@ class Sweep:
                 f"needs {config.smem_bytes} bytes of shared memory a block, "
                 f"{self.info.gpu} has {self.info.smem_bytes}"
             )
-        shapes = (default_shape(n) for n in {*self.seq_lens, *self.screen_seq_lens})
+        shapes = (tuning_shape(config, n) for n in {*self.seq_lens, *self.screen_seq_lens})
         return first_refusal(config, shapes)
 
-    def choose(self, step: str, dtype: DType) -> BestConfig | None:
-        """The fastest config of a step in a dtype by a run of the fastest few at all lengths;
-        None if none was timed."""
+    def choose(self, step: str, dtype: DType, causal: bool) -> BestConfig | None:
+        """The fastest config of a step in a dtype, on causal problems or on others, by a run of
+        the fastest few at all lengths; None if none was timed."""
         rows = [
             row
             for config, row in self._rows.items()
-            if (config.step.id, config.dtype) == (step, dtype) and row.of_flash is not None
+            if kernel_of(config) == (step, dtype, causal) and row.of_flash is not None
         ]
         fastest: dict[str, Config] = {}  # of each code
         for row in sorted(rows, key=lambda row: (-(row.of_flash or 0), row.name)):
@@ -247,6 +270,8 @@ class Sweep:
             driver=self.info.driver,
             compiler=".".join(map(str, self.compiler.toolchain.version)),
             torch=self.info.torch,
+            causal=causal,
+            at_lengths=tuple(_at_lengths(measurements, winner, right)),
         )
 
     def rows(self) -> list[SweepRow]:

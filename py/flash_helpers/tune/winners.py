@@ -4,6 +4,7 @@ and `flash_attention.best_config` read, and all candidates (flash_helpers.tune.s
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -54,12 +55,25 @@ class GpuFile(RecordFile):
 
 
 @dataclass(frozen=True)
+class BestAtLength:
+    """The fastest config at one length, by short form. of_mean: its speed there over that of the
+    config that is fastest in the mean."""
+
+    seq_len: int
+    config: str
+    of_mean: float
+
+
+@dataclass(frozen=True)
 class BestConfig:
     """The fastest config of one step in one dtype, and what it was measured with.
 
     config: short form. mean_tflops: harmonic mean over seq_lens; of_flash: over that of PyTorch's
-    flash backend in the same process. n_candidates: configs that were timed.
+    flash backend in the same process. n_candidates: configs that were timed. causal: on causal
+    problems, as its configs are. at_lengths: of seq_lens those at which another config is faster.
     """
+
+    MAY_LACK: ClassVar[tuple[str, ...]] = ("causal", "at_lengths")
 
     step: str
     dtype: str
@@ -73,6 +87,16 @@ class BestConfig:
     driver: str
     compiler: str
     torch: str
+    causal: bool = False
+    at_lengths: tuple[BestAtLength, ...] = ()
+
+    def names(self, seq_len: int | None = None) -> list[str]:
+        """Short forms, the preferred one first. seq_len: of a problem, which the measured length
+        nearest to it, as a ratio, stands for; None stands for all."""
+        if seq_len is None:
+            return [self.config]
+        nearest = min(self.seq_lens, key=lambda n: abs(math.log(n / seq_len)))
+        return [*(at.config for at in self.at_lengths if at.seq_len == nearest), self.config]
 
 
 @dataclass(frozen=True)
@@ -85,26 +109,34 @@ class BestConfigs(GpuFile):
 
     best: tuple[BestConfig, ...]
 
-    def find(self, step: str, dtype: str) -> Config | None:
-        """The fastest config of a step in a dtype, if one is known and the registry still has
-        it."""
+    def find(
+        self, step: str, dtype: str, causal: bool = False, seq_len: int | None = None
+    ) -> Config | None:
+        """The fastest config of a step in a dtype, at one length or in the mean, if one is known
+        and the registry still has it."""
         for entry in self.best:
-            if (entry.step, entry.dtype) == (step, dtype):
-                with contextlib.suppress(ValueError):
-                    return config_from_short_form(entry.config)
+            if (entry.step, entry.dtype, entry.causal) == (step, dtype, causal):
+                for name in entry.names(seq_len):
+                    with contextlib.suppress(ValueError):
+                        return config_from_short_form(name)
         return None
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:
-        """With these in the place of others of their steps and dtypes; in order."""
-        by_kernel = {(e.step, e.dtype): e for e in (*self.best, *entries)}
-        ordered = sorted(by_kernel, key=lambda key: (list(STEPS).index(key[0]), key[1]))
+        """With these in the place of others of their steps, dtypes and masks; in order."""
+        by_kernel = {(e.step, e.dtype, e.causal): e for e in (*self.best, *entries)}
+        ordered = sorted(by_kernel, key=lambda key: (list(STEPS).index(key[0]), *key[1:]))
         return replace(self, best=tuple(by_kernel[key] for key in ordered))
 
     def document(self) -> dict[str, Any]:
         """The entries; "configs" is what the generator reads."""
         document = super().document()
         best = document.pop("best")
-        return {**document, "configs": tuple(entry.config for entry in self.best), "best": best}
+        names = (
+            name
+            for entry in self.best
+            for name in (entry.config, *(at.config for at in entry.at_lengths))
+        )
+        return {**document, "configs": tuple(dict.fromkeys(names)), "best": best}
 
 
 def load_best(path: Path) -> BestConfigs:

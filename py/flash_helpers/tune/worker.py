@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
-from flash_helpers.kernel_configs import DType, config_from_short_form
+from flash_helpers.kernel_configs import AttentionForward, config_from_short_form
 from flash_helpers.measure.benchmark import (
     Contender,
     InputSet,
@@ -36,7 +36,7 @@ from flash_helpers.measure.benchmark import (
 )
 from flash_helpers.measure.machine import GpuSensor, driver_version
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.registry.launch import WORKSPACE
 from flash_helpers.runtime.driver import LoadedKernel
@@ -95,39 +95,39 @@ class Worker:
         self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
 
     def answer(self, request: Request) -> Answer:
-        """Measure every kernel of a request, all of one dtype, at every length."""
+        """Measure every kernel of a request at every length."""
         contenders = [library_contender(FLASH), *map(cubin_contender, request.kernels)]
-        dtype = config_from_short_form(request.kernels[0].config).dtype
+        first = config_from_short_form(request.kernels[0].config)
         measurements: list[Measurement] = []
         skipped: list[SkippedRecord] = []
         for seq_len in request.seq_lens:
             try:
-                measurements += self._measure(contenders, seq_len, dtype, request.protocol)
+                problem = tuning_shape(first, seq_len).in_dtype(first.dtype)
+                measurements += self._measure(contenders, problem, request.protocol)
             except torch.cuda.OutOfMemoryError as error:
-                skipped.append(skipped_record(dtype, seq_len, error))
+                skipped.append(skipped_record(first.dtype, seq_len, error))
         return Answer(tuple(measurements), tuple(skipped))
 
     def _measure(
-        self, contenders: Sequence[Contender], seq_len: int, dtype: DType, protocol: Protocol
+        self, contenders: Sequence[Contender], problem: AttentionForward, protocol: Protocol
     ) -> list[Measurement]:
         try:
-            return self._measure_once(contenders, seq_len, dtype, protocol)
+            return self._measure_once(contenders, problem, protocol)
         except torch.cuda.OutOfMemoryError:
             # the inputs of the other lengths may be all that is in the way
             self._sets.clear()
         torch.cuda.empty_cache()
-        return self._measure_once(contenders, seq_len, dtype, protocol)
+        return self._measure_once(contenders, problem, protocol)
 
     def _measure_once(
-        self, contenders: Sequence[Contender], seq_len: int, dtype: DType, protocol: Protocol
+        self, contenders: Sequence[Contender], problem: AttentionForward, protocol: Protocol
     ) -> list[Measurement]:
-        shape = default_shape(seq_len)
         timer = make_timer(self._device, protocol)
-        key = (seq_len, dtype, protocol.inputs, protocol.seed, protocol.cache)
+        key = (problem, protocol.inputs, protocol.seed, protocol.cache)
         if key not in self._sets:
-            self._sets[key] = make_input_sets(shape, dtype, self._device, timer, protocol)
+            self._sets[key] = make_input_sets(problem, problem.dtype, self._device, timer, protocol)
         found = measure_problem(
-            contenders, self._sets[key], shape, dtype, timer, protocol, self._sensor
+            contenders, self._sets[key], problem, problem.dtype, timer, protocol, self._sensor
         )
         # an error of the GPU stays: better here than in the next kernel's measurement
         torch.cuda.synchronize(self._device)
