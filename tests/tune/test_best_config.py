@@ -24,10 +24,11 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.choice import preferred_steps
+from flash_helpers.registry.hopper import LONG_TILE
 from flash_helpers.runtime import library
 from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config, choose_config
-from flash_helpers.tune.winners import BestConfig, BestConfigs, best_file, load_best
+from flash_helpers.tune.winners import BestAtLength, BestConfig, BestConfigs, best_file, load_best
 
 BUILT = get_kernels_to_build()
 FIXED = {(c.step.id, c.dtype): c for c in get_kernel_progression_configs()}
@@ -173,6 +174,31 @@ def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monke
     library.resolve.cache_clear()
 
 
+def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_path) -> None:
+    plain, causal = FIXED["h22", DType.BF16].variants()
+    long = plain.replace(**LONG_TILE)
+    found(H200, "9.0", plain)
+    path = best_file(tmp_path / "configs", H200)
+    file = load_best(path)
+    at_lengths = (BestAtLength(4096, long.short_form(), 1.02),)
+    plain_entry = dataclasses.replace(file.best[0], at_lengths=at_lengths)
+    file.updated([plain_entry, dataclasses.replace(entry(causal), causal=True)]).save(path)
+    assert len(load_best(path).best) == 2
+    best._files.cache_clear()
+    on(H200, "9.0")
+    assert best_config("h22", "bf16") == best_config("h22", "bf16", seq_len=600) == plain
+    assert best_config("h22", "bf16", seq_len=3000) == long
+    assert best_config("h22", "bf16", causal=True, seq_len=3000) == causal
+
+
+def test_without_winners_a_causal_problem_gets_the_fixed_config_with_a_mask(found) -> None:
+    plain, causal = FIXED["h22", DType.BF16].variants()
+    assert best_config("h22", "bf16", "cpu", causal=True) == causal
+    assert best_config("h22", "bf16", "cpu") == plain
+    with pytest.raises(ValueError, match="step v16 has no causal kernel"):
+        best_config("v16", "bf16", "cpu", causal=True)
+
+
 # The file
 
 
@@ -184,6 +210,17 @@ def test_a_file_is_read_back_and_is_what_the_generator_reads(tmp_path: Path) -> 
     configs.save(path)
     assert load_best(path) == configs
     assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED["v8", DType.BF16]]
+
+
+def test_a_file_from_before_causal_configs_and_lengths_is_read_as_without(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "best.json"
+    configs = BestConfigs(H100, "9.0", (entry(LARGE),))
+    data = json.loads(configs.to_json())
+    del data["best"][0]["causal"], data["best"][0]["at_lengths"]
+    path.write_text(json.dumps(data))
+    assert load_best(path) == configs
 
 
 def test_a_winner_takes_the_place_of_the_one_before_in_order() -> None:
@@ -205,8 +242,9 @@ def test_committed_files_are_named_by_their_gpu_and_hold_configs_of_the_registry
         file = load_best(path)
         assert path == best_file(path.parent, file.gpu)
         for found in file.best:
-            config = file.find(found.step, found.dtype)
+            config = file.find(found.step, found.dtype, found.causal)
             assert config is not None and config.step.id == found.step
+            assert config.supports.causal == found.causal
 
 
 class TestChoice:
@@ -243,7 +281,7 @@ class TestChoice:
             (A100, "8.0", 256, NEWEST),
             (A100, "8.0", 64, FIXED["v16", DType.BF16]),
             (H100, "9.0", 256, ON_HOPPER),
-            (H100, "9.0", 100, ON_HOPPER),
+            (H100, "9.0", 192, ON_HOPPER),
         ],
     )
     def test_without_winners_is_the_fixed_config_that_takes_the_problem(
@@ -285,19 +323,39 @@ class TestChoice:
     def test_of_a_causal_problem_is_the_config_with_a_mask_if_it_was_built(
         self, found, on, monkeypatch
     ) -> None:
-        plain, causal = general(WITH_CAUSAL).variants()
+        plain, masked = general(WITH_CAUSAL).variants()
         monkeypatch.setattr(best, "FAMILIES", {"ampere": AMPERE, "hopper": GENERAL})
         monkeypatch.setattr(best, "preferred_steps", lambda _: [WITH_CAUSAL])
-        monkeypatch.setattr(best, "best_config", lambda *_: plain)
-        monkeypatch.setattr(library, "kernels", lambda: [plain, causal])
+        monkeypatch.setattr(best, "best_config", lambda *_, causal, **__: (plain, masked)[causal])
+        monkeypatch.setattr(library, "kernels", lambda: [plain, masked])
         on(H100, "9.0")
         problem = AttentionForward(1, 1, 100)
         assert choose_config(problem, self.CUDA) == plain
-        assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == causal
+        assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == masked
         best._candidates.cache_clear()
         monkeypatch.setattr(library, "kernels", lambda: [plain])
-        with pytest.raises(ValueError, match="causal is not supported by h21_"):
+        with pytest.raises(ValueError, match=f"causal is not supported by {WITH_CAUSAL.id}_"):
             choose_config(dataclasses.replace(problem, causal=True), self.CUDA)
+
+    def test_is_the_winner_at_the_length_and_one_with_a_mask_for_causal_problems(
+        self, found, on, tmp_path
+    ) -> None:
+        plain, causal = self.ON_HOPPER.variants()
+        long = plain.replace(**LONG_TILE)
+        found(H200, "9.0", long)
+        on(H200, "9.0")
+        problem = AttentionForward(1, 1, 100)
+        # the tile has no mask: that of the fixed config
+        assert choose_config(problem, self.CUDA) == long
+        assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == causal
+        best._candidates.cache_clear()
+        path = best_file(tmp_path / "configs", H200)
+        at_lengths = (BestAtLength(512, plain.short_form(), 1.02),)
+        file = load_best(path)
+        file.updated([dataclasses.replace(file.best[0], at_lengths=at_lengths)]).save(path)
+        best._files.cache_clear()
+        assert choose_config(problem, self.CUDA) == plain
+        assert choose_config(AttentionForward(1, 1, 5000), self.CUDA) == long
 
     def test_on_the_cpu_is_the_newest_steps_fixed_config(self, found) -> None:
         found(H100, "9.0", self.winner())

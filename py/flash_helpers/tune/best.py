@@ -7,6 +7,7 @@ The files are those of configs/best_*.json in the repository when the library wa
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from pathlib import Path
 
@@ -25,48 +26,60 @@ def best_config(
     step: str | int,
     dtype: torch.dtype | DType | str,
     device: torch.device | str | int | None = None,
+    *,
+    causal: bool = False,
+    seq_len: int | None = None,
 ) -> Config:
     """The fastest built config of a step and dtype on a device, as far as sweeps have found out.
 
     step: its id, such as "v16"; a number alone means the ampere family. dtype: such as
-        torch.bfloat16 or "bf16". device: the current CUDA device by default.
+        torch.bfloat16 or "bf16". device: the current CUDA device by default. causal: for causal
+        problems. seq_len: for problems of about this length; in the mean over lengths by default.
 
     It is the first of these that is known and was built:
       1. the winner of a sweep on a GPU of this name;
       2. the winner on another GPU of the same compute capability, the first by its name;
-      3. the step's fixed config, as for steps that have nothing to tune and on the CPU, where
-         kernels are simulated.
+      3. the step's fixed config, or the causal one of its tile, as for steps that have nothing to
+         tune and on the CPU, where kernels are simulated.
     A winner on this very GPU that was not built is announced by a RuntimeWarning.
 
-    Raises ValueError for a step or dtype that does not exist, and if not even the step's fixed
-    config was built; RuntimeError if the library is not there.
+    Raises ValueError for a step or dtype that does not exist, a step without a causal kernel if one
+    is wanted, and if not even the fixed config was built; RuntimeError if the library is not there.
     """
     found = find_steps(str(step)) or ()
     if len(found) != 1:
         raise UsageError(f"step {step!r} is not one of {', '.join(STEPS)}")
     element = _element_type(dtype)
     built = set(library.kernels())
-    for config in _winners(found[0], element, device):
+    for config in _winners(found[0], element, device, causal, seq_len):
         if config in built:
             return config
-    return library.resolve(FAMILIES[found[0].family].fixed_config(found[0], element))
+    fixed = FAMILIES[found[0].family].fixed_config(found[0], element)
+    made_for = [config for config in fixed.variants() if config.supports.causal == causal]
+    if not made_for:
+        raise UsageError(f"step {found[0].id} has no causal kernel: choose a later one of hopper")
+    return library.resolve(made_for[0])
 
 
 def choose_config(problem: AttentionForward, device: torch.device) -> Config:
     """The built config that computes a problem on a device when nobody names one.
 
     It is the first that supports the problem among, for the last step of each family that runs on
-    the device, the newest family first: its `best_config`, its fixed config, and their variants
-    (`Config.variants`).
+    the device, the newest family first: its `best_config` for such problems, that at the number of
+    queries first, its fixed config, and their variants (`Config.variants`).
 
     Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
     that runs no kernel, and if the library is not there.
     """
-    return first_that_takes(problem, _candidates(problem.dtype, device))
+    length = 2 ** round(math.log2(problem.len_q))  # so that few are asked for
+    candidates = _candidates(problem.dtype, device, problem.causal, length)
+    return first_that_takes(problem, candidates)
 
 
 @functools.cache
-def _candidates(dtype: DType, device: torch.device) -> tuple[Config, ...]:
+def _candidates(
+    dtype: DType, device: torch.device, causal: bool, seq_len: int
+) -> tuple[Config, ...]:
     capability = None
     if device.type == "cuda":
         tensors.check_device(next(iter(FAMILIES.values())), device)
@@ -76,8 +89,14 @@ def _candidates(dtype: DType, device: torch.device) -> tuple[Config, ...]:
     for step in preferred_steps(capability):
         fixed = FAMILIES[step.family].fixed_config(step, dtype)
         if fixed in built:
-            best = best_config(step.id, dtype, device)
-            variants = [*best.variants(), *fixed.variants()]
+            every = [fixed]
+            if any(c in built and c.supports.causal == causal for c in fixed.variants()):
+                at_length, in_mean = (
+                    best_config(step.id, dtype, device, causal=causal, seq_len=n)
+                    for n in (seq_len, None)
+                )
+                every = [at_length, in_mean, fixed]
+            variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
     if not found:
         raise RuntimeError(
@@ -91,15 +110,22 @@ def _element_type(dtype: torch.dtype | DType | str) -> DType:
     return dtype if isinstance(dtype, DType) else DType.from_name(str(dtype).removeprefix("torch."))
 
 
-def _winners(step: Step, dtype: DType, device: torch.device | str | int | None) -> list[Config]:
+def _winners(
+    step: Step,
+    dtype: DType,
+    device: torch.device | str | int | None,
+    causal: bool,
+    seq_len: int | None,
+) -> list[Config]:
     gpu = _gpu(device)
     if gpu is None:
         return []
     name, capability = gpu
     files = _files(library.package_folder() / CONFIG_FOLDER)
-    own = [file.find(step.id, dtype.short) for file in files if file.gpu == name]
+    asked = (step.id, dtype.short, causal, seq_len)
+    own = [file.find(*asked) for file in files if file.gpu == name]
     near = [
-        file.find(step.id, dtype.short)
+        file.find(*asked)
         for file in files
         if file.gpu != name and file.compute_capability == capability
     ]
