@@ -90,6 +90,7 @@ EXPECTED = (
     "ping_pong",
     "own_products",
     "flattened",
+    "causal_blocks",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1071,6 +1072,21 @@ def test_the_phases_of_a_ring_alternate_and_end_when_the_slot_is_full_or_empty()
             ]
             for phase, end in zip(phases[:-1], ends, strict=False):
                 assert phase.box.right == pytest.approx(end, abs=0.5)
+
+
+def test_a_diagonal_lies_in_the_first_two_blocks_of_a_tile() -> None:
+    """512 queries, 560 keys: query i sees key j if j <= i + 48."""
+    mask = np.arange(5 * 128) <= np.minimum(np.arange(512)[:, None] + 48, 559)
+    for cell in drawn("causal_blocks").with_data("tile", "block"):
+        tile, block = int(cell.data["tile"]), int(cell.data["block"])
+        part = mask[tile * 128 : (tile + 1) * 128, block * 128 : (block + 1) * 128]
+        seen = "all" if part.all() else "part" if part.any() else "none"
+        assert cell.data["seen"] == seen
+        assert seen != "part" or int(cell.data["turn"]) < 2
+        last = np.flatnonzero(mask[(tile + 1) * 128 - 1])[-1] // 128
+        assert "turn" not in cell.data or int(cell.data["turn"]) == last - block
+    taken = len(drawn("causal_blocks").with_data("turn"))
+    assert f"= {taken} blocks of 20 are taken" in drawn("causal_blocks").words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

@@ -63,6 +63,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.ping_pong,
             warpgroups.own_products,
             warpgroups.flattened,
+            warpgroups.causal_blocks,
         )
     }
 )

@@ -435,6 +435,48 @@ def flattened() -> Drawing:
     )
 
 
+def causal_blocks() -> Drawing:
+    """Step h21: the blocks of keys of each tile, in the order in which they are taken."""
+    config, len_q, len_k = hopper_step(21), 512, 560
+    B_r, B_c = config.B_r, config.B_c
+    n, blocks = len_q // B_r, -(-len_k // B_c)
+    d = Drawing(
+        "Step h21: what a causal mask touches is a tile's first two blocks",
+        f"A table: {n} tiles of queries, {blocks} blocks of keys. In each tile the blocks up to "
+        "the diagonal are numbered from the right, from 0 on; only those with the numbers 0 and 1 "
+        "are touched by the diagonal. What lies right of it is not loaded.",
+        f"{len_q} queries in tiles of {B_r}, {len_k} keys in blocks of {B_c}. The number is that "
+        "of the turn in which a tile has the block; the line is the last key that a query sees.",
+    )
+    side, x = 46, d.left + 92
+    width = (d.right - x) / blocks
+    grid = Grid(d, x, d.y + 28, width, side)
+    for column in range(blocks):
+        d.small(grid.middle(column), d.y + 18, f"keys {column * B_c} …", "middle")
+    lengths = []
+    for tile in range(n):
+        d.small(d.left, grid.top(tile) + side / 2 + 4, f"queries {tile * B_r} …")
+        first, last = (tile * B_r + 1 + len_k - len_q, (tile + 1) * B_r + len_k - len_q)  # seen
+        lengths.append(-(-last // B_c))
+        for column in range(blocks):
+            turn, whole = lengths[tile] - 1 - column, (column + 1) * B_c <= first
+            data = {"tile": tile, "block": column}
+            if turn < 0:
+                grid.cell(tile, column, "", dashed=True, **data, seen="none")
+            else:
+                seen = "all" if whole else "part"
+                colour = BLUE if whole else ORANGE
+                grid.cell(tile, column, str(turn), colour, **data, seen=seen, turn=turn)
+    ends = [(x + (query + len_k - len_q) / B_c * width, query) for query in (0, len_q)]
+    d.line([(end, grid.y + query / B_r * side) for end, query in ends], RED)
+    return d.result(
+        grid.top(n) + 16,
+        f"Orange: hidden in part. Blue: seen whole; the loop has numbers 2 and up, and no mask. "
+        f"{' + '.join(map(str, lengths))} = {sum(lengths)} blocks of {n * blocks} are taken. With "
+        "as many keys as queries the diagonal lies in block 0 alone.",
+    )
+
+
 def _next_block(at: float, S: float, O: float, ex2: float) -> list[Segment]:  # noqa: E741
     return [
         Segment(at, S, "S_1", BLUE),
