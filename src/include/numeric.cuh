@@ -3,7 +3,7 @@
 
 #include "flash_attention.cuh"
 
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Two fp32 values to one register of two 16-bit elements, rounded to nearest even; `low` comes
 // first in memory.

@@ -376,12 +376,15 @@ class TestGeneralSteps:
         counter = Address(HOPPER.arguments.offset("next_tile"), WORKSPACE)
         assert (counter in launch.addresses) == counts
 
-    def test_heads_are_grouped_by_tiles_as_there_are_blocks_at_a_time(self):
+    def test_heads_are_grouped_by_their_tiles(self):
         offset = HOPPER.arguments.offset("head_group")
-        for length, heads in ((128, 33), (512, 8), (1024, 16), (16384, 1), (65536, 1)):
+        for length, heads in ((128, 33), (512, 8), (1024, 4), (2048, 16), (65536, 1)):
             problem = AttentionForward(1, 1, length, causal=True)
             (launch,) = general(WITH_CAUSAL, causal=True).launch(problem, problem.strides())
             assert struct.unpack_from("<i", launch.arguments, offset) == (heads,)
+        problem = AttentionForward(1, 1, 1024, causal=True)
+        (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
+        assert struct.unpack_from("<i", launch.arguments, offset) == (16,)
 
     def test_causal_has_its_diagonal_in_two_blocks_of_keys(self):
         with pytest.raises(ValueError, match="causal with B_r 192 over B_c 80"):

@@ -187,6 +187,7 @@ class HopperKernelConfig(Config):
         one tile after the other."""
         q_tiles = -(-problem.len_q // self.B_r)
         tiles = q_tiles * problem.heads * problem.batch
+        counts = DYNAMIC in self.step.traits and self.causal and q_tiles >= _COUNTED_FROM
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
         values: dict[str, tuple[float, ...]] = {
             "len_k": (problem.len_k,),
@@ -196,13 +197,12 @@ class HopperKernelConfig(Config):
             "q_tiles": (q_tiles,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (problem.softmax_scale * math.log2(math.e),),
-            "head_group": (_head_group(q_tiles),),
+            "head_group": (_head_group(q_tiles, counts),),
         }
         values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
         if problem.return_lse:
             pointers["lse"] = "lse"
-        counts = DYNAMIC in self.step.traits and self.causal and q_tiles >= _COUNTED_FROM
         if counts:
             pointers["next_tile"] = WORKSPACE
         return (
@@ -269,13 +269,19 @@ class HopperKernelConfig(Config):
 
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 _COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
+_SHORT = 8  # tiles of a head
 
 
-def _head_group(q_tiles: int) -> int:
-    """Heads whose causal tiles are taken together, longest first: as many as have a tile for each
-    block at a time, since the fewer K and V are in use, the less is fetched; of short ones a
-    quarter, which without a counter balances best (measured)."""
-    return max(1, SMS // (4 * q_tiles if q_tiles < _COUNTED_FROM else q_tiles))
+def _head_group(q_tiles: int, counts: bool) -> int:
+    """Heads whose causal tiles are taken together, longest first.
+
+    As many as have a tile for each block at a time, if blocks take theirs from a counter: the fewer
+    K and V are in use, the less is fetched. Without one, what balances best (measured): a quarter
+    of that in short sequences, twice as many in long ones.
+    """
+    if counts:
+        return max(1, SMS // q_tiles)
+    return max(1, SMS // (4 * q_tiles) if q_tiles <= _SHORT else 2 * SMS // q_tiles)
 
 
 def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:
@@ -422,7 +428,7 @@ HOPPER = Family(
         ),
         StepEntry(
             "causal",
-            "causal: tiles end at the diagonal, which two blocks have to do with",
+            "causal: a tile ends at the diagonal, which lies in its first two blocks",
             _file(21),
             opens={"causal": (False,)},
         ),

@@ -60,7 +60,7 @@ __device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs
 __device__ __forceinline__ void store_lse(const HopperKernelArgs &args, TilePlace place, int query,
                                           float m, float l) {
     const int64_t row = int64_t(place.batch) * args.heads + place.head;
-    args.lse[row * args.len_q + query] = (m + log2_approx(l)) / kLog2e;
+    args.lse[row * args.len_q + query] = (m + log2_approx(l)) * kLn2;
 }
 
 // The block's next tile, behind the first that it knows: the next that nobody has taken, or without
