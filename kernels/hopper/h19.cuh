@@ -12,8 +12,11 @@
 // Expected: the speed of h18 where blocks are whole.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 828, 2.22.
+// Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: as fast as h18 on whole blocks; other lengths pay for the rest of their last block.
+// Verdict: about as fast as h18 on whole blocks; other lengths pay for the rest of a last block.
 //
 // Phases
 //   1. barriers

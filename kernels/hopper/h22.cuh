@@ -12,8 +12,11 @@
 // Expected: 5% in causal, more in short sequences; nothing elsewhere.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 818, 2.19.
+// Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: in causal a gain from length 4096, none below; nothing elsewhere.
+// Verdict: a percent lost without a mask. With one a first run, not kept, gained from length 4096.
 //
 // Phases
 //   1. barriers
