@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow
 
 PROGRESSION = HOPPER.progression()
 THREE_BLOCKS = AttentionForward(batch=1, heads=1, len_q=384)
+# Neither dtype is read in another way, and where they differ is in fp16's check.
+ONE_DTYPE = [config for config in PROGRESSION if config.dtype is DType.BF16] + PROGRESSION[-2:-1]
 OPTIMISTIC = [config for config in PROGRESSION if REPLAYS in config.step.traits]
 THREE_WARPGROUPS = [config for config in tuned_configs() if config.B_r == 192]
 
@@ -48,7 +50,7 @@ def compared(config, shape: AttentionForward | None = None, **options) -> Compar
 
 
 class TestEveryQuantityOfEveryKernelAgrees:
-    @pytest.mark.parametrize("config", PROGRESSION, ids=lambda c: c.short_form())
+    @pytest.mark.parametrize("config", ONE_DTYPE, ids=lambda c: c.short_form())
     def test_where_the_maximum_changes(self, config):
         found = compared(config, distribution="outliers")
         assert found.disagreement is None
@@ -73,8 +75,7 @@ class TestEveryQuantityOfEveryKernelAgrees:
 class TestRowsThatDoNotFit:
     """Where m is that of a tile's first block."""
 
-    @pytest.mark.parametrize("dtype", DType)
-    @pytest.mark.parametrize("step", ("h12", "h17"))
+    @pytest.mark.parametrize(("step", "dtype"), [("h12", DType.FP16), ("h17", DType.BF16)])
     def test_are_compared_with_exact_ones(self, step, dtype, monkeypatch):
         config = config_of(step, dtype)
         q, k, v = make_inputs("normal", THREE_BLOCKS, getattr(torch, dtype.torch_name))

@@ -376,7 +376,7 @@ FAULTS = {
     ),
     "h20: the scale is not the call's": Fault(
         "h20", BF16, MAIN_LOOP, r"ld\.param\.f32", swap(r"ld\.param(\.f32\s+%f\d+), .*;",
-        r"mov\1, 0f3F800000;"), quantity="output",
+        r"mov\1, 0f3F800000;"), quantity="l", turn=1,
     ),
     "h21: rows that see keys are taken for those that see none": Fault(
         "h21", BF16, MAIN_LOOP, r"setp\.lt\.s32\s+%p\d+, %r\d+, 1;", swap(", 1;", ", 4096;"),

@@ -186,13 +186,14 @@ class Supports:
         and fewer; each ability, and all of them."""
         lengths = [*self._corner_lengths()]
         cases: list[tuple[int, int, int, int, dict[str, Any]]] = [
-            *((1, 1, *both, {}) for both in lengths[::2]),
-            *((2, 3, *both, {}) for both in lengths[1::2]),
+            *((1, 1, *both, {}) for both in lengths[:-1]),
+            (2, 3, *lengths[-1], {}),
         ]
         options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
+        cases += [(1, 6, *lengths[-2], option) for option in options]
         if len(options) > 1:
-            options.append({key: value for option in options for key, value in option.items()})
-        cases += [(2, 6, *lengths[-1], option) for option in options]
+            together = {key: value for option in options for key, value in option.items()}
+            cases.append((2, 6, *lengths[-1], together))
         for d_head in self.d_heads:
             for batch, heads, len_q, len_k, option in cases:
                 yield AttentionForward(
@@ -207,7 +208,7 @@ class Supports:
                 )
 
     def _corner_lengths(self) -> Iterator[tuple[int, int]]:
-        """Of queries and keys; one batch and head and several take turns."""
+        """Of queries and keys; the last pair is that of several batches and heads."""
         shortest, B_r, B_c = self.shortest, self.B_r, self.B_c
         yield shortest, shortest
         if self.blocks:
