@@ -452,7 +452,8 @@ def causal_blocks() -> Drawing:
     width = (d.right - x) / blocks
     grid = Grid(d, x, d.y + 28, width, side)
     for column in range(blocks):
-        d.small(grid.middle(column), d.y + 18, f"keys {column * B_c} …", "middle")
+        label = f"{column * B_c} …" if column else "keys 0 …"
+        d.small(grid.middle(column), d.y + 18, label, "middle")
     lengths = []
     for tile in range(n):
         d.small(d.left, grid.top(tile) + side / 2 + 4, f"queries {tile * B_r} …")
