@@ -55,14 +55,22 @@ Kernel h21_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h21_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h21_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h22_fp16_d128_Br128_Bc128_K3_V2_kernel();
 Kernel h22_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h22_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h22_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
-Kernel h22_bf16_d128_Br128_Bc128_K3_V2_kernel();
 Kernel h22_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h22_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h22_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
+Kernel h23_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h23_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h23_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h23_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
+Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_causal_kernel();
+Kernel h24_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h24_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
+Kernel h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -204,28 +212,52 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
       .V_slots = 2, .ping_pong = true, .causal = true},
      h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
     {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = false, .causal = false},
-     h22_fp16_d128_Br128_Bc128_K3_V2_kernel()},
-    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h22_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
     {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h22_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
-    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = true, .causal = false},
-     h22_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()},
-    {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = false, .causal = false},
-     h22_bf16_d128_Br128_Bc128_K3_V2_kernel()},
     {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h22_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
     {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h22_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
-    {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+    {{.hopper = 23, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h23_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 23, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h23_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 23, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h23_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 23, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h23_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h24_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = false},
-     h22_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
+     h24_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()},
+    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = true},
+     h24_fp16_d128_Br192_Bc80_K3_V3_pp_causal_kernel()},
+    {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h24_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = false},
+     h24_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
+    {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = true},
+     h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal_kernel()},
 };
 // clang-format on

@@ -411,9 +411,9 @@ def test_results_by_length_say_which_problems_were_measured(tmp_path: Path) -> N
     path = tmp_path / "benchmarks/results/hopper_causal_h200.json"
     path.parent.mkdir(parents=True)
     grouped_results().save(path)
-    block = "hopper_causal_h200 h21 h22 dtype=bf16 load=sustained"
+    block = "hopper_causal_h200 h21 h24 dtype=bf16 load=sustained"
     text = render(Evidence(tmp_path), "lengths", block, PurePosixPath("docs/h22_tile_counter.md"))
-    assert "| h22 " in text and "| best of ours " in text
+    assert "| h24 " in text and "| best of ours " in text
     assert "bf16, causal (TFLOP/s count the keys that a query sees), 32 heads on 8, batch" in text
 
 

@@ -1448,7 +1448,7 @@ def test_the_table_by_length_says_which_problems_were_measured() -> None:
     said = "bf16, causal (TFLOP/s count the keys that a query sees), 32 heads on 8, batch 8 at 4096"
     assert said in text
     speeds, _ = length_rows(text)
-    assert speeds["h22"] == speeds["best of ours"][0].split()[:1] == ["600"]
+    assert speeds["h24"] == speeds["best of ours"][0].split()[:1] == ["600"]
     assert said.removeprefix("bf16, ") in report_text(grouped_results())
     assert "causal" not in lengths_table(full_results(), "bf16", SUSTAINED)
 
@@ -1720,8 +1720,8 @@ def test_the_tool_exits_with_1_if_a_kernel_is_wrong(pt_bench, capsys) -> None:
         (["--kernel", "99"], "the steps are v1 to v"),
         (["--kernel", "1", "--seq", "100"], "seq_len 100 is not a multiple"),
         (["--kernel", "1", "--causal"], "causal is not supported by v1"),
-        (["--kernel", "h22", "--kv-heads", "3"], "heads 16 is not a multiple of kv_heads 3"),
-        (["--kernel", "h22", "--causal", "--plot", "x.svg"], "--plot draws the steps at their"),
+        (["--kernel", "h24", "--kv-heads", "3"], "heads 16 is not a multiple of kv_heads 3"),
+        (["--kernel", "h24", "--causal", "--plot", "x.svg"], "--plot draws the steps at their"),
     ],
 )
 def test_wrong_usage_of_the_tool_exits_with_2(

@@ -178,7 +178,7 @@ def grouped_results() -> BenchmarkResults:
         "causal": shape.causal,
     }
     share = shape.operations / default_shape(4096).operations
-    step = STEPS["h22"]
+    step = STEPS["h24"]
     own = FAMILIES[step.family].fixed_config(step, DType.BF16).replace(causal=True)
     return synthetic_results(
         *(

@@ -175,7 +175,7 @@ def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monke
 
 
 def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_path) -> None:
-    plain, causal = FIXED["h22", DType.BF16].variants()
+    plain, causal = FIXED["h24", DType.BF16].variants()
     long = plain.replace(**LONG_TILE)
     found(H200, "9.0", plain)
     path = best_file(tmp_path / "configs", H200)
@@ -186,15 +186,15 @@ def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_pa
     assert len(load_best(path).best) == 2
     best._files.cache_clear()
     on(H200, "9.0")
-    assert best_config("h22", "bf16") == best_config("h22", "bf16", seq_len=600) == plain
-    assert best_config("h22", "bf16", seq_len=3000) == long
-    assert best_config("h22", "bf16", causal=True, seq_len=3000) == causal
+    assert best_config("h24", "bf16") == best_config("h24", "bf16", seq_len=600) == plain
+    assert best_config("h24", "bf16", seq_len=3000) == long
+    assert best_config("h24", "bf16", causal=True, seq_len=3000) == causal
 
 
 def test_without_winners_a_causal_problem_gets_the_fixed_config_with_a_mask(found) -> None:
-    plain, causal = FIXED["h22", DType.BF16].variants()
-    assert best_config("h22", "bf16", "cpu", causal=True) == causal
-    assert best_config("h22", "bf16", "cpu") == plain
+    plain, causal = FIXED["h24", DType.BF16].variants()
+    assert best_config("h24", "bf16", "cpu", causal=True) == causal
+    assert best_config("h24", "bf16", "cpu") == plain
     with pytest.raises(ValueError, match="step v16 has no causal kernel"):
         best_config("v16", "bf16", "cpu", causal=True)
 

@@ -79,8 +79,8 @@ examples:
   at lengths that tiles of 192 rows and 80 keys divide, too:
     python tools/benchmark/pt_bench.py --kernel v16 o5 --seq 960 1920 3840 7680 15360
   causal problems, and 32 heads of Q on 8 of K and V, each into a file of its own:
-    python tools/benchmark/pt_bench.py --kernel h21 h22 --causal --json causal.json
-    python tools/benchmark/pt_bench.py --kernel h22 --heads 32 --kv-heads 8 --json grouped.json
+    python tools/benchmark/pt_bench.py --kernel h21 h24 --causal --json causal.json
+    python tools/benchmark/pt_bench.py --kernel h24 --heads 32 --kv-heads 8 --json grouped.json
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
       --time-budget 60

@@ -386,6 +386,14 @@ FAULTS = {
         "h22", BF16, MAIN_LOOP, r"st\.shared\.b32", drop, None, UninitialisedReadError,
         "load_smem_4(tiles_smem",
     ),
+    "h23: the last place is not announced": Fault(
+        "h23", BF16, EPILOGUE, ARRIVE, drop, nth(-1), DeadlockError,
+        "barrier_wait(Q_ring.barrier(Q_full)",
+    ),
+    "h24: nobody is told that there are no more tiles": Fault(
+        "h24", BF16, EPILOGUE, r"st\.shared\.v4", swap(r"\{%r\d+", "{0"), None, DeadlockError,
+        "barrier_wait(K_ring.barrier(K_full)",
+    ),
 }  # fmt: skip
 
 

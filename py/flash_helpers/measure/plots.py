@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from flash_helpers.kernel_configs import FAMILIES, Config
+from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.benchmark_tables import main_dtype
 from flash_helpers.measure.results import (
     CUDNN,
@@ -124,9 +124,8 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
 
 def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
     """Names of the kernels to draw, with their labels: of each step the faster tile, if it gained,
-    and of the last step of each family."""
-    last = {list(family.steps)[-1] for family in FAMILIES.values()}
-    labels = {}
+    and of the last step of each family that was measured."""
+    measured = []
     highest = 0.0
     for own in stairs(dtype).values():
         tiles = [(own.fixed, own.step.id), (own.large, f"{own.step.id}, large tile")]
@@ -136,10 +135,15 @@ def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
             if config is not None
         ]
         mean, config, label = max(speeds, key=lambda found: found[0])
-        if mean > MILESTONE_GAIN * highest or (mean and own.step.id in last):
-            labels[config.short_form()] = label if own.fixed else own.step.id
-        highest = max(highest, mean)
-    return labels
+        if mean:
+            gained = mean > MILESTONE_GAIN * highest
+            label = label if own.fixed else own.step.id
+            measured.append((own.step.family, config.short_form(), label, gained))
+            highest = max(highest, mean)
+    last = {family: name for family, name, *_ in measured}
+    return {
+        name: label for family, name, label, gained in measured if gained or name == last[family]
+    }
 
 
 def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:

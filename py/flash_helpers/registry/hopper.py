@@ -58,6 +58,7 @@ UNCHECKED = "unchecked"  # P of bf16 is never made smaller by raising m: l alone
 RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
+OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see
 
 # Where m is that of a tile's first block:
 MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
@@ -149,9 +150,29 @@ class HopperKernelConfig(Config):
 
     def variants(self) -> tuple[HopperKernelConfig, ...]:
         """The config, and the causal one, or that without, where the step and the tile have it."""
-        if "causal" not in self.step.tunable or self.B_r > self.B_c:
+        if "causal" not in self.step.tunable or self._refusal_of_causal:
             return (self,)
         return (self, self.replace(causal=not self.causal))
+
+    @property
+    def _refusal_of_causal(self) -> str:
+        """Why the tile cannot be causal and the way out, or nothing."""
+        if OWN_KEYS not in self.step.traits:
+            if self.B_r <= self.B_c:
+                return ""
+            return (
+                f"causal with B_r {self.B_r} over B_c {self.B_c}: the diagonal of a tile would lie "
+                "in more than two blocks of keys: lower B_r, raise B_c, or take a step whose "
+                "warpgroups leave out what they do not see"
+            )
+        unseen = -(-(self.B_r - WGMMA_M) // self.B_c)
+        if unseen < self.K_slots:
+            return ""
+        return (
+            f"causal with B_r {self.B_r}, B_c {self.B_c} and {self.K_slots} slots of K: a "
+            f"warpgroup leaves out up to {unseen} blocks of keys, and would wait for the next one "
+            "while others need these: lower B_r, raise B_c, or add slots of K"
+        )
 
     @property
     def supports(self) -> Supports:
@@ -252,11 +273,8 @@ class HopperKernelConfig(Config):
                 f"V need {self.smem_bytes} bytes of shared memory, over the limit {limit}: lower "
                 "one of them"
             )
-        if self.causal and self.B_r > self.B_c:
-            raise ValueError(
-                f"causal with B_r {self.B_r} over B_c {self.B_c}: the diagonal of a tile would lie "
-                "in more than two blocks of keys: lower B_r, or raise B_c"
-            )
+        if self.causal and self._refusal_of_causal:
+            raise ValueError(self._refusal_of_causal)
         # O, S and P of a thread; P is what S becomes, so that both are there at times
         registers = (self.d_head + self.B_c + self.B_c // 2) // 2
         most = {1: 255, 2: 240, 3: 160}[self.consumers]
@@ -438,6 +456,17 @@ HOPPER = Family(
             _file(22),
             traits=frozenset({DYNAMIC}),
         ),
+        StepEntry(
+            "tile_place",
+            "the producer hands over where a tile is, and others need not work it out",
+            _file(23),
+        ),
+        StepEntry(
+            "own_keys",
+            "a warpgroup leaves out causal blocks of keys that only others see",
+            _file(24),
+            traits=frozenset({OWN_KEYS}),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,
@@ -452,17 +481,12 @@ _LONG_TILE_FROM = "h13"
 
 def tuned_configs() -> list[Config]:
     """What the library holds beside the fixed configs: the tile for long sequences at the step that
-    makes room for it and at the last one, and that without turns, which middle lengths prefer; what
-    is causal."""
+    makes room for it and at the last one; what is causal."""
     *_, last = HOPPER.steps.values()
-    causal = [step for step in HOPPER.steps.values() if "causal" in step.tunable]
-    changes = [
-        *((HOPPER.steps[_LONG_TILE_FROM], LONG_TILE), (last, LONG_TILE)),
-        (last, {"ping_pong": False}),
-        *((step, {"causal": True}) for step in causal),
-    ]
-    return [
-        HOPPER.fixed_config(step, dtype).replace(**change)
-        for step, change in changes
+    long = [
+        HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
+        for step in (HOPPER.steps[_LONG_TILE_FROM], last)
         for dtype in DType
     ]
+    both = (variant for config in (*HOPPER.progression(), *long) for variant in config.variants())
+    return [*long, *(config for config in both if config.causal)]

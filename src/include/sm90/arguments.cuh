@@ -5,6 +5,7 @@
 
 #include "flash_attention.cuh"
 #include "numeric.cuh"
+#include "sm90/tiles.cuh"
 #include "sm90/tma.cuh"
 
 // Q and O of shape (batch, len_q, heads, d_head), K and V of shape (batch, len_k, heads /
@@ -61,6 +62,30 @@ __device__ __forceinline__ void store_lse(const HopperKernelArgs &args, TilePlac
                                           float m, float l) {
     const int64_t row = int64_t(place.batch) * args.heads + place.head;
     args.lse[row * args.len_q + query] = (m + log2_approx(l)) * kLn2;
+}
+
+// O of the 16 rows of a warp, in 16 bits, through the rows of a tile in shared memory that nobody
+// else uses. One lane begins the copies; they are one group.
+template <DType kDType, int B_r, int kCount>
+__device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePlace place,
+                                           uint32_t tile_smem, int warp_row,
+                                           const float (&O_rmem)[kCount]) {
+#pragma unroll
+    for (int k = 0; k < kCount / 8; ++k) {
+        uint32_t packed[4];
+        pack_fragment<kDType>(packed, O_rmem, k);
+        store_fragment<B_r>(tile_smem, warp_row, k, packed);
+    }
+    fence_async_proxy();
+    __syncwarp(); // one lane stores what all have written
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int piece = 0; piece < kCount / 32; ++piece) {
+            tma_store_piece(args.O, tile_smem + piece * piece_bytes(B_r) + warp_row * kRowBytes,
+                            place.row + warp_row, piece, place.head, place.batch);
+        }
+        tma_store_commit();
+    }
 }
 
 // The block's next tile, behind the first that it knows: the next that nobody has taken, or without

@@ -12,6 +12,18 @@ struct TilePlace {
     int row, head, batch;
 };
 
+// Such a place in shared memory, where one thread leaves it for others.
+constexpr int kPlaceBytes = 16;
+__device__ __forceinline__ void store_place(uint32_t dst_smem, TilePlace place) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(dst_smem), "r"(place.row),
+                 "r"(place.head), "r"(place.batch)
+                 : "memory");
+}
+__device__ __forceinline__ TilePlace load_place(uint32_t src_smem) {
+    const uint4 place = load_smem_16(src_smem);
+    return {int(place.x), int(place.y), int(place.z)};
+}
+
 // Begins to load the tile there; its bytes arrive at the barrier.
 __device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensorMap &tensor,
                                               uint32_t barrier, TilePlace place) {
