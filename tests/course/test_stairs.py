@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from drawn_picture import DrawnPicture
 
-from flash_helpers.course.pictures.stairs import stairs_picture, stale_stairs, tile_configs
+from flash_helpers.course.pictures.stairs import (
+    stairs_path,
+    stairs_picture,
+    stale_stairs,
+    tile_configs,
+)
 from flash_helpers.kernel_configs import FAMILIES, STEPS, DType
 from flash_helpers.measure.results import (
     CUDNN,
@@ -64,6 +71,13 @@ def test_a_family_for_one_architecture_has_a_staircase_of_its_own(
     results = replace(results, measurements=(*results.measurements, *faster))
     picture = stairs_picture("h1", results).to_svg("name")
     assert "FA3" in picture and "cuDNN" not in picture  # the faster one alone
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_numbers_of_steps_do_not_touch(root: Path, step: str) -> None:
+    texts = DrawnPicture(root / stairs_path(step)).texts
+    for one, other in combinations(texts, 2):
+        assert not one.box.meets(other.box, -1.0), (one.text, other.text)
 
 
 def test_the_committed_ones_are_current(root: Path) -> None:

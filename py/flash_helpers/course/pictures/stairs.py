@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from flash_helpers.course.pictures.svg import BLUE, GREEN, ORANGE, Drawing
+from flash_helpers.course.pictures.svg import BLUE, GREEN, ORANGE, SMALL, Drawing
+from flash_helpers.course.pictures.text_width import text_width
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, DType
 from flash_helpers.measure.results import (
     CUDNN,
@@ -89,11 +90,14 @@ def stairs_picture(step: str, results: BenchmarkResults) -> Drawing:
             ]
             d.line(points, _COLOURS[tile])
     d.line([(d.left, ground), (d.left + len(steps) * width, ground)])
-    for place, name in enumerate(steps):
-        at = d.left + (place + 0.5) * width
-        short = name.removeprefix("v" if shared else FAMILIES[STEPS[step].family].prefix)
-        d.small(at, ground + 17, short, "middle", bold=place == lit)
-    d.y = ground + 26
+    prefix = "v" if shared else FAMILIES[STEPS[step].family].prefix
+    labels = [name.removeprefix(prefix) for name in steps]
+    widest = max(text_width(label, SMALL, bold=True) for label in labels)
+    lines_of_labels = 1 if widest + 2 < width else 2
+    for place, label in enumerate(labels):
+        y = ground + 17 + 14 * (place % lines_of_labels)
+        d.small(d.left + (place + 0.5) * width, y, label, "middle", bold=place == lit)
+    d.y = ground + 12 + 14 * lines_of_labels
     x = d.left
     for tile, percent in own.items():
         text = _told(tile, found[lit][tile], percent)
