@@ -91,6 +91,7 @@ EXPECTED = (
     "own_products",
     "flattened",
     "causal_blocks",
+    "own_keys",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1074,19 +1075,48 @@ def test_the_phases_of_a_ring_alternate_and_end_when_the_slot_is_full_or_empty()
                 assert phase.box.right == pytest.approx(end, abs=0.5)
 
 
+def assert_turns_are_those_of_a_mask(name: str, rows: int, B_c: int, mask: np.ndarray) -> None:
+    """A picture's rows have so many queries each. mask: (queries, keys), what sees what."""
+    for cell in drawn(name).with_data("query", "block"):
+        query, block = int(cell.data["query"]), int(cell.data["block"])
+        own = mask[query : query + rows]
+        part = own[:, block * B_c : (block + 1) * B_c]
+        seen = "all" if part.all() else "part" if part.any() else "none"
+        assert cell.data["seen"] == seen
+        last = np.flatnonzero(own[-1])[-1] // B_c
+        if cell.data.get("turn") not in (None, "passed"):
+            assert int(cell.data["turn"]) == last - block
+            assert seen == "all" or int(cell.data["turn"]) < 2
+        else:
+            assert seen == "none"
+
+
 def test_a_diagonal_lies_in_the_first_two_blocks_of_a_tile() -> None:
     """512 queries, 560 keys: query i sees key j if j <= i + 48."""
     mask = np.arange(5 * 128) <= np.minimum(np.arange(512)[:, None] + 48, 559)
-    for cell in drawn("causal_blocks").with_data("tile", "block"):
-        tile, block = int(cell.data["tile"]), int(cell.data["block"])
-        part = mask[tile * 128 : (tile + 1) * 128, block * 128 : (block + 1) * 128]
-        seen = "all" if part.all() else "part" if part.any() else "none"
-        assert cell.data["seen"] == seen
-        assert seen != "part" or int(cell.data["turn"]) < 2
-        last = np.flatnonzero(mask[(tile + 1) * 128 - 1])[-1] // 128
-        assert "turn" not in cell.data or int(cell.data["turn"]) == last - block
-    taken = len(drawn("causal_blocks").with_data("turn"))
-    assert f"= {taken} blocks of 20 are taken" in drawn("causal_blocks").words
+    assert_turns_are_those_of_a_mask("causal_blocks", 128, 128, mask)
+    picture = drawn("causal_blocks")
+    assert len(picture.with_data("query", "block")) == 4 * 5
+    taken = len(picture.with_data("turn"))
+    assert f"= {taken} blocks of 20 are taken" in picture.words
+
+
+def test_a_warpgroup_leaves_out_what_only_later_rows_of_its_tile_see() -> None:
+    """384 queries and keys, tiles of 192, warpgroups of 64, blocks of 80."""
+    mask = np.arange(5 * 80) <= np.arange(384)[:, None]
+    assert_turns_are_those_of_a_mask("own_keys", 64, 80, mask)
+    picture = drawn("own_keys")
+    cells = picture.with_data("query", "block")
+    assert len(cells) == 6 * 5
+    for cell in cells:
+        query, block = int(cell.data["query"]), int(cell.data["block"])
+        of_tile = mask[query // 192 * 192 :][:192, block * 80 : (block + 1) * 80]
+        own = mask[query : query + 64, block * 80 : (block + 1) * 80]
+        assert (cell.data.get("turn") == "passed") == (of_tile.any() and not own.any())
+        assert ("turn" in cell.data) == of_tile.any()
+    turns = Counter(cell.data.get("turn") == "passed" for cell in picture.with_data("turn"))
+    assert f"= {turns[False]} blocks are computed" in picture.words
+    assert f"= {turns.total()}." in picture.words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

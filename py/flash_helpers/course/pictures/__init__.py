@@ -64,6 +64,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.own_products,
             warpgroups.flattened,
             warpgroups.causal_blocks,
+            warpgroups.own_keys,
         )
     }
 )

@@ -23,9 +23,11 @@ from flash_helpers.course.pictures.work import CAPABILITY, EX2_CYCLES
 from flash_helpers.registry.hopper import (
     CHUNK_BYTES,
     HOPPER,
+    LONG_TILE,
     PIECE,
     WARP_ROWS,
     WGMMA_K,
+    WGMMA_M,
     HopperKernelConfig,
 )
 from flash_helpers.registry.problem import ELEMENT_BYTES, DType
@@ -435,6 +437,49 @@ def flattened() -> Drawing:
     )
 
 
+def _causal_table(
+    d: Drawing, config: HopperKernelConfig, rows: int, len_q: int, len_k: int
+) -> tuple[list[int], list[int]]:
+    """A row for so many queries, a column for each block of keys: those that the queries see have
+    the number of their turn.
+
+    Returns for each row how many blocks it sees, and how many are loaded for its tile.
+    """
+    B_r, B_c, ahead = config.B_r, config.B_c, len_k - len_q
+    blocks, x, is_tile = -(-len_k // B_c), d.left + 92, rows == B_r
+    grid = Grid(d, x, d.y + 28, (d.right - x) / blocks, 46 if is_tile else 30)
+    for column in range(blocks):
+        label = f"{column * B_c} …" if column else "keys 0 …"
+        d.small(grid.middle(column), d.y + 18, label, "middle")
+    seen, loaded, diagonal = [], [], []
+    for query in range(0, len_q, rows):
+        end, tile = query + rows, query // B_r
+        row = query / rows + (0 if is_tile else tile / 3)  # tiles of several rows stand apart
+        seen.append(-(-(end + ahead) // B_c))
+        loaded.append(-(-((tile + 1) * B_r + ahead) // B_c))
+        d.small(d.left, grid.top(row) + grid.height / 2 + 4, f"queries {query} …")
+        for column in range(blocks):
+            turn, whole = seen[-1] - 1 - column, (column + 1) * B_c <= query + 1 + ahead
+            data = {"query": query, "block": column}
+            if turn >= 0:
+                part = "all" if whole else "part"
+                colour = BLUE if whole else ORANGE
+                grid.cell(row, column, "", colour, **data, seen=part, turn=turn)
+                crossed = (query + rows / 2 + ahead) / B_c - column  # at half height
+                beside = 0 if abs(crossed - 0.5) > 0.3 else 0.3 if crossed < 0.5 else -0.3
+                at = grid.middle(column + beside), grid.top(row) + grid.height / 2 + 4.5
+                d.small(*at, str(turn), "middle")
+            elif column < loaded[-1]:
+                grid.cell(row, column, "left out", GREY, **data, seen="none", turn="passed")
+            else:
+                grid.cell(row, column, "", dashed=True, **data, seen="none")
+        ends = ((x + (at + ahead) / B_c * grid.width) for at in (query, end))
+        diagonal += zip(ends, (grid.top(row), grid.top(row + 1)), strict=True)
+    d.line(diagonal, RED)
+    d.y = grid.top(row + 1) + 16
+    return seen, loaded
+
+
 def causal_blocks() -> Drawing:
     """Step h21: the blocks of keys of each tile, in the order in which they are taken."""
     config, len_q, len_k = hopper_step(21), 512, 560
@@ -448,33 +493,38 @@ def causal_blocks() -> Drawing:
         f"{len_q} queries in tiles of {B_r}, {len_k} keys in blocks of {B_c}. The number is that "
         "of the turn in which a tile has the block; the line is the last key that a query sees.",
     )
-    side, x = 46, d.left + 92
-    width = (d.right - x) / blocks
-    grid = Grid(d, x, d.y + 28, width, side)
-    for column in range(blocks):
-        label = f"{column * B_c} …" if column else "keys 0 …"
-        d.small(grid.middle(column), d.y + 18, label, "middle")
-    lengths = []
-    for tile in range(n):
-        d.small(d.left, grid.top(tile) + side / 2 + 4, f"queries {tile * B_r} …")
-        first, last = (tile * B_r + 1 + len_k - len_q, (tile + 1) * B_r + len_k - len_q)  # seen
-        lengths.append(-(-last // B_c))
-        for column in range(blocks):
-            turn, whole = lengths[tile] - 1 - column, (column + 1) * B_c <= first
-            data = {"tile": tile, "block": column}
-            if turn < 0:
-                grid.cell(tile, column, "", dashed=True, **data, seen="none")
-            else:
-                seen = "all" if whole else "part"
-                colour = BLUE if whole else ORANGE
-                grid.cell(tile, column, str(turn), colour, **data, seen=seen, turn=turn)
-    ends = [(x + (query + len_k - len_q) / B_c * width, query) for query in (0, len_q)]
-    d.line([(end, grid.y + query / B_r * side) for end, query in ends], RED)
+    seen, _ = _causal_table(d, config, B_r, len_q, len_k)
     return d.result(
-        grid.top(n) + 16,
+        d.y,
         f"Orange: hidden in part. Blue: seen whole; the loop has numbers 2 and up, and no mask. "
-        f"{' + '.join(map(str, lengths))} = {sum(lengths)} blocks of {n * blocks} are taken. With "
+        f"{' + '.join(map(str, seen))} = {sum(seen)} blocks of {n * blocks} are taken. With "
         "as many keys as queries the diagonal lies in block 0 alone.",
+    )
+
+
+def own_keys() -> Drawing:
+    """Step h24: the blocks of keys of each warpgroup of two tiles, in the order in which it takes
+    them."""
+    config = hopper_step(24).replace(**LONG_TILE)
+    B_r, B_c, n = config.B_r, config.B_c, config.consumers
+    length = 2 * B_r
+    d = Drawing(
+        "Step h24: each warpgroup begins with keys that it sees",
+        f"A table: two tiles of queries, each of {n} warpgroups, and the blocks of keys. Each "
+        "warpgroup numbers its own blocks from the right, from 0 on, and begins where its own rows "
+        "end; only those with the numbers 0 and 1 are touched by the diagonal. What the tile has "
+        "right of that is left out.",
+        f"{length} queries in tiles of {B_r}, as many keys in blocks of {B_c}. A row is a "
+        f"warpgroup, {WGMMA_M} queries; the number is that of its own turn.",
+    )
+    seen, loaded = _causal_table(d, config, WGMMA_M, length, length)
+    tiles = " + ".join(f"{n} · {blocks}" for blocks in loaded[::n])
+    return d.result(
+        d.y,
+        "Orange: hidden in part, in turns 0 and 1 alone. Blue: seen whole. Grey: loaded for the "
+        "tile, and passed on unread. Dashed: not loaded. "
+        f"{' + '.join(map(str, seen))} = {sum(seen)} blocks are computed, and not {tiles} = "
+        f"{sum(loaded)}.",
     )
 
 
