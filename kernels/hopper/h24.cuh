@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     // tile; those before them that only others see; the lane's row g.
     int key_blocks = 0, unseen_blocks = 0, query = 0;
     auto pass_over = [&](auto &ring, uint32_t full, uint32_t empty) {
-        barrier_wait(ring.barrier(full), ring.lap); // or the slot may be empty already
+        barrier_wait(ring.barrier(full), ring.lap); // lest a warp arrive twice in a lap
         release(ring.barrier(empty));
         ring.advance();
     };
