@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_backend import ARRIVAL, ROOT, fake_backend, load_tool
-from general_hopper import WITH_LENGTHS, general
 
 from flash_helpers.check import debugging
 from flash_helpers.check.blockwise import QUANTITIES, blockwise_forward, finish
@@ -34,6 +33,7 @@ from flash_helpers.runtime.simulator import load_kernel
 pytestmark = pytest.mark.slow
 
 SHAPE = AttentionForward(batch=1, heads=1, len_q=192)
+CAUSAL = {"causal": True}
 PROGRESSION = AMPERE.progression()
 LARGE_TILES = [
     config
@@ -67,7 +67,18 @@ def test_the_blockwise_reference_is_attention(step, dtype, distribution):
     q, k, v = inputs(config, distribution, shape)
     *_, last = blockwise_forward(config, q, k, v)
     reference = attention_reference(q, k, v)
-    assert measure_error(finish(last, q.dtype), reference.expected).within(reference.bound)
+    assert measure_error(finish(last, q), reference.expected).within(reference.bound)
+
+
+@pytest.mark.parametrize(("step", "options"), [("h20", {}), ("h21", CAUSAL), ("h24", CAUSAL)])
+@pytest.mark.parametrize(("len_q", "len_k"), [(130, 200), (300, 100), (128, 192)])
+def test_the_blockwise_reference_is_attention_of_any_lengths(step, options, len_q, len_k):
+    config = HOPPER.fixed_config(HOPPER.steps[step], DType.BF16).replace(**options)
+    shape = AttentionForward(1, 4, len_q, len_k=len_k, kv_heads=2, softmax_scale=0.2, **options)
+    q, k, v = inputs(config, shape=shape)
+    *_, last = blockwise_forward(config, q, k, v, 0.2)
+    reference = attention_reference(q, k, v, softmax_scale=0.2, **options)
+    assert measure_error(finish(last, q), reference.expected).within(reference.bound)
 
 
 def test_after_a_block_the_quantities_are_those_of_the_keys_so_far():
@@ -164,10 +175,18 @@ def test_a_shape_that_the_kernel_cannot_take_is_refused(seq_len, d_head):
         next(blockwise_forward(config, *inputs(config, shape=shape)))
 
 
-def test_a_kernel_that_takes_any_length_is_followed_in_whole_tiles():
-    config = general(WITH_LENGTHS)
-    with pytest.raises(ValueError, match=r"seq_len 100 is not whole tiles of .*: use 128"):
-        next(blockwise_forward(config, *inputs(config, shape=AttentionForward(1, 1, 100))))
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        ("h20", {"return_lse": True}, "m and l that it is made of are: leave out return_lse"),
+        ("h19", {"return_lse": True}, "return_lse is not supported by h19_"),
+        ("h21", CAUSAL, "causal is not supported by h21_.*_pp: without causal=True"),
+    ],
+)
+def test_what_is_not_compared_is_refused(step, options, message):
+    config = HOPPER.fixed_config(HOPPER.steps[step], DType.BF16)
+    with pytest.raises(ValueError, match=message):
+        debugging.compare_with_reference(config, AttentionForward(1, 1, 64, **options))
 
 
 # -- the kernels' own values -----------------------------------------------------------------------
@@ -179,7 +198,7 @@ def test_every_quantity_of_every_kernel_agrees(config):
     q, k, v = inputs(config, distribution, AttentionForward(1, 1, max(config.B_r, 2 * config.B_c)))
     trace = trace_forward(config, load_kernel(config, ptx_path(config)), q, k, v)
     steps = list(blockwise_forward(config, q, k, v))
-    found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q.dtype))
+    found = first_disagreement(config, trace.steps, trace.output, steps, finish(steps[-1], q))
     assert found is None
     assert not trace.run.faults
     assert not torch.equal(steps[0].m, steps[1].m)
@@ -190,7 +209,7 @@ def test_one_wrong_value_is_found_where_it_is(quantity):
     config = config_of("v7")
     q, k, v = inputs(config)
     steps = list(blockwise_forward(config, q, k, v))
-    output = finish(steps[-1], q.dtype)
+    output = finish(steps[-1], q)
     values = getattr(steps[1], quantity)
     whole = values.expand(1, 1, 3, 4, 64, 128) if quantity in "KV" else values
     wrong = whole.clone()
@@ -206,10 +225,25 @@ def test_one_wrong_value_is_found_where_it_is(quantity):
     assert found.n_wrong == 1
 
 
+def test_a_block_that_should_be_left_out_is_a_difference():
+    own, of_tile = (
+        HOPPER.fixed_config(HOPPER.steps[step], DType.BF16).replace(causal=True)
+        for step in ("h24", "h23")
+    )
+    q, k, v = inputs(own, shape=AttentionForward(1, 1, 128, len_k=192))
+    expected, others = ([*blockwise_forward(config, q, k, v)] for config in (own, of_tile))
+    output = finish(expected[-1], q)
+    found = first_disagreement(own, others, output, expected, output)
+    assert found is not None
+    assert (found.quantity, found.key_block, found.warp, found.row) == ("Q", 1, 0, 0)
+    assert found.n_wrong == 64 * 128
+
+
 def test_what_was_never_computed_is_a_difference():
     config = config_of("v7")
-    steps = list(blockwise_forward(config, *inputs(config)))
-    output = finish(steps[-1], torch.bfloat16)
+    q, k, v = inputs(config)
+    steps = list(blockwise_forward(config, q, k, v))
+    output = finish(steps[-1], q)
     damaged = [replace(steps[0], m=torch.full_like(steps[0].m, torch.nan)), *steps[1:]]
     found = first_disagreement(config, damaged, output, steps, output)
     assert found is not None and found.quantity == "m"
@@ -217,8 +251,9 @@ def test_what_was_never_computed_is_a_difference():
 
 def test_a_wrong_output_alone_is_found():
     config = config_of("v7")
-    steps = list(blockwise_forward(config, *inputs(config)))
-    output = finish(steps[-1], torch.bfloat16)
+    q, k, v = inputs(config)
+    steps = list(blockwise_forward(config, q, k, v))
+    output = finish(steps[-1], q)
     wrong = output.clone()
     wrong[0, 150, 0, 5] += 1
     found = first_disagreement(config, (), wrong, (), output)
@@ -238,7 +273,7 @@ def test_a_trace_that_does_not_fit_is_refused():
     kernel = load_kernel(config, ptx_path(config))
     shape = AttentionForward(batch=16, heads=16, len_q=1024)
     with pytest.raises(ValueError, match="use a shorter sequence"):
-        trace_forward(config, kernel, *(torch.empty(1).expand(shape.shape) for _ in "qkv"))
+        trace_forward(config, kernel, *[torch.empty(1).bfloat16().expand(shape.shape)] * 3)
 
 
 # -- the text and the tool -------------------------------------------------------------------------
@@ -246,8 +281,9 @@ def test_a_trace_that_does_not_fit_is_refused():
 
 def test_the_excerpt_holds_the_rows_of_one_warp_of_the_chosen_blocks():
     config = config_of("v7")
-    steps = list(blockwise_forward(config, *inputs(config, "countable")))
-    output = finish(steps[-1], torch.bfloat16)
+    q, k, v = inputs(config, "countable")
+    steps = list(blockwise_forward(config, q, k, v))
+    output = finish(steps[-1], q)
     text = excerpt_text(config, steps, output, Excerpt(row_block=1, key_blocks=[2], warp=3))
     titles = [line for line in text.splitlines() if "block" in line]
     assert titles == [
@@ -275,6 +311,18 @@ def test_the_tool_writes_two_files_with_the_same_lines(step, tmp_path, capsys):
     assert kernel[:end] == reference[:end]
     assert len(kernel) == len(reference)
     assert not any("key block 0" in line for line in kernel)
+
+
+def test_of_a_causal_kernel_what_a_warp_leaves_out_is_nan(tmp_path, capsys):
+    shape = ("--seq", "128", "--len-k", "192", "--block", "1")
+    assert debug("h24", "--causal", *shape, "--warp", "3", "--out", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "_causal, batch 1, heads 1, seq 128 on 192, d_head 128, causal, " in out
+    for name in ("debug_pt.txt", "debug_cuda.txt"):
+        rows, output = (tmp_path / name).read_text().split("output, row block 0\n")
+        numbers = [line.split(": ")[1].split() for line in rows.splitlines() if ": " in line]
+        assert {number for row in numbers for number in row} == {"nan"}
+        assert "nan" not in output
 
 
 def test_the_tool_names_the_first_difference_and_the_faults(tmp_path, capsys):
@@ -389,6 +437,15 @@ def test_lints_are_printed_and_are_no_failure(tmp_path, capsys):
         (["1", "--seq", "100"], "100 is not a multiple"),
         (["1", "--warp", "4"], "--warp 4: there are 0 to 3"),
         (["1", "--block", "4"], "--block 4: there are 0 to 3"),
+        (["h24", "--len-k", "129", "--block", "2"], "--block 2: there are 0 to 1"),
+        (["h24", "--seq", "129", "--row-block", "2"], "--row-block 2: there are 0 to 1"),
+        (["h20", "--causal"], "causal is not supported by h20_"),
+        (["1", "--kv-heads", "2"], "heads 1 is not a multiple of kv_heads 2"),
+        (["1", "--softmax-scale", "0.2"], "softmax_scale 0.2 is not supported by v1_"),
+        (
+            ["h24", "--softmax-scale", "0.2", "--device", "cuda"],
+            "softmax_scale 0.2 on a GPU: kernels are run there with 1/sqrt(d_head): leave it out",
+        ),
         (["--kernel", "v99"], "v99"),
         (["1", "--ptx", "nowhere.ptx"], "nowhere.ptx"),
     ),

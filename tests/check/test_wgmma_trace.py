@@ -21,6 +21,7 @@ from flash_helpers.registry.hopper import (
     MAX_L,
     MAX_RAISE,
     MAX_SUM,
+    NO_MAXIMUM,
     REPLAYS,
     UNCHECKED,
     HopperKernelConfig,
@@ -36,7 +37,7 @@ THREE_BLOCKS = AttentionForward(batch=1, heads=1, len_q=384)
 # Neither dtype is read in another way, and where they differ is in fp16's check.
 ONE_DTYPE = [config for config in PROGRESSION if config.dtype is DType.BF16] + PROGRESSION[-2:-1]
 OPTIMISTIC = [config for config in PROGRESSION if REPLAYS in config.step.traits]
-THREE_WARPGROUPS = [config for config in tuned_configs() if config.B_r == 192]
+THREE_WARPGROUPS = [c for c in tuned_configs() if c.B_r == 192 and not c.causal]
 
 
 def config_of(step: str, dtype: DType = DType.BF16) -> HopperKernelConfig:
@@ -60,14 +61,63 @@ class TestEveryQuantityOfEveryKernelAgrees:
 
     @pytest.mark.parametrize("config", THREE_WARPGROUPS[-1:], ids=lambda c: c.short_form())
     def test_with_three_warpgroups(self, config):
-        found = compared(config)
+        found = compared(config, AttentionForward(1, 1, 192, len_k=160))
         assert found.disagreement is None
-        assert found.steps[0].O.shape == (1, 1, 5, 192, 128)
+        assert found.steps[0].O.shape == (1, 1, 1, 192, 128)
 
     @pytest.mark.parametrize("step", ("h10", "h11", "h17"))
     def test_of_blocks_that_take_several_tiles(self, step, monkeypatch):
         monkeypatch.setattr(hopper, "SMS", 2)
         found = compared(config_of(step), AttentionForward(batch=1, heads=3, len_q=256))
+        assert found.disagreement is None
+        assert not found.faults
+
+
+def causal_of(step: str, **changes) -> HopperKernelConfig:
+    return config_of(step, changes.pop("dtype", DType.BF16)).replace(causal=True, **changes)
+
+
+def causal_problem(len_q: int, len_k: int, heads: int = 1) -> AttentionForward:
+    return AttentionForward(1, heads, len_q, len_k=len_k, causal=True)
+
+
+class TestGeneralProblems:
+    """Lengths that are not whole blocks, options of a call, and causal kernels."""
+
+    def test_any_lengths_grouped_heads_and_a_scale(self):
+        shape = AttentionForward(1, 2, 140, len_k=100, kv_heads=1, softmax_scale=0.2)
+        found = compared(config_of("h20"), shape)
+        assert found.disagreement is None
+        assert not found.faults
+
+    def test_a_block_that_only_others_see_is_hidden_and_the_maximum_found_again(self):
+        found = compared(causal_of("h21"), causal_problem(128, 192))
+        assert found.disagreement is None
+        assert not found.faults
+        first, second = (step.m[0, 0, 0, :64, 0] for step in found.steps)
+        assert (first < -1e28).all() and (second > -1e28).all()
+        assert not found.steps[0].P[..., :64, :].any()
+
+    @pytest.mark.parametrize(
+        "changes", [{}, {"B_r": 192, "B_c": 80, "V_slots": 3, "dtype": DType.FP16}]
+    )
+    def test_a_block_that_only_others_see_is_left_out(self, changes):
+        config = causal_of("h24", **changes)
+        found = compared(config, causal_problem(config.B_r, config.B_r + 64))
+        assert found.disagreement is None
+        assert not found.faults
+        begins = found.steps[0].S[0, 0, 0, ::64, 0].isnan().tolist()
+        assert begins == [True] * (config.consumers - 1) + [False]
+        assert found.steps[0].K.isnan().flatten(4).all(-1).sum() == 4 * (config.consumers - 1)
+
+    def test_queries_that_see_nothing_in_tiles_of_several_heads(self):
+        found = compared(causal_of("h21"), causal_problem(256, 64, heads=3))
+        assert found.disagreement is None
+        assert not found.output[:, :192].any()
+
+    def test_tiles_from_a_counter(self, monkeypatch):
+        monkeypatch.setattr(hopper, "SMS", 2)
+        found = compared(causal_of("h24"), causal_problem(640, 192))
         assert found.disagreement is None
         assert not found.faults
 
@@ -85,7 +135,7 @@ class TestRowsThatDoNotFit:
         q[:, 16:32, :, 0], q[:, 32:48, :, 0] = 250, 2000
         monkeypatch.setattr(debugging, "make_inputs", lambda *_, **__: (q, k, v))
         found = compared(config, THREE_BLOCKS)
-        fits = rows_that_fit(found.expected_steps[-1]).flatten().tolist()
+        fits = rows_that_fit(found.expected_steps[-1], THREE_BLOCKS.len_q).flatten().tolist()
         assert fits == [True] * 32 + [False] * 16 + [True] * 336
         assert found.disagreement is None
         first, *_, last = found.steps
@@ -103,6 +153,7 @@ class TestRowsThatDoNotFit:
             for name, limit in limits.items():
                 (value,) = re.findall(rf"{name} = ([^;]+);", text)
                 assert eval(value) == limit  # such as 1 << 15
+        assert f"kNoMaximum = {NO_MAXIMUM:.0e};".replace("+", "") in header.read_text()
 
 
 def test_a_kernel_of_another_tile_shape_is_refused():

@@ -386,6 +386,15 @@ class TestGeneralSteps:
         (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
         assert struct.unpack_from("<i", launch.arguments, offset) == (16,)
 
+    def test_tiles_are_numbered_as_the_kernels_take_them(self):
+        heads, problem = range(18), AttentionForward(2, 9, 256)
+        in_order = [(head, tile) for head in heads for tile in (0, 1)]
+        assert [*general(WITH_CAUSAL).tiles(problem)] == in_order
+        causal = general(WITH_CAUSAL, causal=True).tiles(replace(problem, causal=True))
+        assert sorted(causal) == in_order
+        assert causal[:17] == (*((head, 1) for head in heads[:16]), (0, 0))
+        assert causal[32:] == ((16, 1), (17, 1), (16, 0), (17, 0))
+
     def test_causal_has_its_diagonal_in_two_blocks_of_keys(self):
         with pytest.raises(ValueError, match="causal with B_r 192 over B_c 80"):
             general(WITH_CAUSAL, causal=True, B_r=192, B_c=80, V_slots=3)

@@ -75,6 +75,7 @@ class TestSizes:
 def test_operations_are_those_of_the_pairs_that_are_seen(len_q, len_k, causal):
     problem = AttentionForward(2, 3, len_q, 64, len_k=len_k, causal=causal)
     assert problem.visible == visible_by_hand(problem)
+    assert problem.visible == sum(max(problem.visible_keys(i), 0) for i in range(len_q))
     assert problem.operations == 4 * 2 * 3 * problem.visible * 64
 
 

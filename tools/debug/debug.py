@@ -44,14 +44,19 @@ the same roundings. {REFERENCE_FILE} holds the right values and {KERNEL_FILE} th
 line; the last line of the output names the first quantity, block, warp and row that differs.
 A kernel with a static row stride gets heads of a tensor that has it. Of family hopper the matrices
 are those that wgmma multiplies, and its sums when they retire; from h12 on m is what the exponents
-of a block are taken with, and P, l and O are relative to what it is raised to. With --device cuda
-the kernel runs on the GPU, where only its output can be seen.
+of a block are taken with, and P, l and O are relative to what it is raised to; S is not yet hidden
+where a query does not see a key. Blocks of keys that a warp leaves out are nan, in both files. With
+--device cuda the kernel runs on the GPU, where only its output can be seen.
 """
 
 EXAMPLES = """\
 examples:
   a step of the hopper family, on a sequence of 256:
     python tools/debug/debug.py h12
+  a causal kernel, whose first warpgroup leaves out a block that the second one sees:
+    python tools/debug/debug.py h24 --causal --seq 128 --len-k 192
+  more queries than keys, grouped heads, another scale:
+    python tools/debug/debug.py h20 --seq 200 --len-k 80 --heads 2 --kv-heads 1 --softmax-scale 0.2
   inputs that one can count on one's fingers, what warp 1 has in the second block of keys:
     python tools/debug/debug.py 3 --range --block 1 --warp 1
     diff debug/debug_pt.txt debug/debug_cuda.txt
@@ -75,7 +80,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="(default: bf16, or what --kernel or --ptx says)",
     )
     parser.add_argument("--seq", type=int, default=256, help="sequence length (default: 256)")
+    parser.add_argument("--len-k", type=int, metavar="N", help="number of keys (default: --seq)")
     parser.add_argument("--heads", type=int, default=1, help="number of heads (default: 1)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="N", help="heads of K and V (default: as many as --heads)"
+    )
+    parser.add_argument(
+        "--causal",
+        action="store_true",
+        help="a query sees no later key; the last one sees all. Of a STEP its causal kernel runs",
+    )
+    parser.add_argument(
+        "--softmax-scale", type=float, metavar="X", help="(default: 1/sqrt(d_head))"
+    )
     parser.add_argument(
         "--inputs", choices=DISTRIBUTIONS, default="normal", help="(default: normal)"
     )
@@ -124,6 +141,9 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
         if len(found) != 1:
             raise UsageError(f"{arguments.step!r} is not one step; name one of {STEP_NAMES}")
         (config,) = found
+        if arguments.causal:
+            # one that has none refuses the problem
+            config = next((c for c in config.variants() if c.supports.causal), config)
     elif arguments.ptx:
         config = config_of_ptx(arguments.ptx)
     else:
@@ -142,8 +162,8 @@ def check_excerpt(
     from flash_helpers.check.debugging import Excerpt
 
     for name, values, number in (
-        ("--block", arguments.block or [], problem.len_q // config.B_c),
-        ("--row-block", [arguments.row_block], problem.len_q // config.B_r),
+        ("--block", arguments.block or [], -(-problem.len_k // config.B_c)),
+        ("--row-block", [arguments.row_block], -(-problem.len_q // config.B_r)),
         ("--warp", [] if arguments.warp is None else [arguments.warp], config.n_warps),
     ):
         for value in values:
@@ -160,7 +180,16 @@ def compare(arguments: argparse.Namespace) -> int:
     from flash_helpers.check.debugging import compare_with_reference, fault_summary
 
     config = chosen_config(arguments)
-    problem = AttentionForward(1, arguments.heads, arguments.seq, dtype=config.dtype)
+    problem = AttentionForward(
+        1,
+        arguments.heads,
+        arguments.seq,
+        dtype=config.dtype,
+        len_k=arguments.len_k,
+        kv_heads=arguments.kv_heads,
+        causal=arguments.causal or config.supports.causal,
+        softmax_scale=arguments.softmax_scale,
+    )
     require_supported([config], problem)
     excerpt = check_excerpt(arguments, config, problem)
     try:

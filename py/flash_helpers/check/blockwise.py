@@ -8,6 +8,11 @@ a kernel holds in between can be looked at, one block of keys after the other.
 A lazy step's m follows a maximum that has grown by more than MAX_GROWTH; where a step keeps the
 maximum of the first block, m is raised where a lane's sum is over MAX_SUM. One that has grown by
 just as much, within the rounding of S, may be followed here and not by the kernel.
+
+What a row does not see, in causal attention and behind the end of the keys, counts nothing in m, l
+and P; S is what it is before it is hidden. The rows of a tile, or of a warpgroup where a step
+leaves out what only others see, begin with the same block, in which some may see nothing yet: then
+m is found once more, in their second one.
 """
 
 from __future__ import annotations
@@ -18,14 +23,16 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import AttentionForward, Config, DType
+from flash_helpers.kernel_configs import Config, DType
 from flash_helpers.registry.hopper import (
     MAX_L,
     MAX_RAISE,
     MAX_SUM,
+    NO_MAXIMUM,
     REPLAYS,
     UNCHECKED,
     WARP_ROWS,
+    WGMMA_M,
     HopperKernelConfig,
 )
 from flash_helpers.registry.mma_sync import (
@@ -33,10 +40,16 @@ from flash_helpers.registry.mma_sync import (
     MAX_GROWTH,
     MMA_K,
     MMA_ROW_SUM,
+    MmaSyncConfig,
 )
+from flash_helpers.runtime.tensors import posed_problem
+
+TracedConfig = MmaSyncConfig | HopperKernelConfig
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
 """What a step holds, in the order in which a kernel comes by it."""
+OF_KEYS = ("K", "V")
+"""Those of which each warp has a copy."""
 
 _LOG2_E = math.log2(math.e)
 
@@ -46,7 +59,8 @@ class BlockStep:
     """What a kernel holds after one block of keys, fp32, for all thread blocks at once.
 
     The leading dimensions are (batch, heads, blocks of rows). What all lanes or warps must agree
-    on has one entry for each that holds a copy, or a 1 to be broadcast.
+    on has one entry for each that holds a copy, or a 1 to be broadcast. It is NaN of warps that
+    leave the block of keys out.
 
     Q: (..., B_r, d_head). K, V: (..., warps, B_c, d_head).
     S: (..., B_r, B_c), the scores Q @ K^T before any scaling.
@@ -112,19 +126,20 @@ def _sum_by_lanes(
     l: torch.Tensor,  # noqa: E741
     P: torch.Tensor,
     *,
-    is_first: bool,
+    begins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """l with the sums of one more block, P, and by how much m is raised before either is used.
 
     l: (..., B_r, lanes), of the four that share a row. P: (..., B_r, B_c), not rounded, relative to
-    the m before. A row that has left the range of fp32 has an l that is NaN.
+    the m before. begins: (..., B_r, 1), rows whose m is that of the block, which are not looked
+    at. A row that has left the range of fp32 has an l that is NaN.
     """
     sums = P.unflatten(-1, (-1, 4, 2)).sum((-3, -1))
     l = l + sums  # noqa: E741
     raised = torch.zeros_like(l[..., :1])
-    if is_first or (UNCHECKED in config.step.traits and config.dtype is DType.BF16):
+    if UNCHECKED in config.step.traits and config.dtype is DType.BF16:
         return l, P, raised
-    grows = _in_any_row(config, ~(sums <= MAX_SUM).all(-1, keepdim=True))
+    grows = _in_any_row(config, ~(sums <= MAX_SUM).all(-1, keepdim=True)) & ~begins
     # fmax: an l that is NaN asks for nothing
     growth = torch.fmax(torch.log2(l), torch.zeros_like(l)).amax(-1, keepdim=True)
     raised = growth.where(grows, raised)
@@ -132,60 +147,75 @@ def _sum_by_lanes(
     return l, P * _exp2(-raised), raised
 
 
+def _in_tiles(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """(batch, heads, blocks, rows, d_head), fp32, of (batch, seq, any heads, d_head); zeros behind
+    the end of the sequence, as TMA has them."""
+    x = x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2).float()
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % rows)).unflatten(2, (-1, rows))
+
+
 def blockwise_forward(
-    config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    config: TracedConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
 ) -> Iterator[BlockStep]:
     """The steps of the config's kernel, one for each block of keys, in its order.
 
-    q, k, v: (batch, seq_len, heads, d_head), of the config's dtype, on the CPU.
+    q: (batch, len_q, heads, d_head). k, v: (batch, len_k, kv_heads, d_head). Of the config's dtype,
+    on the CPU. softmax_scale: 1/sqrt(d_head) by default.
 
-    Raises ValueError for a problem that the kernel does not take, and for one that is not whole
-    tiles.
+    Raises ValueError for a problem that the kernel does not take.
     """
-    batch, seq_len, heads, d_head = q.shape
-    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
+    problem = posed_problem({"q": q, "k": k, "v": v}, config.supports.causal, softmax_scale)
     if reason := config.refusal(problem):
         raise ValueError(reason)
-    whole = config.supports.whole
-    if seq_len % whole:
-        raise ValueError(
-            f"seq_len {seq_len} is not whole tiles of {config.short_form()}, step by step: use "
-            f"{-(-seq_len // whole) * whole}"
-        )
-    # (batch, heads, blocks, rows, d_head)
-    Q = q.transpose(1, 2).reshape(batch, heads, -1, config.B_r, d_head).float()
-    keys = k.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()
-    values = v.transpose(1, 2).reshape(batch, heads, -1, config.B_c, d_head).float()
+    Q = _in_tiles(q, config.B_r, problem.heads)
+    keys, values = (_in_tiles(x, config.B_c, problem.heads) for x in (k, v))
     traits = config.step.traits
     folded, optimistic = config.folds_scale, REPLAYS in traits
-    scale = torch.tensor(1 / math.sqrt(d_head)).item()
+    scale = torch.tensor(problem.softmax_scale).item()
     exponent_scale = torch.tensor(scale * _LOG2_E).item() if folded else _LOG2_E
     # what makes m an exponent of 2
     m_scale = 1.0 if _is_exponent(config) else exponent_scale
 
+    blocks = config.key_blocks(problem.len_k)
     rows = Q.shape[:-1]
+    visible, first_block = (  # of each row, (blocks of rows, B_r, 1)
+        torch.tensor([of_row(i) for i in range(rows[2] * rows[3])]).view(*rows[2:], 1)
+        for of_row in (
+            problem.visible_keys,
+            lambda query: config.own_key_blocks(problem, query)[0],
+        )
+    )
+    sees_late = _first_of_warpgroup(visible) <= first_block * config.B_c
     m = torch.full((*rows, 1), -torch.inf)
     l = torch.zeros(*rows, 1)  # noqa: E741
-    O = torch.zeros(*rows, d_head)  # noqa: E741
-    blocks = config.key_blocks(seq_len)
-    for j in blocks:
+    O = torch.zeros(*rows, problem.d_head)  # noqa: E741
+    for turn, j in enumerate(blocks):
+        # Of each row. Those that leave the block out begin anew with one in which they see nothing.
+        own_turn = turn - (first_block - blocks[0]).abs()
+        begins = (own_turn <= 0) | ((own_turn == 1) & sees_late)
+        hidden = (j * config.B_c + torch.arange(config.B_c) >= visible) | (own_turn < 0)
         K, V = keys[:, :, j, None], values[:, :, j, None]
         S = _add_product(torch.zeros(*rows, config.B_c), Q, K.mT)
-        scores = S if folded else S * scale
-        if j == blocks[0] or not optimistic:
-            block_m = scores.amax(-1, keepdim=True)
-            new_m = _new_maximum(config, m, block_m * (exponent_scale / m_scale))
-            rescale = _exp2((m - new_m) * m_scale)
-            m = new_m
+        scores = (S if folded else S * scale).masked_fill(hidden, -torch.inf)
+        block_m = scores.amax(-1, keepdim=True).clamp(NO_MAXIMUM) * (exponent_scale / m_scale)
+        new_m = _new_maximum(config, m, block_m)
+        if optimistic:
+            new_m = torch.where(own_turn <= 0, block_m, torch.maximum(m, block_m))
+            new_m = new_m.where(begins, m)
+        rescale = _exp2((m - new_m) * m_scale)
+        m = used_m = new_m
         if folded:  # one fused multiply-add, rounded once
-            exponent = (S.double() * exponent_scale - (m * m_scale).double()).float()
+            exponent = (scores.double() * exponent_scale - (m * m_scale).double()).float()
         else:
             exponent = (scores - m) * exponent_scale
         P = _exp2(exponent)
-        used_m = m
         if optimistic:
-            l, P, raised = _sum_by_lanes(config, l, P, is_first=j == blocks[0])  # noqa: E741
-            m, rescale = m + raised, _exp2(-raised)
+            l, P, raised = _sum_by_lanes(config, l * rescale, P, begins=begins)  # noqa: E741
+            m, rescale = m + raised, rescale * _exp2(-raised)
         rounded_P = P.to(q.dtype).float()
         if MMA_ROW_SUM in traits:
             l = _add_product(l * rescale, rounded_P, torch.ones(config.B_c, 1))  # noqa: E741
@@ -194,20 +224,39 @@ def blockwise_forward(
         P = rounded_P
         O = _add_product(O * rescale, P, V)  # noqa: E741
         row_l = l.sum(-1, keepdim=True)
-        yield BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O)
+        step = BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O)
+        yield _taken_by(config, step, own_turn >= 0)
 
 
-def finish(step: BlockStep, dtype: torch.dtype) -> torch.Tensor:
-    """The output after the last step: O / l, rounded; (batch, seq_len, heads, d_head)."""
-    return _in_sequence((step.O / step.l).to(dtype))
+def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
+    """What the first row of its 64 has, for each; (..., B_r, 1)."""
+    every = of_rows.split(WGMMA_M, dim=-2)
+    return torch.cat([some[..., :1, :].expand_as(some) for some in every], dim=-2)
 
 
-def rows_that_fit(step: BlockStep) -> torch.Tensor:
-    """Of the last step, the rows that have not left the range of fp32; (batch, seq_len, heads, 1).
+def _taken_by(config: TracedConfig, step: BlockStep, rows: torch.Tensor) -> BlockStep:
+    """The step with NaN for all but some rows, whole warps. rows: (blocks of rows, B_r, 1)."""
+    if rows.all():
+        return step
+    warps = rows.unflatten(-2, (config.n_warps, -1))[..., :1, :]
+    quantities = {
+        name: getattr(step, name).where(warps if name in OF_KEYS else rows, torch.nan)
+        for name in QUANTITIES
+    }
+    return BlockStep(step.key_block, **quantities)
+
+
+def finish(step: BlockStep, q: torch.Tensor) -> torch.Tensor:
+    """The output after the last step, of q's shape and dtype: O / l, rounded, 0 where no key is
+    seen."""
+    return _in_sequence((step.O / step.l).where(step.l != 0, 0).to(q.dtype), q.shape[1])
+
+
+def rows_that_fit(step: BlockStep, len_q: int) -> torch.Tensor:
+    """Of the last step, the rows that have not left the range of fp32; (batch, len_q, heads, 1).
     Where m is that of the first block a kernel computes the others again, exactly."""
-    return _in_sequence((step.l < MAX_L) & step.O.isfinite().all(-1, keepdim=True))
+    return _in_sequence((step.l < MAX_L) & step.O.isfinite().all(-1, keepdim=True), len_q)
 
 
-def _in_sequence(rows: torch.Tensor) -> torch.Tensor:
-    batch, heads, *_, width = rows.shape
-    return rows.reshape(batch, heads, -1, width).transpose(1, 2).contiguous()
+def _in_sequence(rows: torch.Tensor, length: int) -> torch.Tensor:
+    return rows.flatten(2, 3)[:, :, :length].transpose(1, 2).contiguous()

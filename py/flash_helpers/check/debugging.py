@@ -10,14 +10,16 @@ from pathlib import Path
 import torch
 
 from flash_helpers.check.blockwise import (
+    OF_KEYS,
     QUANTITIES,
     BlockStep,
+    TracedConfig,
     blockwise_forward,
     finish,
     rows_that_fit,
 )
 from flash_helpers.check.inputs import make_inputs, tensors_for
-from flash_helpers.check.reference import attention_reference
+from flash_helpers.check.reference import attention_float64
 from flash_helpers.check.trace import trace_forward
 from flash_helpers.kernel_configs import (
     AttentionForward,
@@ -35,7 +37,6 @@ from flash_helpers.runtime.simulator import load_kernel
 # What the quantity is off by, relative to the largest value of its row, when only roundings differ:
 # fp32 sums taken in another order, and one unit in the last place of ex2.
 _FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
-_OF_KEYS = ("K", "V")
 _OF_ROWS = ("m", "l")
 
 
@@ -45,7 +46,8 @@ class Disagreement:
 
     quantity: one of QUANTITIES, or "output". key_block: None for the output.
     row: position in the sequence, of a query, or of a key for K and V. warp: that computes the
-        row, or that holds the copy of K or V. n_wrong, n_elements: of this quantity in this block.
+        row, or that holds the copy of K or V. n_wrong, n_elements: of this quantity in this block,
+        those that are computed or should be.
     """
 
     quantity: str
@@ -102,7 +104,8 @@ def _first_wrong(
 ) -> Disagreement | None:
     """The first element of (batch, heads, row blocks, [warps,] rows, columns) that is off."""
     expected = expected.expand_as(got)
-    # NaN, which is what was never computed, is off too, except in a row that does not fit
+    # NaN, which is what was never computed, is off too, except in a row that does not fit and where
+    # the block of keys is left out
     within = (got - expected).abs() <= tolerance(name, expected, config, dtype)
     wrong = ~(within | ~(got.isfinite() | expected.isfinite()))
     places = wrong.nonzero()
@@ -110,7 +113,7 @@ def _first_wrong(
         return None
     place = tuple(int(i) for i in places[0])
     batch, head, row_block, *rest = place
-    if name in _OF_KEYS:
+    if name in OF_KEYS:
         warp, row, column = rest
         row += (key_block or 0) * config.B_c
     else:
@@ -129,7 +132,7 @@ def _first_wrong(
         got=got[place].item(),
         expected=expected[place].item(),
         n_wrong=len(places),
-        n_elements=got.numel(),
+        n_elements=int((~(got.isnan() & expected.isnan())).sum()),
     )
 
 
@@ -142,7 +145,7 @@ def first_disagreement(
 ) -> Disagreement | None:
     """Compare step by step, and in each step in the order of QUANTITIES; then the outputs.
 
-    output, expected_output: (batch, seq_len, heads, d_head), of the config's dtype. Without
+    output, expected_output: (batch, len_q, heads, d_head), of the config's dtype. Without
     steps only they are compared.
     """
     dtype = output.dtype
@@ -157,9 +160,11 @@ def first_disagreement(
 
 
 def _by_row_block(output: torch.Tensor, config: Config) -> torch.Tensor:
-    batch, _, heads, d_head = output.shape
+    """(batch, heads, blocks, B_r, d_head), NaN in rows behind the last query."""
     rows = output.detach().cpu().float().transpose(1, 2)
-    return rows.reshape(batch, heads, -1, config.B_r, d_head)
+    whole = (0, 0, 0, -rows.shape[2] % config.B_r)
+    padded = torch.nn.functional.pad(rows, whole, value=torch.nan)
+    return padded.unflatten(2, (-1, config.B_r))
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,7 @@ def excerpt_text(
     """The chosen part as text: every quantity of each block of keys, a line a row; then the output.
 
     The kernel's text and the reference's have the same lines, so that `diff` can compare them.
+    Where a warp leaves a block of keys out, and behind the last query, all is nan.
     """
     lines: list[str] = []
     for step in steps:
@@ -209,7 +215,7 @@ def _matrix_lines(config: Config, name: str, step: BlockStep, excerpt: Excerpt) 
     # what is the same for all row blocks, warps or lanes has a 1 there
     values = values[min(excerpt.row_block, values.shape[0] - 1)]
     title = f"{name}, key block {step.key_block}, row block {excerpt.row_block}"
-    if name in _OF_KEYS:
+    if name in OF_KEYS:
         warp = excerpt.warp or 0
         yield f"{title}, warp {warp}"
         values = values[min(warp, values.shape[0] - 1)]
@@ -223,7 +229,8 @@ def _matrix_lines(config: Config, name: str, step: BlockStep, excerpt: Excerpt) 
 
 
 def _is_uniform(values: torch.Tensor) -> bool:
-    return bool((values == values[:, :1]).all())
+    first = values[:, :1]
+    return bool(((values == first) | (values.isnan() & first.isnan())).all())
 
 
 def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
@@ -309,18 +316,38 @@ class Comparison:
 
 
 def _expected_output(
-    config: Config, last: BlockStep, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    config: Config,
+    problem: AttentionForward,
+    last: BlockStep,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
 ) -> torch.Tensor:
-    """(batch, seq_len, heads, d_head), in which rows that a kernel computes again are exact."""
-    output = finish(last, q.dtype)
+    """(batch, len_q, heads, d_head), in which rows that a kernel computes again are exact."""
+    output = finish(last, q)
     if REPLAYS not in config.step.traits:
         return output
-    exact = attention_reference(q, k, v).expected.to(q.dtype)
-    return output.where(rows_that_fit(last), exact)
+    exact = attention_float64(q, k, v, causal=problem.causal, softmax_scale=problem.softmax_scale)
+    return output.where(rows_that_fit(last, problem.len_q), exact.to(q.dtype))
+
+
+def _require_comparable(config: Config, problem: AttentionForward, device: str) -> None:
+    """Raise ValueError, with the way out, for what `compare_with_reference` does not compare."""
+    if reason := config.refusal(problem.in_dtype(config.dtype)):
+        raise ValueError(reason)
+    if problem.return_lse:
+        raise ValueError(
+            "the LSE is not compared, m and l that it is made of are: leave out return_lse"
+        )
+    if device == "cuda" and not problem.has_usual_scale:
+        raise ValueError(
+            f"softmax_scale {problem.softmax_scale:g} on a GPU: kernels are run there with "
+            "1/sqrt(d_head): leave it out, or simulate the kernel"
+        )
 
 
 def compare_with_reference(
-    config: Config,
+    config: TracedConfig,
     problem: AttentionForward,
     *,
     distribution: str = "normal",
@@ -330,14 +357,16 @@ def compare_with_reference(
 ) -> Comparison:
     """Run a config's own kernel on a problem in its dtype, beside blockwise FlashAttention-2.
 
-    device: "cpu" simulates ptx, a text or a file, the library's by default, and looks into it;
-    "cuda" runs the library's kernel. Raises KernelsNotRun without a GPU;
-    OSError, PtxError and ValueError.
+    problem: one that the config takes, without LSE. device: "cpu" simulates ptx, a text or a file,
+    the library's by default, and looks into it; "cuda" runs the library's kernel, with the usual
+    scale. Raises KernelsNotRun without a GPU; OSError, PtxError and ValueError.
     """
+    _require_comparable(config, problem, device)
     dtype = getattr(torch, config.dtype.torch_name)
     q, k, v = make_inputs(distribution, problem, dtype, seed=seed)
-    expected = tuple(blockwise_forward(config, q, k, v))
-    expected_output = _expected_output(config, expected[-1], q, k, v)
+    scale = problem.softmax_scale
+    expected = tuple(blockwise_forward(config, q, k, v, scale))
+    expected_output = _expected_output(config, problem, expected[-1], q, k, v)
     if device == "cuda":
         backend = find_backend("cuda")
         tensors = {
@@ -349,7 +378,7 @@ def compare_with_reference(
         ran = backend.description
         return Comparison(config, (), output, expected, expected_output, ran)
     kernel = load_kernel(config, ptx or ptx_path(config))
-    trace = trace_forward(config, kernel, q, k, v)
+    trace = trace_forward(config, kernel, q, k, v, scale)
     return Comparison(
         config,
         trace.steps,

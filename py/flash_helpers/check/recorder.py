@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from flash_helpers.check.blockwise import BlockStep
+from flash_helpers.check.blockwise import BlockStep, TracedConfig
 from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.ptx import Observation
-from flash_helpers.registry.hopper import HopperKernelConfig
-from flash_helpers.registry.mma_sync import MMA_N, MMA_ROW_SUM, MmaSyncConfig
-
-TracedConfig = MmaSyncConfig | HopperKernelConfig
+from flash_helpers.registry.mma_sync import MMA_N, MMA_ROW_SUM
 
 MAX_TRACE_BYTES = 2**30
 QUAD = 4
@@ -30,9 +27,10 @@ class UntraceableKernel(ValueError):
 @dataclass
 class Recorder:
     """The values of one launch. Tiles of queries are numbered as (batch, head, block of rows), and
-    blocks of keys in the order in which the kernel takes them.
+    turns are the blocks of keys in the order in which the kernel walks them; a warp may leave out
+    the first ones.
 
-    values: by quantity, arrays that begin with the dimensions (tiles, blocks of keys). Raises
+    values: by quantity, arrays that begin with the dimensions (tiles, turns). Raises
     ValueError if they would take more than MAX_TRACE_BYTES.
     """
 
@@ -43,7 +41,7 @@ class Recorder:
     def __post_init__(self) -> None:
         config, warps = self.config, self.config.n_warps
         B_r, B_c, d_head = config.B_r, config.B_c, config.d_head
-        lead = (self.n_tiles, self.n_key_blocks)
+        lead = (self.n_tiles, len(self.key_blocks))
         shapes = {
             "Q": (B_r, d_head),
             "K": (warps, B_c, d_head),
@@ -67,7 +65,7 @@ class Recorder:
     @property
     def n_row_blocks(self) -> int:
         """Tiles of queries of one head."""
-        return self.problem.len_q // self.config.B_r
+        return -(-self.problem.len_q // self.config.B_r)
 
     @property
     def n_tiles(self) -> int:
@@ -75,9 +73,9 @@ class Recorder:
         return self.problem.batch * self.problem.heads * self.n_row_blocks
 
     @property
-    def n_key_blocks(self) -> int:
-        """Blocks of keys that each of them takes."""
-        return self.problem.len_k // self.config.B_c
+    def key_blocks(self) -> range:
+        """The block of keys of each turn."""
+        return self.config.key_blocks(self.problem.len_k)
 
     @property
     def rows_of_warp(self) -> int:
@@ -92,13 +90,13 @@ class Recorder:
         half: int,
         place: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """m or l, as each lane has found it for its row of a half tile. place: tile and block of
-        keys for each lane, a block below zero where it belongs to none."""
-        tile, key_block = place
+        """m or l, as each lane has found it for its row of a half tile. place: tile and turn for
+        each lane, a turn below zero where it belongs to none."""
+        tile, turn = place
         lane = observation.lanes % WARP
         row = observation.warps * self.rows_of_warp + half * HALF_TILE + lane // QUAD
-        some = key_block >= 0
-        where = (tile[some], key_block[some], row[some], lane[some] % QUAD)
+        some = turn >= 0
+        where = (tile[some], turn[some], row[some], lane[some] % QUAD)
         self.values[name][where] = found[some]
 
     def steps(self) -> tuple[BlockStep, ...]:
@@ -118,5 +116,5 @@ class Recorder:
                     for name, array in arrays.items()
                 },
             )
-            for n, key_block in enumerate(self.config.key_blocks(self.problem.len_k))
+            for n, key_block in enumerate(self.key_blocks)
         )

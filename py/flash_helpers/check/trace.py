@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.check.blockwise import BlockStep
+from flash_helpers.check.blockwise import BlockStep, TracedConfig
 from flash_helpers.check.inputs import tensors_for
 from flash_helpers.check.mma_trace import MmaRecorder
-from flash_helpers.check.recorder import TracedConfig
 from flash_helpers.check.wgmma_trace import WgmmaRecorder
-from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.ptx import Kernel, Run
 from flash_helpers.registry.mma_sync import MmaSyncConfig
 from flash_helpers.runtime.simulator import run_kernel
+from flash_helpers.runtime.tensors import posed_problem
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class KernelTrace:
     """A simulated launch, looked into.
 
     steps: one for each block of keys, in the kernel's order; what was not computed is NaN.
-    output: (batch, seq_len, heads, d_head). run: its counters, and the faults that the watcher
+    output: (batch, len_q, heads, d_head). run: its counters, and the faults that the watcher
         found.
     """
 
@@ -38,18 +37,25 @@ def trace_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    softmax_scale: float | None = None,
 ) -> KernelTrace:
     """Run the kernel in the simulator, keep going after faults, and read its values.
 
-    q, k, v: (batch, seq_len, heads, d_head), of the config's dtype, on the CPU; seq_len a multiple
-    of B_r and B_c. Raises UntraceableKernel if the kernel is not built the way that the trace
+    q, k, v: on the CPU, a problem that the config takes. softmax_scale: 1/sqrt(d_head) by default.
+    Raises UntraceableKernel if the kernel is not built the way that the trace
     relies on, ValueError if the values would take more than MAX_TRACE_BYTES, and PtxError if the
     kernel cannot run or does not end.
     """
-    batch, seq_len, heads, d_head = q.shape
-    problem = AttentionForward(batch, heads, seq_len, d_head, config.dtype)
+    problem = posed_problem({"q": q, "k": k, "v": v}, config.supports.causal, softmax_scale)
     make = MmaRecorder if isinstance(config, MmaSyncConfig) else WgmmaRecorder
     recorder = make(config, problem, kernel)
     tensors = tensors_for(config, q, k, v)
-    run = run_kernel(config, kernel, tensors, keep_going=True, observer=recorder.observer)
+    run = run_kernel(
+        config,
+        kernel,
+        tensors,
+        softmax_scale=softmax_scale,
+        keep_going=True,
+        observer=recorder.observer,
+    )
     return KernelTrace(recorder.steps(), tensors["o"].contiguous(), run)

@@ -4,7 +4,8 @@ Products are seen when their groups retire: Q, K, P and V are the matrices that 
 shared memory or in registers, S and O the sums after the last product of a block of keys. A product
 whose B is not transposed, since it has K along its rows, is one of Q @ K^T, the others are of
 P @ V; a warp takes either in the order of its tiles and blocks of keys, so that counting them tells
-which is which, whatever runs beside what. m is what is subtracted in the exponents of S, and l the
+which is which, whatever runs beside what. Where thread blocks take tiles from a counter, which ones
+is read from the atomic additions. m is what is subtracted in the exponents of S, and l the
 register that the last reduction of a row begins with; both belong to the block whose S retired
 last. No line of the source is named.
 
@@ -13,7 +14,7 @@ Rows that a kernel computes once more, by other instructions, are not seen then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,14 +36,16 @@ class _Plan:
     """What to read at which instruction (by line of the PTX text).
 
     row_maxima: fused multiply-adds that subtract m; row_sums: those that write l. Each with the
-    half tile of 8 rows.
+    half tile of 8 rows. counters: what takes the next tile.
     """
 
     row_maxima: Mapping[int, int]
     row_sums: Mapping[int, int]
+    counters: frozenset[int]
 
     def wants(self, instruction: Instruction) -> bool:
-        return instruction.line in self.row_maxima or instruction.line in self.row_sums
+        line = instruction.line
+        return line in self.row_maxima or line in self.row_sums or line in self.counters
 
 
 def _is_score(product: Instruction) -> bool:
@@ -81,7 +84,7 @@ def _plan(config: HopperKernelConfig, kernel: Kernel) -> _Plan:
                 "exponents 2^(S · scale - m) of a fused multiply-add, with sums that end in "
                 "shuffles, can be traced"
             )
-    return _Plan(maxima, sums)
+    return _Plan(maxima, sums, frozenset(i.line for i in instructions if i.name == "atom"))
 
 
 def _exponents(
@@ -112,13 +115,16 @@ def _exponents(
 
 
 def _element(flow: DataFlow, reader: Instruction, elements: Mapping[str, int]) -> int | None:
-    """The element of S that an instruction's first operand is, or is a copy of."""
+    """The element of S that an instruction's first operand is, is a copy of, or hides."""
     operand = reader.operands[1]
-    moves = (i for i in flow.through_moves(reader, operand) if i.name == "mov")
-    copies = (operand, *(move.operands[1] for move in moves))
-    return next(
-        (elements[c.name] for c in copies if isinstance(c, Register) and c.name in elements), None
-    )
+    writers = flow.through_moves(reader, operand)
+    copies = (operand, *(move.operands[1] for move in writers if move.name == "mov"))
+    for copy in copies:
+        if isinstance(copy, Register) and copy.name in elements:
+            return elements[copy.name]
+    hiding = (i for i in writers if i.name == "selp" and isinstance(i.operands[2], Immediate))
+    found = (_element(flow, selection, elements) for selection in hiding)
+    return next((element for element in found if element is not None), None)
 
 
 def _halves(flow: DataFlow, sum_of: Instruction, exponents: Mapping[int, int]) -> set[int]:
@@ -146,52 +152,74 @@ class WgmmaRecorder(Recorder):
     ) -> None:
         self._plan = _plan(config, kernel)
         super().__init__(config, problem)
+        self._numbered = config.tiles(problem)
         self._n_blocks = config.n_blocks(self.n_tiles)
-        # Products of Q @ K^T and of P @ V that each warp has retired, (thread blocks, warps).
+        # Of each thread block, the numbers of its tiles; those from a counter as they are taken.
+        self._taken = [
+            [block] if config.counts(problem) else range(block, self.n_tiles, self._n_blocks)
+            for block in range(self._n_blocks)
+        ]
+        # Of Q @ K^T and of P @ V, (thread blocks, warps): products that a warp has retired; where
+        # the last of them belongs; where the next ones will.
         shape = (self._n_blocks, config.n_warps)
         self._retired = {name: np.zeros(shape, np.int64) for name in "SO"}
+        self._place = {name: np.full((*shape, 2), -1) for name in "SO"}
+        self._walks = {name: {at: self._walk(*at) for at in np.ndindex(*shape)} for name in "SO"}
         self._per_block = {"S": config.d_head // WGMMA_K, "O": config.B_c // WGMMA_K}
 
     @property
     def observer(self) -> Observer:
         """What is looked at while the kernel runs."""
-        return Observer(self._plan.wants, self._see_row, self._see_product)
+        return Observer(self._plan.wants, self._see, self._see_product)
 
-    def _place(self, block: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tile and block of keys, of the so many blocks of keys that a thread block takes; -1 for
-        those beyond its tiles."""
-        turn, key_block = np.divmod(number, self.n_key_blocks)
-        tile = block + turn * self._n_blocks
-        return tile, np.where((number >= 0) & (tile < self.n_tiles), key_block, -1)
+    def _walk(self, block: int, warp: int) -> Iterator[tuple[int, int]]:
+        """Tile and turn of each block of keys that a warp takes."""
+        for number in self._taken[block]:  # which may grow
+            head, row_block = self._numbered[number]
+            query = row_block * self.config.B_r + warp * WARP_ROWS
+            for key_block in self.config.own_key_blocks(self.problem, query):
+                yield head * self.n_row_blocks + row_block, self.key_blocks.index(key_block)
 
     def _see_product(self, seen: ComputedProduct) -> None:
         result = "S" if _is_score(seen.instruction) else "O"
-        block, warp = seen.blocks[:, 0], seen.warps
-        retired, per_block = self._retired[result], self._per_block[result]
-        number, step = np.divmod(retired[block, warp], per_block)
-        retired[block, warp] += 1
-        tile, key_block = self._place(block, number)
-        for i in np.flatnonzero(key_block >= 0):
-            values = {n: array[tile[i], key_block[i]] for n, array in self.values.items()}
-            rows = slice(warp[i] * WARP_ROWS, (warp[i] + 1) * WARP_ROWS)
-            depth = slice(step[i] * WGMMA_K, (step[i] + 1) * WGMMA_K)
+        retired, place = self._retired[result], self._place[result]
+        last = self._per_block[result] - 1
+        for i, at in enumerate(zip(seen.blocks[:, 0].tolist(), seen.warps.tolist(), strict=True)):
+            step = retired[at] % (last + 1)
+            retired[at] += 1
+            if step == 0:
+                place[at] = next(self._walks[result][at], (-1, -1))
+            tile, turn = place[at]
+            if turn < 0:  # beyond what there is to compute
+                continue
+            values = {name: array[tile, turn] for name, array in self.values.items()}
+            warp = at[1]
+            rows = slice(warp * WARP_ROWS, (warp + 1) * WARP_ROWS)
+            depth = slice(step * WGMMA_K, (step + 1) * WGMMA_K)
             if result == "S":
                 values["Q"][rows, depth] = seen.a[i]
-                values["K"][warp[i], :, depth] = seen.b[i].T
+                values["K"][warp, :, depth] = seen.b[i].T
             else:
                 values["P"][rows, depth] = seen.a[i]
-                values["V"][warp[i], depth] = seen.b[i]
-            if step[i] == per_block - 1:
+                values["V"][warp, depth] = seen.b[i]
+            if step == last:
                 values[result][rows] = seen.d[i]
 
-    def _see_row(self, seen: Observation) -> None:
-        instruction = seen.instruction
-        block, warp = seen.blocks[:, 0], seen.warps
-        number = self._retired["S"][block, warp] // self._per_block["S"] - 1
-        place = self._place(block, number)
-        half = self._plan.row_maxima.get(instruction.line)
+    def _see(self, seen: Observation) -> None:
+        instruction, plan = seen.instruction, self._plan
+        block = seen.blocks[:, 0]
+        if instruction.line in plan.counters:
+            numbers = seen.value(instruction.operands[0], "u32") + self._n_blocks
+            for taker, number in zip(block.tolist(), numbers.tolist(), strict=True):
+                if number < self.n_tiles:
+                    self._taken[taker].append(number)
+            return
+        tile, turn = self._place["S"][block, seen.warps].T
+        half = plan.row_maxima.get(instruction.line)
         if half is None:
-            half = self._plan.row_sums[instruction.line]
-            self.put_row("l", seen, seen.value(instruction.operands[0], "f32"), half, place)
+            half = plan.row_sums[instruction.line]
+            found = seen.value(instruction.operands[0], "f32")
+            self.put_row("l", seen, found, half, (tile, turn))
         else:
-            self.put_row("m", seen, -seen.value(instruction.operands[3], "f32"), half, place)
+            found = -seen.value(instruction.operands[3], "f32")
+            self.put_row("m", seen, found, half, (tile, turn))

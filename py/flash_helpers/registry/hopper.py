@@ -64,6 +64,7 @@ OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only 
 MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
 MAX_RAISE = 100.0  # of m by one block, in powers of two; a row over that does not fit
 MAX_L = 1e30  # of a row; one over that does not fit
+NO_MAXIMUM = -1e30  # of scores that are all hidden, before they are scaled
 
 ARGUMENTS = StructLayout(
     "HopperKernelArgs",
@@ -148,6 +149,17 @@ class HopperKernelConfig(Config):
         blocks = range(-(-len_k // self.B_c))
         return blocks[::-1] if RAGGED in self.step.traits else blocks
 
+    def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
+        """Those that the warp of a query takes, which may be beyond len_q. A causal tile has one at
+        least, though it may be hidden."""
+        blocks = self.key_blocks(problem.len_k)
+        if not self.causal:
+            return blocks
+        together = WGMMA_M if OWN_KEYS in self.step.traits else self.B_r
+        last_query = min((query // together + 1) * together, problem.len_q) - 1
+        seen = max(-(-problem.visible_keys(last_query) // self.B_c), 1)
+        return blocks[-seen:]
+
     def variants(self) -> tuple[HopperKernelConfig, ...]:
         """The config, and the causal one, or that without, where the step and the tile have it."""
         if "causal" not in self.step.tunable or self._refusal_of_causal:
@@ -201,6 +213,25 @@ class HopperKernelConfig(Config):
         """Thread blocks for so many tiles of queries; block b takes tiles b, b + n_blocks, ..."""
         return min(tiles, SMS) if PERSISTENT in self.step.traits else tiles
 
+    def counts(self, problem: AttentionForward) -> bool:
+        """Whether blocks take the tiles behind their first from a counter."""
+        q_tiles = -(-problem.len_q // self.B_r)
+        return DYNAMIC in self.step.traits and self.causal and q_tiles >= COUNTED_FROM
+
+    def tiles(self, problem: AttentionForward) -> tuple[tuple[int, int], ...]:
+        """Head, of all batches, and block of rows of each tile of queries, in the order of their
+        numbers (`tile_place` in src/include/sm90/arguments.cuh)."""
+        q_tiles, heads = -(-problem.len_q // self.B_r), problem.batch * problem.heads
+        if not self.causal:
+            return tuple((head, tile) for head in range(heads) for tile in range(q_tiles))
+        group = _head_group(q_tiles, self.counts(problem))
+        return tuple(
+            (head, tile)
+            for first in range(0, heads, group)
+            for tile in reversed(range(q_tiles))
+            for head in range(first, min(first + group, heads))
+        )
+
     def launch(
         self, problem: AttentionForward, strides: Mapping[str, Strides]
     ) -> tuple[Launch, ...]:
@@ -208,7 +239,7 @@ class HopperKernelConfig(Config):
         one tile after the other."""
         q_tiles = -(-problem.len_q // self.B_r)
         tiles = q_tiles * problem.heads * problem.batch
-        counts = DYNAMIC in self.step.traits and self.causal and q_tiles >= _COUNTED_FROM
+        counts = self.counts(problem)
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
         values: dict[str, tuple[float, ...]] = {
             "len_k": (problem.len_k,),
@@ -286,7 +317,7 @@ class HopperKernelConfig(Config):
 
 
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
-_COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
+COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
 _SHORT = 8  # tiles of a head
 
 

@@ -114,6 +114,10 @@ class MmaSyncConfig(Config):
         blocks = range(-(-len_k // self.B_c))
         return blocks[::-1] if KEYS_BACKWARDS in self.step.traits else blocks
 
+    def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
+        """Those that the warp of a query takes: all."""
+        return self.key_blocks(problem.len_k)
+
     @property
     def supports(self) -> Supports:
         """Whole blocks of queries and keys of one length."""

@@ -164,6 +164,12 @@ class AttentionForward:
         lse = Tensor("lse", (self.batch, self.heads, self.len_q), LSE_BYTES)
         return (*found, lse) if self.return_lse else found
 
+    def visible_keys(self, query: int) -> int:
+        """Keys that a query sees, below 1 if it sees none; of a tile's rows beyond len_q all."""
+        if not self.causal:
+            return self.len_k
+        return min(query + 1 + self.len_k - self.len_q, self.len_k)
+
     @property
     def visible(self) -> int:
         """Pairs of a query and a key that it sees, of one head."""
