@@ -91,7 +91,8 @@ class Fault:
     """An edit of a step's kernel, and how it comes to light.
 
     step: its id. instruction: regular expression of the PTX lines; of those in `phase`, the ones of
-    the slice `which` (None for all) are edited, in the order in which they are executed.
+    the slice `which` (None for all) are edited, in the order in which they are executed. causal: of
+    its causal kernel.
     Either the watcher raises `error`, at an instruction that comes from a line of CUDA source
     holding `source`; or the output is wrong, and the first wrong quantity is `quantity`, in the
     turn-th block of keys that the kernel takes. warp, rows: where, if that is checked; rows
@@ -110,14 +111,17 @@ class Fault:
     turn: int = 0
     warp: int | None = None
     rows: range | None = None
+    causal: bool = False
 
     @property
     def config(self) -> Config:
-        """The step's kernel in the progression."""
+        """The step's kernel in the progression, or the causal one beside it."""
         (found,) = (
-            config
+            variant
             for config in get_kernel_progression_configs()
             if config.step is STEPS[self.step] and config.dtype == self.dtype
+            for variant in config.variants()
+            if variant.supports.causal is self.causal
         )
         return found
 
@@ -148,6 +152,8 @@ ONES = "1065369472"
 LOG2_E, SCALED_LOG2_E = "0f3FB8AA3B", "0f3E0293EE"
 """log2(e), and the same divided by sqrt(d_head)."""
 N_SCORE_WGMMAS = 8
+N_PASSED_OVER = 7
+"""Copies of the code that passes over a slot of V, in a loop unrolled by four."""
 N_SCORE_MMAS = 64
 """Of Q @ K^T in one block of keys: `wgmma` and `mma`."""
 
@@ -378,21 +384,25 @@ FAULTS = {
         "h20", BF16, MAIN_LOOP, r"ld\.param\.f32", swap(r"ld\.param(\.f32\s+%f\d+), .*;",
         r"mov\1, 0f3F800000;"), quantity="l", turn=1,
     ),
-    "h21: rows that see keys are taken for those that see none": Fault(
-        "h21", BF16, MAIN_LOOP, r"setp\.lt\.s32\s+%p\d+, %r\d+, 1;", swap(", 1;", ", 4096;"),
-        slice(8, 10), quantity="output",
+    "h21: half of the rows see a key too many": Fault(
+        "h21", BF16, PROLOGUE, r"add\.s32.*, 9;", swap(", 9;", ", 10;"), nth(0), quantity="m",
+        warp=3, rows=range(575, 576), causal=True,
     ),
     "h22: the number of a tile is not handed over": Fault(
         "h22", BF16, MAIN_LOOP, r"st\.shared\.b32", drop, None, UninitialisedReadError,
         "load_smem_4(tiles_smem",
     ),
+    "h22: who took a tile is written down one place too far": Fault(
+        "h22", BF16, MAIN_LOOP, r"st\.global\.u32", swap(r"\[(%rd\d+)\]", r"[\1+4]"), nth(-1),
+        OutOfBoundsError, "take_tile<cfg.causal>(tile, args)", causal=True,
+    ),
     "h23: the last place is not announced": Fault(
         "h23", BF16, EPILOGUE, ARRIVE, drop, nth(-1), DeadlockError,
         "barrier_wait(Q_ring.barrier(Q_full)",
     ),
-    "h24: nobody is told that there are no more tiles": Fault(
-        "h24", BF16, EPILOGUE, r"st\.shared\.v4", swap(r"\{%r\d+", "{0"), None, DeadlockError,
-        "barrier_wait(K_ring.barrier(K_full)",
+    "h24: slots of V that are passed over are not given back": Fault(
+        "h24", BF16, MAIN_LOOP, ARRIVE, drop, slice(N_PASSED_OVER), DeadlockError,
+        "tma_load_slot<kKVBytes>(V_ring", causal=True,
     ),
 }  # fmt: skip
 

@@ -19,12 +19,14 @@ from flash_helpers.check.faults import Fault, NotPlantedError
 from flash_helpers.check.inputs import QKV, make_inputs
 from flash_helpers.check.reference import (
     AttentionError,
+    AttentionReference,
     attention_reference,
     measure_error,
 )
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.ptx import Kernel
 from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.registry.hopper import COUNTED_FROM, WGMMA_M
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
@@ -33,21 +35,35 @@ _LINE = re.compile(r"([\w/.]+\.cuh):(\d+)")
 
 
 def shape_of(config: Config) -> AttentionForward:
-    """The shortest with three blocks of keys or more."""
+    """The shortest with three blocks of keys or more.
+
+    Of a causal kernel the least that tiles are counted for. The diagonal of the fixed tiles then
+    ends between two warpgroups and within a block of keys, the last of three; the first queries see
+    none.
+    """
+    if config.supports.causal:
+        len_q, len_k = COUNTED_FROM * config.B_r, 2 * config.B_c + WGMMA_M
+        return AttentionForward(batch=1, heads=1, len_q=len_q, len_k=len_k, causal=True)
     whole = config.supports.whole
     return AttentionForward(batch=1, heads=1, len_q=-(-3 * config.B_c // whole) * whole)
 
 
 def distribution_of(config: Config) -> str:
     """Of inputs in which the maximum of most rows changes from block to block, by enough for a step
-    that is lazy."""
-    return "large_logits" if LAZY_RESCALE in config.step.traits else "normal"
+    that is lazy. Of a causal kernel one in which every key counts, so that a wrong mask shows."""
+    is_lazy = LAZY_RESCALE in config.step.traits and not config.supports.causal
+    return "large_logits" if is_lazy else "normal"
 
 
 def inputs_of(config: Config) -> QKV:
     """Q, K and V of that shape and distribution."""
     dtype = getattr(torch, config.dtype.torch_name)
     return make_inputs(distribution_of(config), shape_of(config), dtype)
+
+
+def reference_of(config: Config) -> AttentionReference:
+    """What comes of them in float64, and how far off a kernel may be."""
+    return attention_reference(*inputs_of(config), causal=config.supports.causal)
 
 
 @functools.cache
@@ -115,7 +131,7 @@ def run_planted(planted: Planted) -> Outcome:
     found = compare_with_reference(
         config, shape_of(config), distribution=distribution_of(config), ptx=planted.ptx
     )
-    reference = attention_reference(*inputs_of(config))
+    reference = reference_of(config)
     return Outcome(found, measure_error(found.output, reference.expected), reference.bound)
 
 
