@@ -254,6 +254,17 @@ class TestCommand:
         assert out.startswith("batch 1, heads 1, seq 64, d_head 128; counted in the simulator")
         assert cells(out, "bank conflicts")[1] == "0"
 
+    def test_counts_of_a_causal_problem_what_its_mask_leaves(self, capsys) -> None:
+        sizes = ("h24", "--seq", "256", "--heads", "2", "--kv-heads", "1", "--json")
+        whole, causal = (
+            json.loads(run_tool(capsys, *sizes, *option)[1]) for option in ([], ["--causal"])
+        )
+        assert causal["shape"] == {**whole["shape"], "kv_heads": 1, "causal": True}
+        products = [
+            profile["kernels"][0]["phases"]["whole kernel"]["wgmma"] for profile in (whole, causal)
+        ]
+        assert products[1] / products[0] == 3 / 4  # blocks of a tile: 2 and 2, or 1 and 2
+
     @pytest.mark.parametrize("options", [[], ["--csv"], ["--json"]])
     def test_annotates_the_source(self, capsys, options) -> None:
         status, out, _ = run_tool(capsys, "--by-line", "2", "--seq", "64", *options)
@@ -273,6 +284,7 @@ class TestCommand:
             (["99"], "the steps are v1 to v"),
             (["1", "--seq", "100"], "seq_len 100 is not a multiple"),
             (["--by-line", "1..2"], "names 2 kernels: name one"),
+            (["1", "--seq", "64", "--causal"], "causal is not supported by v1"),
         ],
     )
     def test_refuses_wrong_usage_with_2(self, capsys, arguments, message) -> None:

@@ -26,7 +26,7 @@ from flash_helpers.measure.kernel_profile import (
     source_as_json,
     source_lines,
 )
-from flash_helpers.registry.selection import KERNEL_NAMES, UsageError, choose_kernels
+from flash_helpers.registry.selection import KERNEL_NAMES, UsageError, choose_kernels, with_mask
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +49,8 @@ examples:
     python tools/analysis/profile_kernel.py 1..16
   which instructions a static row stride saves (it is that of 16 heads):
     python tools/analysis/profile_kernel.py 15 16 --seq 128 --heads 16 --by-opcode
+  what the mask of a causal kernel costs, and what blocks that are not computed save:
+    python tools/analysis/profile_kernel.py h24 h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal --causal
   two tile shapes of step 7, for a spreadsheet (`python -m flash_attention` lists what is built):
     python tools/analysis/profile_kernel.py v7_bf16_... v7_bf16_... --csv > tiles.csv
 
@@ -67,7 +69,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
     parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--kv-heads", type=positive, metavar="N", help="of K and V (default: as many as --heads)"
+    )
     parser.add_argument("--batch", type=positive, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--causal",
+        action="store_true",
+        help="a query sees no later key; of a step its causal kernel is meant",
+    )
     parser.add_argument(
         "--dtype",
         choices=[dtype.short for dtype in DType],
@@ -120,12 +130,20 @@ def profile(arguments: argparse.Namespace) -> str:
     """What is to be printed. Raises ValueError, and RuntimeError if a kernel is at fault."""
     import flash_attention  # and torch, which --help does not wait for
 
-    shape = AttentionForward(arguments.batch, arguments.heads, arguments.seq)
+    shape = AttentionForward(
+        arguments.batch,
+        arguments.heads,
+        arguments.seq,
+        kv_heads=arguments.kv_heads,
+        causal=arguments.causal,
+    )
     configs = choose_kernels(
         flash_attention.kernels(),
         [arguments.by_line] if arguments.by_line else arguments.kernels,
         DType.from_name(arguments.dtype),
     )
+    if arguments.causal:
+        configs = [with_mask(config) for config in configs]
     if arguments.by_line and len(configs) > 1:
         raise UsageError(f"--by-line {arguments.by_line} names {len(configs)} kernels: name one")
     profiles = profile_kernels(configs, shape, flash_attention.simulate)

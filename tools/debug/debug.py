@@ -28,6 +28,7 @@ from flash_helpers.registry.selection import (
     UsageError,
     choose_kernels,
     require_supported,
+    with_mask,
 )
 from flash_helpers.runtime.backend import KernelsNotRun
 
@@ -142,8 +143,7 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
             raise UsageError(f"{arguments.step!r} is not one step; name one of {STEP_NAMES}")
         (config,) = found
         if arguments.causal:
-            # one that has none refuses the problem
-            config = next((c for c in config.variants() if c.supports.causal), config)
+            config = with_mask(config)
     elif arguments.ptx:
         config = config_of_ptx(arguments.ptx)
     else:

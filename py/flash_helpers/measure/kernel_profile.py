@@ -315,6 +315,8 @@ def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
         "shape": {
             "batch": shape.batch,
             "n_heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "causal": shape.causal,
             "seq_len": shape.len_q,
             "d_head": shape.d_head,
         },
@@ -368,6 +370,8 @@ def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
                 "dtype": p.ran.dtype.short,
                 "batch": p.shape.batch,
                 "heads": p.shape.heads,
+                "kv_heads": p.shape.kv_heads,
+                "causal": p.shape.causal,
                 "seq": p.shape.len_q,
                 "phase": phase.value,
                 "opcode": opcode,

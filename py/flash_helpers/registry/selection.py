@@ -253,6 +253,12 @@ def _choose(candidates: Sequence[Config], wanted: Wanted) -> Config:
     return nearest_config(usual, matching)
 
 
+def with_mask(config: Config) -> Config:
+    """The causal config of the same step and tile; the config itself, which then refuses causal
+    problems, where there is none."""
+    return next((c for c in config.variants() if c.supports.causal), config)
+
+
 def parse_config_option(words: Sequence[str]) -> Config | dict[str, Any]:
     """What `--config` says: a short form, or pairs such as B_r=128. Raises UsageError."""
     if len(words) == 1 and "=" not in words[0]:
