@@ -14,7 +14,7 @@ from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.phases import cold_blocks, is_replay, is_wait, main_loop
 from flash_helpers.sass.analyse.report import report_on, verdicts
 from flash_helpers.sass.analyse.roles import Role, roles
-from flash_helpers.sass.analyse.warp_values import blocks_of_warp
+from flash_helpers.sass.analyse.warp_values import blocks_of_warps
 from flash_helpers.sass.read.reader import load_kernel
 from flash_helpers.sass.read.records import Kernel
 from flash_helpers.sass.show.report_text import report_json, report_text
@@ -62,7 +62,7 @@ def warps_at(text: str, warps: int = 8) -> list[int]:
     """The warps that may execute the FADD of a kernel."""
     found = kernel(text)
     (block,) = {i.block for i in found.instructions if i.base == "FADD"}
-    return [warp for warp in range(warps) if block in blocks_of_warp(found, warp)]
+    return [warp for warp, own in enumerate(blocks_of_warps(found, warps)) if block in own]
 
 
 def named(found: Kernel, threads: int) -> dict[str, Role]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from flash_helpers.gpu import WARP
 from flash_helpers.sass.analyse.phases import is_replay, is_wait, working_loop
-from flash_helpers.sass.analyse.warp_values import blocks_of_warp, is_one_dimensional
+from flash_helpers.sass.analyse.warp_values import blocks_of_warps, is_one_dimensional
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import may_execute
 from flash_helpers.sass.read.records import Kernel
@@ -53,8 +53,7 @@ def roles(kernel: Kernel, threads: int) -> tuple[Role, ...]:
     working = [n for n in kernel.loops if not is_wait(kernel, n) and not is_replay(kernel, n)]
     warps: dict[tuple[int, ...], list[int]] = defaultdict(list)
     blocks: dict[tuple[int, ...], set[int]] = defaultdict(set)
-    for warp in range(-(-threads // WARP)):
-        reached = blocks_of_warp(kernel, warp)
+    for warp, reached in enumerate(blocks_of_warps(kernel, -(-threads // WARP))):
         run = tuple(loop.index for loop in working if loop.header in reached)
         warps[run].append(warp)
         blocks[run] |= reached

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ _Range = tuple[int, int]  # the least and the largest value that lanes of the wa
 _REGISTER = re.compile(r"(-?)(U?R)(\d+|Z)(?:\.reuse)?")
 _PREDICATE = re.compile(r"(!?)(U?P)([0-9T])")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")
+_NAME = re.compile(r"[-!]?(U?[RP](?:\d+|[ZT]))(?:\.reuse)?")  # of a register or a predicate
 _COMPARISONS = {
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
     "EQ": operator.eq, "NE": operator.ne,
@@ -33,6 +34,11 @@ _AND = 0xC0  # as table of truth, of operands a, b, c: a and b
 _MOVES = frozenset({"MOV", "UMOV", "R2UR"})
 _ADDITIONS = frozenset({"IADD3", "UIADD3", "VIADD", "IADD", "UIADD"})
 _SHIFTS = frozenset({"SHF", "USHF"})
+# All others write what nobody knows.
+_FOLLOWED = _MOVES | _ADDITIONS | _SHIFTS | {
+    "S2R", "S2UR", "SHFL", "LOP3", "ULOP3", "IMAD", "LEA", "ULEA", "ISETP", "UISETP", "PLOP3",
+    "UPLOP3",
+}  # fmt: skip
 # Of these opcodes a result is one register unless a modifier says more; of others four at most, but
 # for the accumulators of warp groups and what comes from tensor memory.
 _NARROW = frozenset(opcodes.CLASSES) - {
@@ -41,6 +47,7 @@ _NARROW = frozenset(opcodes.CLASSES) - {
 }  # fmt: skip
 _WIDTHS = {"64": 2, "WIDE": 2, "F64": 2, "S64": 2, "U64": 2, "128": 4, "256": 8}
 _WIDEST = 128
+_DECIDED = BRANCHES | {"EXIT", "RET"}  # what ends a block, and by what it is followed
 _WRITES_NOTHING = BRANCHES | frozenset(
     {"BAR", "DEPBAR", "WARPSYNC", "BSSY", "BSYNC", "BREAK", "RET", "EXIT", "BRX", "NANOSLEEP"}
 )  # though a register or a predicate may stand first
@@ -92,17 +99,66 @@ def is_one_dimensional(kernel: Kernel) -> bool:
     )
 
 
-def blocks_of_warp(kernel: Kernel, warp: int) -> frozenset[int]:
-    """Indices of the blocks that a warp of a thread block may execute. warp: its number."""
+def blocks_of_warps(kernel: Kernel, warps: int) -> list[frozenset[int]]:
+    """Of each of the first warps of a thread block, the indices of the blocks that it may execute.
+    warps: how many."""
+    deciding = _deciding(kernel)
+    return [_blocks_of_warp(kernel, deciding, warp) for warp in range(warps)]
+
+
+def _deciding(kernel: Kernel) -> list[list[Instruction]]:
+    """Of each block the instructions that the condition of a branch may come from. What the others
+    write is asked for by nobody."""
+    found: list[list[Instruction]] = [[] for _ in kernel.blocks]
+    needed: list[set[str]] = [set() for _ in kernel.blocks]  # names, where a block begins
+    pending = {*range(len(kernel.blocks))}
+    while pending:
+        block = kernel.blocks[max(pending)]
+        pending.remove(block.index)
+        first, end = block.start // INSTRUCTION_BYTES, block.end // INSTRUCTION_BYTES
+        instructions = kernel.instructions[first:end]
+        names = {name for n in block.successors for name in needed[n]}
+        if instructions[-1].base in _DECIDED:
+            names |= _read(instructions[-1])
+        own = []
+        for i in reversed(instructions):
+            words = _words(i.opcode, i.operands)
+            written = {*words.registers, *words.predicates}
+            if not written.isdisjoint(names):
+                if i.predicate in ALWAYS:
+                    names -= written
+                names |= _read(i)
+            elif words.base not in CALLS:  # which spoil everything
+                continue
+            own.append(i)
+        found[block.index] = own[::-1]
+        if names != needed[block.index]:
+            needed[block.index] = names
+            pending.update(block.predecessors)
+    return found
+
+
+def _read(instruction: Instruction) -> set[str]:
+    """Names of the registers and predicates that what `_execute` does may depend on."""
+    texts = [instruction.predicate.removeprefix("@")]
+    if instruction.base in _FOLLOWED | _DECIDED:
+        texts += instruction.operands.split(",")
+    matches = (_NAME.fullmatch(text.strip()) for text in texts)
+    return {match[1] for match in matches if match}
+
+
+def _blocks_of_warp(
+    kernel: Kernel, deciding: Sequence[Sequence[Instruction]], warp: int
+) -> frozenset[int]:
     before: dict[int, _State] = {0: _State()}
     pending = [0]
     while pending:
         block = kernel.blocks[pending.pop()]
         state = before[block.index].copy()
-        first, end = block.start // INSTRUCTION_BYTES, block.end // INSTRUCTION_BYTES
-        for instruction in kernel.instructions[first:end]:
+        for instruction in deciding[block.index]:
             _execute(instruction, state, warp)
-        for n in _following(block, kernel.instructions[end - 1], state):
+        last = kernel.instructions[block.end // INSTRUCTION_BYTES - 1]
+        for n in _following(block, last, state):
             if n not in before:
                 before[n] = state.copy()
             elif not before[n].meet(state):
@@ -113,7 +169,7 @@ def blocks_of_warp(kernel: Kernel, warp: int) -> frozenset[int]:
 
 def _following(block: Block, last: Instruction, state: _State) -> tuple[int, ...]:
     """The blocks that may come next."""
-    if last.base not in BRANCHES | {"EXIT", "RET"}:
+    if last.base not in _DECIDED:
         return block.successors
     conditions = [state.truth(last.predicate.removeprefix("@"))] if last.predicate else []
     if last.base in BRANCHES and "," in last.operands:
@@ -158,8 +214,9 @@ def _execute(instruction: Instruction, state: _State, warp: int) -> None:
         state.registers.clear()
         state.predicates.clear()
         return
-    found = _result(words, state, warp) if words.registers else None
-    truths = _truths(words, state) if words.predicates else {}
+    followed = words.base in _FOLLOWED
+    found = _result(words, state, warp) if followed and words.registers else None
+    truths = _truths(words, state) if followed and words.predicates else {}
     for name in words.registers:
         known = found if name == words.registers[0] else None
         if known is None or (certain is None and state.registers.get(name) != known):
