@@ -197,13 +197,14 @@ def test_every_kernel_is_right_for_one_block(config) -> None:
     inputs = inputs_of(config, one_block)
     tensors = tensors_for(config, *inputs)
     _, run = flash_attention.simulate(config, **tensors)
-    assert config.short_form() in run.kernel
+    assert config.short_form() in run.kernel and run.faults == ()
     assert_right(tensors["o"], reference_of(one_block, inputs))
 
 
 @pytest.mark.parametrize("config", GENERAL, ids=short_form)
 def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
-    for corner in config.supports.corners():
+    _, *corners = config.supports.corners()  # the first is one block: see above
+    for corner in corners:
         inputs = inputs_of(config, corner)
         tensors = tensors_for(config, *inputs)
         if corner.return_lse:
