@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import open_browser, requested_urls
+from browser import open_browser, requested_urls, waiting
 from built_site import BuiltSite
 
 from flash_helpers.course.glossary import read_terms
@@ -175,11 +175,10 @@ class Reader:
     def wait(self, selector: str) -> Any:
         """An element that a script is about to make, make anew, or show."""
         from selenium.common.exceptions import StaleElementReferenceException
-        from selenium.webdriver.support.ui import WebDriverWait
 
-        return WebDriverWait(
-            self.driver, 10, ignored_exceptions=[StaleElementReferenceException]
-        ).until(lambda _: next((e for e in self.all(selector) if e.is_displayed()), None))
+        return waiting(self.driver, StaleElementReferenceException).until(
+            lambda _: next((e for e in self.all(selector) if e.is_displayed()), None)
+        )
 
     def show(self, element: Any) -> None:
         """Scroll to it, at once."""
@@ -188,16 +187,13 @@ class Reader:
     def click(self, element: Any) -> None:
         """Scroll to it and click, again while pictures that come late move it away."""
         from selenium.common.exceptions import ElementClickInterceptedException
-        from selenium.webdriver.support.ui import WebDriverWait
 
         def clicked(_: Any) -> bool:
             self.show(element)
             element.click()
             return True
 
-        WebDriverWait(self.driver, 10, ignored_exceptions=[ElementClickInterceptedException]).until(
-            clicked
-        )
+        waiting(self.driver, ElementClickInterceptedException).until(clicked)
 
     def point(self, element: Any) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
@@ -342,11 +338,9 @@ class TestPages:
 class TestSearch:
     def look_for(self, reader: Reader, words: str) -> dict[str, Any]:
         """The results, by the pages that they open."""
-        from selenium.webdriver.support.ui import WebDriverWait
-
         reader.open("index.html")
         reader.find("input.sidebar-search").send_keys(words, ENTER)
-        WebDriverWait(reader.driver, 20).until(
+        waiting(reader.driver).until(
             lambda _: "Search finished" in reader.find("#search-results").text
         )
         results = reader.all("#search-results ul.search > li")

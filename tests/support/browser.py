@@ -57,6 +57,14 @@ def open_browser(profile: Path) -> Iterator[Any]:
         opened.quit()
 
 
+def waiting(driver: Any, *ignored: type[Exception]) -> Any:
+    """A selenium wait of 20 seconds at most, which asks often. ignored: what may be raised until
+    then."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(driver, 20, poll_frequency=0.02, ignored_exceptions=ignored)
+
+
 def requested_urls(driver: Any) -> list[str]:
     """Every address that was asked for since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
