@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from flash_helpers.ptx.read.flow import Phase
@@ -209,6 +209,7 @@ def normalised(instruction: Instruction, capability: int) -> str:
     return " ".join((_NUMBERED.sub(r"\1", instruction.predicate), instruction.opcode, operands))
 
 
+@lru_cache(maxsize=1 << 14)  # a page asks for the lines of a kernel and its parent again and again
 def normalised_ptx(text: str, symbol: str) -> str:
     """A PTX instruction without the numbers of registers and labels, without the kernel's symbol,
     and without the namespace that it stands in."""
@@ -246,7 +247,8 @@ def block_phases(kernel: Kernel) -> list[Phase]:
     return found
 
 
-def _sides(kernel: Kernel) -> list[Side]:
+@lru_cache(maxsize=2)
+def _sides(kernel: Kernel) -> Sequence[Side]:
     """All but the padding, phase by phase."""
     phase_of = block_phases(kernel)
     sides = [
@@ -268,7 +270,8 @@ class _PtxRow(NamedTuple):
     name: str
 
 
-def _ptx_rows(kernel: Kernel) -> list[_PtxRow] | None:
+@lru_cache(maxsize=2)
+def _ptx_rows(kernel: Kernel) -> Sequence[_PtxRow] | None:
     """The PTX instructions, phase by phase; None if there is no PTX that can be read."""
     try:
         ptx = read_kernel_ptx(kernel)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from flash_helpers.sass.read.flow import ALWAYS
@@ -24,7 +25,8 @@ T = TypeVar("T", bound=Hashable)
 _ENTRY = -1  # place of what a register holds when the kernel begins
 
 
-def register_values(kernel: Kernel) -> list[tuple[Value, ...]]:
+@lru_cache(maxsize=2)  # each step of a progression is compared with its parent, then is one
+def register_values(kernel: Kernel) -> Sequence[tuple[Value, ...]]:
     """The value of each of the `accesses` of each instruction.
 
     A write under a guard joins what the register held before, unless the reads have the same guard,

@@ -199,6 +199,10 @@ class Kernel:
     ptx: str | None
     is_function: bool = False
 
+    def __hash__(self) -> int:
+        # of all instructions it would take longer than what caches save
+        return hash((self.symbol, self.architecture, self.origin))
+
     @property
     def name(self) -> str:
         """The symbol as its author wrote it, for a person."""

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -305,7 +306,8 @@ def _ptx_data(
     }
 
 
-def _ptx_lines(kernel: Kernel) -> list[tuple[int, Line]]:
+@lru_cache(maxsize=2)  # of a step's parent, and of the step, which is the next one's parent
+def _ptx_lines(kernel: Kernel) -> _NumberedLines:
     """The lines of the kernel's PTX with their numbers; empty ones are left out."""
     try:
         ptx = read_kernel_ptx(kernel)
