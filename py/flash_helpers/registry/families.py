@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import cache
 from types import MappingProxyType
 
 from flash_helpers.registry.ampere import AMPERE, LARGE_TILE, LARGE_TILE_FROM
@@ -136,9 +137,10 @@ def progression() -> list[Config]:
     return [config for family in FAMILIES.values() for config in family.progression()]
 
 
-def sweep() -> list[Config]:
+@cache  # to try all combinations takes half a second
+def sweep() -> tuple[Config, ...]:
     """Every possible config that a sweep tries, of every step that has something to tune."""
-    return [config for family in FAMILIES.values() for config in family.sweep()]
+    return tuple(config for family in FAMILIES.values() for config in family.sweep())
 
 
 def with_siblings(configs: Iterable[Config]) -> list[Config]:
