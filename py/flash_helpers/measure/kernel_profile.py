@@ -370,12 +370,11 @@ def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
                 "dtype": p.ran.dtype.short,
                 "batch": p.shape.batch,
                 "heads": p.shape.heads,
-                "kv_heads": p.shape.kv_heads,
-                "causal": p.shape.causal,
                 "seq": p.shape.len_q,
                 "phase": phase.value,
                 "opcode": opcode,
                 **as_dict(counts),
+                "kv_heads": p.shape.kv_heads,
             }
             for p in profiles
             for phase in Phase
