@@ -14,7 +14,13 @@ import pytest
 import torch
 from fake_backend import fake_backend, load_tool
 
-from flash_helpers.kernel_configs import AttentionForward, DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    Config,
+    DType,
+    config_from_short_form,
+    get_kernel_progression_configs,
+)
 from flash_helpers.measure import benchmark
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.ncu_bench import (
@@ -36,6 +42,7 @@ V1, V2, V16 = (
     if c.step.id in ("v1", "v2", "v16") and c.dtype == DType.BF16
 )
 SHAPE = AttentionForward(batch=2, heads=16, len_q=512)
+CAUSAL = config_from_short_form("h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal")
 DURATION = "gpu__time_duration.sum"
 CYCLES = "gpc__cycles_elapsed.max"
 HIT_RATE = "lts__t_sector_hit_rate.pct"
@@ -209,7 +216,7 @@ def test_the_table_has_a_row_a_kernel_and_dashes_where_there_is_no_number() -> N
     assert cells[2:4] == ["1,100.0", "1,800,000"]
     assert "-" in cells
     assert "mio_throttle 4.00" in row
-    assert "batch 2, heads 16, seq 512: mean of 2 launches" in text
+    assert "batch 2, heads 16, seq 512, d_head 128: mean of 2 launches" in text
     assert "between the launches of a kernel: 20.0%" in text
     assert "Nsight Compute Version 2025.3" in text
 
@@ -311,7 +318,7 @@ def test_run_kernels_launches_a_library_as_often_as_asked(monkeypatch) -> None:
     monkeypatch.setattr(
         benchmark,
         "run_library",
-        lambda name, q, k, v: launched.append((name, q.dtype, tuple(q.shape))),
+        lambda name, q, k, v, causal: launched.append((name, q.dtype, tuple(q.shape))),
     )
     options = ["--library", "flash", "--dtype", "fp16", "--repeat", "3", "--seq", "64"]
     assert module.main(options) == 0
@@ -332,7 +339,29 @@ def test_run_kernels_launches_each_kernel_on_its_own_dtype(monkeypatch) -> None:
     ]
 
 
-def test_a_library_and_kernels_are_not_launched_together() -> None:
+@pytest.mark.parametrize("options", [["h24", "--causal"], [CAUSAL.short_form()]])
+def test_run_kernels_launches_causal_kernels_on_causal_problems(monkeypatch, options) -> None:
+    """A step's as the problem asks for, a config with a mask in any case."""
+    module = load_tool("tools/benchmark/run_kernels.py")
+    launched: list[Config] = []
+    backend = fake_backend(lambda config, o: launched.append(config))
+    monkeypatch.setattr(module, "find_backend", lambda device: backend)
+    sizes = ["--dtype", "bf16", "--seq", "65", "--len-k", "130", "--heads", "2", "--kv-heads", "1"]
+    assert module.main(["--kernel", *options, *sizes]) == 0
+    assert CAUSAL in launched and all(config.supports.causal for config in launched)
+
+
+def test_run_kernels_says_which_kernels_take_no_causal_problem(monkeypatch, capsys) -> None:
+    module = load_tool("tools/benchmark/run_kernels.py")
+    monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
+    assert module.main(["--kernel", "1", "--causal", "--seq", "64"]) == 2
+    assert "causal is not supported by v1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--kernel", "1"], ["--causal", "--seq", "64", "--len-k", "128"]]
+)
+def test_what_is_not_launched_with_a_library_is_said(options) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        load_tool("tools/benchmark/run_kernels.py").main(["--library", "flash", "--kernel", "1"])
+        load_tool("tools/benchmark/run_kernels.py").main(["--library", "flash", *options])
     assert exit_info.value.code == 2

@@ -25,7 +25,7 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.measure.shapes import N_HEADS, default_shape
 from flash_helpers.registry.selection import add_kernel_arguments, chosen_kernels, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -46,6 +46,8 @@ examples:
     python tools/benchmark/ncu_bench.py --kernel 1 2 --dtype bf16
   the last step beside PyTorch's flash backend:
     python tools/benchmark/ncu_bench.py --kernel 16 --dtype bf16 --library flash --seq 8192
+  the last step's causal kernels, 32 heads on 8:
+    python tools/benchmark/ncu_bench.py --kernel h24 --causal --heads 32 --kv-heads 8
   the whole progression, for a spreadsheet:
     python tools/benchmark/ncu_bench.py --dtype bf16 --csv ncu.csv --json ncu.json
 
@@ -70,6 +72,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=positive, help="(default: 16, or what 65536 tokens leave)")
     parser.add_argument("--heads", type=positive, help="(default: 16)")
+    parser.add_argument(
+        "--kv-heads", type=positive, metavar="N", help="of K and V (default: as many as --heads)"
+    )
+    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
     parser.add_argument("--runs", type=positive, default=3, help="launches of each (default: 3)")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a kernel")
     parser.add_argument(
@@ -85,13 +91,16 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 
     Raises KernelsNotRun without a GPU, ProfilerError, OSError and ValueError.
     """
-    usual = default_shape(arguments.seq)
-    shape = replace(
-        usual, batch=arguments.batch or usual.batch, heads=arguments.heads or usual.heads
+    usual = default_shape(
+        arguments.seq,
+        heads=arguments.heads or N_HEADS,
+        kv_heads=arguments.kv_heads,
+        causal=arguments.causal,
     )
+    shape = replace(usual, batch=arguments.batch or usual.batch)
     backend = find_backend("cuda")
     profiler = NsightCompute.find(arguments.raw)
-    configs = chosen_kernels(arguments, backend.kernels)
+    configs = chosen_kernels(arguments, backend.kernels, shape)
     require_supported(configs, shape)
     print(f"counting {len(configs)} kernels with {profiler.executable}", file=sys.stderr)
     launcher = [sys.executable, str(LAUNCHER)]

@@ -212,7 +212,7 @@ def shape_for(config: Config, seq_len: int) -> AttentionForward:
     one = AttentionForward(1, 1, block, d_head, config.dtype)
     heads = config.own_row_stride(one) // d_head
     shorter = max(block, int(seq_len / heads**0.5) // block * block)
-    return AttentionForward(1, heads, shorter, d_head, config.dtype)
+    return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=config.supports.causal)
 
 
 def count_launches(

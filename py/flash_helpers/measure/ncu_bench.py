@@ -95,6 +95,7 @@ class KernelCounters:
     """One kernel on one problem: means over its launches.
 
     name: what was asked for, a short form or a library's name. kernel: what was launched for it.
+    kv_heads, causal: of the problem, as in AttentionForward.
     values: by key of COUNTERS; None where the GPU has no such number.
     spread: largest over smallest duration, less 1; None without a duration.
     stalls: cycles that a warp waited for each reason, per instruction issued; largest first.
@@ -110,6 +111,22 @@ class KernelCounters:
     values: Mapping[str, float | None]
     spread: float | None
     stalls: Mapping[str, float]
+    kv_heads: int | None = None
+    causal: bool = False
+
+    MAY_LACK: ClassVar[tuple[str, ...]] = ("kv_heads", "causal")
+
+    @property
+    def problem(self) -> AttentionForward:
+        """What was computed, but for its dtype."""
+        return AttentionForward(
+            self.batch,
+            self.n_heads,
+            self.seq_len,
+            self.d_head,
+            kv_heads=self.kv_heads,
+            causal=self.causal,
+        )
 
     @property
     def tflops(self) -> float | None:
@@ -117,8 +134,7 @@ class KernelCounters:
         duration_us = self.values["duration_us"]
         if not duration_us:
             return None
-        problem = AttentionForward(self.batch, self.n_heads, self.seq_len, self.d_head)
-        return problem.operations / (duration_us * 1e-6) / 1e12
+        return self.problem.operations / (duration_us * 1e-6) / 1e12
 
     def stall_text(self) -> str:
         """The SHOWN_STALLS largest stalls, in words; a dash if there are none."""
@@ -140,6 +156,7 @@ class NcuResults(RecordFile):
     def to_csv(self) -> str:
         """One row a kernel; a column for each counter and each stall reason."""
         asked = ("name", "kernel", "batch", "n_heads", "seq_len", "d_head", "runs")
+        problem = ("kv_heads", "causal")
         counters = [counter.key for counter in COUNTERS]
 
         def cells(kernel: KernelCounters) -> list[Any]:
@@ -149,10 +166,11 @@ class NcuResults(RecordFile):
                 *(kernel.stalls.get(reason) for reason in STALL_REASONS),
             ]
             texts = (None if value is None else f"{value:.6g}" for value in values)
-            return [*(getattr(kernel, name) for name in asked), *texts]
+            return [*(getattr(kernel, name) for name in (*asked, *problem)), *texts]
 
         stalls = (f"stall_{reason}" for reason in STALL_REASONS)
-        return csv_text([*asked, *counters, "tflops", *stalls], map(cells, self.kernels))
+        header = [*asked, *problem, *counters, "tflops", *stalls]
+        return csv_text(header, map(cells, self.kernels))
 
 
 def ncu_table(results: NcuResults) -> str:
@@ -169,11 +187,8 @@ def ncu_table(results: NcuResults) -> str:
         for kernel in results.kernels
     ]
     table = Table(header, rows, "l" + "r" * (len(header) - 2) + "l")
-    shapes = dict.fromkeys((k.batch, k.n_heads, k.seq_len, k.runs) for k in results.kernels)
-    lines = [
-        f"batch {batch}, heads {heads}, seq {seq_len}: mean of {runs} launches"
-        for batch, heads, seq_len, runs in shapes
-    ]
+    shapes = dict.fromkeys((kernel.problem, kernel.runs) for kernel in results.kernels)
+    lines = [f"{problem}: mean of {runs} launches" for problem, runs in shapes]
     spreads = [k.spread for k in results.kernels if k.spread is not None]
     if spreads:
         lines.append(f"largest difference between the launches of a kernel: {max(spreads):.1%}")
@@ -210,6 +225,8 @@ def average_launches(
         values=values,
         spread=max(measured) / min(measured) - 1 if measured else None,
         stalls=dict(sorted(found.items(), key=lambda item: -item[1])),
+        kv_heads=shape.kv_heads,
+        causal=shape.causal,
     )
 
 
@@ -238,6 +255,7 @@ def profile_kernels(
     """
     metrics = profiler.available(METRICS)
     sizes = ["--batch", str(shape.batch), "--heads", str(shape.heads)]
+    sizes += ["--kv-heads", str(shape.kv_heads), *(["--causal"] if shape.causal else [])]
     sizes += ["--seq", str(shape.len_q), "--repeat", str(runs)]
     counted: list[KernelCounters] = []
     failures: list[str] = []

@@ -193,13 +193,16 @@ def _made_for(problem: AttentionForward, configs: Sequence[Config]) -> Sequence[
     return [config for config in configs if not config.supports.lacking(problem)] or configs
 
 
-def chosen_kernels(arguments: argparse.Namespace, built: Sequence[Config]) -> list[Config]:
-    """`select_kernels` of what `add_kernel_arguments` read, by default of the progression."""
+def chosen_kernels(
+    arguments: argparse.Namespace, built: Sequence[Config], problem: AttentionForward | None = None
+) -> list[Config]:
+    """`select_kernels` of what `add_kernel_arguments` read, by default of the progression; if the
+    problem is causal, the configs with a mask in its place."""
+    progression = get_kernel_progression_configs()
+    if problem and problem.causal:
+        progression = [variant for c in progression if (variant := with_mask(c)) != c]
     return select_kernels(
-        built,
-        arguments.kernel,
-        parse_dtypes(arguments.dtype),
-        get_kernel_progression_configs(),
+        built, arguments.kernel, parse_dtypes(arguments.dtype), progression, problem
     )
 
 
