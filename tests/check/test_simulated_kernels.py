@@ -35,6 +35,14 @@ pytestmark = pytest.mark.slow
 
 BUILT = get_kernels_to_build()
 PROGRESSION = get_kernel_progression_configs()
+*_, LAST_OF_HOPPER = HOPPER.steps.values()
+# Steps after the first that takes any lengths, but for the last: without a mask they compute whole
+# blocks alike.
+GENERAL_STEPS = {
+    step
+    for step in HOPPER.steps.values()
+    if HOPPER.steps["h19"].number < step.number < LAST_OF_HOPPER.number
+}
 # simulated wgmma takes longer: of this family, all inputs are for one dtype, and for tiles of which
 # few blocks are a whole sequence
 ON_ALL_INPUTS = [
@@ -45,19 +53,24 @@ ON_ALL_INPUTS = [
         config.dtype == DType.BF16
         and config.supports.whole == max(config.B_r, config.B_c)
         and not config.supports.causal  # counts tell of blocks that are skipped
+        and config.step not in GENERAL_STEPS
     )
 ]
 ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
+# all of the last step, and of each ability the first kernel that has it
 GENERAL = [
     config
     for config in BUILT
-    if config.dtype == DType.BF16 and (config.supports.abilities or config.supports.causal)
-    if config.ping_pong  # without turns a kernel is the same but for them
+    if config.dtype == DType.BF16
+    and (
+        config.step is LAST_OF_HOPPER
+        or (config.step.id, config.supports.causal)
+        in {("h19", False), ("h20", False), ("h21", True), ("h22", True)}
+    )
 ]
 # hopper's with the maximum of a tile's first block: rows that it does not fit are computed again,
 # which takes long and has a test of its own
 OPTIMISTIC = [step for step in HOPPER.steps.values() if step.number >= HOPPER.steps["h12"].number]
-*_, LAST_OF_HOPPER = HOPPER.steps.values()
 WITH_SIBLING = [config for config in PROGRESSION if len(config.siblings()) > 1]
 SUMMING = STEPS["o5"]  # whose l is P @ 1
 LAZY = next(config for config in BUILT if config.step is SUMMING and not config.static_row_stride)
