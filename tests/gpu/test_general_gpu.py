@@ -16,7 +16,10 @@ from flash_helpers.registry.supports import asked_for
 
 pytestmark = pytest.mark.gpu
 
-each_general_config = each([c for c in CONFIGS if c.supports.abilities or c.supports.causal])
+GENERAL = [c for c in CONFIGS if c.supports.abilities or c.supports.causal]
+each_general_config = each(GENERAL)
+# whose tiles come from a counter: which block computes which is another matter in each call
+each_that_counts = each([c for c in GENERAL if c.supports.causal and c.step == GENERAL[-1].step])
 
 ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
 
@@ -84,6 +87,58 @@ def test_the_same_inputs_give_the_same_bits(config: Config, problem: ProblemMake
     for _ in range(5):
         for again, once in zip(run(config, shape, case), first, strict=True):
             assert again is once is None or torch.equal(again, once)
+
+
+def more_tiles_than_blocks(config: Config) -> AttentionForward:
+    """320 tiles of 192 rows, 448 of 128, of unequal work."""
+    return AttentionForward(4, 16, 777, dtype=config.dtype, causal=True)
+
+
+@pytest.mark.slow
+@each_that_counts
+def test_ten_thousand_calls_give_the_same_bits(config: Config, problem: ProblemMaker) -> None:
+    case = problem("normal", more_tiles_than_blocks(config), torch_dtype(config))
+    output = case.poisoned_output()
+    first = flash_attention.forward(config, *case.inputs)
+    case.check(first)
+    differs = torch.zeros((), dtype=torch.int64, device=first.device)
+    for _ in range(10_000):
+        output.fill_(torch.nan)
+        differs += (flash_attention.forward(config, *case.inputs, output) != first).any()
+    assert differs.item() == 0
+
+
+@each_that_counts
+def test_two_streams_may_run_it_at_once(config: Config, problem: ProblemMaker) -> None:
+    cases = [
+        problem(distribution, more_tiles_than_blocks(config), torch_dtype(config))
+        for distribution in ("normal", "outliers")
+    ]
+    streams = [torch.cuda.Stream() for _ in cases]
+    outputs: list[tuple[Problem, torch.Tensor]] = []
+    torch.cuda.synchronize()
+    for _ in range(25):
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append((case, flash_attention.forward(config, *case.inputs)))
+    torch.cuda.synchronize()
+    assert [case.fault(output) for case, output in outputs] == [""] * len(outputs)
+
+
+@each_that_counts
+def test_the_counter_begins_anew_at_each_replay_of_a_graph(
+    config: Config, problem: ProblemMaker
+) -> None:
+    case = problem("normal", more_tiles_than_blocks(config), torch_dtype(config))
+    output = case.poisoned_output()
+    flash_attention.forward(config, *case.inputs)  # whatever has to be loaded is
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flash_attention.forward(config, *case.inputs, output)
+    for _ in range(3):
+        output.fill_(torch.nan)
+        graph.replay()
+        case.check(output)
 
 
 @each_general_config
