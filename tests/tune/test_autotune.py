@@ -523,7 +523,7 @@ def test_the_fastest_config_wins_and_the_whole_table_is_kept(
     assert (winner.step, winner.dtype) == ("v7", "bf16")
     assert winner.config == LARGE.short_form()
     assert (winner.of_flash, winner.mean_tflops) == (1.25, 375.0)  # the flash backend's is 300
-    assert winner.seq_lens == (512, 1024, 2048, 4096, 8192, 16384)
+    assert (winner.seq_lens, winner.load) == ((512, 1024, 2048, 4096, 8192, 16384), "sustained")
     assert (winner.commit, winner.driver, winner.compiler) == ("abc", "580.1", "13.0")
     rows = sweep.rows()
     assert {config: row.of_flash for config, row in rows.items()} == {

@@ -62,18 +62,18 @@ DESCRIPTION = f"""\
 Search for the fastest configs of this GPU. Candidates are compiled on the side, into machine code
 for this GPU alone; those that spill or do not fit are dropped; the others are compared with
 float64 and timed beside PyTorch's flash backend, in a process that they may hang or crash. The
-fastest few of each step meet in one run at all lengths, and the harmonic mean decides; a length
-at which another is faster is noted. Configs for causal problems are tuned on such, for
-themselves. The winners are written to configs/best_GPU.json and all that was found to
+fastest few of each step meet in one run at all lengths, under sustained load, and the harmonic mean
+decides; a length at which another is faster is noted. Configs for causal problems are tuned on
+such, for themselves. The winners are written to configs/best_GPU.json and all that was found to
 configs/sweep_GPU.json; those of other steps in these files stay. What was measured is kept in
-build/autotune: a sweep that was stopped goes on where it was; a candidate that failed is not
-tried again, unless that folder is deleted. First round at
+build/autotune: a sweep that was stopped goes on where it was; a candidate that failed is not tried
+again, unless that folder is deleted. First round at
 {" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
 """
 
 EXAMPLES = """\
 examples:
-  the final kernel, within five minutes:
+  the final kernel, within six minutes:
     python tools/benchmark/autotune.py --steps 16 --budget 240
   every step that has something to tune, in both dtypes; it takes long and can be stopped:
     python tools/benchmark/autotune.py --dtype both

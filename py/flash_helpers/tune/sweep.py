@@ -25,7 +25,15 @@ from typing import ClassVar
 
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
-from flash_helpers.measure.results import FLASH, Load, Measurement, Protocol, read_record
+from flash_helpers.measure.results import (
+    FLASH,
+    LOADS,
+    SUSTAINED,
+    Load,
+    Measurement,
+    Protocol,
+    read_record,
+)
 from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.registry.selection import first_refusal
 from flash_helpers.tune.process import (
@@ -41,9 +49,11 @@ from flash_helpers.tune.winners import BestAtLength, BestConfig, GpuFile
 N_FINALISTS = 5
 AT_LENGTH_GAIN = 1.01
 SCREEN_SEQ_LENS = (1024, 4096)
-# short samples, one after the other: what is ranked is a ratio within a round
+# Short samples, one after the other: what is ranked is a ratio within a round. So close together,
+# contenders share one clock, and one that draws more power does not pay for it: the last round lets
+# the limiter settle on each.
 SCREEN_PROTOCOL = Protocol(rounds=5, loads=(Load("turns", sample_ms=3.0),))
-FINAL_PROTOCOL = Protocol(rounds=11, loads=(Load("turns", sample_ms=10.0),))
+FINAL_PROTOCOL = Protocol(rounds=3, loads=(LOADS[SUSTAINED],))
 
 TIMED = "timed"
 DROPPED = "dropped"  # before it was run
@@ -272,6 +282,7 @@ class Sweep:
             torch=self.info.torch,
             causal=causal,
             at_lengths=tuple(_at_lengths(measurements, winner, right)),
+            load=FINAL_PROTOCOL.loads[0].name,
         )
 
     def rows(self) -> list[SweepRow]:

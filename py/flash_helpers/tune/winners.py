@@ -71,9 +71,10 @@ class BestConfig:
     config: short form. mean_tflops: harmonic mean over seq_lens; of_flash: over that of PyTorch's
     flash backend in the same process. n_candidates: configs that were timed. causal: on causal
     problems, as its configs are. at_lengths: of seq_lens those at which another config is faster.
+    load: of the last round; "turns" was samples of 10 ms, one contender's right after another's.
     """
 
-    MAY_LACK: ClassVar[tuple[str, ...]] = ("causal", "at_lengths")
+    MAY_LACK: ClassVar[tuple[str, ...]] = ("causal", "at_lengths", "load")
 
     step: str
     dtype: str
@@ -89,6 +90,7 @@ class BestConfig:
     torch: str
     causal: bool = False
     at_lengths: tuple[BestAtLength, ...] = ()
+    load: str = "turns"
 
     def names(self, seq_len: int | None = None) -> list[str]:
         """Short forms, the preferred one first. seq_len: of a problem, which the measured length
