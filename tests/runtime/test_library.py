@@ -202,11 +202,11 @@ class TestCInterface:
     def test_a_launch_is_its_numbers_and_then_the_arguments(
         self, c_library, monkeypatch, config, batch
     ):
-        problem = AttentionForward(batch, 3, config.supports.whole)
+        problem = AttentionForward(batch, 3, config.supports.whole, causal=config.supports.causal)
         sent = []
         monkeypatch.setattr(c_library, "flash_launch", lambda data: sent.append(data))
         monkeypatch.setattr(library, "encode_tensor_map", lambda *_: b"\x77" * 128)
-        addresses = {"q": 1 << 40, "k": 2 << 40, "v": 3 << 40, "o": 4 << 40}
+        addresses = {"q": 1 << 40, "k": 2 << 40, "v": 3 << 40, "o": 4 << 40, WORKSPACE: 5 << 40}
         launches = config.launch(problem, problem.strides())
         for launch in launches:
             library.Launcher(launch, 5).run({**addresses, library.STREAM: 7 << 40})

@@ -185,15 +185,13 @@ class Supports:
         that a kernel may confuse differs; lengths around those of blocks; more queries than keys,
         and fewer; each ability, and all of them."""
         lengths = [*self._corner_lengths()]
+        options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
+        together = {key: value for option in options for key, value in option.items()}
         cases: list[tuple[int, int, int, int, dict[str, Any]]] = [
             *((1, 1, *both, {}) for both in lengths[:-1]),
-            (2, 3, *lengths[-1], {}),
+            *((1, 6, *lengths[-2], option) for option in options),
+            (2, 6 if options else 3, *lengths[-1], together),
         ]
-        options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
-        cases += [(1, 6, *lengths[-2], option) for option in options]
-        if len(options) > 1:
-            together = {key: value for option in options for key, value in option.items()}
-            cases.append((2, 6, *lengths[-1], together))
         for d_head in self.d_heads:
             for batch, heads, len_q, len_k, option in cases:
                 yield AttentionForward(
