@@ -6,6 +6,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -493,6 +494,23 @@ class TestCacheUse:
         assert reader.load_kernels(path, cache=cache) == first
         with pytest.raises(AssertionError, match="nvdisasm was run"):
             reader.load_kernels(planted / "unrolled.sm_90.cubin", cache=cache)
+
+    def test_live_registers_are_only_told_where_they_are_asked_for(
+        self, planted: Path, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        cache = DisassemblyCache(tmp_path)
+        path = planted / "unrolled.sm_90.cubin"
+        (without,) = reader.load_kernels(path, cache=cache, live=False)
+        assert {i.live for i in without.instructions} == {None}
+        (told,) = reader.load_kernels(path, cache=cache)
+        assert any(i.live for i in told.instructions)
+        alike = [replace(i, live=None) for i in told.instructions]
+        assert alike == [*without.instructions]
+        for entry in tmp_path.iterdir():
+            entry.unlink()
+        reader.load_kernels(path, cache=cache)
+        request.getfixturevalue("no_nvdisasm")
+        assert reader.load_kernels(path, cache=cache, live=False) == [told]
 
     def test_a_damaged_entry_is_made_again(
         self, planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -236,7 +236,9 @@ def read_library(
         # A family may be there for one architecture alone. Where none is, the reader says so.
         own = [symbol for found_for, symbol in listed if found_for == architecture]
         wanted = [symbol for symbol in own or configs if symbol in configs]
-        for kernel in reader.load_kernels(path, architecture, wanted, progress=progress):
+        for kernel in reader.load_kernels(
+            path, architecture, wanted, live=False, progress=progress
+        ):
             compilers.add(replace(kernel.compiler, options=""))
             found.append(figures_of(kernel, configs[kernel.symbol]))
     if len(compilers) != 1:

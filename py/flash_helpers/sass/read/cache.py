@@ -2,9 +2,10 @@
 
 An entry holds what nvdisasm and the line tables say of one kernel; what the ELF file says is read
 again each time, and what is computed from both is computed again. An entry is named by a hash of
-the whole cubin, the kernel's symbol, nvdisasm's version and FORMAT, so that it never gets stale. It
-is JSON, compressed by zlib, which adds a checksum: reading it can give wrong text at worst, never
-run anything, and an entry that is cut off, damaged or does not fit its kernel counts as absent.
+the whole cubin, the kernel's symbol, nvdisasm's version, FORMAT, and whether it has live registers,
+so that it never gets stale. It is JSON, compressed by zlib, which adds a checksum: reading it can
+give wrong text at worst, never run anything, and an entry that is cut off, damaged or does not fit
+its kernel counts as absent.
 """
 
 from __future__ import annotations
@@ -104,9 +105,11 @@ def cubin_digest(cubin: Content) -> str:
     return hashlib.sha256(cubin).hexdigest()
 
 
-def entry_key(digest: str, symbol: str, disassembler: str) -> str:
-    """The name of a kernel's entry. digest: of its cubin. disassembler: name and version."""
-    return hashlib.sha256(json.dumps([FORMAT, disassembler, digest, symbol]).encode()).hexdigest()
+def entry_key(digest: str, symbol: str, disassembler: str, live: bool = True) -> str:
+    """The name of a kernel's entry. digest: of its cubin. disassembler: name and version. live:
+    with live registers."""
+    named = [FORMAT, disassembler, digest, symbol, *([] if live else ["without live registers"])]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def encode(disassembly: Disassembly) -> bytes:

@@ -1,9 +1,10 @@
 """What nvdisasm and the line tables say of kernels.
 
 nvdisasm runs twice on each file: as JSON for what the instructions are, and as text for the live
-registers, which JSON does not have. Control words come from the code's bytes. Where JSON fails,
-such as for relocatable code with calls, on which nvdisasm 13.5 crashes, a listing tells the
-instructions; where that fails too, such as for sm_70, which 13.5 refuses, an older nvdisasm.
+registers, which JSON does not have, and which take three times as long. Control words come from the
+code's bytes. Where JSON fails, such as for relocatable code with calls, on which nvdisasm 13.5
+crashes, a listing tells the instructions; where that fails too, such as for sm_70, which 13.5
+refuses, an older nvdisasm.
 
 Live registers are not told of the NOPs that fill a section, which nvdisasm leaves out of the text,
 and not of calls: there it counts what any function of the file might need, 172 between two
@@ -53,7 +54,8 @@ _TARGET = re.compile(r"0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Disassembly:
-    """What nvdisasm and the line tables say of one kernel; an item of each for each instruction."""
+    """What nvdisasm and the line tables say of one kernel; an item of each for each instruction.
+    live: all None where it was not asked for."""
 
     operations: tuple[Operation, ...]
     live: tuple[LiveRegisters | None, ...]
@@ -103,26 +105,30 @@ def batches(requests: Sequence[Request], workers: int) -> list[Batch]:
     return planned
 
 
-def disassemble(tools: Sequence[Disassembler], batch: Batch, folder: Path) -> list[Disassembly]:
+def disassemble(
+    tools: Sequence[Disassembler], batch: Batch, folder: Path, live: bool = True
+) -> list[Disassembly]:
     """The disassembly of each request.
 
     tools: nvdisasm in all of its versions, the one to begin with first. folder: where cubins are
-    written for it. Raises SassError if none can read one.
+    written for it. live: with live registers. Raises SassError if none can read one.
     """
     if not batch.merged:
-        return _disassemble(tools, batch.requests, folder)
+        return _disassemble(tools, batch.requests, folder, live)
     names = [merged_name(index) for index in range(len(batch.requests))]
     header = batch.requests[0].cubin.header
     try:
         with _written(merged_cubin(header, [r.kernel for r in batch.requests]), folder) as path:
-            return _read(_JSON, tools[0], path, [], batch.requests, names)
+            return _read(_JSON, tools[0], path, [], batch.requests, names, live)
     except SassError:
         # one damaged kernel must not spoil the others, and the error must name its own cubin
-        return [d for request in batch.requests for d in _disassemble(tools, [request], folder)]
+        return [
+            d for request in batch.requests for d in _disassemble(tools, [request], folder, live)
+        ]
 
 
 def _disassemble(
-    tools: Sequence[Disassembler], requests: Sequence[Request], folder: Path
+    tools: Sequence[Disassembler], requests: Sequence[Request], folder: Path, live: bool
 ) -> list[Disassembly]:
     """Of kernels of one cubin."""
     cubin = requests[0].cubin
@@ -135,7 +141,7 @@ def _disassemble(
         for tool in tools:
             for form in (_JSON, _LISTING) if tool.is_new_enough(cubin.compiler.version) else ():
                 try:
-                    return _read(form, tool, path, only, requests, names)
+                    return _read(form, tool, path, only, requests, names, live)
                 except SassError as error:
                     problems.append(str(error).replace(str(path), cubin.origin))
     reason = with_demangled_symbols(problems[0])
@@ -165,17 +171,19 @@ def _read(
     only: Sequence[str],
     requests: Sequence[Request],
     names: Sequence[str],
+    live: bool,
 ) -> list[Disassembly]:
     """The disassembly of each request, which has that name in the cubin at `path`. form: how
     nvdisasm is asked for the functions, and what reads its answer."""
     options, read = form
     functions = read(run_program(tool.path, *options, *only, path))
-    try:
-        table = run_program(tool.path, "-c", "-plr", "-lrm", "count", *only, path)
-    except SassError as error:
-        if _NO_LIVE_REGISTERS not in str(error):
-            raise
-        table = ""
+    table = ""
+    if live:
+        try:
+            table = run_program(tool.path, "-c", "-plr", "-lrm", "count", *only, path)
+        except SassError as error:
+            if _NO_LIVE_REGISTERS not in str(error):
+                raise
     return _disassemblies(requests, names, functions, _live_registers(table))
 
 

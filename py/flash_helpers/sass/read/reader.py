@@ -94,6 +94,7 @@ def iter_kernels(
     member: str = "",
     *,
     cache: DisassemblyCache | None = None,
+    live: bool = True,
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Kernel]:
@@ -102,9 +103,10 @@ def iter_kernels(
 
     architecture: such as "sm_90"; None takes all. names: which kernels to take, as
     `choice.matching` takes them; without any, all. member: name of a cubin in the file, or a part
-    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. sources:
-    makes of a kernel's symbol and the CUDA lines of its instructions those that are told. progress:
-    called with the number of kernels that are read and of all, while they are being disassembled.
+    of it. cache: None takes the one in the user's cache folder, see `cache.cache_folder`. live:
+    tell live registers, which take most of the time. sources: makes of a kernel's symbol and the
+    CUDA lines of its instructions those that are told. progress: called with the number of kernels
+    that are read and of all, while they are being disassembled.
 
     Raises SassError: for a file that is none of these, is damaged or holds no kernel, for an
     architecture, a member or a name that is not in it, and for a disassembler that is missing. Of
@@ -112,7 +114,7 @@ def iter_kernels(
     end; it is an error if there are no others.
     """
     chosen = chosen_kernels(path, architecture, names, member)
-    return read_chosen(chosen, cache, sources=sources, progress=progress)
+    return read_chosen(chosen, cache, live=live, sources=sources, progress=progress)
 
 
 def load_kernels(
@@ -122,14 +124,13 @@ def load_kernels(
     member: str = "",
     *,
     cache: DisassemblyCache | None = None,
+    live: bool = True,
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> list[Kernel]:
     """All of `iter_kernels`, which tells of the arguments and of what is raised."""
-    found = iter_kernels(
-        path, architecture, names, member, cache=cache, sources=sources, progress=progress
-    )
-    return [*found]
+    chosen = chosen_kernels(path, architecture, names, member)
+    return [*read_chosen(chosen, cache, live=live, sources=sources, progress=progress)]
 
 
 def load_kernel(
@@ -190,6 +191,7 @@ def read_chosen(
     chosen: Chosen,
     cache: DisassemblyCache | None = None,
     *,
+    live: bool = True,
     sources: SourcesOf | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Kernel]:
@@ -211,13 +213,17 @@ def read_chosen(
             kernel = next(k for k in cubin.kernels if k.symbol == wanted.symbol)
             request = Request(member, cubin, kernel)
             requests.append(request)
-            key = entry_key(digest(member), kernel.symbol, str(tools[0]))
-            known = cache.read(key, kernel.code) or refused.get(cubin.architecture)
+            names = (digest(member), kernel.symbol, str(tools[0]))
+            key = entry_key(*names, live)
+            known = cache.read(key, kernel.code)
+            if known is None and not live:
+                known = cache.read(entry_key(*names, live=True), kernel.code)
+            known = known or refused.get(cubin.architecture)
             if known := known or _too_new(tools[0], cubin):
                 outcomes[request] = known
             else:
                 missing[request] = key
-        for request, outcome in _disassemble(tools, [*missing]):
+        for request, outcome in _disassemble(tools, [*missing], live):
             outcomes[request] = outcome
             architecture = request.cubin.architecture
             if isinstance(outcome, Disassembly):
@@ -250,7 +256,7 @@ def _too_new(tool: Disassembler, cubin: Cubin) -> SassError | None:
 
 
 def _disassemble(
-    tools: Sequence[Disassembler], requests: Sequence[Request]
+    tools: Sequence[Disassembler], requests: Sequence[Request], live: bool
 ) -> Iterator[tuple[Request, Disassembly | SassError]]:
     """The disassemblies in batches, as they come."""
     workers = len(os.sched_getaffinity(0))
@@ -259,7 +265,7 @@ def _disassemble(
         ThreadPoolExecutor(workers) as pool,
     ):
         running = {
-            pool.submit(_outcomes, tools, batch, Path(folder)): batch
+            pool.submit(_outcomes, tools, batch, Path(folder), live): batch
             for batch in batches(requests, workers)
         }
         try:
@@ -271,16 +277,16 @@ def _disassemble(
 
 
 def _outcomes(
-    tools: Sequence[Disassembler], batch: Batch, folder: Path
+    tools: Sequence[Disassembler], batch: Batch, folder: Path, live: bool
 ) -> Sequence[Disassembly | SassError]:
     """Of each request its disassembly, or why there is none."""
     try:
-        return disassemble(tools, batch, folder)
+        return disassemble(tools, batch, folder, live)
     except SassError as error:
         if not batch.merged or _REFUSAL in str(error):
             return [error] * len(batch.requests)
     alone = (Batch((request,), merged=False) for request in batch.requests)
-    return [outcome for one in alone for outcome in _outcomes(tools, one, folder)]
+    return [outcome for one in alone for outcome in _outcomes(tools, one, folder, live)]
 
 
 def _with_analysis(request: Request, disassembly: Disassembly, sources: SourcesOf | None) -> Kernel:
