@@ -41,8 +41,6 @@ LARGE_TILES = [
     if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
 ]
 TRACED = [*PROGRESSION, *LARGE_TILES, *OVERLAP.progression()]
-# what is traced does not depend on the dtype: both of the last steps alone
-TRACED_ONCE = [c for c in TRACED if c.dtype is DType.BF16 or c.step.id in ("v16", "o5")]
 
 
 def inputs(config: MmaSyncConfig, distribution="normal", shape=SHAPE):
@@ -194,7 +192,7 @@ def test_what_is_not_compared_is_refused(step, options, message):
 # -- the kernels' own values -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", TRACED_ONCE, ids=lambda c: c.short_form())
+@pytest.mark.parametrize("config", TRACED, ids=lambda c: c.short_form())
 def test_every_quantity_of_every_kernel_agrees(config):
     distribution = "outliers" if is_lazy(config) else "normal"  # m changes in the second block
     q, k, v = inputs(config, distribution, AttentionForward(1, 1, max(config.B_r, 2 * config.B_c)))

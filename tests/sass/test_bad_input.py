@@ -436,7 +436,7 @@ FUZZED_CONTAINERS = (
 DISASSEMBLED_CUBINS = ("spills.sm_80", "unrolled.sm_80", "filler.sm_90", "old.sm_80")
 HEADER_VARIANTS = 180  # of each cubin, without nvdisasm
 CONTAINER_VARIANTS = 100  # of each container, without nvdisasm
-DISASSEMBLED_VARIANTS = 4  # of each cubin
+DISASSEMBLED_VARIANTS = 6  # of each cubin
 EXTREMES = (0, 1, 0x7F, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 
