@@ -17,8 +17,8 @@
 // PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 818, 2.20.
 // Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: up to a percent or two lost without a mask. With one as fast as FlashAttention-3 up to
-// length 1024, behind it from 2048: the order of tiles leaves some blocks more work than others.
+// Verdict: a little lost without a mask. With one as fast as FlashAttention-3 up to length 1024,
+// behind it from 2048: the order of tiles leaves some blocks more work than others.
 //
 // Phases
 //   1. barriers

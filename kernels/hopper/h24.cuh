@@ -16,7 +16,7 @@
 // PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 821, 2.20.
 // Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: with a mask the tile of 192 rows is ahead by 1 to 2% from length 8192, and far behind in
+// Verdict: with a mask the tile of 192 rows is a little ahead from length 8192, and far behind in
 // short sequences; without one, h23.
 //
 // Phases

@@ -11,7 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.console.command_line import make_parser, positive, print_text, run_tool
+from flash_helpers.console.command_line import (
+    add_problem_arguments,
+    make_parser,
+    positive,
+    print_text,
+    run_tool,
+)
 from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.kernel_profile import (
@@ -69,15 +75,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
     parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
-    parser.add_argument(
-        "--kv-heads", type=positive, metavar="N", help="of K and V (default: as many as --heads)"
-    )
     parser.add_argument("--batch", type=positive, default=1, help="(default: 1)")
-    parser.add_argument(
-        "--causal",
-        action="store_true",
-        help="a query sees no later key; of a step its causal kernel is meant",
-    )
+    add_problem_arguments(parser, "of a step its causal kernel is meant")
     parser.add_argument(
         "--dtype",
         choices=[dtype.short for dtype in DType],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flash_helpers.console.command_line import (
     add_commit_argument,
+    add_problem_arguments,
     make_parser,
     output_file,
     output_folder,
@@ -72,10 +73,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=positive, help="(default: 16, or what 65536 tokens leave)")
     parser.add_argument("--heads", type=positive, help="(default: 16)")
-    parser.add_argument(
-        "--kv-heads", type=positive, metavar="N", help="of K and V (default: as many as --heads)"
-    )
-    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
+    add_problem_arguments(parser)
     parser.add_argument("--runs", type=positive, default=3, help="launches of each (default: 3)")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a kernel")
     parser.add_argument(

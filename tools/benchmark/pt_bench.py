@@ -16,6 +16,7 @@ from pathlib import Path
 from flash_helpers.console.command_line import (
     add_commit_argument,
     add_lengths_argument,
+    add_problem_arguments,
     make_parser,
     output_file,
     positive,
@@ -102,13 +103,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--heads", type=positive, default=N_HEADS, metavar="N", help=f"of Q (default: {N_HEADS})"
     )
-    parser.add_argument(
-        "--kv-heads",
-        type=positive,
-        metavar="N",
-        help="of K and V, each for as many heads of Q (default: as many as --heads)",
-    )
-    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
+    add_problem_arguments(parser)
     parser.add_argument(
         "--rounds",
         type=positive,

@@ -11,7 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flash_helpers.console.command_line import make_parser, positive, run_tool
+from flash_helpers.console.command_line import (
+    add_problem_arguments,
+    make_parser,
+    positive,
+    run_tool,
+)
 from flash_helpers.kernel_configs import AttentionForward, DType
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
 from flash_helpers.registry.selection import (
@@ -52,16 +57,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
     parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
     parser.add_argument(
-        "--kv-heads", type=positive, metavar="N", help="of K and V (default: as many as --heads)"
-    )
-    parser.add_argument(
         "--len-k", type=positive, metavar="N", help="number of keys (default: as many as --seq)"
     )
-    parser.add_argument(
-        "--causal",
-        action="store_true",
-        help="a query sees no later key; a config with a mask is launched so in any case",
-    )
+    add_problem_arguments(parser, "a config with a mask is launched so in any case")
     parser.add_argument("--repeat", type=positive, default=1, help="launches of each (default: 1)")
     parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
     arguments = parser.parse_args(argv)

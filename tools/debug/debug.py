@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flash_helpers.check.problems import DISTRIBUTIONS
-from flash_helpers.console.command_line import make_parser, output_folder, run_tool
+from flash_helpers.console.command_line import (
+    add_problem_arguments,
+    make_parser,
+    output_folder,
+    run_tool,
+)
 from flash_helpers.console.files import write_if_different
 from flash_helpers.kernel_configs import (
     AttentionForward,
@@ -83,14 +88,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=256, help="sequence length (default: 256)")
     parser.add_argument("--len-k", type=int, metavar="N", help="number of keys (default: --seq)")
     parser.add_argument("--heads", type=int, default=1, help="number of heads (default: 1)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="N", help="heads of K and V (default: as many as --heads)"
-    )
-    parser.add_argument(
-        "--causal",
-        action="store_true",
-        help="a query sees no later key; the last one sees all. Of a STEP its causal kernel runs",
-    )
+    add_problem_arguments(parser, "the last one sees all. Of a STEP its causal kernel runs")
     parser.add_argument(
         "--softmax-scale", type=float, metavar="X", help="(default: 1/sqrt(d_head))"
     )

@@ -1,7 +1,7 @@
 """What nvdisasm and the line tables say of kernels.
 
 nvdisasm runs twice on each file: as JSON for what the instructions are, and as text for the live
-registers, which JSON does not have, and which take three times as long. Control words come from the
+registers, which JSON does not have, and which take most of the time. Control words come from the
 code's bytes. Where JSON fails, such as for relocatable code with calls, on which nvdisasm 13.5
 crashes, a listing tells the instructions; where that fails too, such as for sm_70, which 13.5
 refuses, an older nvdisasm.
