@@ -153,10 +153,10 @@ class WgmmaRecorder(Recorder):
         self._plan = _plan(config, kernel)
         super().__init__(config, problem)
         self._numbered = config.tiles(problem)
-        self._n_blocks = config.n_blocks(self.n_tiles)
+        self._n_blocks = config.n_blocks(len(self._numbered))
         # Of each thread block, the numbers of its tiles; those from a counter as they are taken.
         self._taken = [
-            [block] if config.counts(problem) else range(block, self.n_tiles, self._n_blocks)
+            [block] if config.counts(problem) else range(block, len(self._numbered), self._n_blocks)
             for block in range(self._n_blocks)
         ]
         # Of Q @ K^T and of P @ V, (thread blocks, warps): products that a warp has retired; where
@@ -177,8 +177,10 @@ class WgmmaRecorder(Recorder):
         for number in self._taken[block]:  # which may grow
             head, row_block = self._numbered[number]
             query = row_block * self.config.B_r + warp * WARP_ROWS
+            has_rows = row_block < self.n_row_blocks
             for key_block in self.config.own_key_blocks(self.problem, query):
-                yield head * self.n_row_blocks + row_block, self.key_blocks.index(key_block)
+                turn = self.key_blocks.index(key_block) if has_rows else -1
+                yield head * self.n_row_blocks + row_block, turn
 
     def _see_product(self, seen: ComputedProduct) -> None:
         result = "S" if _is_score(seen.instruction) else "O"
@@ -209,10 +211,11 @@ class WgmmaRecorder(Recorder):
         instruction, plan = seen.instruction, self._plan
         block = seen.blocks[:, 0]
         if instruction.line in plan.counters:
-            numbers = seen.value(instruction.operands[0], "u32") + self._n_blocks
+            together = self.config.cluster_blocks
+            numbers = seen.value(instruction.operands[0], "u32") * together + self._n_blocks
             for taker, number in zip(block.tolist(), numbers.tolist(), strict=True):
-                if number < self.n_tiles:
-                    self._taken[taker].append(number)
+                for i in range(together if number < len(self._numbered) else 0):
+                    self._taken[taker + i].append(number + i)
             return
         tile, turn = self._place["S"][block, seen.warps].T
         half = plan.row_maxima.get(instruction.line)

@@ -59,6 +59,7 @@ RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see
+SHARED_LOADS = "shared_loads"  # K and V are loaded once for the thread blocks of a cluster
 
 # Where m is that of a tile's first block:
 MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
@@ -114,6 +115,11 @@ class HopperKernelConfig(Config):
     def consumers(self) -> int:
         """Warpgroups that compute."""
         return self.B_r // WGMMA_M
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Thread blocks of a cluster, which take tiles of one head that are neighbours."""
+        return 2 if SHARED_LOADS in self.step.traits else 1
 
     @property
     def n_threads(self) -> int:
@@ -177,11 +183,12 @@ class HopperKernelConfig(Config):
                 "in more than two blocks of keys: lower B_r, raise B_c, or take a step whose "
                 "warpgroups leave out what they do not see"
             )
-        unseen = -(-(self.B_r - WGMMA_M) // self.B_c)
+        rows = self.cluster_blocks * self.B_r
+        unseen = -(-(rows - WGMMA_M) // self.B_c)
         if unseen < self.K_slots:
             return ""
         return (
-            f"causal with B_r {self.B_r}, B_c {self.B_c} and {self.K_slots} slots of K: a "
+            f"causal with {rows} rows, B_c {self.B_c} and {self.K_slots} slots of K: a "
             f"warpgroup leaves out up to {unseen} blocks of keys, and would wait for the next one "
             "while others need these: lower B_r, raise B_c, or add slots of K"
         )
@@ -218,26 +225,49 @@ class HopperKernelConfig(Config):
         q_tiles = -(-problem.len_q // self.B_r)
         return DYNAMIC in self.step.traits and self.causal and q_tiles >= COUNTED_FROM
 
+    def _q_tiles(self, problem: AttentionForward) -> int:
+        """Tiles of queries of one head, those that the blocks of a cluster take together as one."""
+        return -(-problem.len_q // (self.cluster_blocks * self.B_r))
+
+    def _head_group(self, problem: AttentionForward) -> int:
+        """Heads whose causal tiles are taken together, longest first.
+
+        As many as have a tile for each block at a time, if blocks take theirs from a counter: the
+        fewer K and V are in use, the less is fetched. Without one, what balances best (measured): a
+        quarter of that in short sequences, twice as many in long ones.
+        """
+        q_tiles, at_a_time = self._q_tiles(problem), SMS // self.cluster_blocks
+        if self.counts(problem):
+            return max(1, at_a_time // q_tiles)
+        if q_tiles <= _SHORT:
+            return max(1, at_a_time // (4 * q_tiles))
+        return max(1, 2 * at_a_time // q_tiles)
+
     def tiles(self, problem: AttentionForward) -> tuple[tuple[int, int], ...]:
         """Head, of all batches, and block of rows of each tile of queries, in the order of their
-        numbers (`tile_place` in src/include/sm90/arguments.cuh)."""
-        q_tiles, heads = -(-problem.len_q // self.B_r), problem.batch * problem.heads
-        if not self.causal:
-            return tuple((head, tile) for head in range(heads) for tile in range(q_tiles))
-        group = _head_group(q_tiles, self.counts(problem))
-        return tuple(
-            (head, tile)
-            for first in range(0, heads, group)
-            for tile in reversed(range(q_tiles))
-            for head in range(first, min(first + group, heads))
+        numbers (`tile_place` in src/include/sm90/arguments.cuh). Those of a cluster follow one
+        another; the last of a head may have no rows."""
+        q_tiles, heads = self._q_tiles(problem), problem.batch * problem.heads
+        group = self._head_group(problem)
+        taken = (
+            (
+                (head, tile)
+                for first in range(0, heads, group)
+                for tile in reversed(range(q_tiles))
+                for head in range(first, min(first + group, heads))
+            )
+            if self.causal
+            else ((head, tile) for head in range(heads) for tile in range(q_tiles))
         )
+        blocks = self.cluster_blocks
+        return tuple((head, tile * blocks + i) for head, tile in taken for i in range(blocks))
 
     def launch(
         self, problem: AttentionForward, strides: Mapping[str, Strides]
     ) -> tuple[Launch, ...]:
         """A block for each tile of queries, head and batch; or as many as run at a time, which take
         one tile after the other."""
-        q_tiles = -(-problem.len_q // self.B_r)
+        q_tiles = self._q_tiles(problem)
         tiles = q_tiles * problem.heads * problem.batch
         counts = self.counts(problem)
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
@@ -249,7 +279,7 @@ class HopperKernelConfig(Config):
             "q_tiles": (q_tiles,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (problem.softmax_scale * math.log2(math.e),),
-            "head_group": (_head_group(q_tiles, counts),),
+            "head_group": (self._head_group(problem),),
         }
         values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
@@ -260,7 +290,8 @@ class HopperKernelConfig(Config):
         return (
             Launch(
                 config=self,
-                grid=(self.n_blocks(tiles), 1, 1),
+                grid=(self.n_blocks(self.cluster_blocks * tiles), 1, 1),
+                cluster=(self.cluster_blocks, 1, 1),
                 block=self.n_threads,
                 shared_bytes=self.smem_bytes,
                 arguments=ARGUMENTS.pack(values),
@@ -319,18 +350,6 @@ class HopperKernelConfig(Config):
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
 _SHORT = 8  # tiles of a head
-
-
-def _head_group(q_tiles: int, counts: bool) -> int:
-    """Heads whose causal tiles are taken together, longest first.
-
-    As many as have a tile for each block at a time, if blocks take theirs from a counter: the fewer
-    K and V are in use, the less is fetched. Without one, what balances best (measured): a quarter
-    of that in short sequences, twice as many in long ones.
-    """
-    if counts:
-        return max(1, SMS // q_tiles)
-    return max(1, SMS // (4 * q_tiles) if q_tiles <= _SHORT else 2 * SMS // q_tiles)
 
 
 def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:
@@ -498,6 +517,12 @@ HOPPER = Family(
             _file(24),
             traits=frozenset({OWN_KEYS}),
         ),
+        StepEntry(
+            "shared_loads",
+            "K and V are loaded once for the two thread blocks of a cluster",
+            _file(25),
+            traits=frozenset({SHARED_LOADS}),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,
@@ -505,18 +530,18 @@ HOPPER = Family(
     simulated_budget=25_000_000,
 )
 
-# The tile for long sequences, of three warpgroups, which h13 makes room for.
+# The tile for long sequences, of three warpgroups, and the steps that the library holds it of: the
+# one that makes room for it, and that which lets it be causal.
 LONG_TILE: Mapping[str, Any] = MappingProxyType({"B_r": 192, "B_c": 80, "K_slots": 3, "V_slots": 3})
-_LONG_TILE_FROM = "h13"
+_LONG_TILE_AT = ("h13", "h24")
 
 
 def tuned_configs() -> list[Config]:
-    """What the library holds beside the fixed configs: the tile for long sequences at the step that
-    makes room for it and at the last one; what is causal."""
-    *_, last = HOPPER.steps.values()
+    """What the library holds beside the fixed configs: the tile for long sequences; what is
+    causal."""
     long = [
         HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
-        for step in (HOPPER.steps[_LONG_TILE_FROM], last)
+        for step in map(HOPPER.steps.__getitem__, _LONG_TILE_AT)
         for dtype in DType
     ]
     both = (variant for config in (*HOPPER.progression(), *long) for variant in config.variants())

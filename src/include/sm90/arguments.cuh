@@ -89,21 +89,22 @@ __device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePla
 }
 
 // The block's next tile, behind the first that it knows: the next that nobody has taken, or without
-// a counter those gridDim.x apart. Who took a tile is written down, as the block's number + 1.
-template <bool kDynamic>
+// a counter those gridDim.x apart. Who took a tile is written down, as the block's number + 1. The
+// blocks of a cluster take one together, a tile of all their rows, and count as one.
+template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args) {
     if (!kDynamic || args.next_tile == nullptr) {
-        return tile + gridDim.x;
+        return tile + gridDim.x / kBlocks;
     }
-    args.next_tile[1 + tile] = blockIdx.x + 1;
-    return atomicAdd(args.next_tile, 1) + gridDim.x;
+    args.next_tile[1 + tile] = blockIdx.x / kBlocks + 1;
+    return atomicAdd(args.next_tile, 1) + gridDim.x / kBlocks;
 }
 
 // Whether the block has taken a tile.
-template <bool kDynamic>
+template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ bool took_tile(int tile, const HopperKernelArgs &args) {
     if (!kDynamic || args.next_tile == nullptr) {
-        return tile % gridDim.x == blockIdx.x;
+        return tile % (gridDim.x / kBlocks) == blockIdx.x / kBlocks;
     }
-    return args.next_tile[1 + tile] == blockIdx.x + 1;
+    return args.next_tile[1 + tile] == blockIdx.x / kBlocks + 1;
 }

@@ -133,11 +133,13 @@ __device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePla
 
 // The rows warp_row … + 15 of those of a block's tiles n whose bit n % 32 is set. Where a block has
 // more than 32 tiles these are more than were asked for, with the same result.
-template <DType kDType, int kDHead, int B_r, Edges kEdges = Edges::kNone, bool kDynamic = false>
+template <DType kDType, int kDHead, int B_r, Edges kEdges = Edges::kNone, bool kDynamic = false,
+          int kBlocks = 1>
 __device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,
                                             int warp_row, float scale) {
-    for (int tile = blockIdx.x, n = -1; tile < args.tiles; tile += kDynamic ? 1 : gridDim.x) {
-        if (!took_tile<kDynamic>(tile, args) || !(bits >> ++n % 32 & 1)) {
+    for (int tile = blockIdx.x / kBlocks, n = -1; tile < args.tiles;
+         tile += kDynamic ? 1 : gridDim.x / kBlocks) {
+        if (!took_tile<kDynamic, kBlocks>(tile, args) || !(bits >> ++n % 32 & 1)) {
             continue;
         }
         TilePlace place = tile_place<B_r, kEdges>(tile, args);

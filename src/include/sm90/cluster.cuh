@@ -1,0 +1,93 @@
+#pragma once
+// Thread blocks of a cluster run at the same time and reach each other's shared memory: an address
+// of one's own stands for the same place in another once it is mapped to that block's rank.
+
+#include <cstdint>
+#include <cuda.h>
+
+#include "sm90/mbarrier.cuh"
+#include "sm90/tma.cuh"
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ uint32_t in_block(uint32_t address, uint32_t rank) {
+    uint32_t mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+// Of all threads of the cluster that have not ended.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+// In any block of the cluster. What the arrival answers for are reads of wgmma that are over, and
+// no stores: with .release.cluster it would wait for all of these, through L2.
+__device__ __forceinline__ void cluster_barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void cluster_barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// A place in another block's shared memory, for load_place; its bytes arrive at a barrier there.
+__device__ __forceinline__ void send_place(uint32_t dst_smem, TilePlace place, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+                 "[%0], {%2, %3, %4, %4}, [%1];" ::"r"(dst_smem),
+                 "r"(barrier), "r"(place.row), "r"(place.head), "r"(place.batch)
+                 : "memory");
+}
+
+// Begins to load the tile once, into the same place of each block whose bit is set; its bytes
+// arrive at the same barrier of each.
+__device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensorMap &tensor,
+                                              uint32_t barrier, TilePlace place, uint16_t blocks) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;" ::"r"(tile_smem),
+                 "l"(&tensor), "r"(barrier), "r"(0), "r"(place.row), "r"(place.head),
+                 "r"(place.batch), "h"(blocks)
+                 : "memory");
+}
+
+// The same into all blocks, to the next slot of a ring of tiles, as soon as it is empty in each.
+template <uint32_t kTileBytes, int kBlocks, int kSlots>
+__device__ __forceinline__ void tma_load_slots(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
+                                               uint32_t tiles_smem, const CUtensorMap &tensor,
+                                               TilePlace place) {
+    barrier_wait(ring.barrier(empty), ring.lap ^ 1);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+        cluster_barrier_expect(in_block(ring.barrier(full), block), kTileBytes);
+    }
+    tma_load_tile(tiles_smem + ring.slot * kTileBytes, tensor, ring.barrier(full), place,
+                  (1 << kBlocks) - 1);
+    ring.advance();
+}
+
+// To each block its own tile of kRows rows, the first of which is at that place, and with its bytes
+// the tile's place; of a place that is none, row -1, no tile.
+template <uint32_t kTileBytes, int kBlocks, int kRows, int kSlots>
+__device__ __forceinline__ void
+tma_load_with_places(Ring<kSlots> &ring, uint32_t full, uint32_t empty, uint32_t tiles_smem,
+                     const CUtensorMap &tensor, TilePlace place, uint32_t places_smem) {
+    barrier_wait(ring.barrier(empty), ring.lap ^ 1);
+    const bool has_tile = place.row >= 0;
+    for (int block = 0; block < kBlocks; ++block, place.row += has_tile ? kRows : 0) {
+        const uint32_t block_full = in_block(ring.barrier(full), block);
+        cluster_barrier_expect(block_full, kPlaceBytes + (has_tile ? kTileBytes : 0));
+        send_place(in_block(places_smem + ring.slot * kPlaceBytes, block), place, block_full);
+        if (has_tile) {
+            tma_load_tile(tiles_smem + ring.slot * kTileBytes, tensor, ring.barrier(full), place,
+                          1 << block);
+        }
+    }
+    ring.advance();
+}
