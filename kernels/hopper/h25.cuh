@@ -6,11 +6,13 @@
 //      loads for both: K and V once, into both at a time; a place comes with the bytes of its Q.
 //   2. A slot is given back to that producer, by the warps of both.
 //
-// Why: requests of several blocks for the same bytes meet on their way to L2 if they come at the
-// same time. Without a mask many do; causal tiles begin with different keys, and each reads its own
-// 64 KiB a block. What L2 does not send costs no power, and power limits the clock.
-// Expected: with a mask half the sectors of L2, and 4 to 8% from length 4096; nothing in short
-// sequences, where the shorter tile waits for the longer one. Without a mask h20.
+// Why: requests for the same bytes meet on their way to L2 if they come at the same time. Those of
+// causal tiles, which begin with different keys, do not; and what L2 sends costs power.
+// Expected: with a mask 4 to 8% from length 4096, nothing in short sequences; without one h20.
+//
+// benchmark:begin
+// benchmark:end
+// Verdict: with a mask 4 to 5% over the better tile of h24 from length 2048, and 4% lost at 512.
 //
 // Phases
 //   1. barriers
@@ -38,7 +40,6 @@ namespace h25 {
 
 constexpr int kDHead = 128;
 constexpr int kQSlots = 2;
-constexpr int kBlocks = 2; // of a cluster
 constexpr int kDPieces = kDHead / kPiece;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
@@ -49,8 +50,9 @@ __device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
 }
 
 template <typename Config>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Config::value.n_threads(), 1)
-    forward_kernel(const __grid_constant__ HopperKernelArgs args) {
+__global__ void __cluster_dims__(kClusterBlocks, 1, 1)
+    __launch_bounds__(Config::value.n_threads(), 1)
+        forward_kernel(const __grid_constant__ HopperKernelArgs args) {
     constexpr HopperKernelConfig cfg = Config::value;
     static_assert(cfg.d_head == kDHead, "the kernels are written for d_head 128");
     static_assert(cfg.B_r % kWgmmaM == 0, "64 rows for each warpgroup");
@@ -62,7 +64,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Config::value.
     constexpr bool kStoresLate = kConsumers < 3;
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
     // Blocks of keys that others see and the first warpgroup does not.
-    constexpr int kMostUnseen = cfg.causal ? (kBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
+    constexpr int kMostUnseen = cfg.causal ? (kClusterBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
     static_assert(kMostUnseen < cfg.K_slots, "it waits for the next one while others need these");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);
     constexpr uint32_t kKVBytes = kDPieces * piece_bytes(B_c);
@@ -92,9 +94,9 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Config::value.
 
     // 1. barriers
     if (threadIdx.x == 0) {
-        Q_ring.init_barriers(Q_full, Q_empty, kBlocks * kConsumerWarps);
-        K_ring.init_barriers(K_full, K_empty, kBlocks * kConsumerWarps);
-        V_ring.init_barriers(V_full, V_empty, kBlocks * kConsumerWarps);
+        Q_ring.init_barriers(Q_full, Q_empty, kClusterBlocks * kConsumerWarps);
+        K_ring.init_barriers(K_full, K_empty, kClusterBlocks * kConsumerWarps);
+        V_ring.init_barriers(V_full, V_empty, kClusterBlocks * kConsumerWarps);
         barrier_init_fence();
     }
     cluster_sync(); // nobody waits at a barrier that is not there yet
@@ -105,22 +107,21 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Config::value.
         if (rank == 0 && threadIdx.x == kConsumers * kWarpgroup) {
             TilePlace V_place = {-1}; // of the V that comes next; its row is that of its keys
             auto load_V = [&] {
-                tma_load_slots<kKVBytes, kBlocks>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
+                tma_load_slots<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
             auto hand_over = [&](TilePlace place) { // and Q, of each block its own
-                tma_load_with_places<kQBytes, kBlocks, B_r>(Q_ring, Q_full, Q_empty, Q_smem, args.Q,
-                                                            place, places_smem);
+                tma_load_with_places<kQBytes, B_r>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place,
+                                                   places_smem);
             };
-            for (int tile = blockIdx.x / kBlocks, next; tile < args.tiles; tile = next) {
-                next = take_tile<cfg.causal, kBlocks>(tile, args);
-                const TilePlace place = tile_place<kBlocks * B_r, kEdges>(tile, args);
-                const int key_blocks = key_blocks_before(place.row + kBlocks * B_r);
+            for (int tile = blockIdx.x / kClusterBlocks, next; tile < args.tiles; tile = next) {
+                next = take_tile<cfg.causal, kClusterBlocks>(tile, args);
+                const TilePlace place = tile_place<kClusterBlocks * B_r, kEdges>(tile, args);
+                const int key_blocks = key_blocks_before(place.row + kClusterBlocks * B_r);
                 hand_over(place);
                 for (int j = 0; j < key_blocks; ++j) {
                     const TilePlace K_place = {(key_blocks - 1 - j) * B_c,
                                                place.head / args.heads_per_kv, place.batch};
-                    tma_load_slots<kKVBytes, kBlocks>(K_ring, K_full, K_empty, K_smem, args.K,
-                                                      K_place);
+                    tma_load_slots<kKVBytes>(K_ring, K_full, K_empty, K_smem, args.K, K_place);
                     if (V_place.row >= 0) {
                         load_V();
                     }
@@ -258,7 +259,8 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Config::value.
     auto take_over = [&] {
         barrier_wait(Q_ring.barrier(Q_full), Q_ring.lap);
         const TilePlace place = load_place(places_smem + Q_ring.slot * kPlaceBytes);
-        key_blocks = place.row < 0 ? 0 : key_blocks_before(place.row + (kBlocks - rank) * B_r);
+        key_blocks =
+            place.row < 0 ? 0 : key_blocks_before(place.row + (kClusterBlocks - rank) * B_r);
         query = place.row + warp_row + lane / 4;
         if (kMostUnseen > 0 && key_blocks > 0) {
             const int seen = key_blocks_before(place.row + (warpgroup + 1) * kWgmmaM);
@@ -389,7 +391,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Config::value.
             tma_store_wait(); // what was stored of them is there, and can be written over
         }
         __syncwarp();
-        exact_tiles<cfg.dtype, kDHead, kBlocks * B_r, kEdges, cfg.causal, kBlocks>(
+        exact_tiles<cfg.dtype, kDHead, kClusterBlocks * B_r, kEdges, cfg.causal, kClusterBlocks>(
             args, again, rank * B_r + warp_row, args.scale);
     }
 }

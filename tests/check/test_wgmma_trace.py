@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,20 @@ class TestGeneralProblems:
     def test_tiles_from_a_counter(self, monkeypatch):
         monkeypatch.setattr(hopper, "SMS", 2)
         found = compared(causal_of("h24"), causal_problem(640, 192))
+        assert found.disagreement is None
+        assert not found.faults
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_tiles_of_a_cluster_one_of_which_has_no_rows(self, causal, monkeypatch):
+        monkeypatch.setattr(hopper, "SMS", 2)
+        config = config_of("h25").replace(causal=causal)
+        found = compared(config, replace(causal_problem(300, 260, heads=2), causal=causal))
+        assert found.disagreement is None
+        assert not found.faults
+
+    def test_tiles_of_a_cluster_from_a_counter(self, monkeypatch):
+        monkeypatch.setattr(hopper, "SMS", 4)
+        found = compared(causal_of("h25"), causal_problem(640, 192))
         assert found.disagreement is None
         assert not found.faults
 

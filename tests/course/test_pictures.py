@@ -92,6 +92,7 @@ EXPECTED = (
     "flattened",
     "causal_blocks",
     "own_keys",
+    "shared_loads",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1117,6 +1118,27 @@ def test_a_warpgroup_leaves_out_what_only_later_rows_of_its_tile_see() -> None:
     turns = Counter(cell.data.get("turn") == "passed" for cell in picture.with_data("turn"))
     assert f"= {turns[False]} blocks are computed" in picture.words
     assert f"= {turns.total()}." in picture.words
+
+
+def test_causal_tiles_that_begin_together_load_different_blocks() -> None:
+    """Four tiles of 128 queries, as many blocks of keys."""
+    cells = drawn("shared_loads").with_data("tile", "turn", "block", "together", "causal")
+    assert len(cells) == 4 * 4 + (4 + 3 + 2 + 1) + 2 * (4 + 2)
+    loaded: dict[tuple[str, str, str], list[int]] = {}
+    for cell in cells:
+        data = cell.data
+        key = data["causal"], data["together"], data["turn"]
+        loaded.setdefault(key, []).append(int(data["block"]))
+        tile, block = int(data["tile"]), int(data["block"])
+        first = 3 if data["causal"] == "False" else tile // int(data["together"])
+        last = first if data["together"] == "1" else 2 * first + 1
+        assert block == last - int(data["turn"])
+    for (causal, together, _), blocks in loaded.items():
+        most = max(Counter(blocks).values())
+        assert most == (4 if causal == "False" else int(together))
+    words = drawn("shared_loads").words
+    for sum_of_tiles in ("4 + 4 + 4 + 4 = 16 loads", "= 10 of which none can", "2 + 4 = 6 that"):
+        assert sum_of_tiles in words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

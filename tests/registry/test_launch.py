@@ -13,6 +13,7 @@ from general_hopper import (
     BEFORE,
     GENERAL,
     WITH_CAUSAL,
+    WITH_CLUSTERS,
     WITH_COUNTER,
     WITH_LENGTHS,
     WITH_OPTIONS,
@@ -394,6 +395,26 @@ class TestGeneralSteps:
         assert sorted(causal) == in_order
         assert causal[:17] == (*((head, 1) for head in heads[:16]), (0, 0))
         assert causal[32:] == ((16, 1), (17, 1), (16, 0), (17, 0))
+
+    def test_those_of_a_cluster_follow_one_another(self):
+        problem = AttentionForward(1, 2, 300)
+        config = general(WITH_CLUSTERS)
+        in_order = ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3))
+        assert config.tiles(problem) == in_order
+        causal = general(WITH_CLUSTERS, causal=True).tiles(replace(problem, causal=True))
+        assert causal == ((0, 2), (0, 3), (1, 2), (1, 3), (0, 0), (0, 1), (1, 0), (1, 1))
+        (launch,) = config.launch(problem, problem.strides())
+        assert (launch.grid, launch.cluster) == ((8, 1, 1), (2, 1, 1))
+        for member, taken in (("tiles", 4), ("q_tiles", 2)):
+            offset = HOPPER.arguments.offset(member)
+            assert struct.unpack_from("<i", launch.arguments, offset) == (taken,)
+        problem = AttentionForward(1, 100, 300)
+        (launch,) = config.launch(problem, problem.strides())
+        assert (launch.grid, launch.cluster) == ((132, 1, 1), (2, 1, 1))
+
+    def test_a_causal_cluster_has_the_rows_of_two_tiles(self):
+        with pytest.raises(ValueError, match=r"384 rows, B_c 80 and 3 slots of K: .* up to 4"):
+            general(WITH_CLUSTERS, causal=True, **LONG_TILE)
 
     def test_causal_has_its_diagonal_in_two_blocks_of_keys(self):
         with pytest.raises(ValueError, match="causal with B_r 192 over B_c 80"):

@@ -16,7 +16,9 @@ from flash_helpers.registry.hopper import (
     CALL_OPTIONS,
     DYNAMIC,
     HOPPER,
+    OWN_KEYS,
     RAGGED,
+    SHARED_LOADS,
     HopperKernelConfig,
 )
 
@@ -40,9 +42,12 @@ GENERAL = replace(
         StepEntry("call", "options of a call", "call.cuh", traits=frozenset({CALL_OPTIONS})),
         StepEntry("causal", "a mask", "causal.cuh", opens={"causal": (False,)}),
         StepEntry("dynamic", "a counter", "dynamic.cuh", traits=frozenset({DYNAMIC})),
+        StepEntry("clusters", "clusters", "two.cuh", traits=frozenset({OWN_KEYS, SHARED_LOADS})),
     ),
 )
-BEFORE, WITH_LENGTHS, WITH_OPTIONS, WITH_CAUSAL, WITH_COUNTER = [*GENERAL.steps.values()][-5:]
+(BEFORE, WITH_LENGTHS, WITH_OPTIONS, WITH_CAUSAL, WITH_COUNTER, WITH_CLUSTERS) = [
+    *GENERAL.steps.values()
+][-6:]
 
 
 def general(step: Step, **changes: Any) -> Config:

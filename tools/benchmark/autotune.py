@@ -78,7 +78,7 @@ examples:
   every step that has something to tune, in both dtypes; it takes long and can be stopped:
     python tools/benchmark/autotune.py --dtype both
   the last kernel of hopper in both dtypes, by length, causal too:
-    python tools/benchmark/autotune.py --steps h24 --dtype both
+    python tools/benchmark/autotune.py --steps h25 --dtype both
   with tiles so large that they spill a little, which can pay:
     python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:

@@ -13,6 +13,7 @@ from flash_helpers.kernel_configs import STEPS, Config, DType, get_kernel_progre
 from flash_helpers.ptx import (
     BarrierError,
     DeadlockError,
+    MbarrierError,
     MisalignedError,
     MissingLanesError,
     OutlivedError,
@@ -403,6 +404,14 @@ FAULTS = {
     "h24: slots of V that are passed over are not given back": Fault(
         "h24", BF16, MAIN_LOOP, ARRIVE, drop, slice(N_PASSED_OVER), DeadlockError,
         "tma_load_slot<kKVBytes>(V_ring", causal=True,
+    ),
+    "h25: what the other block reads is not waited for": Fault(
+        "h25", BF16, PROLOGUE, r"mbarrier\.init", swap(r"%r\d+;", "8;"), slice(1, None, 2),
+        MbarrierError, "cluster_barrier_arrive(in_block(empty, 0))",
+    ),
+    "h25: K and V go into the first block alone": Fault(
+        "h25", BF16, MAIN_LOOP, r"cp\.async\.bulk\.tensor.*multicast", swap(r"%rs\d+;", "1;"),
+        slice(2, None), DeadlockError, "barrier_wait(K_ring.barrier(K_full)",
     ),
 }  # fmt: skip
 

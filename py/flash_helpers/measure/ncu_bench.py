@@ -57,6 +57,8 @@ COUNTERS = (
     Counter("registers_per_thread", "registers", ("launch__registers_per_thread",)),
     Counter("occupancy_percent", "occupancy %", (f"sm__warps_active.{_SHARE}",), digits=1),
     Counter("l2_hit_percent", "L2 hit %", ("lts__t_sector_hit_rate.pct",), digits=1),
+    # of 32 bytes; requests of several SMs that meet on the way to L2 are read once
+    Counter("l2_sectors", "sectors of L2", ("lts__t_sectors_srcunit_tex_op_read.sum",)),
     Counter(
         "tensor_pipe_percent",
         "tensor pipe %",

@@ -8,6 +8,8 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/tma.cuh"
 
+constexpr int kClusterBlocks = 2;
+
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -58,29 +60,29 @@ __device__ __forceinline__ void tma_load_tile(uint32_t tile_smem, const CUtensor
 }
 
 // The same into all blocks, to the next slot of a ring of tiles, as soon as it is empty in each.
-template <uint32_t kTileBytes, int kBlocks, int kSlots>
+template <uint32_t kTileBytes, int kSlots>
 __device__ __forceinline__ void tma_load_slots(Ring<kSlots> &ring, uint32_t full, uint32_t empty,
                                                uint32_t tiles_smem, const CUtensorMap &tensor,
                                                TilePlace place) {
     barrier_wait(ring.barrier(empty), ring.lap ^ 1);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < kClusterBlocks; ++block) {
         cluster_barrier_expect(in_block(ring.barrier(full), block), kTileBytes);
     }
     tma_load_tile(tiles_smem + ring.slot * kTileBytes, tensor, ring.barrier(full), place,
-                  (1 << kBlocks) - 1);
+                  (1 << kClusterBlocks) - 1);
     ring.advance();
 }
 
 // To each block its own tile of kRows rows, the first of which is at that place, and with its bytes
 // the tile's place; of a place that is none, row -1, no tile.
-template <uint32_t kTileBytes, int kBlocks, int kRows, int kSlots>
+template <uint32_t kTileBytes, int kRows, int kSlots>
 __device__ __forceinline__ void
 tma_load_with_places(Ring<kSlots> &ring, uint32_t full, uint32_t empty, uint32_t tiles_smem,
                      const CUtensorMap &tensor, TilePlace place, uint32_t places_smem) {
     barrier_wait(ring.barrier(empty), ring.lap ^ 1);
     const bool has_tile = place.row >= 0;
-    for (int block = 0; block < kBlocks; ++block, place.row += has_tile ? kRows : 0) {
+    for (int block = 0; block < kClusterBlocks; ++block, place.row += has_tile ? kRows : 0) {
         const uint32_t block_full = in_block(ring.barrier(full), block);
         cluster_barrier_expect(block_full, kPlaceBytes + (has_tile ? kTileBytes : 0));
         send_place(in_block(places_smem + ring.slot * kPlaceBytes, block), place, block_full);

@@ -65,6 +65,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.flattened,
             warpgroups.causal_blocks,
             warpgroups.own_keys,
+            warpgroups.shared_loads,
         )
     }
 )

@@ -528,6 +528,50 @@ def own_keys() -> Drawing:
     )
 
 
+def shared_loads() -> Drawing:
+    """Steps h24 and h25: the blocks of keys that tiles of one head load, turn by turn."""
+    tiles = 4
+    config = hopper_step(25)
+    length = tiles * config.B_r
+    d = Drawing(
+        "Step h25: causal tiles share loads in pairs",
+        f"Three tables: {tiles} tiles of one head that begin together, and the blocks of keys that "
+        "they load in each turn. Without a mask all load the same block in a turn. With one, each "
+        "loads another. In step h25 two tiles load together, for both.",
+        f"{length} queries in tiles of {config.B_r}, as many keys in blocks of {config.B_c}. A "
+        "column is a turn; the number in a cell is that of the block that is loaded there.",
+    )
+    x, counts = d.left + 60, []
+    for heading, causal, together in (
+        ("No mask: requests for the same bytes can meet", False, 1),
+        ("Causal, step h24: none can", True, 1),
+        ("Causal, step h25: one load for both", True, config.cluster_blocks),
+    ):
+        d.bold(d.left, d.y + 20, heading)
+        grid = Grid(d, x, d.y + 32, (d.right - x) / tiles, 28, gap=6, below=6)
+        loads = [0] * (tiles // together)
+        for tile in range(tiles):
+            d.small(d.left, grid.top(tile) + 15, f"tile {tile}")
+            first = (tile // together + 1) * together - 1 if causal else tiles - 1
+            for turn in range(first + 1):
+                block = first - turn
+                unseen = causal and block > tile
+                meets = not causal or together > 1
+                colour = GREY if unseen else BLUE if meets else ORANGE
+                data = {"tile": tile, "turn": turn, "block": block, "together": together}
+                grid.cell(tile, turn, str(block), colour, **data, causal=causal)
+            loads[tile // together] = first + 1
+        counts.append(f"{' + '.join(map(str, loads))} = {sum(loads)}")
+        d.y = grid.top(tiles) + 6
+    return d.result(
+        d.y,
+        "Blue: what another tile loads too, in the same turn. Orange: what nobody else does. Grey: "
+        "loaded for the other tile, and passed on unread. "
+        f"{counts[0]} loads of which {tiles} at a time can become one, if all come in time; "
+        f"{counts[1]} of which none can; {counts[2]} that are for two.",
+    )
+
+
 def _next_block(at: float, S: float, O: float, ex2: float) -> list[Segment]:  # noqa: E741
     return [
         Segment(at, S, "S_1", BLUE),
