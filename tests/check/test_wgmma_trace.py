@@ -126,7 +126,7 @@ class TestGeneralProblems:
     def test_tiles_of_a_cluster_one_of_which_has_no_rows(self, causal, monkeypatch):
         monkeypatch.setattr(hopper, "SMS", 2)
         config = config_of("h25").replace(causal=causal)
-        found = compared(config, replace(causal_problem(300, 260, heads=2), causal=causal))
+        found = compared(config, replace(causal_problem(300, 130), causal=causal))
         assert found.disagreement is None
         assert not found.faults
 

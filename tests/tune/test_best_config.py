@@ -338,10 +338,11 @@ class TestChoice:
             choose_config(dataclasses.replace(problem, causal=True), self.CUDA)
 
     def test_is_the_winner_at_the_length_and_one_with_a_mask_for_causal_problems(
-        self, found, on, tmp_path
+        self, found, on, tmp_path, monkeypatch
     ) -> None:
         plain, causal = self.ON_HOPPER.variants()
         long = plain.replace(**LONG_TILE)
+        monkeypatch.setattr(library, "kernels", lambda: [*BUILT, long])
         found(H200, "9.0", long)
         on(H200, "9.0")
         problem = AttentionForward(1, 1, 100)
