@@ -296,6 +296,22 @@ def test_rows_that_outgrow_the_first_blocks_maximum_are_right(dtype) -> None:
     assert_right(output, reference)
 
 
+@pytest.mark.parametrize("variant", last_of_hopper(DType.BF16).variants(), ids=short_form)
+def test_rows_of_any_tile_of_a_cluster_are_computed_again(variant) -> None:
+    """Of either thread block, and of a cluster's second tile, which may come from a counter."""
+    causal = variant.supports.causal
+    problem = AttentionForward(1, 1, 640, causal=causal)  # the last cluster's second tile is empty
+    q, k, v = inputs_of(variant, problem)
+    q[..., 0] = k[..., 0] = 0
+    k[:, 5, :, 0] = 1  # taken last, and far over the maximum of the first block
+    for row in (130, 639):
+        q[:, row, :, 0] = 2000
+    reference = attention_reference(q, k, v, causal=causal)
+    output, run = flash_attention.simulate(variant, q, k, v)
+    assert run.counters.total.mma > 0
+    assert_right(output, reference)
+
+
 @pytest.mark.parametrize("infinity", [math.inf, -math.inf])
 def test_infinite_logits_and_nan_are_where_pytorch_has_them(infinity) -> None:
     config = last_of_hopper(DType.BF16)
