@@ -117,9 +117,9 @@ def few_processors(monkeypatch) -> None:
 # -- every kernel, once, on all that can go wrong --------------------------------------------------
 
 BATCH = 2
-# Most steps compute what their parent does, in another order: in bf16 alone their inputs are of all
-# distributions, and on Hopper, whose kernels take long to simulate, not even there.
-COMPUTING = {LAZY_RESCALE, REPLAYS, UNCHECKED, RAGGED}
+# Most steps compute what their parent does, in another order. All distributions are for the first
+# and the last of a family, and for those that change the softmax: with these traits, or its scale.
+COMPUTING = {LAZY_RESCALE, MMA_ROW_SUM, REPLAYS, UNCHECKED, RAGGED}
 FEW = ("normal", "outliers")
 
 
@@ -152,12 +152,13 @@ def blocks_of(config: Config) -> int:
 
 def distributions_for(config: Config) -> tuple[str, ...]:
     """All that the kernel takes, or few."""
-    steps = [*config.family.steps.values()]
-    number = steps.index(config.step)
-    new = config.step.traits - steps[number - 1].traits
-    between = 0 < number < len(steps) - 1 and not new & COMPUTING
-    if between and (config.family is HOPPER or config.dtype == DType.FP16):
-        return FEW
+    progression = [c for c in PROGRESSION if c.family is config.family and c.dtype == config.dtype]
+    number = [c.step for c in progression].index(config.step)
+    if 0 < number < len(progression) - 1:
+        own, parent = progression[number], progression[number - 1]
+        changed = (own.step.traits ^ parent.step.traits) & COMPUTING
+        if not changed and own.folds_scale == parent.folds_scale:
+            return FEW
     return tuple(n for n in DISTRIBUTIONS if n != "large_logits" or config.step not in OPTIMISTIC)
 
 
