@@ -413,16 +413,20 @@ class TestGeneralSteps:
         assert (launch.grid, launch.cluster) == ((132, 1, 1), (2, 1, 1))
 
     def test_a_causal_cluster_has_the_rows_of_two_tiles(self):
-        with pytest.raises(ValueError, match=r"384 rows, B_c 80 and 3 slots of K: .* up to 4"):
+        with pytest.raises(ValueError, match=r"2 tiles of B_r 192, B_c 80 and 3 slots of K: .*4 b"):
             general(WITH_CLUSTERS, causal=True, **LONG_TILE)
+
+    def test_a_block_of_keys_that_is_left_out_has_a_slot_of_V(self):
+        with pytest.raises(ValueError, match=r"1 slots of V: .* up to 2 .*have 2 slots of V"):
+            general(WITH_CLUSTERS, causal=True, V_slots=1)
 
     def test_causal_has_its_diagonal_in_two_blocks_of_keys(self):
         with pytest.raises(ValueError, match="causal with B_r 192 over B_c 80"):
             general(WITH_CAUSAL, causal=True, B_r=192, B_c=80, V_slots=3)
 
     def test_lengths_leave_room_for_the_rows_of_the_last_tile(self):
-        config = general(WITH_LENGTHS)
-        most = config.supports.max_length
-        assert most + max(config.B_r, config.B_c) == 2**31 - 1
-        assert not config.refusal(AttentionForward(1, 1, 1, len_k=most))
-        assert "over the limit" in config.refusal(AttentionForward(1, 1, 1, len_k=most + 1))
+        for config, rows in ((general(WITH_LENGTHS), 128), (general(WITH_CLUSTERS), 256)):
+            most = config.supports.max_length
+            assert most + rows == 2**31 - 1
+            assert not config.refusal(AttentionForward(1, 1, 1, len_k=most))
+            assert "over the limit" in config.refusal(AttentionForward(1, 1, 1, len_k=most + 1))

@@ -183,15 +183,18 @@ class HopperKernelConfig(Config):
                 "in more than two blocks of keys: lower B_r, raise B_c, or take a step whose "
                 "warpgroups leave out what they do not see"
             )
-        rows = self.cluster_blocks * self.B_r
-        unseen = -(-(rows - WGMMA_M) // self.B_c)
-        if unseen < self.K_slots:
-            return ""
-        return (
-            f"causal with {rows} rows, B_c {self.B_c} and {self.K_slots} slots of K: a "
-            f"warpgroup leaves out up to {unseen} blocks of keys, and would wait for the next one "
-            "while others need these: lower B_r, raise B_c, or add slots of K"
-        )
+        blocks = self.cluster_blocks
+        unseen = -(-(blocks * self.B_r - WGMMA_M) // self.B_c)
+        tiles = f"{blocks} tiles of B_r" if blocks > 1 else "B_r"
+        for name, slots, least in (("K", self.K_slots, unseen + 1), ("V", self.V_slots, unseen)):
+            if slots < least:
+                return (
+                    f"causal with {tiles} {self.B_r}, B_c {self.B_c} and {slots} slots of {name}: "
+                    f"a warpgroup leaves out up to {unseen} blocks of keys, and would wait for the "
+                    f"next one while others need these: lower B_r, raise B_c, or have {least} "
+                    f"slots of {name}"
+                )
+        return ""
 
     @property
     def supports(self) -> Supports:
@@ -208,8 +211,10 @@ class HopperKernelConfig(Config):
             max_stride=_MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
             max_tiles=gpu.MAX_GRID[0],
-            # rows of the last tile are numbered beyond the tensor's end
-            max_length=MAX_LENGTH - max(self.B_r, self.B_c) if ragged else MAX_LENGTH,
+            # rows of the last tiles are numbered beyond the tensor's end
+            max_length=MAX_LENGTH - max(self.cluster_blocks * self.B_r, self.B_c)
+            if ragged
+            else MAX_LENGTH,
             B_r=self.B_r,
             B_c=self.B_c,
             causal=self.causal,
