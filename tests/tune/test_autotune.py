@@ -587,6 +587,15 @@ def test_a_length_at_which_another_config_is_faster_is_noted(sweep, monkeypatch,
     assert read_configs(json.loads(text)) == [LAST, LONG]
 
 
+def test_steps_that_are_tuned_together_have_one_winner(sweep, monkeypatch) -> None:
+    speeds(monkeypatch, (f"^{LAST.step.id}_", 1.0), ("_", 1.5))
+    earlier = replace(LAST, hopper=LAST.hopper - 1)
+    assert sweep([LAST, earlier], "--together") == 0
+    (winner,) = sweep.best().best
+    assert (winner.step, winner.config) == (LAST.step.id, earlier.short_form())
+    assert winner.n_candidates == 2
+
+
 def test_causal_configs_have_a_winner_of_their_own(sweep, monkeypatch, log) -> None:
     speeds(monkeypatch, ("_causal$", 2.0), ("K2", 1.5))
     other = LAST.replace(K_slots=2)

@@ -79,6 +79,8 @@ examples:
     python tools/benchmark/autotune.py --dtype both
   the last kernel of hopper in both dtypes, by length, causal too:
     python tools/benchmark/autotune.py --steps h25 --dtype both
+  the same, and where a config of an earlier step is faster, that one:
+    python tools/benchmark/autotune.py --steps h24 h25 --together
   with tiles so large that they spill a little, which can pay:
     python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:
@@ -101,6 +103,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="STEP",
         help=f"{STEP_NAMES} (default: all that can be tuned)",
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="one winner of all steps, kept as the last one's, which attention() takes",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
     add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "lengths of the last round")
@@ -206,8 +213,10 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     runs = [c for c in configs if c.family.runs_on(divmod(info.architecture, 10))]
     if not runs:
         raise UsageError(f"{info.gpu} runs none of the chosen steps: choose others with --steps")
-    kernels = list(dict.fromkeys(map(kernel_of, runs)))
-    found = (best.find(step, dtype.short, causal) for step, dtype, causal in kernels)
+    step = max((config.step.id for config in runs), key=list(STEPS).index)
+    step = step if arguments.together else ""
+    kernels = list(dict.fromkeys(kernel_of(config, step) for config in runs))
+    found = (best.find(name, dtype.short, causal) for name, dtype, causal in kernels)
     champions = [config for config in found if config is not None]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
@@ -229,6 +238,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
         deadline=begin + arguments.budget,
         date=datetime.now(timezone.utc).date().isoformat(),
         commit=arguments.commit or git_commit(arguments.root),
+        step=step,
     )
     n_candidates = len({*configs, *champions})
     with bar(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as shown:

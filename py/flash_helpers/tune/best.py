@@ -37,7 +37,8 @@ def best_config(
         problems. seq_len: for problems of about this length; in the mean over lengths by default.
 
     It is the first of these that is known and was built:
-      1. the winner of a sweep on a GPU of this name;
+      1. the winner of a sweep on a GPU of this name, which is of an earlier step where that was
+         faster, if the steps were tuned together;
       2. the winner on another GPU of the same compute capability, the first by its name;
       3. the step's fixed config, or the causal one of its tile, as for steps that have nothing to
          tune and on the CPU, where kernels are simulated.

@@ -159,9 +159,10 @@ def _at_lengths(
             yield BestAtLength(seq_len, fastest, round(gain, 4))
 
 
-def kernel_of(config: Config) -> tuple[str, DType, bool]:
-    """What one config is chosen for: its step, its dtype, and whether problems are causal."""
-    return config.step.id, config.dtype, config.supports.causal
+def kernel_of(config: Config, step: str = "") -> tuple[str, DType, bool]:
+    """What one config is chosen for: its step, or another that it competes for, its dtype, and
+    whether problems are causal."""
+    return step or config.step.id, config.dtype, config.supports.causal
 
 
 def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> list[Config]:
@@ -182,7 +183,8 @@ class Sweep:
     worker must have been started: info is what it said. seq_lens: of the final round. spill_bytes:
     stores and loads of a thread that are allowed. kernel_s: seconds that one kernel's measurement
     may take. deadline: of `time.monotonic`, after which no candidate is begun. date, commit: what
-    rows are marked with. notes: what to tell of it.
+    rows are marked with. step: the one that all configs compete for; "" for each its own. notes:
+    what to tell of it.
     """
 
     compiler: CubinCompiler
@@ -196,6 +198,7 @@ class Sweep:
     deadline: float
     date: str
     commit: str
+    step: str = ""
     notes: list[str] = field(default_factory=list, init=False)
     _champions: frozenset[Config] = field(default_factory=frozenset, init=False)
     _cubins: dict[Config, Cubin] = field(default_factory=dict, init=False)
@@ -249,7 +252,7 @@ class Sweep:
         rows = [
             row
             for config, row in self._rows.items()
-            if kernel_of(config) == (step, dtype, causal) and row.of_flash is not None
+            if kernel_of(config, self.step) == (step, dtype, causal) and row.of_flash is not None
         ]
         fastest: dict[str, Config] = {}  # of each code
         for row in sorted(rows, key=lambda row: (-(row.of_flash or 0), row.name)):
