@@ -10,7 +10,7 @@ import torch
 from fake_backend import float32_kernel
 
 from flash_helpers.check.difference import output_difference
-from flash_helpers.check.inputs import make_inputs
+from flash_helpers.check.inputs import make_inputs, with_mantissa_bits
 from flash_helpers.check.problems import DISTRIBUTIONS, MEAN
 from flash_helpers.check.reference import (
     AttentionError,
@@ -51,6 +51,17 @@ def test_float64_attention_is_the_formula(distribution: str) -> None:
     assert result.shape == SHAPE.shape
     for place in ((0, 0, 0, 0), (1, 127, 2, 127), (1, 17, 0, 93)):
         assert result[place].item() == pytest.approx(element_of_attention(q, k, v, place), rel=1e-9)
+
+
+def test_inputs_are_rounded_to_so_many_bits() -> None:
+    q, _, _ = make_inputs("normal", SHAPE, torch.float16)
+    torch.testing.assert_close(with_mantissa_bits(q, 10), q, rtol=0, atol=0)
+    torch.testing.assert_close(
+        with_mantissa_bits(q, 7).float(), q.bfloat16().float(), rtol=0, atol=0
+    )
+    # a number of one bit is a power of two or half as much more
+    two = torch.tensor([0.0, -1.2, 1.3, 3.9, 1e-4], dtype=torch.float16)
+    assert with_mantissa_bits(two, 1).tolist() == [0, -1, 1.5, 4, 3 * 2**-15]
 
 
 @pytest.mark.parametrize("max_scores", [1, 128, 1000, 128 * 128, 3 * 128 * 128 + 5])

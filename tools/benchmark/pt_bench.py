@@ -85,6 +85,8 @@ examples:
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
       --time-budget 60
+  both dtypes with as many bits in their inputs, which tells bits that cost power from instructions:
+    python tools/benchmark/pt_bench.py --kernel h20 --dtype both --load sustained --mantissa-bits 7
   as a program without CUDA graphs sees it, with a cold L2 cache:
     python tools/benchmark/pt_bench.py --kernel v16 --timing events --cache flush
   percent of FlashAttention-2 by step, and TFLOP/s by length, as a picture (needs matplotlib):
@@ -140,6 +142,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="go round sets of inputs that together exceed the L2 cache, or overwrite the cache "
         f"before each launch (default: {Protocol().cache})",
     )
+    parser.add_argument(
+        "--mantissa-bits",
+        type=positive,
+        default=Protocol().mantissa_bits,
+        metavar="N",
+        help="round inputs to N bits behind the leading one: fp16 has 10, bf16 7, and each costs "
+        "power (default: all)",
+    )
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a measurement")
     parser.add_argument(
         "--json",
@@ -177,6 +187,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         loads=tuple(load for load in LOADS.values() if arguments.load in (load.name, "both")),
         timing=arguments.timing,
         cache=arguments.cache,
+        mantissa_bits=arguments.mantissa_bits,
     )
     seq_lens = sorted(set(arguments.seq))
     backend = find_backend("cuda")

@@ -104,6 +104,13 @@ def make_inputs(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def with_mantissa_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x, of fp16 or bf16, rounded to so many bits behind the leading one, where it has more."""
+    mantissa, exponent = torch.frexp(x.float())  # mantissas from 1/2 on
+    scale = 2.0 ** (bits + 1)
+    return torch.ldexp(mantissa.mul(scale).round_().div_(scale), exponent).to(x.dtype)
+
+
 def tensors_for(
     config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_stride: int = 0
 ) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_helpers.check.inputs import QKV, make_inputs
+from flash_helpers.check.inputs import QKV, make_inputs, with_mantissa_bits
 from flash_helpers.check.reference import (
     AttentionError,
     AttentionReference,
@@ -300,7 +300,9 @@ def make_input_sets(
     problem = shape.in_dtype(dtype)
     sets = []
     for index in range(n_sets):
-        inputs = make_inputs(protocol.inputs, problem, element, device, protocol.seed + index)
+        drawn = make_inputs(protocol.inputs, problem, element, device, protocol.seed + index)
+        q, k, v = (with_mantissa_bits(x, protocol.mantissa_bits) for x in drawn)
+        inputs = (q, k, v)
         reference = attention_reference(*inputs, causal=problem.causal)
         sets.append(InputSet(problem, inputs, torch.empty_like(inputs[0]), reference))
     return sets

@@ -15,6 +15,7 @@ from flash_helpers.measure.results import (
     BEST_OTHER,
     CONTROL,
     FLASH,
+    FP16_MANTISSA_BITS,
     LIBRARY_NAMES,
     LOAD_TEXTS,
     MMA_SYNC,
@@ -297,6 +298,9 @@ def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Se
         f"{' and '.join(dtypes)}, {_problems_text(own)}",
         _PROTOCOL_TEXTS[protocol.timing],
         _PROTOCOL_TEXTS[protocol.cache],
+        f"inputs of {bits} bits of mantissa"
+        if (bits := protocol.mantissa_bits) < FP16_MANTISSA_BITS
+        else "",
         *(
             _load_text(load, [m for m in own if m.load == load.name and m.valid])
             for load in protocol.loads

@@ -48,6 +48,7 @@ BEST_OTHER = "best_other"  # stands for the fastest of OTHERS, which may be anot
 MATMUL = "matmul"
 MMA_SYNC = "mma_sync"
 RATE_NAMES = {MATMUL: "matmul", MMA_SYNC: "mma.sync"}
+FP16_MANTISSA_BITS = 10
 TIMING_CHOICES = ("graph", "events")
 CACHE_CHOICES = ("rotate", "flush")
 BURST = "burst"
@@ -381,7 +382,10 @@ class Protocol:
     timing: one of TIMING_CHOICES: launches are replayed from a CUDA graph, or issued one by one.
     cache: one of CACHE_CHOICES: launches go round several sets of inputs, or the L2 cache is
         overwritten before each launch, outside of its time.
+    mantissa_bits: of inputs, at most; fp16 has 10, bf16 has 7.
     """
+
+    MAY_LACK: ClassVar[tuple[str, ...]] = ("mantissa_bits",)
 
     rounds: int = 7
     min_rounds: int = 3
@@ -390,6 +394,7 @@ class Protocol:
     seed: int = 0
     timing: str = "graph"
     cache: str = "rotate"
+    mantissa_bits: int = FP16_MANTISSA_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
