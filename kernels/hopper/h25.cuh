@@ -110,8 +110,8 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
                 tma_load_slots<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
             auto hand_over = [&](TilePlace place) { // and Q, of each block its own
-                tma_load_with_places<kQBytes, B_r>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place,
-                                                   places_smem);
+                tma_load_with_places<kQBytes>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place,
+                                              {B_r, 0}, places_smem);
             };
             for (int tile = blockIdx.x / kClusterBlocks, next; tile < args.tiles; tile = next) {
                 next = take_tile<cfg.causal, kClusterBlocks>(tile, args);

@@ -28,8 +28,12 @@ from flash_helpers.kernel_configs import (
     get_kernels_to_build,
 )
 from flash_helpers.ptx import Phase, Run
+from flash_helpers.registry.family import Step
 from flash_helpers.registry.hopper import (
+    CALL_OPTIONS,
+    DYNAMIC,
     HOPPER,
+    OWN_KEYS,
     RAGGED,
     REPLAYS,
     UNCHECKED,
@@ -63,15 +67,29 @@ ON_ALL_INPUTS = [
     )
 ]
 ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
+# which problems a kernel takes, and what of them a thread block or a warpgroup does
+DIVIDING = {RAGGED, CALL_OPTIONS, DYNAMIC, OWN_KEYS}
+
+
+def divides_anew(step: Step) -> bool:
+    parent = STEPS[step.parent]
+    return bool((step.traits - parent.traits) & DIVIDING) or "causal" in {*step.tunable} - {
+        *parent.tunable
+    }
+
+
 # all of the last step, and of each ability the first kernel that has it
 GENERAL = [
     config
     for config in BUILT
     if config.dtype == DType.BF16
+    and config.family is HOPPER
     and (
         config.step is LAST_OF_HOPPER
-        or (config.step.id, config.supports.causal)
-        in {("h19", False), ("h20", False), ("h21", True)}
+        or (
+            divides_anew(config.step)
+            and config.supports.causal == ("causal" in config.step.tunable)
+        )
     )
 ]
 # hopper's with the maximum of a tile's first block: rows that it does not fit are computed again,
@@ -297,11 +315,13 @@ def test_rows_that_outgrow_the_first_blocks_maximum_are_right(dtype) -> None:
     assert_right(output, reference)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("variant", last_of_hopper(DType.BF16).variants(), ids=short_form)
-def test_rows_of_any_tile_of_a_cluster_are_computed_again(variant) -> None:
-    """Of either thread block, and of a cluster's second tile, which may come from a counter."""
+def test_rows_of_any_tile_of_a_cluster_are_computed_again(variant, heads) -> None:
+    """Of either thread block, and of a cluster's second tile, which may come from a counter. Of one
+    head the last cluster's second tile is empty."""
     causal = variant.supports.causal
-    problem = AttentionForward(1, 1, 640, causal=causal)  # the last cluster's second tile is empty
+    problem = AttentionForward(1, heads, 640, kv_heads=1, causal=causal)
     q, k, v = inputs_of(variant, problem)
     q[..., 0] = k[..., 0] = 0
     k[:, 5, :, 0] = 1  # taken last, and far over the maximum of the first block

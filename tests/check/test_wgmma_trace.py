@@ -130,6 +130,13 @@ class TestGeneralProblems:
         assert found.disagreement is None
         assert not found.faults
 
+    def test_two_heads_of_a_cluster(self, monkeypatch):
+        monkeypatch.setattr(hopper, "SMS", 4)
+        problem = replace(causal_problem(200, 130, heads=6), kv_heads=3)
+        found = compared(causal_of("h26"), problem)
+        assert found.disagreement is None
+        assert not found.faults
+
     def test_tiles_of_a_cluster_from_a_counter(self, monkeypatch):
         monkeypatch.setattr(hopper, "SMS", 4)
         found = compared(causal_of("h25"), causal_problem(640, 192))

@@ -17,6 +17,7 @@ from general_hopper import (
     WITH_COUNTER,
     WITH_LENGTHS,
     WITH_OPTIONS,
+    WITH_PAIRS,
     GeneralConfig,
     general,
 )
@@ -411,6 +412,23 @@ class TestGeneralSteps:
         problem = AttentionForward(1, 100, 300)
         (launch,) = config.launch(problem, problem.strides())
         assert (launch.grid, launch.cluster) == ((132, 1, 1), (2, 1, 1))
+
+    def test_a_cluster_takes_two_heads_where_they_share_keys(self):
+        config = general(WITH_PAIRS)
+        grouped = AttentionForward(2, 4, 300, kv_heads=2)
+        pairs = [(head, row) for head in (0, 2, 4, 6) for row in (0, 1, 2)]
+        in_order = tuple((head + i, row) for head, row in pairs for i in (0, 1))
+        assert config.tiles(grouped) == in_order
+        (launch,) = config.launch(grouped, grouped.strides())
+        assert launch.grid == (2 * 12, 1, 1)
+        for member, taken in (("tiles", 12), ("q_tiles", 3), ("heads", 4), ("heads_per_kv", 2)):
+            offset = HOPPER.arguments.offset(member)
+            assert struct.unpack_from("<i", launch.arguments, offset) == (taken,)
+        causal = general(WITH_PAIRS, causal=True).tiles(replace(grouped, causal=True))
+        assert causal[:10] == (*((head, 2) for head in range(8)), (0, 1), (1, 1))
+        for kv_heads in (1, 3):  # three heads on one, and one on one
+            rows = AttentionForward(1, 3, 300, kv_heads=kv_heads)
+            assert config.tiles(rows) == general(WITH_CLUSTERS).tiles(rows)
 
     def test_a_causal_cluster_has_the_rows_of_two_tiles(self):
         with pytest.raises(ValueError, match=r"2 tiles of B_r 192, B_c 80 and 3 slots of K: .*4 b"):

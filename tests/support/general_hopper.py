@@ -15,6 +15,7 @@ from flash_helpers.registry.family import Family, Step, StepEntry
 from flash_helpers.registry.hopper import (
     CALL_OPTIONS,
     DYNAMIC,
+    HEAD_PAIRS,
     HOPPER,
     OWN_KEYS,
     RAGGED,
@@ -43,11 +44,12 @@ GENERAL = replace(
         StepEntry("causal", "a mask", "causal.cuh", opens={"causal": (False,)}),
         StepEntry("dynamic", "a counter", "dynamic.cuh", traits=frozenset({DYNAMIC})),
         StepEntry("clusters", "clusters", "two.cuh", traits=frozenset({OWN_KEYS, SHARED_LOADS})),
+        StepEntry("pairs", "two heads", "pairs.cuh", traits=frozenset({HEAD_PAIRS})),
     ),
 )
-(BEFORE, WITH_LENGTHS, WITH_OPTIONS, WITH_CAUSAL, WITH_COUNTER, WITH_CLUSTERS) = [
+(BEFORE, WITH_LENGTHS, WITH_OPTIONS, WITH_CAUSAL, WITH_COUNTER, WITH_CLUSTERS, WITH_PAIRS) = [
     *GENERAL.steps.values()
-][-6:]
+][-7:]
 
 
 def general(step: Step, **changes: Any) -> Config:

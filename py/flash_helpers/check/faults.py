@@ -413,6 +413,9 @@ FAULTS = {
         "h25", BF16, MAIN_LOOP, r"cp\.async\.bulk\.tensor.*multicast", swap(r"%rs\d+;", "1;"),
         slice(2, None), DeadlockError, "barrier_wait(K_ring.barrier(K_full)",
     ),
+    "h26: the second block takes another head although K and V are not shared": Fault(
+        "h26", BF16, PROLOGUE, r"and\.b32.*, 1;", swap("1;", "0;"), nth(0), quantity="Q",
+    ),
 }  # fmt: skip
 
 

@@ -60,6 +60,7 @@ CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see
 SHARED_LOADS = "shared_loads"  # K and V are loaded once for the thread blocks of a cluster
+HEAD_PAIRS = "head_pairs"  # those take the same rows of two heads where these share K and V
 
 # Where m is that of a tile's first block:
 MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
@@ -230,9 +231,16 @@ class HopperKernelConfig(Config):
         q_tiles = -(-problem.len_q // self.B_r)
         return DYNAMIC in self.step.traits and self.causal and q_tiles >= COUNTED_FROM
 
+    def _cluster_heads(self, problem: AttentionForward) -> int:
+        """Heads whose rows the blocks of a cluster take: as many as they are, or one."""
+        pairs = HEAD_PAIRS in self.step.traits
+        pairs &= problem.heads // problem.kv_heads % self.cluster_blocks == 0
+        return self.cluster_blocks if pairs else 1
+
     def _q_tiles(self, problem: AttentionForward) -> int:
         """Tiles of queries of one head, those that the blocks of a cluster take together as one."""
-        return -(-problem.len_q // (self.cluster_blocks * self.B_r))
+        rows = self.cluster_blocks // self._cluster_heads(problem) * self.B_r
+        return -(-problem.len_q // rows)
 
     def _head_group(self, problem: AttentionForward) -> int:
         """Heads whose causal tiles are taken together, longest first.
@@ -252,20 +260,20 @@ class HopperKernelConfig(Config):
         """Head, of all batches, and block of rows of each tile of queries, in the order of their
         numbers (`tile_place` in src/include/sm90/arguments.cuh). Those of a cluster follow one
         another; the last of a head may have no rows."""
-        q_tiles, heads = self._q_tiles(problem), problem.batch * problem.heads
-        group = self._head_group(problem)
+        together = self._cluster_heads(problem)
+        q_tiles, heads = self._q_tiles(problem), problem.batch * problem.heads // together
+        group = self._head_group(problem) if self.causal else 1
+        rows = range(q_tiles)[::-1] if self.causal else range(q_tiles)
         taken = (
-            (
-                (head, tile)
-                for first in range(0, heads, group)
-                for tile in reversed(range(q_tiles))
-                for head in range(first, min(first + group, heads))
-            )
-            if self.causal
-            else ((head, tile) for head in range(heads) for tile in range(q_tiles))
+            (head, row)
+            for first in range(0, heads, group)
+            for row in rows
+            for head in range(first, min(first + group, heads))
         )
-        blocks = self.cluster_blocks
-        return tuple((head, tile * blocks + i) for head, tile in taken for i in range(blocks))
+        apart = range(self.cluster_blocks)
+        if together > 1:
+            return tuple((head * together + i, row) for head, row in taken for i in apart)
+        return tuple((head, row * self.cluster_blocks + i) for head, row in taken for i in apart)
 
     def launch(
         self, problem: AttentionForward, strides: Mapping[str, Strides]
@@ -273,7 +281,7 @@ class HopperKernelConfig(Config):
         """A block for each tile of queries, head and batch; or as many as run at a time, which take
         one tile after the other."""
         q_tiles = self._q_tiles(problem)
-        tiles = q_tiles * problem.heads * problem.batch
+        tiles = q_tiles * problem.heads * problem.batch // self._cluster_heads(problem)
         counts = self.counts(problem)
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
         values: dict[str, tuple[float, ...]] = {
@@ -527,6 +535,12 @@ HOPPER = Family(
             "K and V are loaded once for the two thread blocks of a cluster",
             _file(25),
             traits=frozenset({SHARED_LOADS}),
+        ),
+        StepEntry(
+            "head_pairs",
+            "the blocks of a cluster take two heads that share K and V",
+            _file(26),
+            traits=frozenset({HEAD_PAIRS}),
         ),
     ),
     targets=(TARGET,),

@@ -183,14 +183,15 @@ class Supports:
     def corners(self) -> Iterator[AttentionForward]:
         """Small problems at the edges of the declaration: one block; several, in which every index
         that a kernel may confuse differs; lengths around those of blocks; more queries than keys,
-        and fewer; each ability, and all of them."""
+        and fewer; each ability, and all of them. Of grouped heads an odd number share K and V, then
+        an even one."""
         lengths = [*self._corner_lengths()]
         options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
         together = {key: value for option in options for key, value in option.items()}
         cases: list[tuple[int, int, int, int, dict[str, Any]]] = [
             *((1, 1, *both, {}) for both in lengths[:-1]),
             *((1, 6, *lengths[-2], option) for option in options),
-            (2, 6 if options else 3, *lengths[-1], together),
+            (2, 4 if options else 3, *lengths[-1], together),
         ]
         for d_head in self.d_heads:
             for batch, heads, len_q, len_k, option in cases:

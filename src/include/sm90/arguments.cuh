@@ -37,23 +37,31 @@ __device__ __forceinline__ int visible_keys(int query, const HopperKernelArgs &a
                                     : args.len_k;
 }
 
-// Of a tile of queries: those of one head are neighbours, so that they find its K and V in the L2
-// cache. Causal ones differ in length: of some heads together, whose K and V fit into the cache,
-// the longest come first, so that short ones fill the gaps at the end.
-template <int B_r, Edges kEdges = Edges::kNone>
-__device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs &args) {
+// Which block of rows, and of which head of all batches, a tile of queries is. Those of one head
+// are neighbours, so that they find its K and V in the L2 cache. Causal ones differ in length: of
+// some heads together, whose K and V fit into the cache, the longest come first, so that short ones
+// fill the gaps at the end.
+struct TileIndex {
+    int block, head;
+};
+template <int B_r, Edges kEdges>
+__device__ __forceinline__ TileIndex tile_index(int tile, const HopperKernelArgs &args) {
     if constexpr (kEdges == Edges::kCausal) {
         const int group = tile / (args.head_group * args.q_tiles);
         const int first = group * args.head_group;
         const int heads = min(args.head_group, args.tiles / args.q_tiles - first);
         tile -= first * args.q_tiles;
-        const int head = first + tile % heads;
-        return {(args.q_tiles - 1 - tile / heads) * B_r, head % args.heads, head / args.heads};
+        return {args.q_tiles - 1 - tile / heads, first + tile % heads};
     }
     // To read q_tiles would make the kernels that were measured other machine code.
     const int q_tiles = kEdges == Edges::kNone ? args.len_k / B_r : args.q_tiles;
-    const int head = tile / q_tiles;
-    return {tile % q_tiles * B_r, head % args.heads, head / args.heads};
+    return {tile % q_tiles, tile / q_tiles};
+}
+
+template <int B_r, Edges kEdges = Edges::kNone>
+__device__ __forceinline__ TilePlace tile_place(int tile, const HopperKernelArgs &args) {
+    const auto [block, head] = tile_index<B_r, kEdges>(tile, args);
+    return {block * B_r, head % args.heads, head / args.heads};
 }
 
 // LSE of a query: m + log2(l) is its logarithm to base 2. No sum at all is 0, and that is

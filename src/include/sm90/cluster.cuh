@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cuda.h>
 
+#include "sm90/arguments.cuh"
+#include "sm90/exact_rows.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/tma.cuh"
 
@@ -74,15 +76,16 @@ __device__ __forceinline__ void tma_load_slots(Ring<kSlots> &ring, uint32_t full
     ring.advance();
 }
 
-// To each block its own tile of kRows rows, the first of which is at that place, and with its bytes
-// the tile's place; of a place that is none, row -1, no tile.
-template <uint32_t kTileBytes, int kRows, int kSlots>
-__device__ __forceinline__ void
-tma_load_with_places(Ring<kSlots> &ring, uint32_t full, uint32_t empty, uint32_t tiles_smem,
-                     const CUtensorMap &tensor, TilePlace place, uint32_t places_smem) {
+// To each block its own tile, the first at that place and the next so far from it, and with its
+// bytes the tile's place; of a place that is none, row -1, no tile.
+template <uint32_t kTileBytes, int kSlots>
+__device__ __forceinline__ void tma_load_with_places(Ring<kSlots> &ring, uint32_t full,
+                                                     uint32_t empty, uint32_t tiles_smem,
+                                                     const CUtensorMap &tensor, TilePlace place,
+                                                     TilePlace apart, uint32_t places_smem) {
     barrier_wait(ring.barrier(empty), ring.lap ^ 1);
     const bool has_tile = place.row >= 0;
-    for (int block = 0; block < kClusterBlocks; ++block, place.row += has_tile ? kRows : 0) {
+    for (int block = 0; block < kClusterBlocks; ++block) {
         const uint32_t block_full = in_block(ring.barrier(full), block);
         cluster_barrier_expect(block_full, kPlaceBytes + (has_tile ? kTileBytes : 0));
         send_place(in_block(places_smem + ring.slot * kPlaceBytes, block), place, block_full);
@@ -90,6 +93,38 @@ tma_load_with_places(Ring<kSlots> &ring, uint32_t full, uint32_t empty, uint32_t
             tma_load_tile(tiles_smem + ring.slot * kTileBytes, tensor, ring.barrier(full), place,
                           1 << block);
         }
+        place.row += has_tile ? apart.row : 0;
+        place.head += apart.head;
     }
     ring.advance();
+}
+
+// From the tile of a cluster's first block to the second's: one head on, where heads that share K
+// and V come in pairs, else the rows behind it.
+template <int B_r>
+__device__ __forceinline__ TilePlace blocks_apart(const HopperKernelArgs &args) {
+    return args.heads_per_kv % kClusterBlocks == 0 ? TilePlace{0, 1} : TilePlace{B_r, 0};
+}
+
+// Of the first block's tile, where so many tiles are taken together.
+template <int B_r, Edges kEdges>
+__device__ __forceinline__ TilePlace cluster_place(int tile, const HopperKernelArgs &args) {
+    const TilePlace apart = blocks_apart<B_r>(args);
+    auto [block, head] = tile_index<B_r, kEdges>(tile, args);
+    head *= 1 + apart.head;
+    return {block * (B_r + apart.row), head % args.heads, head / args.heads};
+}
+
+// exact_tiles, of a block of a cluster.
+template <DType kDType, int kDHead, int B_r, Edges kEdges, bool kDynamic>
+__device__ __forceinline__ void exact_cluster_tiles(const HopperKernelArgs &args, uint32_t bits,
+                                                    int warp_row, float scale) {
+    const TilePlace apart = blocks_apart<B_r>(args);
+    auto place_of = [&](int tile) {
+        TilePlace place = cluster_place<B_r, kEdges>(tile, args);
+        place.row += cluster_rank() * apart.row + warp_row;
+        place.head += cluster_rank() * apart.head;
+        return place;
+    };
+    exact_tiles<kDType, kDHead, kEdges, kDynamic, kClusterBlocks>(args, bits, place_of, scale);
 }

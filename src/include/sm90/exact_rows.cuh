@@ -131,19 +131,28 @@ __device__ __forceinline__ void exact_rows(const HopperKernelArgs &args, TilePla
     }
 }
 
-// The rows warp_row … + 15 of those of a block's tiles n whose bit n % 32 is set. Where a block has
-// more than 32 tiles these are more than were asked for, with the same result.
+// Of those of a block's tiles n whose bit n % 32 is set, the 16 rows from where place_of says.
+// Where a block has more than 32 tiles these are more than were asked for, with the same result.
+template <DType kDType, int kDHead, Edges kEdges, bool kDynamic, int kBlocks, typename PlaceOf>
+__device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,
+                                            PlaceOf &&place_of, float scale) {
+    for (int tile = blockIdx.x / kBlocks, n = -1; tile < args.tiles;
+         tile += kDynamic ? 1 : gridDim.x / kBlocks) {
+        if (took_tile<kDynamic, kBlocks>(tile, args) && bits >> ++n % 32 & 1) {
+            exact_rows<kDType, kDHead, kEdges>(args, place_of(tile), scale);
+        }
+    }
+}
+
+// The same where a tile is B_r rows of one head: rows warp_row … + 15 of it.
 template <DType kDType, int kDHead, int B_r, Edges kEdges = Edges::kNone, bool kDynamic = false,
           int kBlocks = 1>
 __device__ __forceinline__ void exact_tiles(const HopperKernelArgs &args, uint32_t bits,
                                             int warp_row, float scale) {
-    for (int tile = blockIdx.x / kBlocks, n = -1; tile < args.tiles;
-         tile += kDynamic ? 1 : gridDim.x / kBlocks) {
-        if (!took_tile<kDynamic, kBlocks>(tile, args) || !(bits >> ++n % 32 & 1)) {
-            continue;
-        }
+    auto place_of = [&](int tile) {
         TilePlace place = tile_place<B_r, kEdges>(tile, args);
         place.row += warp_row;
-        exact_rows<kDType, kDHead, kEdges>(args, place, scale);
-    }
+        return place;
+    };
+    exact_tiles<kDType, kDHead, kEdges, kDynamic, kBlocks>(args, bits, place_of, scale);
 }
