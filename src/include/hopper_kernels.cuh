@@ -67,6 +67,7 @@ Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
 Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_causal_kernel();
+Kernel h24_bf16_d128_Br128_Bc64_K3_V3_pp_causal_kernel();
 Kernel h24_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h24_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
@@ -81,6 +82,8 @@ Kernel h26_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h26_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h26_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h26_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h26_bf16_d128_Br192_Bc80_K3_V3_kernel();
+Kernel h26_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -257,6 +260,9 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = true},
      h24_fp16_d128_Br192_Bc80_K3_V3_pp_causal_kernel()},
+    {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = true},
+     h24_bf16_d128_Br128_Bc64_K3_V3_pp_causal_kernel()},
     {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h24_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
@@ -299,5 +305,11 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 26, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h26_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 26, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = false, .causal = false},
+     h26_bf16_d128_Br192_Bc80_K3_V3_kernel()},
+    {{.hopper = 26, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = false},
+     h26_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
 };
 // clang-format on

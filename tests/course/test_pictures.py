@@ -93,6 +93,7 @@ EXPECTED = (
     "causal_blocks",
     "own_keys",
     "shared_loads",
+    "head_pairs",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1139,6 +1140,24 @@ def test_causal_tiles_that_begin_together_load_different_blocks() -> None:
     words = drawn("shared_loads").words
     for sum_of_tiles in ("4 + 4 + 4 + 4 = 16 loads", "= 10 of which none can", "2 + 4 = 6 that"):
         assert sum_of_tiles in words
+
+
+def test_two_heads_of_a_cluster_see_the_same_blocks() -> None:
+    """Of two heads, three tiles of 128 queries and as many blocks of keys."""
+    picture = drawn("head_pairs")
+    cells = picture.with_data("lane", "turn", "head", "tile", "block", "pairs")
+    used: dict[str, list[tuple[str, str, str]]] = {"1": [], "2": []}
+    turns: dict[str, set[int]] = {"1": set(), "2": set()}
+    for cell in cells:
+        data = cell.data
+        turns[data["pairs"]].add(int(data["turn"]))
+        if int(data["block"]) <= int(data["tile"]) < 3:
+            used[data["pairs"]].append((data["head"], data["tile"], data["block"]))
+    every = sorted((str(h), str(t), str(b)) for h in (0, 1) for t in range(3) for b in range(t + 1))
+    assert sorted(used["1"]) == sorted(used["2"]) == every
+    assert len([c for c in cells if c.data["pairs"] == "2"]) == len(every)
+    assert turns == {"1": {*range(10)}, "2": {*range(6)}}
+    assert "3 + 2 + 3 + 2 = 10 turns in h25, 3 + 2 + 1 = 6 in h26" in picture.words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

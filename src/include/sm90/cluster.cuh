@@ -106,7 +106,7 @@ __device__ __forceinline__ TilePlace blocks_apart(const HopperKernelArgs &args) 
     return args.heads_per_kv % kClusterBlocks == 0 ? TilePlace{0, 1} : TilePlace{B_r, 0};
 }
 
-// Of the first block's tile, where so many tiles are taken together.
+// Where the first block of a cluster begins with its tile of that number.
 template <int B_r, Edges kEdges>
 __device__ __forceinline__ TilePlace cluster_place(int tile, const HopperKernelArgs &args) {
     const TilePlace apart = blocks_apart<B_r>(args);

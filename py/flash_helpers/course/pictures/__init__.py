@@ -66,6 +66,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.causal_blocks,
             warpgroups.own_keys,
             warpgroups.shared_loads,
+            warpgroups.head_pairs,
         )
     }
 )

@@ -572,6 +572,54 @@ def shared_loads() -> Drawing:
     )
 
 
+def head_pairs() -> Drawing:
+    """Steps h25 and h26: what the two blocks of a cluster do with two heads that share K and V."""
+    config, heads, tiles = hopper_step(26), 2, 3
+    length = tiles * config.B_r
+    d = Drawing(
+        "Step h26: two heads instead of neighbouring rows",
+        f"Two tables: the two thread blocks of a cluster, turn by turn, for {heads} heads of "
+        f"{tiles} causal tiles that share K and V. In step h25 they take two tiles of a head: the "
+        "first passes on a block of keys in each, and the last pair has one tile. In step h26 they "
+        "take the same tile of two heads, and both compute in every turn.",
+        f"{length} queries in tiles of {config.B_r}, as many keys in blocks of {config.B_c}. A "
+        "column is a turn of the cluster; the number in a cell is that of the block of keys.",
+    )
+    x, counts = d.left + 60, []
+    for heading, pairs in (("Step h25: two tiles of a head", 1), ("Step h26: two heads", heads)):
+        d.bold(d.left, d.y + 20, heading)
+        width = (d.right - x) / (heads * (tiles + tiles - 1))
+        grid = Grid(d, x, d.y + 50, width, 28, gap=4, below=6)
+        for lane in range(heads):
+            d.small(d.left, grid.top(lane) + 15, f"block {lane}")
+        turn, loads = 0, []
+        for head in range(0, heads, pairs):
+            for last in range(tiles - 1, -1, -1) if pairs > 1 else (tiles, tiles - 2):
+                blocks = min(last, tiles - 1) + 1
+                taken = [
+                    (head + lane, last) if pairs > 1 else (head, last - 1 + lane) for lane in (0, 1)
+                ]
+                of_rows = sorted({tile for _, tile in taken if tile < tiles})
+                word = "tiles" if len(of_rows) > 1 else "tile"
+                d.small(grid.left(turn), d.y + 42, f"{word} {' and '.join(map(str, of_rows))}")
+                for lane, (own, tile) in enumerate(taken):
+                    for block in range(blocks - 1, -1, -1):
+                        at = turn + blocks - 1 - block
+                        idle = tile >= tiles or block > tile
+                        data = {"lane": lane, "turn": at, "head": own, "tile": tile, "block": block}
+                        colour = GREY if idle else ORANGE if own else BLUE
+                        grid.cell(lane, at, str(block), colour, **data, pairs=pairs)
+                turn += blocks
+                loads.append(blocks)
+        counts.append(f"{' + '.join(map(str, loads))} = {turn}")
+        d.y = grid.top(heads) + 6
+    return d.result(
+        d.y,
+        "Blue: head 0. Orange: head 1. Grey: a block of keys that is passed on unread, or that "
+        f"counts for a tile without rows. {counts[0]} turns in h25, {counts[1]} in h26.",
+    )
+
+
 def _next_block(at: float, S: float, O: float, ex2: float) -> list[Segment]:  # noqa: E741
     return [
         Segment(at, S, "S_1", BLUE),
