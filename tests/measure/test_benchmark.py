@@ -1631,6 +1631,36 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     assert "benchmark" in captured.err  # the progress bar
 
 
+def test_a_benchmark_that_was_ended_goes_on_where_it_was(
+    pt_bench, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def interrupt(config: FlashForwardKernelConfig, o: torch.Tensor) -> None:
+        if o.shape[1] == 128:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "out.json"
+    arguments = ["--kernel", "2", "--seq", "64", "128", "--resume", "--json", str(path)]
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(pt_bench, "find_backend", lambda device: fake_backend(interrupt))
+        assert pt_bench.main([*arguments, "--rounds", "1"]) == 130
+    assert "the same command goes on there" in capsys.readouterr().err
+    first = load_results(path)
+    assert {m.seq_len for m in first.measurements} == {64}
+    assert pt_bench.main([*arguments, "--rounds", "2"]) == 2
+    assert "was measured with other options" in capsys.readouterr().err
+    assert pt_bench.main([*arguments, "--rounds", "1", "--commit", "abc"]) == 2
+    assert "and this is 'abc'" in capsys.readouterr().err
+    assert pt_bench.main(["--kernel", "1", *arguments[1:], "--rounds", "1"]) == 2
+    assert "was measured with other kernels" in capsys.readouterr().err
+    assert load_results(path) == first
+    assert pt_bench.main([*arguments, "--rounds", "1"]) == 0
+    both = load_results(path)
+    n = len(first.measurements)
+    assert both.measurements[:n] == first.measurements
+    assert {m.seq_len for m in both.measurements[n:]} == {128}
+    assert {s.seq_len for s in both.skipped} == {64, 128}
+
+
 def test_the_tool_keeps_how_launches_were_timed(pt_bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     arguments = ["--kernel", "2", "--seq", "64", "--timing", "events", "--cache", "flush"]
@@ -1731,8 +1761,10 @@ def test_wrong_usage_of_the_tool_exits_with_2(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--time-budget", "nan"], ["--seq", "x"]])
-def test_a_number_that_is_no_positive_number_is_wrong_usage(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--rounds", "0"], ["--time-budget", "nan"], ["--seq", "x"], ["--resume"]]
+)
+def test_what_cannot_be_parsed_is_wrong_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         load_tool("tools/benchmark/pt_bench.py").main(arguments)
     assert exit_info.value.code == 2

@@ -89,6 +89,8 @@ examples:
     python tools/benchmark/pt_bench.py --kernel h20 --dtype both --load sustained --mantissa-bits 7
   as a program without CUDA graphs sees it, with a cold L2 cache:
     python tools/benchmark/pt_bench.py --kernel v16 --timing events --cache flush
+  all that takes long, in parts: the same command goes on at the length where it was ended
+    python tools/benchmark/pt_bench.py --kernel hopper --resume --json hopper.json
   percent of FlashAttention-2 by step, and TFLOP/s by length, as a picture (needs matplotlib):
     python tools/benchmark/pt_bench.py --plot benchmark.svg
 
@@ -158,13 +160,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="all samples, with what they were measured on",
     )
     parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="write the file of --json after each length; if it is there, begin where it ends",
+    )
+    parser.add_argument(
         "--plot",
         type=output_file,
         metavar="FILE.svg",
         help="percent of flash by step, and TFLOP/s by length",
     )
     add_commit_argument(parser)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.resume and not arguments.json:
+        parser.error("--resume needs the file of --json that a run was ended in")
+    return arguments
 
 
 def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
@@ -174,6 +184,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     ValueError for what cannot be measured.
     """
     from flash_helpers.measure.benchmark import (  # and torch, which --help does not wait for
+        BenchmarkRun,
         contenders_for,
         library_records,
         n_steps,
@@ -215,6 +226,25 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         require_taken(configs, shape_for(seq_len))
     dtypes = sorted({config.dtype for config in configs})
     contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
+
+    def results_of(run: BenchmarkRun) -> BenchmarkResults:
+        return BenchmarkResults(
+            provenance=found,
+            protocol=protocol,
+            libraries=library_records(contenders[dtypes[0]]),
+            resources=tuple(resource_record(config, backend.device) for config in configs),
+            **vars(run),
+        )
+
+    def keep(run: BenchmarkRun) -> None:
+        if arguments.resume:
+            results_of(run).save(arguments.json)
+
+    measured = None
+    if arguments.resume and arguments.json.exists():
+        before = BenchmarkResults.load(arguments.json)
+        before.require_same_run(results_of(BenchmarkRun()), arguments.json)
+        measured = BenchmarkRun(before.rates, before.skipped, before.measurements)
     steps = sum(n_steps(len(each), protocol) for each in contenders.values())
     with bar(total=len(seq_lens) * steps, desc="benchmark", unit="step") as shown:
         run = run_benchmark(
@@ -228,17 +258,13 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
             time_budget_s=arguments.time_budget,
             advance=shown.update,
             shape_for=shape_for,
+            measured=measured,
+            keep=keep,
         )
     if not run.measurements:
         skipped = next(s for s in run.skipped if not s.name)
         raise UsageError(f"nothing was measured: seq {skipped.seq_len} {skipped.reason}")
-    return BenchmarkResults(
-        provenance=found,
-        protocol=protocol,
-        libraries=library_records(contenders[dtypes[0]]),
-        resources=tuple(resource_record(config, backend.device) for config in configs),
-        **vars(run),
-    )
+    return results_of(run)
 
 
 def run(arguments: argparse.Namespace, command: str) -> int:
@@ -262,10 +288,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = parse_arguments(argv)
     command = typed_command("pt_bench.py", argv)
+    kept = "what was measured of whole lengths is kept, the same command goes on there"
     return run_tool(
         lambda: run(arguments, command),
         *(KernelsNotRun, OSError, PlotError, ValueError),
-        interrupted="interrupted, nothing was written",
+        interrupted=f"interrupted: {kept if arguments.resume else 'nothing was written'}",
     )
 
 

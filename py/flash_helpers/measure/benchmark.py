@@ -388,9 +388,15 @@ def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) ->
 class BenchmarkRun:
     """What one run found, in the order in which it was measured; called as in BenchmarkResults."""
 
-    rates: tuple[RateRecord, ...]
-    skipped: tuple[SkippedRecord, ...]
-    measurements: tuple[Measurement, ...]
+    rates: tuple[RateRecord, ...] = ()
+    skipped: tuple[SkippedRecord, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def problems(self) -> set[tuple[str, int]]:
+        """dtype and length of those that it is done with."""
+        nobody = {(s.dtype, s.seq_len) for s in self.skipped if not s.name}
+        return nobody | {(m.dtype, m.seq_len) for m in self.measurements}
 
 
 def run_benchmark(
@@ -404,6 +410,8 @@ def run_benchmark(
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,
     shape_for: Callable[[int], AttentionForward] = default_shape,
+    measured: BenchmarkRun | None = None,
+    keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:
     """Measure the contenders of each dtype at every length under each load.
 
@@ -411,23 +419,30 @@ def run_benchmark(
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
     share is spent stops at protocol.min_rounds rounds.
     advance: called with the number of steps done; a problem has `n_steps` of them.
+    measured: by an earlier run that was ended; its problems are not measured again. keep: called
+    after each problem with all that there is by then.
 
     A contender is left out of the problems that it refuses; a problem that does not fit in the
     device's memory is skipped.
     """
     begin = time.monotonic()
-    measurements: list[Measurement] = []
-    skipped: list[SkippedRecord] = []
-    rates = [
-        rate
-        for dtype in contenders
-        for rate in measure_rates(rate_works, dtype, timer, protocol, sensor)
-    ]
+    run = measured or BenchmarkRun(
+        rates=tuple(
+            rate
+            for dtype in contenders
+            for rate in measure_rates(rate_works, dtype, timer, protocol, sensor)
+        )
+    )
     problems = [(dtype, shape_for(seq_len)) for dtype in contenders for seq_len in seq_lens]
-    for index, (dtype, shape) in enumerate(problems):
+    new = [(d, shape) for d, shape in problems if (d.short, shape.len_q) not in run.problems]
+    for dtype, _ in set(problems) - set(new):
+        advance(n_steps(len(contenders[dtype]), protocol))
+    for index, (dtype, shape) in enumerate(new):
         now = time.monotonic()
-        share = (begin + time_budget_s - now) / (len(problems) - index)
+        share = (begin + time_budget_s - now) / (len(new) - index)
         left = n_steps(len(contenders[dtype]), protocol)
+        measurements: list[Measurement] = []
+        skipped: list[SkippedRecord] = []
         taking: list[Contender] = []
         for contender in contenders[dtype]:
             if reason := contender.refusal(shape.in_dtype(dtype)):
@@ -443,12 +458,14 @@ def run_benchmark(
 
         try:
             sets = make_input_sets(shape, dtype, device, timer, protocol)
-            measurements += measure_problem(
+            measurements = measure_problem(
                 *(taking, sets, shape, dtype, timer, protocol, sensor),
                 deadline=now + share,
                 advance=step,
             )
         except torch.cuda.OutOfMemoryError as error:
             skipped.append(skipped_record(dtype, shape.len_q, error))
+        run = BenchmarkRun(run.rates, (*run.skipped, *skipped), (*run.measurements, *measurements))
+        keep(run)
         advance(left)
-    return BenchmarkRun(tuple(rates), tuple(skipped), tuple(measurements))
+    return run

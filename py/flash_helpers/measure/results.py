@@ -417,6 +417,28 @@ class BenchmarkResults(RecordFile):
     resources: tuple[ResourceRecord, ...]
     measurements: tuple[Measurement, ...]
 
+    def require_same_run(self, other: BenchmarkResults, path: Path) -> None:
+        """Raise ValueError unless the other's measurements could stand beside these, as of one run.
+
+        path: of the file that these were read from.
+        """
+        own, others = asdict(self.provenance), asdict(other.provenance)
+        for name in own.keys() - {"date", "command"}:
+            if own[name] != others[name]:
+                raise ValueError(
+                    f"{path} was measured with {name} {own[name]!r} and this is {others[name]!r}: "
+                    "go on with that, or name another file"
+                )
+        for name, what in (
+            ("protocol", "options"),
+            ("libraries", "libraries"),
+            ("resources", "kernels"),
+        ):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"{path} was measured with other {what}: go on with those, or name another file"
+                )
+
     @functools.cached_property
     def _valid(self) -> Mapping[tuple[str, str, int, str], Measurement]:
         return {(m.name, m.dtype, m.seq_len, m.load): m for m in self.measurements if m.valid}
