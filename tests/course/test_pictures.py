@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from browser import open_browser
+from browser import open_browser, skip_or_fail
 from drawn_picture import SVG, DrawnPicture
 from fake_backend import load_tool
 from PIL import Image
@@ -240,10 +240,11 @@ def test_a_light_picture_brings_its_page_along(name: str) -> None:
         assert rect.box.bottom - rect.box.top < 0.8 * picture.page.bottom
 
 
-@pytest.mark.skipif(not shutil.which("rsvg-convert"), reason="needs rsvg-convert of librsvg")
 @every_picture
 def test_a_viewer_without_variables_draws_it(name: str) -> None:
     """Ink on a light page, with as many tones as the picture has colours."""
+    if not shutil.which("rsvg-convert"):
+        skip_or_fail("there is no rsvg-convert: apt-get install librsvg2-bin")
     png = subprocess.run(
         ["rsvg-convert", ROOT / picture_path(name)], capture_output=True, check=True
     ).stdout
