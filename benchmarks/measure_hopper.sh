@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures anew what benchmarks/results has of the speed of the last steps of family hopper, and of all
-# of them beside each other, on the GPU of this machine:
+# Measures anew what benchmarks/results has of the speed of family hopper's last steps, and of all
+# of its steps beside each other, on the GPU of this machine:
 #
 #   benchmarks/measure_hopper.sh FOLDER GPU [OPTION...]
 #
@@ -19,6 +19,7 @@ measure() { # NAME OPTION...
     echo "$file"
     python3 tools/benchmark/pt_bench.py --rounds 3 --resume --json "$file" "${options[@]}" "${@:2}"
 }
+
 lengths=(512 1024 2048 4096 8192 16384)
 whole=(512 1024 2048 4096 7680 15360) # which tiles of 192 rows and 80 keys divide, too
 square=d128_Br128_Bc128_K3_V2_pp long=d128_Br192_Bc80_K3_V3 short=d128_Br128_Bc64_K3_V3_pp

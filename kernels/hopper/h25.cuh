@@ -63,7 +63,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     // With 160 registers per thread there are none to keep O for so long.
     constexpr bool kStoresLate = kConsumers < 3;
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
-    // Blocks of keys that others see and the first warpgroup does not.
+    // Blocks of keys that others see and the first warpgroup does not, while it waits for the next.
     constexpr int kMostUnseen = cfg.causal ? (kClusterBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
     static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);

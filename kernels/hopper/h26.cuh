@@ -2,8 +2,7 @@
 // Step 26 of the hopper family: the blocks of a cluster take two heads. Parent: h25.
 //
 // What changed
-//   1. Where the heads that share K and V come in pairs, the two blocks take the same rows of two
-//   of
+//   1. Where heads that share K and V come in pairs, the two blocks take the same rows of two of
 //      them. Else, as before, neighbouring rows of one.
 //
 // Why: of neighbouring rows with a mask the first block sees one block of keys less, and waits; and
@@ -63,7 +62,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     // With 160 registers per thread there are none to keep O for so long.
     constexpr bool kStoresLate = kConsumers < 3;
     constexpr Edges kEdges = cfg.causal ? Edges::kCausal : Edges::kTensors;
-    // Blocks of keys that others see and the first warpgroup does not.
+    // Blocks of keys that others see and the first warpgroup does not, while it waits for the next.
     constexpr int kMostUnseen = cfg.causal ? (kClusterBlocks * B_r - kWgmmaM + B_c - 1) / B_c : 0;
     static_assert(kMostUnseen < cfg.K_slots && kMostUnseen <= cfg.V_slots, "others need these");
     constexpr uint32_t kQBytes = kDPieces * piece_bytes(B_r);

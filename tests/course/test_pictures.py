@@ -1146,19 +1146,19 @@ def test_causal_tiles_that_begin_together_load_different_blocks() -> None:
 def test_two_heads_of_a_cluster_see_the_same_blocks() -> None:
     """Of two heads, three tiles of 128 queries and as many blocks of keys."""
     picture = drawn("head_pairs")
-    cells = picture.with_data("lane", "turn", "head", "tile", "block", "pairs")
-    used: dict[str, list[tuple[str, str, str]]] = {"1": [], "2": []}
-    turns: dict[str, set[int]] = {"1": set(), "2": set()}
+    cells = picture.with_data("lane", "turn", "head", "tile", "block", "step")
+    used: dict[str, list[tuple[str, str, str]]] = {"25": [], "26": []}
+    turns: dict[str, set[int]] = {"25": set(), "26": set()}
     for cell in cells:
         data = cell.data
-        turns[data["pairs"]].add(int(data["turn"]))
+        turns[data["step"]].add(int(data["turn"]))
         if int(data["block"]) <= int(data["tile"]) < 3:
-            used[data["pairs"]].append((data["head"], data["tile"], data["block"]))
+            used[data["step"]].append((data["head"], data["tile"], data["block"]))
     every = sorted((str(h), str(t), str(b)) for h in (0, 1) for t in range(3) for b in range(t + 1))
-    assert sorted(used["1"]) == sorted(used["2"]) == every
-    assert len([c for c in cells if c.data["pairs"] == "2"]) == len(every)
-    assert turns == {"1": {*range(10)}, "2": {*range(6)}}
-    assert "3 + 2 + 3 + 2 = 10 turns in h25, 3 + 2 + 1 = 6 in h26" in picture.words
+    assert sorted(used["25"]) == sorted(used["26"]) == every
+    assert len([c for c in cells if c.data["step"] == "26"]) == len(every)
+    assert turns == {"25": {*range(10)}, "26": {*range(6)}}
+    assert "3 + 3 + 2 + 2 = 10 turns in h25, 3 + 2 + 1 = 6 in h26" in picture.words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

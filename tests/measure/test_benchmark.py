@@ -1652,6 +1652,8 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
     assert "and this is 'abc'" in capsys.readouterr().err
     assert pt_bench.main(["--kernel", "1", *arguments[1:], "--rounds", "1"]) == 2
     assert "was measured with other kernels" in capsys.readouterr().err
+    assert pt_bench.main([*arguments, "--rounds", "1", "--heads", "4"]) == 2
+    assert "heads 16, seq 64, d_head 128, and this is batch 1, heads 4" in capsys.readouterr().err
     assert load_results(path) == first
     assert pt_bench.main([*arguments, "--rounds", "1"]) == 0
     both = load_results(path)

@@ -106,6 +106,8 @@ def make_inputs(
 
 def with_mantissa_bits(x: torch.Tensor, bits: int) -> torch.Tensor:
     """x, of fp16 or bf16, rounded to so many bits behind the leading one, where it has more."""
+    if 2.0**-bits <= torch.finfo(x.dtype).eps:
+        return x
     mantissa, exponent = torch.frexp(x.float())  # mantissas from 1/2 on
     scale = 2.0 ** (bits + 1)
     return torch.ldexp(mantissa.mul(scale).round_().div_(scale), exponent).to(x.dtype)

@@ -420,7 +420,7 @@ def run_benchmark(
     share is spent stops at protocol.min_rounds rounds.
     advance: called with the number of steps done; a problem has `n_steps` of them.
     measured: by an earlier run that was ended; its problems are not measured again. keep: called
-    after each problem with all that there is by then.
+    after each problem with all that there is by then. Raises ValueError if its problems are others.
 
     A contender is left out of the problems that it refuses; a problem that does not fit in the
     device's memory is skipped.
@@ -433,8 +433,15 @@ def run_benchmark(
             for rate in measure_rates(rate_works, dtype, timer, protocol, sensor)
         )
     )
+    for found in run.measurements:
+        if found.problem != (asked := shape_for(found.seq_len)):
+            raise ValueError(
+                f"what was measured is {found.problem}, and this is {asked}: go on with that, or "
+                "name another file"
+            )
+    done = run.problems
     problems = [(dtype, shape_for(seq_len)) for dtype in contenders for seq_len in seq_lens]
-    new = [(d, shape) for d, shape in problems if (d.short, shape.len_q) not in run.problems]
+    new = [(dtype, shape) for dtype, shape in problems if (dtype.short, shape.len_q) not in done]
     for dtype, _ in set(problems) - set(new):
         advance(n_steps(len(contenders[dtype]), protocol))
     for index, (dtype, shape) in enumerate(new):

@@ -423,8 +423,8 @@ class BenchmarkResults(RecordFile):
         path: of the file that these were read from.
         """
         own, others = asdict(self.provenance), asdict(other.provenance)
-        for name in own.keys() - {"date", "command"}:
-            if own[name] != others[name]:
+        for name in own:
+            if name not in ("date", "command") and own[name] != others[name]:
                 raise ValueError(
                     f"{path} was measured with {name} {own[name]!r} and this is {others[name]!r}: "
                     "go on with that, or name another file"

@@ -270,10 +270,12 @@ class HopperKernelConfig(Config):
             for row in rows
             for head in range(first, min(first + group, heads))
         )
-        apart = range(self.cluster_blocks)
-        if together > 1:
-            return tuple((head * together + i, row) for head, row in taken for i in apart)
-        return tuple((head, row * self.cluster_blocks + i) for head, row in taken for i in apart)
+        in_rows = self.cluster_blocks // together
+        return tuple(
+            (head * together + i % together, row * in_rows + i // together)
+            for head, row in taken
+            for i in range(self.cluster_blocks)
+        )
 
     def launch(
         self, problem: AttentionForward, strides: Mapping[str, Strides]

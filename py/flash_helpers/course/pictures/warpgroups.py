@@ -20,6 +20,7 @@ from flash_helpers.course.pictures.svg import (
 from flash_helpers.course.pictures.text_width import text_width
 from flash_helpers.course.pictures.timelines import Segment, Timeline
 from flash_helpers.course.pictures.work import CAPABILITY, EX2_CYCLES
+from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.registry.hopper import (
     CHUNK_BYTES,
     HOPPER,
@@ -585,34 +586,30 @@ def head_pairs() -> Drawing:
         f"{length} queries in tiles of {config.B_r}, as many keys in blocks of {config.B_c}. A "
         "column is a turn of the cluster; the number in a cell is that of the block of keys.",
     )
+    problem = AttentionForward(1, heads, length, kv_heads=1, causal=True)
     x, counts = d.left + 60, []
-    for heading, pairs in (("Step h25: two tiles of a head", 1), ("Step h26: two heads", heads)):
+    for heading, number in (("Step h25: two tiles of a head", 25), ("Step h26: two heads", 26)):
+        taken = hopper_step(number).replace(causal=True).tiles(problem)
         d.bold(d.left, d.y + 20, heading)
-        width = (d.right - x) / (heads * (tiles + tiles - 1))
-        grid = Grid(d, x, d.y + 50, width, 28, gap=4, below=6)
-        for lane in range(heads):
+        grid = Grid(d, x, d.y + 50, (d.right - x) / (heads * (2 * tiles - 1)), 28, gap=4, below=6)
+        for lane in range(config.cluster_blocks):
             d.small(d.left, grid.top(lane) + 15, f"block {lane}")
-        turn, loads = 0, []
-        for head in range(0, heads, pairs):
-            for last in range(tiles - 1, -1, -1) if pairs > 1 else (tiles, tiles - 2):
-                blocks = min(last, tiles - 1) + 1
-                taken = [
-                    (head + lane, last) if pairs > 1 else (head, last - 1 + lane) for lane in (0, 1)
-                ]
-                of_rows = sorted({tile for _, tile in taken if tile < tiles})
-                word = "tiles" if len(of_rows) > 1 else "tile"
-                d.small(grid.left(turn), d.y + 42, f"{word} {' and '.join(map(str, of_rows))}")
-                for lane, (own, tile) in enumerate(taken):
-                    for block in range(blocks - 1, -1, -1):
-                        at = turn + blocks - 1 - block
-                        idle = tile >= tiles or block > tile
-                        data = {"lane": lane, "turn": at, "head": own, "tile": tile, "block": block}
-                        colour = GREY if idle else ORANGE if own else BLUE
-                        grid.cell(lane, at, str(block), colour, **data, pairs=pairs)
-                turn += blocks
-                loads.append(blocks)
-        counts.append(f"{' + '.join(map(str, loads))} = {turn}")
-        d.y = grid.top(heads) + 6
+        loads: list[int] = []
+        for pair in zip(taken[::2], taken[1::2], strict=True):
+            of_rows = sorted({tile for _, tile in pair if tile < tiles})
+            word = "tiles" if len(of_rows) > 1 else "tile"
+            d.small(grid.left(sum(loads)), d.y + 42, f"{word} {', '.join(map(str, of_rows))}")
+            last = of_rows[-1]
+            for lane, (head, tile) in enumerate(pair):
+                for block in range(last + 1):
+                    turn = sum(loads) + last - block
+                    idle = tile >= tiles or block > tile
+                    data = {"lane": lane, "turn": turn, "head": head, "tile": tile, "block": block}
+                    colour = GREY if idle else ORANGE if head else BLUE
+                    grid.cell(lane, turn, str(block), colour, **data, step=number)
+            loads.append(last + 1)
+        counts.append(f"{' + '.join(map(str, loads))} = {sum(loads)}")
+        d.y = grid.top(config.cluster_blocks) + 6
     return d.result(
         d.y,
         "Blue: head 0. Orange: head 1. Grey: a block of keys that is passed on unread, or that "
