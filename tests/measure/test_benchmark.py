@@ -484,8 +484,8 @@ def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustain
     )
     assert [(m.load, m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
         (load, dtype, seq_len)
-        for dtype in ("fp16", "bf16")
         for seq_len in (64, 128)
+        for dtype in ("fp16", "bf16")
         for load in (BURST, SUSTAINED)
     ]
     assert all(len(m.sm_mhz) == len(m.samples_ms) for m in run.measurements if m.valid)
@@ -1639,7 +1639,8 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
             raise KeyboardInterrupt
 
     path = tmp_path / "out.json"
-    arguments = ["--kernel", "2", "--seq", "64", "128", "--resume", "--json", str(path)]
+    options = ["--dtype", "fp16", "--seq", "64", "128", "--resume", "--json", str(path)]
+    arguments = ["--kernel", "2", *options]
     with monkeypatch.context() as interrupted:
         interrupted.setattr(pt_bench, "find_backend", lambda device: fake_backend(interrupt))
         assert pt_bench.main([*arguments, "--rounds", "1"]) == 130
@@ -1650,7 +1651,7 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
     assert "was measured with other options" in capsys.readouterr().err
     assert pt_bench.main([*arguments, "--rounds", "1", "--commit", "abc"]) == 2
     assert "and this is 'abc'" in capsys.readouterr().err
-    assert pt_bench.main(["--kernel", "1", *arguments[1:], "--rounds", "1"]) == 2
+    assert pt_bench.main(["--kernel", "1", *options, "--rounds", "1"]) == 2
     assert "was measured with other kernels" in capsys.readouterr().err
     assert pt_bench.main([*arguments, "--rounds", "1", "--heads", "4"]) == 2
     assert "heads 16, seq 64, d_head 128, and this is batch 1, heads 4" in capsys.readouterr().err

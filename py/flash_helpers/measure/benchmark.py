@@ -17,7 +17,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -413,7 +413,8 @@ def run_benchmark(
     measured: BenchmarkRun | None = None,
     keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:
-    """Measure the contenders of each dtype at every length under each load.
+    """Measure the contenders of each dtype at every length under each load; dtypes of one length
+    one after the other, lest what changes on the way, as temperature, look like one of them.
 
     rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
@@ -434,13 +435,14 @@ def run_benchmark(
         )
     )
     for found in run.measurements:
-        if found.problem != (asked := shape_for(found.seq_len)):
+        asked = replace(shape_for(found.seq_len), dtype=found.problem.dtype)
+        if found.problem != asked:
             raise ValueError(
                 f"what was measured is {found.problem}, and this is {asked}: go on with that, or "
                 "name another file"
             )
     done = run.problems
-    problems = [(dtype, shape_for(seq_len)) for dtype in contenders for seq_len in seq_lens]
+    problems = [(dtype, shape_for(seq_len)) for seq_len in seq_lens for dtype in contenders]
     new = [(dtype, shape) for dtype, shape in problems if (dtype.short, shape.len_q) not in done]
     for dtype, _ in set(problems) - set(new):
         advance(n_steps(len(contenders[dtype]), protocol))
