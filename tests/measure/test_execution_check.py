@@ -237,12 +237,16 @@ def test_what_was_not_measured_is_said(records):
 # -- family hopper ---------------------------------------------------------------------------------
 
 
+def predicted(step: int) -> ExecutionRecord:
+    config = next(c for c in HOPPER.progression() if c.hopper == step)
+    (machine_code,) = library_kernels("sm_90a", [config]).values()
+    return predict_roles(machine_code, config, shape_for(config, 128))
+
+
 @pytest.fixture(scope="module")
 def record() -> ExecutionRecord:
     """Of h12."""
-    config = next(c for c in HOPPER.progression() if c.hopper == 12)
-    (machine_code,) = library_kernels("sm_90a", [config]).values()
-    return predict_roles(machine_code, config, shape_for(config, 128))
+    return predicted(12)
 
 
 class TestRoles:
@@ -258,6 +262,12 @@ class TestRoles:
         assert not {"SYNCS", "USETMAXREG", "BRA"} & set(opcodes)
         # of its six broadcasts ptxas joins some
         assert "SHFL" not in opcodes
+
+    def test_what_is_under_a_predicate_is_not_predicted(self, record):
+        """h15 passes its turn on under one where the PTX has a branch: on an H200 it counted 368
+        barriers, and passed 336."""
+        assert "BAR" in record.predicted_opcodes
+        assert "BAR" not in predicted(15).predicted_opcodes
 
     def test_what_a_gpu_counts_besides_is_no_disagreement(self, record):
         (found,), failure = measured([record], FakeNcu([record]))

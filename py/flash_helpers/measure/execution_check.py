@@ -116,8 +116,9 @@ class ExecutionCheck(CounterCheck):
         "Of family hopper those opcodes are compared of which the machine code has as many as the "
         f"PTX has instructions that they are made of, among {', '.join(ONE_FOR_ONE)}. Not "
         "compared: SYNCS, USETMAXREG, NANOSLEEP and the branches around them, which run as often "
-        "as a warp happens to wait; and all others, since the text does not tell how often warps "
-        "of a role run a loop."
+        "as a warp happens to wait; what ptxas has put under a predicate where the PTX has a "
+        "branch, since a GPU counts it if the predicate is false, too; and all others, since the "
+        "text does not tell how often warps of a role run a loop."
     )
     QUANTITIES: ClassVar[tuple[Quantity, ...]] = QUANTITIES
     SIDES: ClassVar[tuple[str, str]] = ("predicted", "counted")
@@ -216,7 +217,8 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> E
 
 def predict_roles(kernel: Kernel, config: Config, shape: AttentionForward) -> ExecutionRecord:
     """What all warps of a launch execute of the opcodes of ONE_FOR_ONE, from the PTX as it runs in
-    the simulator, without those of which the machine code has another number than the PTX.
+    the simulator, without those of which the machine code has another number than the PTX, or, in
+    `predicted_opcodes`, one under a predicate: a GPU counts it if the predicate is false, too.
 
     Raises NotDeterminedError where none is left, and what `run_kernel` raises.
     """
@@ -230,6 +232,7 @@ def predict_roles(kernel: Kernel, config: Config, shape: AttentionForward) -> Ex
     inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
     executed = run_kernel(config, ptx, tensors_for(config, *inputs)).counters.by_opcode()
     in_text = Counter(instruction.base for instruction in kernel.instructions)
+    predicated = {instruction.base for instruction in kernel.instructions if instruction.predicate}
     counts = {
         opcode: sum(c.instructions for name, c in executed.items() if re.match(pattern, name))
         for opcode, pattern in ONE_FOR_ONE.items()
@@ -248,7 +251,7 @@ def predict_roles(kernel: Kernel, config: Config, shape: AttentionForward) -> Ex
         seq_len=shape.len_q,
         compiler=str(kernel.compiler),
         predicted={n: counts[opcode] for n, opcode in _ROLES_COUNTED.items() if opcode in counts},
-        predicted_opcodes=counts,
+        predicted_opcodes={name: n for name, n in counts.items() if name not in predicated},
     )
 
 
