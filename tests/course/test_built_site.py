@@ -338,9 +338,12 @@ class TestPages:
 class TestSearch:
     def look_for(self, reader: Reader, words: str) -> dict[str, Any]:
         """The results, by the pages that they open."""
+        from selenium.common.exceptions import WebDriverException
+
         reader.open("index.html")
         reader.find("input.sidebar-search").send_keys(words, ENTER)
-        waiting(reader.driver).until(
+        # who looks while the browser goes to another page is "aborted by navigation"
+        waiting(reader.driver, WebDriverException).until(
             lambda _: "Search finished" in reader.find("#search-results").text
         )
         results = reader.all("#search-results ul.search > li")
