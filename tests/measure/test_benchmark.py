@@ -1612,7 +1612,8 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     pt_bench, tmp_path: Path, terminal, capsys
 ) -> None:
     json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
-    arguments = ["--kernel", "2", "--seq", "128", "64", "--rounds", "2", "--commit", "abc"]
+    arguments = ["--kernel", "2", "--seq", "128", "64", "--heads", "1", "--rounds", "2"]
+    arguments += ["--commit", "abc"]
     status = pt_bench.main([*arguments, "--json", str(json_path), "--csv", str(csv_path)])
     assert status == 0
     results = load_results(json_path)
@@ -1639,7 +1640,8 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
             raise KeyboardInterrupt
 
     path = tmp_path / "out.json"
-    options = ["--dtype", "fp16", "--seq", "64", "128", "--resume", "--json", str(path)]
+    options = ["--dtype", "fp16", "--load", BURST, "--seq", "64", "128", "--resume"]
+    options += ["--json", str(path)]
     arguments = ["--kernel", "2", *options]
     with monkeypatch.context() as interrupted:
         interrupted.setattr(pt_bench, "find_backend", lambda device: fake_backend(interrupt))
@@ -1676,7 +1678,8 @@ def test_the_tool_keeps_how_launches_were_timed(pt_bench, tmp_path: Path) -> Non
 @pytest.mark.parametrize("load", [BURST, SUSTAINED])
 def test_the_tool_measures_under_one_load_alone(pt_bench, tmp_path: Path, load: str) -> None:
     path = tmp_path / "out.json"
-    arguments = ["--kernel", "2", "--seq", "64", "--load", load, "--json", str(path)]
+    arguments = ["--kernel", "2", "--seq", "64", "--heads", "1", "--load", load]
+    arguments += ["--json", str(path)]
     assert pt_bench.main(arguments) == 0
     results = load_results(path)
     assert results.loads == [load] and results.protocol.loads == (LOADS[load],)
