@@ -414,7 +414,7 @@ def run_benchmark(
     keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:
     """Measure the contenders of each dtype at every length under each load; dtypes of one length
-    one after the other, lest what changes on the way, as temperature, look like one of them.
+    one after the other, lest what changes during a run look like one of them.
 
     rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
