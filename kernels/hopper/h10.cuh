@@ -47,11 +47,6 @@ constexpr int kWarpRows = kWgmmaM / 4;
 constexpr float kSoftmaxScale = 0.08838834764831845f * kLog2e; // log2(e) / sqrt(d_head)
 constexpr float kMaxGrowth = 8; // P stays below 2^8: fp16 has room to 2^16
 
-// What all lanes have, said so that ptxas can keep it in a uniform register.
-__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
-    return __shfl_sync(0xffffffff, value, 0);
-}
-
 // S becomes P = 2^(S · scale - m), unrounded, and l takes in what this lane has of a row. m is the
 // rows' maximum · scale, or up to kMaxGrowth below it. Returns whether it has changed in any row of
 // the warp: then O must be multiplied by rescale.

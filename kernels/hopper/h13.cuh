@@ -53,11 +53,6 @@ constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to
 constexpr float kMaxRescale = 100; // powers of two: 2^-100 is a normal number, and its like too
 constexpr float kMaxL = 1e30; // of a row: 1 / l is a normal number
 
-// What all lanes have, said so that ptxas can keep it in a uniform register.
-__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
-    return __shfl_sync(0xffffffff, value, 0);
-}
-
 // S becomes P = 2^(S · scale - m), unrounded; sum is what this lane has of a row.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&S_rmem)[kCount], const float (&m)[2],

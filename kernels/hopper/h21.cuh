@@ -49,11 +49,6 @@ constexpr int kDPieces = kDHead / kPiece;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
-// What all lanes have, said so that ptxas can keep it in a uniform register.
-__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
-    return __shfl_sync(0xffffffff, value, 0);
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     forward_kernel(const __grid_constant__ HopperKernelArgs args) {

@@ -5,6 +5,7 @@
 //   1. The producer hands over the place of a tile, and not its number.
 //   2. Without a mask its registers are as few again as before the counter.
 //   3. What a warp does for its first row is a vote, which ptxas knows to be the same in all lanes.
+//   4. Turns, the sums of rows and the store of O, the same from here on, are functions of sm90/.
 //
 // Why: to find a tile's head, batch and row takes divisions, which the producer makes anyway. Eight
 // warps repeated them, for S and once more for O, in registers beside O and P. A place is read from
@@ -48,11 +49,6 @@ constexpr int kQSlots = 2;
 constexpr int kDPieces = kDHead / kPiece;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
-
-// What all lanes have, said so that ptxas can keep it in a uniform register.
-__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
-    return __shfl_sync(0xffffffff, value, 0);
-}
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::value.n_threads(), 1)
@@ -151,16 +147,8 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t P_rmem[kPVSteps][4];
     float m[2], l[2], rescale[2];
 
-    auto pass_turn = [&] {
-        if (cfg.ping_pong) {
-            named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
-        }
-    };
-    auto take_turn = [&] {
-        if (cfg.ping_pong) {
-            named_sync(1 + warpgroup, 2 * kWarpgroup);
-        }
-    };
+    auto pass_turn = [&] { pass_turn_on<cfg.ping_pong, kConsumers>(warpgroup); };
+    auto take_turn = [&] { wait_for_turn<cfg.ping_pong>(warpgroup); };
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
@@ -182,18 +170,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         const uint32_t O_smem = Q_smem + O_slot * kQBytes;
         const TilePlace place = load_place(places_smem + O_slot * kPlaceBytes);
         float inverse_l[2];
-        bool fits = true;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
-            const int query = place.row + warp_row + half * 8 + lane / 4;
-            const bool sees = visible_keys<kEdges>(query, args) > 0;
-            inverse_l[half] = sees ? reciprocal_approx(row_l) : 0;
-            if (args.lse != nullptr && lane % 4 == 0 && query < args.len_q) {
-                store_lse(args, place, query, O_m[half], row_l);
-            }
-        }
+        const bool fits = finish_sums<kEdges>(args, place, warp_row, O_m, O_l, inverse_l);
         if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
             again |= 1u << O_n % 32;
         }

@@ -47,11 +47,6 @@ constexpr int kDPieces = kDHead / kPiece;
 constexpr int kDSteps = kDHead / kWgmmaK;
 constexpr int kWarpRows = kWgmmaM / 4;
 
-// What all lanes have, said so that ptxas can keep it in a uniform register.
-__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
-    return __shfl_sync(0xffffffff, value, 0);
-}
-
 template <typename Config>
 __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     __launch_bounds__(Config::value.n_threads(), 1)
@@ -87,10 +82,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     const int warpgroup = threadIdx.x / kWarpgroup; // its rows: 64 · warpgroup …
     const int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
     const int rank = cluster_rank(); // the cluster's rows of queries: B_r · rank …
-    auto key_blocks_before = [&](int end) { // of queries; one at least, though it may be hidden
-        const int last_query = min(end, args.len_q) - 1;
-        return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
-    };
+    auto key_blocks_before = [&](int end) { return seen_blocks<B_c, kEdges>(end, args); };
     Ring<kQSlots> Q_ring;
     Ring<cfg.K_slots> K_ring;
     Ring<cfg.V_slots> V_ring;
@@ -151,16 +143,8 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     uint32_t P_rmem[kPVSteps][4];
     float m[2], l[2], rescale[2];
 
-    auto pass_turn = [&] {
-        if (cfg.ping_pong) {
-            named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
-        }
-    };
-    auto take_turn = [&] {
-        if (cfg.ping_pong) {
-            named_sync(1 + warpgroup, 2 * kWarpgroup);
-        }
-    };
+    auto pass_turn = [&] { pass_turn_on<cfg.ping_pong, kConsumers>(warpgroup); };
+    auto take_turn = [&] { wait_for_turn<cfg.ping_pong>(warpgroup); };
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
         if (stored_empty && lane == 0) {
@@ -182,18 +166,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         const uint32_t O_smem = Q_smem + O_slot * kQBytes;
         const TilePlace place = load_place(places_smem + O_slot * kPlaceBytes);
         float inverse_l[2];
-        bool fits = true;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float row_l = quad_sum(O_l[half]);
-            fits &= row_l < kMaxL; // nor is it NaN
-            const int query = place.row + warp_row + half * 8 + lane / 4;
-            const bool sees = visible_keys<kEdges>(query, args) > 0;
-            inverse_l[half] = sees ? reciprocal_approx(row_l) : 0;
-            if (args.lse != nullptr && lane % 4 == 0 && query < args.len_q) {
-                store_lse(args, place, query, O_m[half], row_l);
-            }
-        }
+        const bool fits = finish_sums<kEdges>(args, place, warp_row, O_m, O_l, inverse_l);
         if (!__all_sync(0xffffffff, fits && all_finite(O_rmem))) {
             again |= 1u << O_n % 32;
         }

@@ -37,6 +37,13 @@ __device__ __forceinline__ int visible_keys(int query, const HopperKernelArgs &a
                                     : args.len_k;
 }
 
+// Blocks of keys that a tile has whose queries end there: one at least, though it may be hidden.
+template <int B_c, Edges kEdges>
+__device__ __forceinline__ int seen_blocks(int end, const HopperKernelArgs &args) {
+    const int last_query = min(end, args.len_q) - 1;
+    return max((visible_keys<kEdges>(last_query, args) + B_c - 1) / B_c, 1);
+}
+
 // Which block of rows, and of which head of all batches, a tile of queries is. Those of one head
 // are neighbours, so that they find its K and V in the L2 cache. Causal ones differ in length: of
 // some heads together, whose K and V fit into the cache, the longest come first, so that short ones

@@ -24,3 +24,17 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
 __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Warpgroups that take turns, if kOn: each waits for its own, and passes it on to the next.
+template <bool kOn, int kWarpgroups>
+__device__ __forceinline__ void pass_turn_on(int warpgroup) {
+    if (kOn) {
+        named_arrive(1 + (warpgroup + 1) % kWarpgroups, 2 * kWarpgroup);
+    }
+}
+template <bool kOn>
+__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+    if (kOn) {
+        named_sync(1 + warpgroup, 2 * kWarpgroup);
+    }
+}

@@ -5,6 +5,7 @@
 
 #include "flash_attention.cuh"
 #include "numeric.cuh"
+#include "sm90/arguments.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr float kMaxSum = 1 << 15; // of a lane's P in a block: fp16 has room to 65504
@@ -106,4 +107,27 @@ __device__ __forceinline__ void grow(float (&S_rmem)[kCount], float (&m)[2], flo
         l[half] *= k < kMaxRescale ? rescale[half] : NAN;
     }
     scale_rows(S_rmem, rescale);
+}
+
+// What O of a warp's 16 rows is to be multiplied by, from each lane's part of l: 1 / l, and 0 where
+// a query sees no key. Their LSE is stored if it is asked for. Returns whether 1 / l is a normal
+// number.
+template <Edges kEdges>
+__device__ __forceinline__ bool finish_sums(const HopperKernelArgs &args, TilePlace place,
+                                            int warp_row, const float (&m)[2], const float (&l)[2],
+                                            float (&inverse_l)[2]) {
+    const int lane = threadIdx.x % 32;
+    bool fits = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float row_l = quad_sum(l[half]);
+        fits &= row_l < kMaxL; // nor is it NaN
+        const int query = place.row + warp_row + half * 8 + lane / 4;
+        const bool sees = visible_keys<kEdges>(query, args) > 0;
+        inverse_l[half] = sees ? reciprocal_approx(row_l) : 0;
+        if (args.lse != nullptr && lane % 4 == 0 && query < args.len_q) {
+            store_lse(args, place, query, m[half], row_l);
+        }
+    }
+    return fits;
 }

@@ -17,6 +17,11 @@ __device__ __forceinline__ uint32_t wgmma_descriptor(uint32_t tile_smem,
     return (tile_smem & 0x3ffff) >> 4 | leading_bytes >> 4 << 16;
 }
 
+// What all lanes have, said so that ptxas can keep it in a uniform register.
+__device__ __forceinline__ uint32_t warp_uniform(uint32_t value) {
+    return __shfl_sync(0xffffffff, value, 0);
+}
+
 // The high word: 1024 bytes from 8 rows to the next, 128-byte swizzle.
 #define WGMMA_HIGH "0x40000040"
 
