@@ -137,6 +137,17 @@ class TestGeneralProblems:
         assert found.disagreement is None
         assert not found.faults
 
+    def test_half_of_a_block_where_no_more_is_seen(self):
+        found = compared(causal_of("h27"), causal_problem(256, 256))
+        assert found.disagreement is None
+        assert not found.faults
+        diagonals = found.steps[::-1]  # by block of rows: the keys that begin where its rows do
+        for row_block, diagonal in enumerate(diagonals):
+            for row, computed in ((0, 64), (64, 128)):  # of the first and the second warpgroup
+                S, P = (of[0, 0, row_block, row] for of in (diagonal.S, diagonal.P))
+                assert S.isfinite().tolist() == [n < computed for n in range(128)]
+                assert not P[computed:].nan_to_num().any()
+
     def test_tiles_of_a_cluster_from_a_counter(self, monkeypatch):
         monkeypatch.setattr(hopper, "SMS", 4)
         found = compared(causal_of("h25"), causal_problem(640, 192))
@@ -182,7 +193,9 @@ def test_a_kernel_of_another_tile_shape_is_refused():
     config = config_of("h13")
     kernel = load_kernel(config, ptx_path(config))
     q, k, v = make_inputs("normal", AttentionForward(1, 1, 640), torch.bfloat16)
-    with pytest.raises(UntraceableKernel, match="24 wgmma of P @ V, and a block of keys takes 5"):
+    with pytest.raises(
+        UntraceableKernel, match=r"8 wgmma of P @ V in a group, and a block of keys takes 5:"
+    ):
         trace_forward(config.replace(B_c=80), kernel, q, k, v)
 
 

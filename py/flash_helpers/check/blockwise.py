@@ -60,7 +60,7 @@ class BlockStep:
 
     The leading dimensions are (batch, heads, blocks of rows). What all lanes or warps must agree
     on has one entry for each that holds a copy, or a 1 to be broadcast. It is NaN of warps that
-    leave the block of keys out.
+    leave the block of keys out, and of keys of it that they do not multiply with.
 
     Q: (..., B_r, d_head). K, V: (..., warps, B_c, d_head).
     S: (..., B_r, B_c), the scores Q @ K^T before any scaling.
@@ -182,11 +182,12 @@ def blockwise_forward(
 
     blocks = config.key_blocks(problem.len_k)
     rows = Q.shape[:-1]
-    visible, first_block = (  # of each row, (blocks of rows, B_r, 1)
+    visible, first_block, first_keys = (  # of each row, (blocks of rows, B_r, 1)
         torch.tensor([of_row(i) for i in range(rows[2] * rows[3])]).view(*rows[2:], 1)
         for of_row in (
             problem.visible_keys,
             lambda query: config.own_key_blocks(problem, query)[0],
+            lambda query: config.first_keys(problem, query),
         )
     )
     sees_late = _first_of_warpgroup(visible) <= first_block * config.B_c
@@ -225,7 +226,11 @@ def blockwise_forward(
         O = _add_product(O * rescale, P, V)  # noqa: E741
         row_l = l.sum(-1, keepdim=True)
         step = BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O)
-        yield _taken_by(config, step, own_turn >= 0)
+        taken = own_turn >= 0
+        multiplied = taken & ((torch.arange(config.B_c) < first_keys) | (own_turn > 0))
+        # with the last block's P and V ends the tile, whatever it begins with
+        last = turn == len(blocks) - 1
+        yield _taken_by(config, step, taken, multiplied, taken if last else multiplied)
 
 
 def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
@@ -234,15 +239,23 @@ def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([some[..., :1, :].expand_as(some) for some in every], dim=-2)
 
 
-def _taken_by(config: TracedConfig, step: BlockStep, rows: torch.Tensor) -> BlockStep:
-    """The step with NaN for all but some rows, whole warps. rows: (blocks of rows, B_r, 1)."""
-    if rows.all():
+def _taken_by(
+    config: TracedConfig,
+    step: BlockStep,
+    rows: torch.Tensor,
+    keys_of_S: torch.Tensor,
+    keys_of_P: torch.Tensor,
+) -> BlockStep:
+    """The step with NaN for all but some rows, whole warps, and but some keys of Q @ K^T and of
+    P @ V. rows: (blocks of rows, B_r, 1). keys_of_S, keys_of_P: (blocks of rows, B_r, 1 or B_c).
+    """
+    if keys_of_S.all() and keys_of_P.all():
         return step
-    warps = rows.unflatten(-2, (config.n_warps, -1))[..., :1, :]
-    quantities = {
-        name: getattr(step, name).where(warps if name in OF_KEYS else rows, torch.nan)
-        for name in QUANTITIES
-    }
+    known = dict.fromkeys(QUANTITIES, rows)
+    for of_rows, of_keys, keys in (("S", "K", keys_of_S), ("P", "V", keys_of_P)):
+        known[of_rows] = keys
+        known[of_keys] = keys.unflatten(-2, (config.n_warps, -1))[..., 0, :, None]
+    quantities = {name: getattr(step, name).where(known[name], torch.nan) for name in QUANTITIES}
     return BlockStep(step.key_block, **quantities)
 
 

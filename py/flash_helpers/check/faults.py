@@ -416,6 +416,10 @@ FAULTS = {
     "h26: the second block takes another head although K and V are not shared": Fault(
         "h26", BF16, PROLOGUE, r"and\.b32.*, 1;", swap("1;", "0;"), nth(0), quantity="Q",
     ),
+    "h27: half a block although more is seen": Fault(
+        "h27", BF16, PROLOGUE, r"setp\.lt\.s32.*, 65;", swap("65;", "129;"), nth(0), quantity="K",
+        causal=True,
+    ),
 }  # fmt: skip
 
 

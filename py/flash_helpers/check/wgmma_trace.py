@@ -3,11 +3,11 @@
 Products are seen when their groups retire: Q, K, P and V are the matrices that they multiply, in
 shared memory or in registers, S and O the sums after the last product of a block of keys. A product
 whose B is not transposed, since it has K along its rows, is one of Q @ K^T, the others are of
-P @ V; a warp takes either in the order of its tiles and blocks of keys, so that counting them tells
-which is which, whatever runs beside what. Where thread blocks take tiles from a counter, which ones
-is read from the atomic additions. m is what is subtracted in the exponents of S, and l the
-register that the last reduction of a row begins with; both belong to the block whose S retired
-last. No line of the source is named.
+P @ V. Those of a block are committed together, and a warp takes either in the order of its tiles
+and blocks of keys, so that counting the groups tells which is which, whatever runs beside what.
+Where thread blocks take tiles from a counter, which ones is read from the atomic additions. m is
+what is subtracted in the exponents of S, and l the register that the last reduction of a row begins
+with; both belong to the block whose S retired last. No line of the source is named.
 
 Rows that a kernel computes once more, by other instructions, are not seen then.
 """
@@ -35,10 +35,12 @@ _SUMMED_BY = ("add", "fma", "mul", "selp")
 class _Plan:
     """What to read at which instruction (by line of the PTX text).
 
-    row_maxima: fused multiply-adds that subtract m; row_sums: those that write l. Each with the
-    half tile of 8 rows. counters: what takes the next tile.
+    steps: of each product its place in its group, and whether it is the last. row_maxima: fused
+    multiply-adds that subtract m; row_sums: those that write l. Each with the half tile of 8 rows.
+    counters: what takes the next tile.
     """
 
+    steps: Mapping[int, tuple[int, bool]]
     row_maxima: Mapping[int, int]
     row_sums: Mapping[int, int]
     counters: frozenset[int]
@@ -56,18 +58,8 @@ def _is_score(product: Instruction) -> bool:
 def _plan(config: HopperKernelConfig, kernel: Kernel) -> _Plan:
     instructions = kernel.program.instructions
     flow = DataFlow(kernel.program)
-    products = [i for i in instructions if is_wgmma(i)]
-    scores = [i for i in products if _is_score(i)]
-    for name, found, depth in (
-        ("Q @ K^T", scores, config.d_head),
-        ("P @ V", [i for i in products if not _is_score(i)], config.B_c),
-    ):
-        wanted = depth // WGMMA_K
-        if not found or len(found) % wanted:
-            raise UntraceableKernel(
-                f"{config.short_form()} has {len(found)} wgmma of {name}, and a block of keys "
-                f"takes {wanted}: only products that are wholly unrolled can be traced"
-            )
+    steps = _steps(config, instructions)
+    scores = [i for i in instructions if i.line in steps and _is_score(i)]
     exponents = _exponents(flow, instructions, scores)
     sums = {}
     for shuffle in flow.row_sums():
@@ -84,7 +76,34 @@ def _plan(config: HopperKernelConfig, kernel: Kernel) -> _Plan:
                 "exponents 2^(S · scale - m) of a fused multiply-add, with sums that end in "
                 "shuffles, can be traced"
             )
-    return _Plan(maxima, sums, frozenset(i.line for i in instructions if i.name == "atom"))
+    return _Plan(steps, maxima, sums, frozenset(i.line for i in instructions if i.name == "atom"))
+
+
+def _steps(
+    config: HopperKernelConfig, instructions: Sequence[Instruction]
+) -> dict[int, tuple[int, bool]]:
+    """Line of each product, its place in its group, and whether it is the last."""
+    found: dict[int, tuple[int, bool]] = {}
+    group: list[Instruction] = []
+    sizes = {
+        True: {config.d_head // WGMMA_K},
+        False: {keys // WGMMA_K for keys in (config.B_c, config.few_keys) if keys},
+    }
+    for i in instructions:
+        if is_wgmma(i):
+            group.append(i)
+        elif i.name == "wgmma" and i.has("commit_group") and group:
+            is_score = _is_score(group[0])
+            if len(group) not in sizes[is_score]:
+                wanted = " or ".join(map(str, sorted(sizes[is_score])))
+                raise UntraceableKernel(
+                    f"{config.short_form()} has {len(group)} wgmma of "
+                    f"{'Q @ K^T' if is_score else 'P @ V'} in a group, and a block of keys takes "
+                    f"{wanted}: only products that are wholly unrolled can be traced"
+                )
+            found |= {product.line: (k, product is group[-1]) for k, product in enumerate(group)}
+            group = []
+    return found
 
 
 def _exponents(
@@ -159,13 +178,11 @@ class WgmmaRecorder(Recorder):
             [block] if config.counts(problem) else range(block, len(self._numbered), self._n_blocks)
             for block in range(self._n_blocks)
         ]
-        # Of Q @ K^T and of P @ V, (thread blocks, warps): products that a warp has retired; where
-        # the last of them belongs; where the next ones will.
+        # Of Q @ K^T and of P @ V, (thread blocks, warps): where the last products that a warp has
+        # retired belong; where the next ones will.
         shape = (self._n_blocks, config.n_warps)
-        self._retired = {name: np.zeros(shape, np.int64) for name in "SO"}
         self._place = {name: np.full((*shape, 2), -1) for name in "SO"}
         self._walks = {name: {at: self._walk(*at) for at in np.ndindex(*shape)} for name in "SO"}
-        self._per_block = {"S": config.d_head // WGMMA_K, "O": config.B_c // WGMMA_K}
 
     @property
     def observer(self) -> Observer:
@@ -184,11 +201,10 @@ class WgmmaRecorder(Recorder):
 
     def _see_product(self, seen: ComputedProduct) -> None:
         result = "S" if _is_score(seen.instruction) else "O"
-        retired, place = self._retired[result], self._place[result]
-        last = self._per_block[result] - 1
+        place = self._place[result]
+        step, is_last = self._plan.steps[seen.instruction.line]
+        columns = slice(seen.d.shape[-1])  # all of O's, of S those that are multiplied
         for i, at in enumerate(zip(seen.blocks[:, 0].tolist(), seen.warps.tolist(), strict=True)):
-            step = retired[at] % (last + 1)
-            retired[at] += 1
             if step == 0:
                 place[at] = next(self._walks[result][at], (-1, -1))
             tile, turn = place[at]
@@ -200,12 +216,12 @@ class WgmmaRecorder(Recorder):
             depth = slice(step * WGMMA_K, (step + 1) * WGMMA_K)
             if result == "S":
                 values["Q"][rows, depth] = seen.a[i]
-                values["K"][warp, :, depth] = seen.b[i].T
+                values["K"][warp, columns, depth] = seen.b[i].T
             else:
                 values["P"][rows, depth] = seen.a[i]
                 values["V"][warp, depth] = seen.b[i]
-            if step == last:
-                values[result][rows] = seen.d[i]
+            if is_last:
+                values[result][rows, columns] = seen.d[i]
 
     def _see(self, seen: Observation) -> None:
         instruction, plan = seen.instruction, self._plan

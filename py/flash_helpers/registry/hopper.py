@@ -61,6 +61,7 @@ DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
 OWN_KEYS = "own_keys"  # a warpgroup leaves out causal blocks of keys that only others see
 SHARED_LOADS = "shared_loads"  # K and V are loaded once for the thread blocks of a cluster
 HEAD_PAIRS = "head_pairs"  # those take the same rows of two heads where these share K and V
+HALF_BLOCKS = "half_blocks"  # warpgroups multiply with the half of a causal block that they see
 
 # Where m is that of a tile's first block:
 MAX_SUM = 2.0**15  # of a lane's P in one block; over that m is raised
@@ -166,6 +167,19 @@ class HopperKernelConfig(Config):
         last_query = min((query // together + 1) * together, problem.len_q) - 1
         seen = max(-(-problem.visible_keys(last_query) // self.B_c), 1)
         return blocks[-seen:]
+
+    @property
+    def few_keys(self) -> int:
+        """Keys of a block that a warpgroup which sees no more multiplies with; 0 if it always takes
+        them all. Half a block of 128: the diagonal moves by 64 keys from warpgroup to warpgroup."""
+        halves = HALF_BLOCKS in self.step.traits and self.causal
+        return WGMMA_M if halves and self.B_c == 2 * WGMMA_M else 0
+
+    def first_keys(self, problem: AttentionForward, query: int) -> int:
+        """Keys that the warp of a query multiplies with of the first block that it takes."""
+        first = self.own_key_blocks(problem, query)[0] * self.B_c
+        seen = problem.visible_keys(query // WGMMA_M * WGMMA_M + WGMMA_M - 1) - first
+        return self.few_keys if seen <= self.few_keys else self.B_c
 
     def variants(self) -> tuple[HopperKernelConfig, ...]:
         """The config, and the causal one, or that without, where the step and the tile have it."""
@@ -543,6 +557,12 @@ HOPPER = Family(
             "the blocks of a cluster take two heads that share K and V",
             _file(26),
             traits=frozenset({HEAD_PAIRS}),
+        ),
+        StepEntry(
+            "half_blocks",
+            "a warpgroup multiplies with the half of a causal block that it sees",
+            _file(27),
+            traits=frozenset({HALF_BLOCKS}),
         ),
     ),
     targets=(TARGET,),

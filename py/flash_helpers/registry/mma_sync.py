@@ -118,6 +118,10 @@ class MmaSyncConfig(Config):
         """Those that the warp of a query takes: all."""
         return self.key_blocks(problem.len_k)
 
+    def first_keys(self, problem: AttentionForward, query: int) -> int:
+        """Keys that the warp of a query multiplies with of the first block: all."""
+        return self.B_c
+
     @property
     def supports(self) -> Supports:
         """Whole blocks of queries and keys of one length."""
