@@ -154,9 +154,9 @@ def _turns_without(kernel: Kernel, loop: Loop, blocks: frozenset[int]) -> bool:
 
 
 def main_loop(kernel: Kernel) -> Loop | None:
-    """The innermost of the loops that have more than a third as many tensor instructions of their
+    """The innermost of the loops that have more than a fifth as many tensor instructions of their
     own, those of loops inside left out, as the one with the most; it is run most often. A loop
-    around it may hold two copies of its body that were peeled off.
+    around it may hold four copies of its body that were peeled off.
 
     Among equals the one with the most; without tensor instructions the longest, then the innermost.
     Waits are left out.
@@ -179,7 +179,7 @@ def working_loop(
 
     def rank(loop: Loop) -> tuple[int, ...]:
         found = wanted[loop.index]
-        depth = loop.depth if most and 3 * found > most else 0
+        depth = loop.depth if most and 5 * found > most else 0
         return depth, found, own[loop.index], loop.depth, -loop.index
 
     return max(loops, key=rank, default=None)
