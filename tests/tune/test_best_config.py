@@ -191,6 +191,13 @@ def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_pa
     assert best_config("h24", "bf16", causal=True, seq_len=3000) == causal
 
 
+def test_of_two_lengths_that_are_as_near_the_longer_one_counts() -> None:
+    plain, long = FIXED["h24", DType.BF16], BestAtLength(16384, "long", 1.02)
+    found = dataclasses.replace(entry(plain), seq_lens=(1024, 4096, 16384), at_lengths=(long,))
+    assert found.names(8192) == ["long", plain.short_form()]
+    assert found.names(2048) == found.names(8191) == [plain.short_form()]
+
+
 def test_without_winners_a_causal_problem_gets_the_fixed_config_with_a_mask(found) -> None:
     plain, causal = FIXED["h24", DType.BF16].variants()
     assert best_config("h24", "bf16", "cpu", causal=True) == causal

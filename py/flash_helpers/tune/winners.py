@@ -4,7 +4,6 @@ and `flash_attention.best_config` read, and all candidates (flash_helpers.tune.s
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -94,10 +93,10 @@ class BestConfig:
 
     def names(self, seq_len: int | None = None) -> list[str]:
         """Short forms, the preferred one first. seq_len: of a problem, which the measured length
-        nearest to it, as a ratio, stands for; None stands for all."""
+        nearest to it, as a ratio, stands for, of two as near the longer; None stands for all."""
         if seq_len is None:
             return [self.config]
-        nearest = min(self.seq_lens, key=lambda n: abs(math.log(n / seq_len)))
+        nearest = min(self.seq_lens, key=lambda n: (max(n / seq_len, seq_len / n), -n))
         return [*(at.config for at in self.at_lengths if at.seq_len == nearest), self.config]
 
 
