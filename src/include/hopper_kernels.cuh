@@ -63,6 +63,7 @@ Kernel h23_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h23_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h23_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h23_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h24_fp16_d128_Br128_Bc64_K3_V3_pp_causal_kernel();
 Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
@@ -76,8 +77,6 @@ Kernel h25_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h25_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h25_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h25_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h25_bf16_d128_Br192_Bc80_K3_V3_kernel();
-Kernel h25_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
 Kernel h26_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h26_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h26_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
@@ -252,6 +251,9 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 23, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h23_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .K_slots = 3,
+      .V_slots = 3, .ping_pong = true, .causal = true},
+     h24_fp16_d128_Br128_Bc64_K3_V3_pp_causal_kernel()},
     {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
@@ -291,12 +293,6 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 25, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h25_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
-    {{.hopper = 25, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = false, .causal = false},
-     h25_bf16_d128_Br192_Bc80_K3_V3_kernel()},
-    {{.hopper = 25, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = true, .causal = false},
-     h25_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()},
     {{.hopper = 26, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      h26_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},

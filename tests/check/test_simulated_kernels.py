@@ -32,6 +32,7 @@ from flash_helpers.registry.family import Step
 from flash_helpers.registry.hopper import (
     CALL_OPTIONS,
     DYNAMIC,
+    HALF_BLOCKS,
     HOPPER,
     OWN_KEYS,
     RAGGED,
@@ -68,7 +69,7 @@ ON_ALL_INPUTS = [
 ]
 ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
 # which problems a kernel takes, and what of them a thread block or a warpgroup does
-DIVIDING = {RAGGED, CALL_OPTIONS, DYNAMIC, OWN_KEYS}
+DIVIDING = {RAGGED, CALL_OPTIONS, DYNAMIC, OWN_KEYS, HALF_BLOCKS}
 
 
 def divides_anew(step: Step) -> bool:

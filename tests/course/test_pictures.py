@@ -94,6 +94,7 @@ EXPECTED = (
     "own_keys",
     "shared_loads",
     "head_pairs",
+    "half_blocks",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1159,6 +1160,23 @@ def test_two_heads_of_a_cluster_see_the_same_blocks() -> None:
     assert len([c for c in cells if c.data["step"] == "26"]) == len(every)
     assert turns == {"25": {*range(10)}, "26": {*range(6)}}
     assert "3 + 3 + 2 + 2 = 10 turns in h25, 3 + 2 + 1 = 6 in h26" in picture.words
+
+
+def test_a_warpgroup_multiplies_with_the_half_of_its_first_block_that_it_sees() -> None:
+    """512 queries and keys, tiles of 128 and blocks of 128, warpgroups and halves of 64."""
+    picture = drawn("half_blocks")
+    cells = picture.with_data("query", "key", "by", "seen")
+    assert len(cells) == 8 * 8
+    mask = np.arange(512) <= np.arange(512)[:, None]
+    for cell in cells:
+        query, key = int(cell.data["query"]), int(cell.data["key"])
+        part = mask[query : query + 64, key : key + 64]
+        assert cell.data["seen"] == ("all" if part.all() else "part" if part.any() else "none")
+        of_tile = mask[query // 128 * 128 :][:128, key // 128 * 128 :][:, :128].any()
+        assert cell.data["by"] == ("both" if part.any() else "h26" if of_tile else "none")
+    halves = Counter(cell.data["by"] for cell in cells)
+    assert f"= {halves['both']} halves are multiplied" in picture.words
+    assert f"= {halves['both'] + halves['h26']}." in picture.words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

@@ -67,6 +67,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.own_keys,
             warpgroups.shared_loads,
             warpgroups.head_pairs,
+            warpgroups.half_blocks,
         )
     }
 )

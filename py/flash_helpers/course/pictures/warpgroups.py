@@ -617,6 +617,57 @@ def head_pairs() -> Drawing:
     )
 
 
+def half_blocks() -> Drawing:
+    """Steps h26 and h27: the halves of blocks of keys that each warpgroup multiplies with Q."""
+    config, length = hopper_step(27).replace(causal=True), 512
+    keys, B_r, B_c = config.few_keys, config.B_r, config.B_c
+    problem = AttentionForward(1, 1, length, causal=True)
+    columns = length // keys
+    d = Drawing(
+        "Step h27: half a block where no more is seen",
+        f"A table: {length // WGMMA_M} warpgroups of {length // B_r} causal tiles, and {columns} "
+        f"halves of {length // B_c} blocks of keys. The diagonal of a tile ends in its last block. "
+        "The tile's first warpgroup sees nothing of that block's second half: step h26 multiplies "
+        "with it, step h27 does not.",
+        f"{length} queries in tiles of {B_r}, as many keys in blocks of {B_c}. A row is a "
+        f"warpgroup, {WGMMA_M} queries, and a cell {keys} keys.",
+    )
+    x = d.left + 92
+    grid = Grid(d, x, d.y + 28, (d.right - x) / columns, 26)
+    for column in range(0, columns, B_c // keys):
+        label = f"{column * keys} …" if column else "keys 0 …"
+        d.small(grid.left(column), d.y + 18, label)
+    counts: dict[str, list[int]] = {"h26": [], "h27": []}  # of each row
+    diagonal = []
+    for query in range(0, length, WGMMA_M):
+        row = query / WGMMA_M + query // B_r / 3  # tiles stand apart
+        d.small(d.left, grid.top(row) + grid.height / 2 + 4, f"queries {query} …")
+        end = (config.own_key_blocks(problem, query)[0] + 1) * B_c
+        own_end = end - B_c + config.first_keys(problem, query)
+        for column in range(columns):
+            first = column * keys
+            by = "both" if first < own_end else "h26" if first < end else "none"
+            seen = "all" if first + keys <= query + 1 else "part" if first <= query else "none"
+            data = {"query": query, "key": first, "by": by, "seen": seen}
+            if by == "none":
+                grid.cell(row, column, "", dashed=True, **data)
+                continue
+            colour = GREY if by == "h26" else BLUE if seen == "all" else ORANGE
+            grid.cell(row, column, "h26" if by == "h26" else "", colour, **data)
+        counts["h26"].append(end // keys)
+        counts["h27"].append(own_end // keys)
+        ends = (x + at / keys * grid.width for at in (query, query + WGMMA_M))
+        diagonal += zip(ends, (grid.top(row), grid.top(row + 1)), strict=True)
+    d.line(diagonal, RED)
+    d.y = grid.top(row + 1) + 16
+    sums = {by: f"{' + '.join(map(str, rows))} = {sum(rows)}" for by, rows in counts.items()}
+    return d.result(
+        d.y,
+        "Blue: seen whole. Orange: hidden in part. Grey: computed by h26 and hidden whole. Dashed: "
+        f"not computed. {sums['h27']} halves are multiplied with Q, and not {sums['h26']}.",
+    )
+
+
 def _next_block(at: float, S: float, O: float, ex2: float) -> list[Segment]:  # noqa: E741
     return [
         Segment(at, S, "S_1", BLUE),
