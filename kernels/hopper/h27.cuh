@@ -10,8 +10,8 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: half of that at 512, where h24's blocks of 64 keys stay ahead, that at 1024 and 2048, and
-// a little up to 8192.
+// Verdict: half of that at 512, where h24's blocks of 64 keys stay ahead, that at 1024 and 2048,
+// and a little up to 8192.
 //
 // Phases
 //   1. barriers
