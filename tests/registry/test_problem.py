@@ -55,8 +55,8 @@ class TestSizes:
         [
             ({"len_k": 0}, "len_k 0 is not positive"),
             ({"kv_heads": 0}, "kv_heads 0 is not positive"),
-            ({"kv_heads": 4}, "heads 6 is not a multiple of kv_heads 4"),
-            ({"kv_heads": 12}, "heads 6 is not a multiple of kv_heads 12"),
+            ({"kv_heads": 4}, "heads 6 is not a multiple of kv_heads 4: .*: use 2 of these"),
+            ({"kv_heads": 12}, "heads 6 is not a multiple of kv_heads 12: .*: use 6 of these"),
             ({"softmax_scale": -0.5}, "softmax_scale -0.5 is negative: pass 0.5, and -q"),
             ({"softmax_scale": 0.0}, "softmax_scale 0 is not from 2\\^-126 to 2\\^126"),
             ({"softmax_scale": math.inf}, "softmax_scale inf is not from"),

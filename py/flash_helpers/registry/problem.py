@@ -104,9 +104,10 @@ class AttentionForward:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive: use 1 or more")
         if self.heads % self.kv_heads:
+            shared = math.gcd(self.heads, self.kv_heads)
             raise ValueError(
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}: as many heads "
-                "of Q must share each of K and V"
+                f"of Q must share each of K and V: use {shared} of these"
             )
         if self.softmax_scale is None:
             object.__setattr__(self, "softmax_scale", 1 / math.sqrt(self.d_head))
