@@ -430,6 +430,21 @@ class TestGeneralSteps:
             rows = AttentionForward(1, 3, 300, kv_heads=kv_heads)
             assert config.tiles(rows) == general(WITH_CLUSTERS).tiles(rows)
 
+    def test_a_warpgroup_multiplies_with_the_half_of_a_block_that_it_sees(self):
+        before, config = (
+            HOPPER.fixed_config(HOPPER.steps[step], DType.BF16) for step in ("h26", "h27")
+        )
+        even, late = (AttentionForward(1, 1, 256, len_k=n, causal=True) for n in (256, 192))
+        for problem, of_warpgroups in ((even, [64, 128, 64, 128]), (late, [64, 64, 128, 64])):
+            causal = config.replace(causal=True)
+            found = [causal.first_keys(problem, query) for query in (0, 112, 128, 255)]
+            assert found == of_warpgroups
+            small = causal.replace(B_c=64, K_slots=4, V_slots=3)
+            for whole in (before.replace(causal=True), small, config):
+                asked = problem if whole.causal else replace(problem, causal=False)
+                # of which the first rows of the second problem see nothing
+                assert {whole.first_keys(asked, n) for n in range(256)} == {whole.B_c}
+
     def test_a_causal_cluster_has_the_rows_of_two_tiles(self):
         with pytest.raises(ValueError, match=r"2 tiles of B_r 192, B_c 80 and 3 slots of K: .*4 b"):
             general(WITH_CLUSTERS, causal=True, **LONG_TILE)

@@ -418,7 +418,7 @@ FAULTS = {
     ),
     "h27: half a block although more is seen": Fault(
         "h27", BF16, PROLOGUE, r"setp\.lt\.s32.*, 65;", swap("65;", "129;"), nth(0), quantity="K",
-        causal=True,
+        turn=1, causal=True,
     ),
 }  # fmt: skip
 

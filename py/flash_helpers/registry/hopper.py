@@ -179,7 +179,7 @@ class HopperKernelConfig(Config):
         """Keys that the warp of a query multiplies with of the first block that it takes."""
         first = self.own_key_blocks(problem, query)[0] * self.B_c
         seen = problem.visible_keys(query // WGMMA_M * WGMMA_M + WGMMA_M - 1) - first
-        return self.few_keys if seen <= self.few_keys else self.B_c
+        return self.few_keys if self.few_keys and seen <= self.few_keys else self.B_c
 
     def variants(self) -> tuple[HopperKernelConfig, ...]:
         """The config, and the causal one, or that without, where the step and the tile have it."""
