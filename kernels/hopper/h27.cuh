@@ -24,7 +24,6 @@
 
 #include "flash_attention.cuh"
 #include "memory.cuh"
-#include "numeric.cuh"
 #include "sm90/arguments.cuh"
 #include "sm90/cluster.cuh"
 #include "sm90/exact_rows.cuh"

@@ -228,7 +228,7 @@ def blockwise_forward(
         step = BlockStep(j, Q, K[:, :, :, None], S, used_m, row_l, P, V[:, :, :, None], O)
         taken = own_turn >= 0
         multiplied = taken & ((torch.arange(config.B_c) < first_keys) | (own_turn > 0))
-        # with the last block's P and V ends the tile, whatever it begins with
+        # a tile ends with all keys of P @ V, since one copy of that code serves any tile
         last = turn == len(blocks) - 1
         yield _taken_by(config, step, taken, multiplied, taken if last else multiplied)
 
