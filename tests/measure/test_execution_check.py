@@ -103,6 +103,13 @@ def test_counts_by_opcode_are_read_from_the_cell():
     assert launch.instances == {OPCODE_METRIC: {"HMMA": 1024.0, "LDSM": 512.0, "F2FP": 160.0}}
 
 
+def test_a_cell_holds_the_instances_of_the_longest_kernel():
+    instances = {f"at_{n}": float(n) for n in range(20_000)}  # of each instruction
+    cell = "; ".join(f"{name}: {count:.0f}" for name, count in instances.items())
+    (launch,) = parse_csv(f'"ID","Kernel Name","inst__executed"\n"0","k","1 ({cell})"\n')
+    assert launch.instances == {"inst__executed": instances}
+
+
 class FakeNcu:
     """Counts what the text predicts, plus `off`, and lacks some metrics."""
 

@@ -20,6 +20,8 @@ TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
 _PLACES = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 _REFUSED = re.compile(r"metric\w*\W+(?:regex:)?\^?([a-z]\w*__\w+)", flags=re.IGNORECASE)
+# Among instances is a number for each instruction of the kernel: more than csv allows of itself.
+_MAX_CELL = 2**31 - 1
 _DENIED = "ERR_NVGPUCTRPERM"
 _INSTANCE = re.compile(r"([A-Za-z_][\w.]*)\s*[:=]\s*(\d[\d,]*(?:\.\d+)?)")
 
@@ -73,6 +75,7 @@ def _rows(text: str) -> list[list[str]]:
     start = next((n for n, line in enumerate(lines) if line.lstrip('"').startswith("ID")), None)
     if start is None:
         return []
+    csv.field_size_limit(_MAX_CELL)
     return [row for row in csv.reader(io.StringIO("\n".join(lines[start:]))) if row]
 
 
