@@ -388,6 +388,25 @@ class TestGeneralSteps:
         (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
         assert struct.unpack_from("<i", launch.arguments, offset) == (16,)
 
+    def test_with_a_counter_the_last_heads_have_several_tiles_for_each_block(self):
+        config = general(WITH_COUNTER, causal=True)
+        problem = AttentionForward(16, 16, 1024, causal=True)
+        (launch,) = config.launch(problem, problem.strides())
+        offset = HOPPER.arguments.offset("last_heads")
+        assert struct.unpack_from("<i", launch.arguments, offset) == (50,)
+        tiles = config.tiles(problem)
+        assert sorted(tiles) == [(head, row) for head in range(256) for row in range(8)]
+        # 206 heads in groups of 16, the last 14 of them, then 50
+        assert tiles[192 * 8 :: 14][:8] == tuple((192, row) for row in range(8)[::-1])
+        assert tiles[206 * 8 :: 50] == tuple((206, row) for row in range(8)[::-1])
+
+    @pytest.mark.parametrize(("heads", "last"), [(1, 1), (16, 16), (18, 2), (32, 16)])
+    def test_without_one_the_last_heads_are_those_that_are_left(self, heads, last):
+        problem = AttentionForward(1, heads, 256, causal=True)
+        (launch,) = general(WITH_CAUSAL, causal=True).launch(problem, problem.strides())
+        offset = HOPPER.arguments.offset("last_heads")
+        assert struct.unpack_from("<i", launch.arguments, offset) == (last,)
+
     def test_tiles_are_numbered_as_the_kernels_take_them(self):
         heads, problem = range(18), AttentionForward(2, 9, 256)
         in_order = [(head, tile) for head in heads for tile in (0, 1)]

@@ -79,7 +79,7 @@ ARGUMENTS = StructLayout(
             **dict.fromkeys(("len_k", "heads", "tiles", "len_q", "q_tiles", "heads_per_kv"), INT),
             "scale": FLOAT,
             **dict.fromkeys(("lse", "next_tile"), POINTER),
-            "head_group": INT,
+            **dict.fromkeys(("head_group", "last_heads"), INT),
         }
     ),
 )
@@ -270,6 +270,20 @@ class HopperKernelConfig(Config):
             return max(1, at_a_time // (4 * q_tiles))
         return max(1, 2 * at_a_time // q_tiles)
 
+    def _last_heads(self, problem: AttentionForward) -> int:
+        """Heads of the last group. Without a counter, those that are left.
+
+        With one, so many that each block takes several of their tiles. A block takes its next tile
+        when it begins with one: who has taken a long one last ends up to two tiles behind the
+        others, and the last group's are the shorter the more heads it has.
+        """
+        heads = problem.batch * problem.heads // self._cluster_heads(problem)
+        group = self._head_group(problem)
+        if not self.counts(problem):
+            return (heads - 1) % group + 1
+        at_a_time = SMS // self.cluster_blocks
+        return min(heads, max(group, -(-_LAST_ROUNDS * at_a_time // self._q_tiles(problem))))
+
     def tiles(self, problem: AttentionForward) -> tuple[tuple[int, int], ...]:
         """Head, of all batches, and block of rows of each tile of queries, in the order of their
         numbers (`tile_place` in src/include/sm90/arguments.cuh). Those of a cluster follow one
@@ -277,13 +291,11 @@ class HopperKernelConfig(Config):
         together = self._cluster_heads(problem)
         q_tiles, heads = self._q_tiles(problem), problem.batch * problem.heads // together
         group = self._head_group(problem) if self.causal else 1
+        before = heads - (self._last_heads(problem) if self.causal else 0)
         rows = range(q_tiles)[::-1] if self.causal else range(q_tiles)
-        taken = (
-            (head, row)
-            for first in range(0, heads, group)
-            for row in rows
-            for head in range(first, min(first + group, heads))
-        )
+        groups = [range(first, min(first + group, before)) for first in range(0, before, group)]
+        groups.append(range(before, heads))
+        taken = ((head, row) for heads_of in groups for row in rows for head in heads_of)
         in_rows = self.cluster_blocks // together
         return tuple(
             (head * together + i % together, row * in_rows + i // together)
@@ -309,6 +321,7 @@ class HopperKernelConfig(Config):
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (problem.softmax_scale * math.log2(math.e),),
             "head_group": (self._head_group(problem),),
+            "last_heads": (self._last_heads(problem),),
         }
         values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
@@ -379,6 +392,7 @@ class HopperKernelConfig(Config):
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
 _SHORT = 8  # tiles of a head
+_LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
 
 
 def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:

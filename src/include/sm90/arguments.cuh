@@ -23,7 +23,7 @@ struct alignas(128) HopperKernelArgs {
     float scale; // log2(e) · softmax_scale
     float *lse; // (batch, heads, len_q), or null
     int *next_tile; // a counter and who took which tile, at first 0; null if every block knows its
-    int head_group; // heads whose causal tiles are taken together
+    int head_group, last_heads; // heads whose causal tiles are taken together, and at the end
 };
 
 // What a kernel's tiles may stick out of: nothing; the tensors; the keys that its queries see, too.
@@ -47,16 +47,19 @@ __device__ __forceinline__ int seen_blocks(int end, const HopperKernelArgs &args
 // Which block of rows, and of which head of all batches, a tile of queries is. Those of one head
 // are neighbours, so that they find its K and V in the L2 cache. Causal ones differ in length: of
 // some heads together, whose K and V fit into the cache, the longest come first, so that short ones
-// fill the gaps at the end.
+// fill the gaps at the end. Of the last heads more are taken together: the end of all waits for the
+// longest of them.
 struct TileIndex {
     int block, head;
 };
 template <int B_r, Edges kEdges>
 __device__ __forceinline__ TileIndex tile_index(int tile, const HopperKernelArgs &args) {
     if constexpr (kEdges == Edges::kCausal) {
+        const int before = args.tiles / args.q_tiles - args.last_heads;
+        const bool is_last = tile >= before * args.q_tiles;
         const int group = tile / (args.head_group * args.q_tiles);
-        const int first = group * args.head_group;
-        const int heads = min(args.head_group, args.tiles / args.q_tiles - first);
+        const int first = is_last ? before : group * args.head_group;
+        const int heads = is_last ? args.last_heads : min(args.head_group, before - first);
         tile -= first * args.q_tiles;
         return {args.q_tiles - 1 - tile / heads, first + tile % heads};
     }
