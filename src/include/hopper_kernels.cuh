@@ -87,6 +87,10 @@ Kernel h27_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h27_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h27_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h27_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h28_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h28_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h28_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h28_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -323,5 +327,17 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 27, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h27_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 28, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h28_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 28, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h28_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 28, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h28_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 28, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h28_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
 };
 // clang-format on

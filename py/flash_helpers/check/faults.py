@@ -420,6 +420,10 @@ FAULTS = {
         "h27", BF16, PROLOGUE, r"setp\.lt\.s32.*, 65;", swap("65;", "129;"), nth(0), quantity="K",
         turn=1, causal=True,
     ),
+    "h28: O's place is given up before TMA has read it": Fault(
+        "h28", BF16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
+        "tma_store_piece(args.O",
+    ),
 }  # fmt: skip
 
 

@@ -578,6 +578,11 @@ HOPPER = Family(
             _file(27),
             traits=frozenset({HALF_BLOCKS}),
         ),
+        StepEntry(
+            "early_slot",
+            "Q's slot goes back before the softmax, as soon as O has been read from it",
+            _file(28),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,

@@ -38,15 +38,20 @@ __device__ __forceinline__ void scale_rows(float (&D_rmem)[kCount], const float 
     }
 }
 
-// Whether none of them is infinite or not a number: 0 times these is not 0.
-template <int kCount>
+// Whether none of them is infinite or not a number: 0 times these is not 0. kChains are looked at
+// at a time, each after the one before.
+template <int kChains = 1, int kCount>
 __device__ __forceinline__ bool all_finite(const float (&D_rmem)[kCount]) {
-    float zero = 0;
+    float zeros[kChains] = {};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        zero = fmaf(D_rmem[i], 0, zero);
+        zeros[i % kChains] = fmaf(D_rmem[i], 0, zeros[i % kChains]);
     }
-    return zero == 0;
+#pragma unroll
+    for (int i = 1; i < kChains; ++i) {
+        zeros[0] += zeros[i];
+    }
+    return zeros[0] == 0;
 }
 
 // Columns 16k … 16k + 15 of accumulators in 16 bits: wgmma's layout of A.
