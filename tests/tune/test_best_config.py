@@ -365,6 +365,21 @@ class TestChoice:
         assert choose_config(problem, self.CUDA) == plain
         assert choose_config(AttentionForward(1, 1, 5000), self.CUDA) == long
 
+    def test_before_a_sweep_looks_at_the_newest_step_is_of_the_tiles_of_the_one_before(
+        self, found, on, tmp_path
+    ) -> None:
+        before, long = FIXED["h26", DType.BF16], FIXED["h24", DType.BF16].replace(**LONG_TILE)
+        found(H200, "9.0", FIXED["h25", DType.BF16], before)
+        path = best_file(tmp_path / "configs", H200)
+        file = load_best(path)
+        at_lengths = (BestAtLength(4096, long.short_form(), 1.05),)
+        file.updated([dataclasses.replace(file.best[-1], at_lengths=at_lengths)]).save(path)
+        best._files.cache_clear()
+        on(H200, "9.0")
+        # its own kernel where h26's is the fastest, an earlier step's where that is
+        assert choose_config(AttentionForward(1, 1, 512), self.CUDA) == self.ON_HOPPER
+        assert choose_config(AttentionForward(1, 1, 4096), self.CUDA) == long
+
     def test_on_the_cpu_is_the_newest_steps_fixed_config(self, found) -> None:
         found(H100, "9.0", self.winner())
         chosen = choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))

@@ -127,6 +127,10 @@ class Config:
         """The same config with some fields changed; checked again."""
         return replace(self, **changes)
 
+    def at_step(self: Own, step: Step) -> Own:
+        """The same tile and options of another step of the family; checked again."""
+        return self.replace(**{fields(self)[0].name: step.number})
+
     def __lt__(self, other: object) -> bool:
         if not isinstance(other, Config):
             return NotImplemented

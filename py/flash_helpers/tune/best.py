@@ -67,7 +67,8 @@ def choose_config(problem: AttentionForward, device: torch.device) -> Config:
 
     It is the first that supports the problem among, for the last step of each family that runs on
     the device, the newest family first: its `best_config` for such problems, that at the number of
-    queries first, its fixed config, and their variants (`Config.variants`).
+    queries first, its fixed config, and their variants (`Config.variants`). If no sweep has looked
+    at the step yet, the last one before it that a sweep knows stands for it, tile by tile.
 
     Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
     that runs no kernel, and if the library is not there.
@@ -92,11 +93,12 @@ def _candidates(
         if fixed in built:
             every = [fixed]
             if any(c in built and c.supports.causal == causal for c in fixed.variants()):
-                at_length, in_mean = (
-                    best_config(step.id, dtype, device, causal=causal, seq_len=n)
+                swept = _last_swept(step, dtype, device, causal)
+                best = (
+                    best_config(swept.id, dtype, device, causal=causal, seq_len=n)
                     for n in (seq_len, None)
                 )
-                every = [at_length, in_mean, fixed]
+                every = [*(c.at_step(step) if c.step is swept else c for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
     if not found:
@@ -105,6 +107,16 @@ def _candidates(
             "those that were"
         )
     return tuple(found)
+
+
+def _last_swept(
+    step: Step, dtype: DType, device: torch.device | str | int | None, causal: bool
+) -> Step:
+    """The last step of the family that sweeps have found a winner for, no later than this one; this
+    one if there is none."""
+    steps = [*FAMILIES[step.family].steps.values()][: step.number]
+    known = (s for s in reversed(steps) if _winners(s, dtype, device, causal, None))
+    return next(known, step)
 
 
 def _element_type(dtype: torch.dtype | DType | str) -> DType:
