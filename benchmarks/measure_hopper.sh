@@ -23,20 +23,20 @@ measure() { # NAME OPTION...
 lengths=(512 1024 2048 4096 8192 16384)
 whole=(512 1024 2048 4096 7680 15360) # which tiles of 192 rows and 80 keys divide, too
 square=d128_Br128_Bc128_K3_V2_pp long=d128_Br192_Bc80_K3_V3 short=d128_Br128_Bc64_K3_V3_pp
-causal=("h24_bf16_${short}_causal" "h26_bf16_${square}_causal" "h27_bf16_${square}_causal")
-both=(h20_{bf16,fp16}_$square h26_{bf16,fp16}_$square h24_{bf16,fp16}_${long}_pp)
+causal=("h24_bf16_${short}_causal" "h27_bf16_${square}_causal" "h28_bf16_${square}_causal")
+both=(h20_{bf16,fp16}_$square h28_{bf16,fp16}_$square h24_{bf16,fp16}_${long}_pp)
 
 measure hopper_grouped --load sustained --seq "${lengths[@]}" --causal --heads 32 --kv-heads 8 \
     --kernel "${causal[@]}"
 measure hopper_causal --load sustained --seq "${lengths[@]}" --causal \
-    --kernel "${causal[@]}" "h24_bf16_${square}_causal" "h25_bf16_${square}_causal"
+    --kernel "${causal[@]}"
 measure hopper_causal_fp16 --load sustained --seq "${lengths[@]}" --causal --dtype fp16 \
-    --kernel h2{4,6,7}_fp16_"${square}_causal"
+    --kernel h2{4,7,8}_fp16_"${square}_causal"
 measure hopper_mantissa --load sustained --seq "${whole[@]}" --mantissa-bits 7 --dtype both \
     --kernel h20_{bf16,fp16}_$square
 measure hopper_last_dtypes --load sustained --seq "${whole[@]}" --dtype both --kernel "${both[@]}"
-measure hopper_odd --load sustained --seq 1000 1024 4000 4096 8191 8192 \
-    --kernel h26_bf16_$square h26_bf16_${long}_pp
+measure hopper_odd --load sustained --seq 1000 1024 4000 4096 8191 8192 15360 \
+    --kernel h28_bf16_$square h26_bf16_${long}_pp
 read -ra steps < <(PYTHONPATH=py python3 -c "
 from flash_helpers.registry.hopper import HOPPER
 print(*(c.short_form() for c in HOPPER.progression() if c.dtype.short == 'bf16'))")

@@ -95,6 +95,7 @@ EXPECTED = (
     "shared_loads",
     "head_pairs",
     "half_blocks",
+    "early_slot",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1179,15 +1180,46 @@ def test_a_warpgroup_multiplies_with_the_half_of_its_first_block_that_it_sees() 
     assert f"= {halves['both'] + halves['h26']}." in picture.words
 
 
+def test_a_slot_of_q_goes_back_when_it_does_in_the_kernels() -> None:
+    """Of tiles A, B and C: behind the softmax of h27, before that of h28, and in both when O was
+    read."""
+    lanes = {name: bars_of("early_slot", name) for name in ("products", "softmax", "store")}
+    slots = [bars_of("early_slot", f"slot {n}") for n in (0, 1)]
+    begins = []
+    for panel, step in enumerate((27, 28)):
+
+        def span(bars: list[tuple[str, int, int]], what: str, n: int = panel) -> tuple[int, int]:
+            return [(start, end) for name, start, end in bars if name == what][n]
+
+        last_O, store = span(lanes["products"], "O of A"), span(lanes["store"], "store")
+        S_1, O_0 = (span(lanes["products"], f"{name} of B") for name in ("S_1", "O_0"))
+        P_1 = span(lanes["softmax"], "P_1 of B")
+        O_there, load, Q_there = (span(slots[0], what) for what in ("O of A", "load", "Q of C"))
+        assert last_O[1] <= store[0] == O_there[0] < store[1] < O_there[1] <= load[0]
+        assert load[1] == Q_there[0] and load[1] - load[0] == 768 / 2
+        assert span(slots[1], "Q of B")[1] == S_1[1]
+        source = (ROOT / f"kernels/hopper/h{step}.cuh").read_text()
+        block = source.split("auto next_block = ")[1].split("auto begin")[0]
+        early = block.index("release_stored();") < block.index("softmax")
+        assert load[0] == (S_1[1] if early else max(P_1[1], O_0[1])) and early == (step == 28)
+        begins.append(span(lanes["products"], "S_0 of C")[0])
+        assert begins[-1] == max(load[1], P_1[1], O_0[1])
+    waits = [bar for bar in lanes["products"] if bar[0] == "wait"]
+    assert waits == [("wait", begins[1], begins[0])], "the warpgroup of h28 does not wait"
+    words = drawn("early_slot").words
+    assert f"waits {begins[0] - begins[1]} in h27 and 0 in h28" in words
+    assert "by 2080 \N{MINUS SIGN} 1552 = 528 cycles" in words and "512 + 528 = 1040 more" in words
+
+
 def test_the_times_of_a_warpgroup_are_counted() -> None:
     """m64n128k16 takes 128 / 2 cycles of an SM; 64 · 128 exponentials and those of the rescale, two
     for each of 128 threads, 16 per cycle."""
     S, ex2 = 8 * 64, (64 * 128 + 2 * 128) / 16
-    for name in ("two_slots", "ping_pong", "own_products", "flattened"):
+    for name in ("two_slots", "ping_pong", "own_products", "flattened", "early_slot"):
         for bar in drawn(name).with_data("lane", "what", "start", "end"):
             length = int(bar.data["end"]) - int(bar.data["start"])
             if bar.data["what"][:1] == "P":
                 assert length == ex2, (name, bar.data)
-            if bar.data["what"][:1] in "SO":
+            if bar.data["what"][:1] in "SO" and not bar.data["lane"].startswith("slot"):
                 assert length in (S, 2 * S), (name, bar.data)
     assert "= 1552 cycles in h6, and 512 + 528 = 1040 in h7" in drawn("own_products").words

@@ -68,6 +68,7 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.shared_loads,
             warpgroups.head_pairs,
             warpgroups.half_blocks,
+            warpgroups.early_slot,
         )
     }
 )

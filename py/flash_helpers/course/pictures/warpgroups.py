@@ -41,7 +41,9 @@ _STEP_BYTES = WGMMA_K * ELEMENT_BYTES  # of a row in one k-tile
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 _COPY = 768  # cycles: as long as a copy from L2 is drawn; nothing counts it
 _STORE = 256  # the same of a store of O
+_READ = 128  # and of TMA's way through it in shared memory
 _LANE = 5  # the one that is followed
+_ARROW = 30  # from the lane of the store to that of a slot
 _RING_COLUMNS = 16  # of the picture of the ring
 
 
@@ -665,6 +667,80 @@ def half_blocks() -> Drawing:
         d.y,
         "Blue: seen whole. Orange: hidden in part. Grey: computed by h26 and hidden whole. Dashed: "
         f"not computed. {sums['h27']} halves are multiplied with Q, and not {sums['h26']}.",
+    )
+
+
+def early_slot() -> Drawing:
+    """Steps h27 and h28: one warpgroup in a short tile, and the slots of Q below it."""
+    cost = _Costs(hopper_step(28))
+    S, O, ex2, load = cost.S, cost.O, cost.ex2, _COPY / 2  # noqa: E741
+    block_1 = S + max(O, ex2)  # where it begins, beside the last product of tile A
+    has_S = block_1 + S
+    goes_back = {27: has_S + max(O, ex2), 28: has_S}
+    d = Drawing(
+        "Step h28: the slot of Q goes back early",
+        "Two timelines of one warpgroup in a tile B of two blocks of keys, between a tile A and a "
+        "tile C, with the two slots of Q below. O of A is stored through slot 0 beside the product "
+        "S_1 of B. In step h27 the slot goes back at the end of block 1; then the load of C's Q "
+        "begins, and the warpgroup waits for it. In step h28 the slot goes back as soon as S_1 is "
+        "there, and the load runs beside the softmax.",
+        f"One warpgroup alone. {_COUNTED} The store of O, TMA's read of it and a load of Q are "
+        f"drawn as {_STORE}, {_READ} and {load:.0f} cycles, which nothing counts.",
+    )
+    begins = {step: max(goes_back[27], at + load) for step, at in goes_back.items()}  # S_0 of C
+    line = Timeline(d, begins[28] + S + O)
+    stored = block_1 + _STORE + _READ
+    waits = {step: begin - goes_back[27] for step, begin in begins.items()}
+    for step, when in ((27, "at the end of the block"), (28, "as soon as S_1 is there")):
+        back, begin = goes_back[step], begins[step]
+        line.heading(f"Step h{step}: slot 0 goes back {when}")
+        wait = [Segment(goes_back[27], waits[step], "wait")] if waits[step] else []
+        line.lane(
+            "products",
+            [
+                Segment(0, S, "S_0 of B", BLUE),
+                Segment(S, O, "O of A", PURPLE),
+                Segment(block_1, S, "S_1 of B", BLUE),
+                Segment(has_S, O, "O_0 of B", PURPLE),
+                *wait,
+                Segment(begin, S, "S_0 of C", BLUE),
+                Segment(begin + S, O, "O_1 of B", PURPLE),
+            ],
+        )
+        line.lane(
+            "softmax",
+            [
+                Segment(S, ex2, "P_0 of B", RED),
+                Segment(has_S, ex2, "P_1 of B", RED),
+                Segment(begin + S, ex2, "P_0 of C", RED),
+            ],
+        )
+        arrow = [(line.x(back), d.y - 4), (line.x(back), d.y + _ARROW)]
+        d.small(line.x(back) + 8, d.y + 16, "goes back")
+        line.lane("store", [Segment(block_1, _STORE, "store", GREY)])
+        d.arrow(*arrow)
+        line.lane(
+            "slot 0",
+            [
+                Segment(0, block_1, "Q of A, done"),
+                Segment(block_1, stored - block_1, "O of A", GREEN),
+                Segment(stored, back - stored, "kept"),
+                Segment(back, load, "load", ORANGE),
+                Segment(back + load, line.cycles, "Q of C", BLUE),
+            ],
+        )
+        line.lane(
+            "slot 1",
+            [Segment(0, has_S, "Q of B", BLUE), Segment(has_S, line.cycles, "Q of B, done")],
+        )
+    line.axis([0, block_1, goes_back[28], goes_back[27]])
+    return d.result(
+        d.y + 8,
+        "Dashed in a slot: needed by nobody. Slot 0 goes back a softmax earlier, by "
+        f"{goes_back[27]:.0f} - {goes_back[28]:.0f} = {goes_back[27] - goes_back[28]:.0f} cycles. "
+        f"As it is drawn, the warpgroup waits {waits[27]:.0f} in h27 and {waits[28]:.0f} in h28. "
+        f"With a third block of keys in tile B, {S:.0f} + {max(O, ex2):.0f} = "
+        f"{S + max(O, ex2):.0f} more lie between, and it waits in neither.",
     )
 
 
