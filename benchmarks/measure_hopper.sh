@@ -29,7 +29,7 @@ both=(h20_{bf16,fp16}_$square h28_{bf16,fp16}_$square h24_{bf16,fp16}_${long}_pp
 measure hopper_grouped --load sustained --seq "${lengths[@]}" --causal --heads 32 --kv-heads 8 \
     --kernel "${causal[@]}"
 measure hopper_causal --load sustained --seq "${lengths[@]}" --causal \
-    --kernel "${causal[@]}"
+    --kernel "${causal[@]}" h2{4,5,6}_bf16_"${square}_causal"
 measure hopper_causal_fp16 --load sustained --seq "${lengths[@]}" --causal --dtype fp16 \
     --kernel h2{4,7,8}_fp16_"${square}_causal"
 measure hopper_mantissa --load sustained --seq "${whole[@]}" --mantissa-bits 7 --dtype both \

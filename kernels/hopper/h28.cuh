@@ -6,9 +6,9 @@
 //      at the end of the block.
 //   2. Whether O is finite is found in four chains of 16 FFMA, not in one of 64.
 //
-// Why: the next tile's Q waits for that slot, a softmax of 1000 cycles long, and in tiles of one or
-// two blocks of keys somebody waits for Q: 1440 cycles per causal tile at 1024, by clock64(), of
-// 16000. 64 FFMA that wait for each other take 256 cycles, four chains 64.
+// Why: the next tile's Q waits for that slot, a softmax longer than it must, and in tiles of one or
+// two blocks of keys a warpgroup waits for Q, at 1024 a tenth of its time by stamps of clock64().
+// 64 FFMA that wait for each other take 256 cycles, four chains of 16 take 64.
 // Expected: with a mask 4% at 512, 2% at 1024, 1% at 2048; else nothing.
 //
 // benchmark:begin
