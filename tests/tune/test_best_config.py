@@ -380,6 +380,19 @@ class TestChoice:
         assert choose_config(AttentionForward(1, 1, 512), self.CUDA) == self.ON_HOPPER
         assert choose_config(AttentionForward(1, 1, 4096), self.CUDA) == long
 
+    def test_a_tile_that_the_newest_step_cannot_have_is_taken_of_the_one_before(
+        self, found, on, tmp_path
+    ) -> None:
+        _, long = FIXED["h24", DType.BF16].replace(**LONG_TILE).variants()
+        with pytest.raises(ValueError, match="slots of K"):
+            long.at_step(self.ON_HOPPER.step)
+        path = best_file(tmp_path / "configs", H200)
+        found(H200, "9.0")
+        load_best(path).updated([dataclasses.replace(entry(long), causal=True)]).save(path)
+        best._files.cache_clear()
+        on(H200, "9.0")
+        assert choose_config(AttentionForward(1, 1, 512, causal=True), self.CUDA) == long
+
     def test_on_the_cpu_is_the_newest_steps_fixed_config(self, found) -> None:
         found(H100, "9.0", self.winner())
         chosen = choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))

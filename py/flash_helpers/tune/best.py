@@ -6,6 +6,7 @@ The files are those of configs/best_*.json in the repository when the library wa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -98,7 +99,7 @@ def _candidates(
                     best_config(swept.id, dtype, device, causal=causal, seq_len=n)
                     for n in (seq_len, None)
                 )
-                every = [*(c.at_step(step) if c.step is swept else c for c in best), fixed]
+                every = [*(_succeeded(c, swept, step) for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
     if not found:
@@ -117,6 +118,15 @@ def _last_swept(
     steps = [*FAMILIES[step.family].steps.values()][: step.number]
     known = (s for s in reversed(steps) if _winners(s, dtype, device, causal, None))
     return next(known, step)
+
+
+def _succeeded(config: Config, swept: Step, step: Step) -> Config:
+    """The step's kernel instead of that of the step that was swept, unless it cannot have the tile;
+    another step's kernel stays."""
+    if config.step is swept:
+        with contextlib.suppress(ValueError):
+            return config.at_step(step)
+    return config
 
 
 def _element_type(dtype: torch.dtype | DType | str) -> DType:
