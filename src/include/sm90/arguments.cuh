@@ -47,8 +47,8 @@ __device__ __forceinline__ int seen_blocks(int end, const HopperKernelArgs &args
 // Which block of rows, and of which head of all batches, a tile of queries is. Those of one head
 // are neighbours, so that they find its K and V in the L2 cache. Causal ones differ in length: of
 // some heads together, whose K and V fit into the cache, the longest come first, so that short ones
-// fill the gaps at the end. Of the last heads more are taken together: the end of all waits for the
-// longest of them.
+// fill the gaps at the end. Of the last heads more are taken together: a block takes its next tile
+// when it begins with one, and the end of all waits for whoever took a long one last.
 struct TileIndex {
     int block, head;
 };
