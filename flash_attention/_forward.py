@@ -200,9 +200,10 @@ def attention(
     """softmax(q kᵀ · softmax_scale) v for every batch and head, by the kernel that is best for it.
 
     That is the first that supports the problem among, for the last step of each family of kernels
-    that the device runs, the newest family first: the fastest config known for problems of about as
-    many queries, and with or without a causal mask (`best_config`), its fixed config, and the like
-    with a mask. Nothing is padded or copied to make it fit.
+    that the device runs, the newest family first: the winners of sweeps on problems of about as
+    many queries, with or without a causal mask, the one whose tiles this problem fills the fastest
+    first; the step's fixed config; and the like with a mask. Nothing is padded or copied to make it
+    fit.
 
     q: (batch, len_q, heads, d_head), fp16 or bf16. k, v: (batch, len_k, kv_heads, d_head), of its
         dtype, on its device; kv_heads divides heads, and head h of q uses head

@@ -11,6 +11,7 @@ from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
 
 from flash_attention import attention, best_config, forward
 from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
+from flash_helpers.measure.shapes import default_shape
 from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.runtime import call
 from flash_helpers.tune.best import choose_config
@@ -45,10 +46,10 @@ def test_the_choice_is_the_best_of_the_newest_family_that_takes_the_problem(
     dtype: DType, cuda_device: torch.device
 ) -> None:
     step = newest_step(cuda_device)
-    whole = best_config(step, dtype, cuda_device).supports.whole
-    large = AttentionForward(1, 16, 8 * whole, dtype=dtype)
-    wanted = best_config(step, dtype, cuda_device, seq_len=large.len_q)
-    assert choose_config(large, cuda_device) == wanted
+    for seq_len in (512, 4096, 16384):
+        large = default_shape(seq_len).in_dtype(dtype)
+        wanted = best_config(step, dtype, cuda_device, seq_len=seq_len)
+        assert choose_config(large, cuda_device) == wanted
     v16 = FAMILIES["ampere"].fixed_config(STEPS["v16"], dtype)
     small = AttentionForward(1, 16, v16.supports.whole, dtype=dtype)
     assert not choose_config(small, cuda_device).refusal(small)

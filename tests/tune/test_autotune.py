@@ -564,25 +564,31 @@ def test_a_candidate_that_does_not_fit_is_dropped_before_it_is_compiled(
 def test_a_family_of_one_architecture_is_tuned_there(sweep, monkeypatch) -> None:
     speeds(monkeypatch, ("_pp$", 1.25))
     assert sweep([H7, H7.replace(ping_pong=True)]) == 0
-    assert sweep.best().find("h7", "bf16") == H7.replace(ping_pong=True)
+    (winner,) = sweep.best().best
+    assert winner.at_length() == [H7.replace(ping_pong=True)]
     assert {row.outcome for row in sweep.rows().values()} == {TIMED}
 
 
-def test_a_length_at_which_another_config_is_faster_is_noted(sweep, monkeypatch, capsys) -> None:
+def test_of_a_config_that_is_the_fastest_at_one_length_all_speeds_are_noted(
+    sweep, monkeypatch, capsys
+) -> None:
     long, own = LONG.short_form(), LAST.short_form()
     speeds(
         monkeypatch,
         *((f"{long} at {n}", speed) for n, speed in ((8192, 1.1), (16384, 1.009))),
-        *((long, 0.9), (own, 1.0)),
+        *((long, 0.9), (own, 1.0), ("_K2_", 0.8)),
     )
-    assert sweep([LAST, LONG]) == 0
+    assert sweep([LAST, LONG, LAST.replace(K_slots=2)]) == 0
     (winner,) = sweep.best().best
     assert winner.config == own and winner.of_flash == 1
-    assert [(at.seq_len, at.config, at.of_mean) for at in winner.at_lengths] == [(8192, long, 1.1)]
-    assert f"  at 8192: {long}, 1.100 of that\n" in capsys.readouterr().out
-    found = {n: sweep.best().find(LAST.step.id, "bf16", seq_len=n) for n in (512, 7000, 10**6)}
-    assert found == {512: LAST, 7000: LONG, 10**6: LAST}
-    assert sweep.best().find(LAST.step.id, "bf16") == LAST
+    assert {at.config for at in winner.at_lengths} == {long}
+    of_mean = {at.seq_len: at.of_mean for at in winner.at_lengths}
+    assert of_mean == {512: 0.9, 1024: 0.9, 2048: 0.9, 4096: 0.9, 8192: 1.1, 16384: 1.009}
+    told = capsys.readouterr().out
+    assert f"  at 8192: {long}, 1.100 of that\n" in told and "at 4096" not in told
+    assert winner.at_length(512) == [LAST, LONG]
+    assert winner.at_length(7000) == winner.at_length(10**6) == [LONG, LAST]
+    assert winner.at_length() == [LAST]
     text = best_file(sweep.root / "configs", H100).read_text()
     assert read_configs(json.loads(text)) == [LAST, LONG]
 
@@ -605,7 +611,9 @@ def test_causal_configs_have_a_winner_of_their_own(sweep, monkeypatch, log) -> N
         False: other.short_form(),
         True: LAST_CAUSAL.short_form(),
     }
-    assert best.find(LAST.step.id, "bf16", causal=True) == LAST_CAUSAL
+    for causal in (False, True):
+        assert best.find(LAST.step.id, "bf16", causal) in best.best
+    assert best.find(LAST.step.id, "fp16") is None
     # no request has both
     assert not any("_causal" in line and other.short_form() in line for line in requests_in(log()))
 

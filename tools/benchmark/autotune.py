@@ -194,7 +194,11 @@ def winner_text(found: BestConfig) -> str:
         f"{found.step} {found.dtype}: {found.config}, {found.mean_tflops:.0f} TFLOP/s, "
         f"{found.of_flash:.3f} of PyTorch's flash backend, of {found.n_candidates} timed"
     ]
-    lines += [f"  at {a.seq_len}: {a.config}, {a.of_mean:.3f} of that" for a in found.at_lengths]
+    lines += [
+        f"  at {at.seq_len}: {at.config}, {at.of_mean:.3f} of that"
+        for at in found.at_lengths
+        if at.of_mean > 1
+    ]
     return "\n".join(lines)
 
 
@@ -217,7 +221,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     step = step if arguments.together else ""
     kernels = list(dict.fromkeys(kernel_of(config, step) for config in runs))
     found = (best.find(name, dtype.short, causal) for name, dtype, causal in kernels)
-    champions = [config for config in found if config is not None]
+    champions = [config for entry in found if entry for config in entry.at_length()]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
         compiler=CubinCompiler(

@@ -82,6 +82,8 @@ examples:
   causal problems, and 32 heads of Q on 8 of K and V, each into a file of its own:
     python tools/benchmark/pt_bench.py --kernel h21 h24 --causal --json causal.json
     python tools/benchmark/pt_bench.py --kernel h24 --heads 32 --kv-heads 8 --json grouped.json
+  one sequence at a time:
+    python tools/benchmark/pt_bench.py --kernel h28 --batch 1 --json alone.json
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
       --time-budget 60
@@ -108,6 +110,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--heads", type=positive, default=N_HEADS, metavar="N", help=f"of Q (default: {N_HEADS})"
     )
     add_problem_arguments(parser)
+    parser.add_argument(
+        "--batch", type=positive, metavar="N", help="(default: what 65536 tokens leave, at most 16)"
+    )
     parser.add_argument(
         "--rounds",
         type=positive,
@@ -210,6 +215,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         heads=arguments.heads,
         kv_heads=arguments.kv_heads,
         causal=arguments.causal,
+        batch=arguments.batch,
     )
     first = shape_for(seq_lens[0])
     if arguments.plot:

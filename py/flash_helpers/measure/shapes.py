@@ -11,14 +11,20 @@ MAX_ROWS = 2**20  # batch * heads * seq_len
 
 
 def default_shape(
-    seq_len: int, heads: int = N_HEADS, kv_heads: int | None = None, causal: bool = False
+    seq_len: int,
+    heads: int = N_HEADS,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    batch: int | None = None,
 ) -> AttentionForward:
     """The problem of one length, with a batch of what MAX_HEADS and MAX_ROWS leave: of 16 heads 16,
     or 65536 tokens; of twice as many heads half of it, so that Q and the work are of one size.
 
-    kv_heads: as many as heads if None. Raises ValueError as `AttentionForward` does.
+    kv_heads: as many as heads if None. batch: instead of that. Raises ValueError as
+    `AttentionForward` does.
     """
-    batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
+    if batch is None:
+        batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
     return AttentionForward(batch, heads, seq_len, kv_heads=kv_heads, causal=causal)
 
 

@@ -107,6 +107,14 @@ class Config:
         """The config and all that `runs_as` may name, which are built along with it."""
         return (self,)
 
+    def computed_scores(self, problem: AttentionForward) -> int:
+        """Scores of queries and keys that are computed for a problem, hidden ones too. They are
+        more than are asked for where tiles are not filled."""
+        tiles = self.supports
+        rows = -(-problem.len_q // tiles.B_r) * tiles.B_r
+        keys = -(-problem.len_k // tiles.B_c) * tiles.B_c
+        return problem.batch * problem.heads * rows * keys
+
     def variants(self: Own) -> tuple[Own, ...]:
         """The config, and those of the same step and tiles that are compiled for problems that it
         refuses."""

@@ -240,6 +240,16 @@ class HopperKernelConfig(Config):
         """Thread blocks for so many tiles of queries; block b takes tiles b, b + n_blocks, ..."""
         return min(tiles, SMS) if PERSISTENT in self.step.traits else tiles
 
+    def computed_scores(self, problem: AttentionForward) -> int:
+        """As of any config; where blocks stay and tiles are alike, as many of each block as of the
+        busiest, for which the others wait."""
+        blocks = self.cluster_blocks
+        tiles = blocks * self._n_tiles(problem)
+        if PERSISTENT in self.step.traits and not self.causal:
+            at_a_time = SMS // blocks * blocks
+            tiles = -(-tiles // at_a_time) * at_a_time
+        return tiles * self.B_r * -(-problem.len_k // self.B_c) * self.B_c
+
     def counts(self, problem: AttentionForward) -> bool:
         """Whether blocks take the tiles behind their first from a counter."""
         q_tiles = -(-problem.len_q // self.B_r)
@@ -255,6 +265,11 @@ class HopperKernelConfig(Config):
         """Tiles of queries of one head, those that the blocks of a cluster take together as one."""
         rows = self.cluster_blocks // self._cluster_heads(problem) * self.B_r
         return -(-problem.len_q // rows)
+
+    def _n_tiles(self, problem: AttentionForward) -> int:
+        """Of all heads and batches, likewise."""
+        heads = problem.batch * problem.heads // self._cluster_heads(problem)
+        return self._q_tiles(problem) * heads
 
     def _head_group(self, problem: AttentionForward) -> int:
         """Heads whose causal tiles are taken together, longest first.
@@ -308,8 +323,7 @@ class HopperKernelConfig(Config):
     ) -> tuple[Launch, ...]:
         """A block for each tile of queries, head and batch; or as many as run at a time, which take
         one tile after the other."""
-        q_tiles = self._q_tiles(problem)
-        tiles = q_tiles * problem.heads * problem.batch // self._cluster_heads(problem)
+        tiles = self._n_tiles(problem)
         counts = self.counts(problem)
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
         values: dict[str, tuple[float, ...]] = {
@@ -317,7 +331,7 @@ class HopperKernelConfig(Config):
             "heads": (problem.heads,),
             "tiles": (tiles,),
             "len_q": (problem.len_q,),
-            "q_tiles": (q_tiles,),
+            "q_tiles": (self._q_tiles(problem),),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (problem.softmax_scale * math.log2(math.e),),
             "head_group": (self._head_group(problem),),

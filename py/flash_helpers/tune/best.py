@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from flash_helpers.registry.choice import first_that_takes, preferred_steps
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
 from flash_helpers.runtime import library, tensors
-from flash_helpers.tune.winners import BestConfigs, load_best
+from flash_helpers.tune.winners import BestConfig, BestConfigs, load_best
 
 
 def best_config(
@@ -53,7 +53,7 @@ def best_config(
         raise UsageError(f"step {step!r} is not one of {', '.join(STEPS)}")
     element = _element_type(dtype)
     built = set(library.kernels())
-    for config in _winners(found[0], element, device, causal, seq_len):
+    for config in _winners(found[0], element, device, causal, lambda e: e.at_length(seq_len)):
         if config in built:
             return config
     fixed = FAMILIES[found[0].family].fixed_config(found[0], element)
@@ -67,22 +67,19 @@ def choose_config(problem: AttentionForward, device: torch.device) -> Config:
     """The built config that computes a problem on a device when nobody names one.
 
     It is the first that supports the problem among, for the last step of each family that runs on
-    the device, the newest family first: its `best_config` for such problems, that at the number of
-    queries first, its fixed config, and their variants (`Config.variants`). If no sweep has looked
-    at the step yet, the last one before it that a sweep knows stands for it, tile by tile.
+    the device, the newest family first: the winners of its sweeps for such problems, the one that
+    should be the fastest on this one first (`BestConfig.for_problem`), its fixed config, and their
+    variants (`Config.variants`). If no sweep has looked at the step yet, the last one before it
+    that a sweep knows stands for it, tile by tile.
 
     Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
     that runs no kernel, and if the library is not there.
     """
-    length = 2 ** round(math.log2(problem.len_q))  # so that few are asked for
-    candidates = _candidates(problem.dtype, device, problem.causal, length)
-    return first_that_takes(problem, candidates)
+    return first_that_takes(problem, _candidates(problem, device))
 
 
-@functools.cache
-def _candidates(
-    dtype: DType, device: torch.device, causal: bool, seq_len: int
-) -> tuple[Config, ...]:
+def _candidates(problem: AttentionForward, device: torch.device) -> tuple[Config, ...]:
+    dtype, causal = problem.dtype, problem.causal
     capability = None
     if device.type == "cuda":
         tensors.check_device(next(iter(FAMILIES.values())), device)
@@ -95,10 +92,7 @@ def _candidates(
             every = [fixed]
             if any(c in built and c.supports.causal == causal for c in fixed.variants()):
                 swept = _last_swept(step, dtype, device, causal)
-                best = (
-                    best_config(swept.id, dtype, device, causal=causal, seq_len=n)
-                    for n in (seq_len, None)
-                )
+                best = _winners(swept, dtype, device, causal, lambda e: e.for_problem(problem))
                 every = [*(_succeeded(c, swept, step) for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
@@ -116,7 +110,7 @@ def _last_swept(
     """The last step of the family that sweeps have found a winner for, no later than this one; this
     one if there is none."""
     steps = [*FAMILIES[step.family].steps.values()][: step.number]
-    known = (s for s in reversed(steps) if _winners(s, dtype, device, causal, None))
+    known = (s for s in reversed(steps) if _winners(s, dtype, device, causal, BestConfig.at_length))
     return next(known, step)
 
 
@@ -138,21 +132,19 @@ def _winners(
     dtype: DType,
     device: torch.device | str | int | None,
     causal: bool,
-    seq_len: int | None,
+    in_order: Callable[[BestConfig], list[Config]],
 ) -> list[Config]:
+    """Of the files of this GPU, then of others of its compute capability, each in some order."""
     gpu = _gpu(device)
     if gpu is None:
         return []
     name, capability = gpu
-    files = _files(library.package_folder() / CONFIG_FOLDER)
-    asked = (step.id, dtype.short, causal, seq_len)
-    own = [file.find(*asked) for file in files if file.gpu == name]
-    near = [
-        file.find(*asked)
-        for file in files
-        if file.gpu != name and file.compute_capability == capability
-    ]
-    if own and own[0] and own[0] not in library.kernels():
+    own, near = [], []
+    for file in _files(library.package_folder() / CONFIG_FOLDER):
+        entry = file.find(step.id, dtype.short, causal)
+        if entry and file.compute_capability == capability:
+            (own if file.gpu == name else near).extend(in_order(entry))
+    if own and own[0] not in library.kernels():
         warnings.warn(
             f"the fastest config of {step.id} in {dtype.short} on {name}, {own[0].short_form()}, "
             "was not built: run tools/build/generate_kernel_instantiations.py with this GPU's file "
@@ -160,7 +152,7 @@ def _winners(
             RuntimeWarning,
             stacklevel=3,
         )
-    return [config for config in (*own, *near) if config is not None]
+    return [*own, *near]
 
 
 def _gpu(device: torch.device | str | int | None) -> tuple[str, str] | None:

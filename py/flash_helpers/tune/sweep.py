@@ -145,18 +145,23 @@ def _ratio(measurements: Sequence[Measurement], name: str) -> float | None:
 def _at_lengths(
     measurements: Iterable[Measurement], winner: Config, configs: Iterable[Config]
 ) -> Iterator[BestAtLength]:
-    """At which lengths one of the configs is faster than the winner of the mean, by more than
-    AT_LENGTH_GAIN, so that no kernel is built for less than what measurements differ by."""
+    """The speeds at all lengths of those configs that at one of them are the fastest, and faster
+    than the winner of the mean by more than AT_LENGTH_GAIN, so that no kernel is built for less
+    than what measurements differ by."""
     names = {config.short_form() for config in configs}
     speeds: dict[int, dict[str, float]] = {}
     for m in measurements:
         if m.name in names:
             speeds.setdefault(m.seq_len, {})[m.name] = m.tflops
-    for seq_len, found in sorted(speeds.items()):
-        fastest = max(found, key=lambda name: found[name])
-        gain = found[fastest] / found[winner.short_form()]
-        if gain > AT_LENGTH_GAIN:
-            yield BestAtLength(seq_len, fastest, round(gain, 4))
+    of_mean = {
+        seq_len: {name: tflops / found[winner.short_form()] for name, tflops in found.items()}
+        for seq_len, found in sorted(speeds.items())
+    }
+    fastest = (max(found.items(), key=lambda item: item[1]) for found in of_mean.values())
+    kept = {name for name, gain in fastest if gain > AT_LENGTH_GAIN}
+    for seq_len, found in of_mean.items():
+        for name in sorted(kept):
+            yield BestAtLength(seq_len, name, round(found[name], 4))
 
 
 def kernel_of(config: Config, step: str = "") -> tuple[str, DType, bool]:

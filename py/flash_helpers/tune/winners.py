@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
 from flash_helpers.measure.results import RecordFile, refuse_mixing
+from flash_helpers.measure.shapes import tuning_shape
+from flash_helpers.registry.problem import AttentionForward
 
 Own = TypeVar("Own", bound="GpuFile")
 
@@ -55,8 +57,8 @@ class GpuFile(RecordFile):
 
 @dataclass(frozen=True)
 class BestAtLength:
-    """The fastest config at one length, by short form. of_mean: its speed there over that of the
-    config that is fastest in the mean."""
+    """The speed of one config, by short form, at one length. of_mean: over that of the config that
+    is fastest in the mean."""
 
     seq_len: int
     config: str
@@ -69,8 +71,9 @@ class BestConfig:
 
     config: short form. mean_tflops: harmonic mean over seq_lens; of_flash: over that of PyTorch's
     flash backend in the same process. n_candidates: configs that were timed. causal: on causal
-    problems, as its configs are. at_lengths: of seq_lens those at which another config is faster.
-    load: of the last round; "turns" was samples of 10 ms, one contender's right after another's.
+    problems, as its configs are. at_lengths: of other configs that are the fastest at one of
+    seq_lens, at each of these; in older files where they are the fastest. load: of the last round;
+    "turns" was samples of 10 ms, one contender's right after another's.
     """
 
     MAY_LACK: ClassVar[tuple[str, ...]] = ("causal", "at_lengths", "load")
@@ -91,13 +94,41 @@ class BestConfig:
     at_lengths: tuple[BestAtLength, ...] = ()
     load: str = "turns"
 
-    def names(self, seq_len: int | None = None) -> list[str]:
-        """Short forms, the preferred one first. seq_len: of a problem, which the measured length
-        nearest to it, as a ratio, stands for, of two as near the longer; None stands for all."""
-        if seq_len is None:
-            return [self.config]
-        nearest = min(self.seq_lens, key=lambda n: (max(n / seq_len, seq_len / n), -n))
-        return [*(at.config for at in self.at_lengths if at.seq_len == nearest), self.config]
+    def at_length(self, seq_len: int | None = None) -> list[Config]:
+        """Configs that the registry still has, the fastest first. seq_len: of problems, which
+        `nearest` stands for; None: in the mean, which is one config."""
+        return _fastest_first(self._speeds(None if seq_len is None else self.nearest(seq_len)))
+
+    def for_problem(self, problem: AttentionForward) -> list[Config]:
+        """Configs that the registry still has, the one that should be the fastest first: by its
+        speed at the measured length that is nearest, and by how much less it computes for each
+        score that is asked for than it did there, since tiles are filled better."""
+        nearest = self.nearest(problem.len_q)
+        return _fastest_first(
+            {
+                config: speed
+                * config.computed_scores(tuning_shape(config, nearest))
+                / config.computed_scores(problem)
+                for config, speed in self._speeds(nearest).items()
+            }
+        )
+
+    def nearest(self, seq_len: int) -> int:
+        """The measured length that is nearest, as a ratio; of two as near the longer."""
+        return min(self.seq_lens, key=lambda n: (max(n / seq_len, seq_len / n), -n))
+
+    def _speeds(self, seq_len: int | None) -> dict[Config, float]:
+        of_mean = {self.config: 1.0}
+        of_mean |= {at.config: at.of_mean for at in self.at_lengths if at.seq_len == seq_len}
+        found = {}
+        for name, speed in of_mean.items():
+            with contextlib.suppress(ValueError):
+                found[config_from_short_form(name)] = speed
+        return found
+
+
+def _fastest_first(speeds: Mapping[Config, float]) -> list[Config]:
+    return sorted(speeds, key=lambda config: -speeds[config])
 
 
 @dataclass(frozen=True)
@@ -110,17 +141,10 @@ class BestConfigs(GpuFile):
 
     best: tuple[BestConfig, ...]
 
-    def find(
-        self, step: str, dtype: str, causal: bool = False, seq_len: int | None = None
-    ) -> Config | None:
-        """The fastest config of a step in a dtype, at one length or in the mean, if one is known
-        and the registry still has it."""
-        for entry in self.best:
-            if (entry.step, entry.dtype, entry.causal) == (step, dtype, causal):
-                for name in entry.names(seq_len):
-                    with contextlib.suppress(ValueError):
-                        return config_from_short_form(name)
-        return None
+    def find(self, step: str, dtype: str, causal: bool = False) -> BestConfig | None:
+        """What is known of a step in a dtype, on causal problems or on others."""
+        wanted = (step, dtype, causal)
+        return next((e for e in self.best if (e.step, e.dtype, e.causal) == wanted), None)
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:
         """With these in the place of others of their steps, dtypes and masks; in order."""
