@@ -148,8 +148,20 @@ class TestGeneralProblems:
                 assert S.isfinite().tolist() == [n < computed for n in range(128)]
                 assert not P[computed:].nan_to_num().any()
 
-    def test_tiles_of_a_cluster_from_a_counter(self, monkeypatch):
+    @pytest.mark.parametrize(
+        ("step", "heads", "len_q"), [("h22", 1, 640), ("h24", 3, 250), ("h28", 1, 640)]
+    )
+    def test_tiles_that_are_handed_out_backwards(self, step, heads, len_q, monkeypatch):
         monkeypatch.setattr(hopper, "SMS", 4)
+        config, problem = causal_of(step), causal_problem(len_q, 192, heads)
+        known = [config.known_tiles(problem, block) for block in range(4)]
+        assert (len(known[0]), len(known[3])) == (1, 2)  # the longest tile alone
+        found = compared(config, problem)
+        assert found.disagreement is None
+        assert not found.faults
+
+    def test_tiles_of_a_cluster_from_a_counter(self, monkeypatch):
+        monkeypatch.setattr(hopper, "SMS", 2)
         found = compared(causal_of("h25"), causal_problem(640, 192))
         assert found.disagreement is None
         assert not found.faults

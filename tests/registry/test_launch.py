@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
@@ -399,6 +400,47 @@ class TestGeneralSteps:
         # 206 heads in groups of 16, the last 14 of them, then 50
         assert tiles[192 * 8 :: 14][:8] == tuple((192, row) for row in range(8)[::-1])
         assert tiles[206 * 8 :: 50] == tuple((206, row) for row in range(8)[::-1])
+
+    def test_without_one_all_heads_are_taken_together_if_their_keys_stay_in_the_cache(self):
+        offset = HOPPER.arguments.offset("head_group")
+        for batch, heads in ((1, 16), (9, 144), (10, 8)):
+            problem = AttentionForward(batch, 16, 512, causal=True)
+            (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
+            assert struct.unpack_from("<i", launch.arguments, offset) == (heads,)
+
+    @pytest.mark.parametrize(
+        ("step", "batch", "seq_len", "lots"),
+        [
+            (WITH_CAUSAL, 2, 1024, 2),
+            (WITH_COUNTER, 1, 2048, 2),
+            (WITH_COUNTER, 1, 4096, 1),
+            (WITH_COUNTER, 5, 512, 3),
+            (WITH_CLUSTERS, 1, 2048, 2),
+            (WITH_CLUSTERS, 5, 512, 3),
+            (WITH_CLUSTERS, 1, 100, 1),
+        ],
+    )
+    def test_tiles_that_are_known_before_are_each_one_blocks(self, step, batch, seq_len, lots):
+        config = general(step, causal=True)
+        problem = AttentionForward(batch, 16, seq_len, causal=True)
+        (launch,) = config.launch(problem, problem.strides())
+        known = [config.known_tiles(problem, block) for block in range(launch.n_blocks)]
+        assert max(map(len, known)) == lots
+        tiles = config.tiles(problem)
+        of_counter = range(launch.n_blocks, len(tiles)) if seq_len == 4096 else ()
+        assert sorted([*itertools.chain(*known), *of_counter]) == [*range(len(tiles))]
+
+    @pytest.mark.parametrize(
+        ("step", "low", "high"), [(WITH_CAUSAL, 1.3, 1.8), (WITH_COUNTER, 1, 1.1)]
+    )
+    def test_whoever_has_the_longest_tile_has_the_shortest_too(self, step, low, high):
+        config, problem = general(step, causal=True), AttentionForward(1, 16, 2048, causal=True)
+        tiles = config.tiles(problem)
+        work = [
+            sum(tiles[number][1] + 1 for number in config.known_tiles(problem, block))
+            for block in range(132)
+        ]
+        assert low < max(work) / (sum(work) / len(work)) < high
 
     @pytest.mark.parametrize(("heads", "last"), [(1, 1), (16, 16), (18, 2), (32, 16)])
     def test_without_one_the_last_heads_are_those_that_are_left(self, heads, last):

@@ -275,12 +275,16 @@ class HopperKernelConfig(Config):
         """Heads whose causal tiles are taken together, longest first.
 
         As many as have a tile for each block at a time, if blocks take theirs from a counter: the
-        fewer K and V are in use, the less is fetched. Without one, what balances best (measured): a
-        quarter of that in short sequences, twice as many in long ones.
+        fewer K and V are in use, the less is fetched. Without one, all of those whose K and V stay
+        in the L2 cache anyway, and of more what balances best (measured): a quarter of that in
+        short sequences, twice as many in long ones.
         """
         q_tiles, at_a_time = self._q_tiles(problem), SMS // self.cluster_blocks
         if self.counts(problem):
             return max(1, at_a_time // q_tiles)
+        kv_bytes = 2 * ELEMENT_BYTES * math.prod(problem.kv_shape)
+        if DYNAMIC in self.step.traits and kv_bytes <= _KEPT_BYTES:
+            return problem.batch * problem.heads // self._cluster_heads(problem)
         if q_tiles <= _SHORT:
             return max(1, at_a_time // (4 * q_tiles))
         return max(1, 2 * at_a_time // q_tiles)
@@ -317,6 +321,18 @@ class HopperKernelConfig(Config):
             for head, row in taken
             for i in range(self.cluster_blocks)
         )
+
+    def known_tiles(self, problem: AttentionForward, block: int) -> tuple[int, ...]:
+        """Numbers of the tiles of a thread block, in its order; of those that come from a counter
+        the first alone (`take_tile` in src/include/sm90/arguments.cuh)."""
+        together, tiles = self.cluster_blocks, self._n_tiles(problem)
+        lot = self.n_blocks(together * tiles) // together
+        taker, rank = divmod(block, together)
+        is_counted = self.counts(problem) and tiles > 2 * lot
+        lots = range(1 if is_counted else -(-tiles // lot))
+        turns = DYNAMIC in self.step.traits and self.causal
+        taken = (n * lot + (lot - 1 - taker if turns and n % 2 else taker) for n in lots)
+        return tuple(together * number + rank for number in taken if number < tiles)
 
     def launch(
         self, problem: AttentionForward, strides: Mapping[str, Strides]
@@ -406,6 +422,7 @@ class HopperKernelConfig(Config):
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
 _SHORT = 8  # tiles of a head
+_KEPT_BYTES = 40_000_000  # of K and V that stay in an L2 cache of 50 MB while they are in use
 _LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
 
 
