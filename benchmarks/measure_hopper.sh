@@ -25,7 +25,12 @@ whole=(512 1024 2048 4096 7680 15360) # which tiles of 192 rows and 80 keys divi
 square=d128_Br128_Bc128_K3_V2_pp long=d128_Br192_Bc80_K3_V3 short=d128_Br128_Bc64_K3_V3_pp
 causal=("h24_bf16_${short}_causal" "h27_bf16_${square}_causal" "h28_bf16_${square}_causal")
 both=(h20_{bf16,fp16}_$square h28_{bf16,fp16}_$square h24_{bf16,fp16}_${long}_pp)
+alone=(1024 2048 4096 8192 16384) # one sequence at a time
 
+measure hopper_alone_causal --load sustained --batch 1 --seq "${alone[@]}" --causal \
+    --kernel h28_bf16_${square}_causal
+measure hopper_alone --load sustained --batch 1 --seq "${alone[@]}" \
+    --kernel h28_bf16_$square h26_bf16_${long}_pp
 measure hopper_grouped --load sustained --seq "${lengths[@]}" --causal --heads 32 --kv-heads 8 \
     --kernel "${causal[@]}"
 measure hopper_causal --load sustained --seq "${lengths[@]}" --causal \

@@ -174,9 +174,7 @@ class WgmmaRecorder(Recorder):
         self._numbered = config.tiles(problem)
         self._n_blocks = config.n_blocks(len(self._numbered))
         # Of each thread block, the numbers of its tiles; those from a counter as they are taken.
-        self._taken = [
-            [*config.known_tiles(problem, block)] for block in range(self._n_blocks)
-        ]
+        self._taken = [[*config.known_tiles(problem, block)] for block in range(self._n_blocks)]
         # Of Q @ K^T and of P @ V, (thread blocks, warps): where the last products that a warp has
         # retired belong; where the next ones will.
         shape = (self._n_blocks, config.n_warps)

@@ -275,15 +275,14 @@ class HopperKernelConfig(Config):
         """Heads whose causal tiles are taken together, longest first.
 
         As many as have a tile for each block at a time, if blocks take theirs from a counter: the
-        fewer K and V are in use, the less is fetched. Without one, all of those whose K and V stay
-        in the L2 cache anyway, and of more what balances best (measured): a quarter of that in
-        short sequences, twice as many in long ones.
+        fewer K and V are in use, the less is fetched. Without one, all if blocks have two tiles at
+        most, and of more what is fastest (measured): a quarter of that in short sequences, twice as
+        many in long ones.
         """
         q_tiles, at_a_time = self._q_tiles(problem), SMS // self.cluster_blocks
         if self.counts(problem):
             return max(1, at_a_time // q_tiles)
-        kv_bytes = 2 * ELEMENT_BYTES * math.prod(problem.kv_shape)
-        if DYNAMIC in self.step.traits and kv_bytes <= _KEPT_BYTES:
+        if DYNAMIC in self.step.traits and self._n_tiles(problem) <= 2 * at_a_time:
             return problem.batch * problem.heads // self._cluster_heads(problem)
         if q_tiles <= _SHORT:
             return max(1, at_a_time // (4 * q_tiles))
@@ -422,7 +421,6 @@ class HopperKernelConfig(Config):
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
 COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
 _SHORT = 8  # tiles of a head
-_KEPT_BYTES = 40_000_000  # of K and V that stay in an L2 cache of 50 MB while they are in use
 _LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
 
 

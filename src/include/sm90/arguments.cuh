@@ -113,10 +113,10 @@ __device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePla
 // cluster take one together, a tile of all their rows, and count as one.
 template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args) {
-    const int lot = gridDim.x / kBlocks;
     if (!kDynamic) {
-        return tile + lot;
+        return tile + gridDim.x / kBlocks;
     }
+    const int lot = gridDim.x / kBlocks;
     const int backwards = 2 * (tile / lot + 1) * lot - 1 - tile;
     if (args.next_tile == nullptr) {
         return backwards;
@@ -128,10 +128,12 @@ __device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args)
 // Whether the block has taken a tile.
 template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ bool took_tile(int tile, const HopperKernelArgs &args) {
-    const int lot = gridDim.x / kBlocks;
-    if (!kDynamic || args.next_tile == nullptr) {
-        const bool is_backwards = kDynamic && tile / lot % 2;
-        return (is_backwards ? lot - 1 - tile % lot : tile % lot) == blockIdx.x / kBlocks;
+    if (!kDynamic) {
+        return tile % (gridDim.x / kBlocks) == blockIdx.x / kBlocks;
+    }
+    if (args.next_tile == nullptr) {
+        const int lot = gridDim.x / kBlocks, place = tile % lot;
+        return (tile / lot % 2 ? lot - 1 - place : place) == blockIdx.x / kBlocks;
     }
     return args.next_tile[1 + tile] == blockIdx.x / kBlocks + 1;
 }
