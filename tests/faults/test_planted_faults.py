@@ -14,6 +14,7 @@ from flash_helpers.check.planting import (
     inputs_of,
     is_built_from,
     kernel_of,
+    on_few_sms,
     plant,
     reference_of,
     run_planted,
@@ -33,7 +34,8 @@ WRONG = [name for name, fault in FAULTS.items() if fault.error is None]
 def run(config: Config, kernel: Kernel) -> torch.Tensor:
     """The kernel's output; a fault is raised."""
     tensors = tensors_for(config, *inputs_of(config))
-    run_kernel(config, kernel, tensors)
+    with on_few_sms(config):
+        run_kernel(config, kernel, tensors)
     return tensors["o"]
 
 

@@ -367,15 +367,22 @@ class TestGeneralSteps:
         assert launch.outputs == ("o",)
         assert launch.n_blocks == 1
 
-    @pytest.mark.parametrize(("tiles_a_head", "causal"), [(4, True), (5, True), (5, False)])
+    @pytest.mark.parametrize(
+        ("batch", "tiles_a_head", "causal", "counts"),
+        [
+            (10, 4, True, False),
+            (9, 5, True, True),  # 270 tiles of 132 thread blocks
+            (9, 5, False, False),
+            (8, 5, True, False),  # 240, two for each at most
+        ],
+    )
     def test_a_counter_and_who_took_which_tile_are_the_workspace_of_long_causal_problems(
-        self, tiles_a_head, causal
+        self, batch, tiles_a_head, causal, counts
     ):
         config = general(WITH_COUNTER, causal=causal)
-        problem = replace(PROBE, len_q=tiles_a_head * config.B_r, causal=causal)
+        problem = replace(PROBE, batch=batch, len_q=tiles_a_head * config.B_r, causal=causal)
         (launch,) = config.launch(problem, problem.strides())
-        counts = causal and tiles_a_head == 5
-        assert launch.workspace_bytes == (4 * (1 + 12 * 5) if counts else 0)
+        assert launch.workspace_bytes == (4 * (1 + batch * 6 * 5) if counts else 0)
         counter = Address(HOPPER.arguments.offset("next_tile"), WORKSPACE)
         assert (counter in launch.addresses) == counts
 
@@ -385,7 +392,7 @@ class TestGeneralSteps:
             problem = AttentionForward(1, 1, length, causal=True)
             (launch,) = general(WITH_CAUSAL, causal=True).launch(problem, problem.strides())
             assert struct.unpack_from("<i", launch.arguments, offset) == (heads,)
-        problem = AttentionForward(1, 1, 1024, causal=True)
+        problem = AttentionForward(3, 16, 1024, causal=True)
         (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
         assert struct.unpack_from("<i", launch.arguments, offset) == (16,)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from flash_helpers.check.reference import (
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.ptx import Kernel
 from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.registry import hopper
 from flash_helpers.registry.hopper import COUNTED_FROM, WGMMA_M
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
@@ -37,15 +39,27 @@ _LINE = re.compile(r"([\w/.]+\.cuh):(\d+)")
 def shape_of(config: Config) -> AttentionForward:
     """The shortest with three blocks of keys or more.
 
-    Of a causal kernel the least that tiles are counted for. The diagonal of the fixed tiles then
-    ends between two warpgroups and within a block of keys, the last of three; the first queries see
-    none.
+    Of a causal kernel the least that tiles are counted for, `on_few_sms`. The diagonal of the fixed
+    tiles then ends between two warpgroups and within a block of keys, the last of three; the first
+    queries see none.
     """
     if config.supports.causal:
         len_q, len_k = COUNTED_FROM * config.B_r, 2 * config.B_c + WGMMA_M
         return AttentionForward(batch=1, heads=1, len_q=len_q, len_k=len_k, causal=True)
     whole = config.supports.whole
     return AttentionForward(batch=1, heads=1, len_q=-(-3 * config.B_c // whole) * whole)
+
+
+@contextlib.contextmanager
+def on_few_sms(config: Config) -> Iterator[None]:
+    """Launches a causal kernel as on a GPU of two SMs, where tiles of `shape_of` are left for a
+    counter when each block has two."""
+    usual = hopper.SMS
+    try:
+        hopper.SMS = 2 if config.supports.causal else usual
+        yield
+    finally:
+        hopper.SMS = usual
 
 
 def distribution_of(config: Config) -> str:
@@ -128,9 +142,10 @@ class Outcome:
 def run_planted(planted: Planted) -> Outcome:
     """Run the kernel on the inputs of `inputs_of`. Raises PtxError if it cannot be run."""
     config = planted.fault.config
-    found = compare_with_reference(
-        config, shape_of(config), distribution=distribution_of(config), ptx=planted.ptx
-    )
+    with on_few_sms(config):
+        found = compare_with_reference(
+            config, shape_of(config), distribution=distribution_of(config), ptx=planted.ptx
+        )
     reference = reference_of(config)
     return Outcome(found, measure_error(found.output, reference.expected), reference.bound)
 

@@ -251,9 +251,15 @@ class HopperKernelConfig(Config):
         return tiles * self.B_r * -(-problem.len_k // self.B_c) * self.B_c
 
     def counts(self, problem: AttentionForward) -> bool:
-        """Whether blocks take the tiles behind their first from a counter."""
+        """Whether blocks take the tiles behind their first from a counter. Where nobody has a third
+        it decides nothing, since a block takes its second when it begins with its first."""
         q_tiles = -(-problem.len_q // self.B_r)
-        return DYNAMIC in self.step.traits and self.causal and q_tiles >= COUNTED_FROM
+        is_long = q_tiles >= COUNTED_FROM and not self._has_two_tiles(problem)
+        return DYNAMIC in self.step.traits and self.causal and is_long
+
+    def _has_two_tiles(self, problem: AttentionForward) -> bool:
+        """Whether no block, or cluster, has more."""
+        return self._n_tiles(problem) <= 2 * (SMS // self.cluster_blocks)
 
     def _cluster_heads(self, problem: AttentionForward) -> int:
         """Heads whose rows the blocks of a cluster take: as many as they are, or one."""
@@ -282,7 +288,7 @@ class HopperKernelConfig(Config):
         q_tiles, at_a_time = self._q_tiles(problem), SMS // self.cluster_blocks
         if self.counts(problem):
             return max(1, at_a_time // q_tiles)
-        if DYNAMIC in self.step.traits and self._n_tiles(problem) <= 2 * at_a_time:
+        if DYNAMIC in self.step.traits and self._has_two_tiles(problem):
             return problem.batch * problem.heads // self._cluster_heads(problem)
         if q_tiles <= _SHORT:
             return max(1, at_a_time // (4 * q_tiles))
@@ -327,8 +333,7 @@ class HopperKernelConfig(Config):
         together, tiles = self.cluster_blocks, self._n_tiles(problem)
         lot = self.n_blocks(together * tiles) // together
         taker, rank = divmod(block, together)
-        is_counted = self.counts(problem) and tiles > 2 * lot
-        lots = range(1 if is_counted else -(-tiles // lot))
+        lots = range(1 if self.counts(problem) else -(-tiles // lot))
         turns = DYNAMIC in self.step.traits and self.causal
         taken = (n * lot + (lot - 1 - taker if turns and n % 2 else taker) for n in lots)
         return tuple(together * number + rank for number in taken if number < tiles)

@@ -107,22 +107,21 @@ __device__ __forceinline__ void store_rows(const HopperKernelArgs &args, TilePla
 }
 
 // The block's next tile, behind the first that it knows: the next that nobody has taken. Who took a
-// tile is written down, as the block's number + 1. Without a counter, and where nobody has a third
-// tile, whoever had the longest gets the shortest: the second of each pair of lots, a tile for each
-// block, goes to the blocks backwards. Tiles that are equal are gridDim.x apart. The blocks of a
-// cluster take one together, a tile of all their rows, and count as one.
+// tile is written down, as the block's number + 1. Without a counter, of tiles that differ every
+// other lot, one for each block, goes to the blocks backwards, so that whoever had the longest gets
+// the shortest. The blocks of a cluster take one together, a tile of all their rows, and count as
+// one.
 template <bool kDynamic, int kBlocks = 1>
 __device__ __forceinline__ int take_tile(int tile, const HopperKernelArgs &args) {
     if (!kDynamic) {
         return tile + gridDim.x / kBlocks;
     }
     const int lot = gridDim.x / kBlocks;
-    const int backwards = 2 * (tile / lot + 1) * lot - 1 - tile;
     if (args.next_tile == nullptr) {
-        return backwards;
+        return tile + 2 * (lot - tile % lot) - 1; // as far behind the lot's end as this is before
     }
     args.next_tile[1 + tile] = blockIdx.x / kBlocks + 1;
-    return args.tiles <= 2 * lot ? backwards : atomicAdd(args.next_tile, 1) + lot;
+    return atomicAdd(args.next_tile, 1) + lot;
 }
 
 // Whether the block has taken a tile.
