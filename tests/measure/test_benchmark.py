@@ -740,6 +740,7 @@ def test_a_problem_of_more_heads_has_a_batch_so_much_smaller() -> None:
     assert [shape.batch for shape in grouped] == [8, 8, 8, 8, 4, 2]
     assert all((p.heads, p.kv_heads, p.causal) == (32, 8, True) for p in grouped)
     assert default_shape(16384, heads=512).batch == 1
+    assert default_shape(512, heads=32, batch=3).batch == 3
     with pytest.raises(ValueError, match="heads 32 is not a multiple of kv_heads 5"):
         default_shape(512, heads=32, kv_heads=5)
 
@@ -1603,7 +1604,7 @@ def pt_bench(monkeypatch):
     monkeypatch.setattr(
         tool,
         "default_shape",
-        lambda n, **options: replace(default_shape(n, **options), batch=1),
+        lambda n, **options: default_shape(n, **{**options, "batch": options.get("batch") or 1}),
     )
     return tool
 
@@ -1630,6 +1631,13 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     captured = capsys.readouterr()
     assert BF16[1].short_form() in captured.out
     assert "benchmark" in captured.err  # the progress bar
+
+
+def test_the_batch_may_be_given(pt_bench, tmp_path: Path) -> None:
+    asked = ["--kernel", "2", "--seq", "64", "--heads", "1", "--load", "burst", "--rounds", "1"]
+    assert pt_bench.main([*asked, "--batch", "3", "--json", str(tmp_path / "out.json")]) == 0
+    measured = load_results(tmp_path / "out.json").measurements
+    assert {(m.batch, m.n_heads, m.seq_len) for m in measured} == {(3, 1, 64)}
 
 
 def test_a_benchmark_that_was_ended_goes_on_where_it_was(
