@@ -110,9 +110,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--heads", type=positive, default=N_HEADS, metavar="N", help=f"of Q (default: {N_HEADS})"
     )
     add_problem_arguments(parser)
-    parser.add_argument(
-        "--batch", type=positive, metavar="N", help="(default: what 65536 tokens leave, at most 16)"
-    )
+    parser.add_argument("--batch", type=positive, metavar="N", help="(default: as above)")
     parser.add_argument(
         "--rounds",
         type=positive,

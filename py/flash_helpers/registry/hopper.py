@@ -272,10 +272,13 @@ class HopperKernelConfig(Config):
         rows = self.cluster_blocks // self._cluster_heads(problem) * self.B_r
         return -(-problem.len_q // rows)
 
+    def _heads(self, problem: AttentionForward) -> int:
+        """Heads of all batches, those that the blocks of a cluster take together as one."""
+        return problem.batch * problem.heads // self._cluster_heads(problem)
+
     def _n_tiles(self, problem: AttentionForward) -> int:
         """Of all heads and batches, likewise."""
-        heads = problem.batch * problem.heads // self._cluster_heads(problem)
-        return self._q_tiles(problem) * heads
+        return self._q_tiles(problem) * self._heads(problem)
 
     def _head_group(self, problem: AttentionForward) -> int:
         """Heads whose causal tiles are taken together, longest first.
@@ -289,7 +292,7 @@ class HopperKernelConfig(Config):
         if self.counts(problem):
             return max(1, at_a_time // q_tiles)
         if DYNAMIC in self.step.traits and self._has_two_tiles(problem):
-            return problem.batch * problem.heads // self._cluster_heads(problem)
+            return self._heads(problem)
         if q_tiles <= _SHORT:
             return max(1, at_a_time // (4 * q_tiles))
         return max(1, 2 * at_a_time // q_tiles)
@@ -301,7 +304,7 @@ class HopperKernelConfig(Config):
         when it begins with one: who has taken a long one last ends up to two tiles behind the
         others, and the last group's are the shorter the more heads it has.
         """
-        heads = problem.batch * problem.heads // self._cluster_heads(problem)
+        heads = self._heads(problem)
         group = self._head_group(problem)
         if not self.counts(problem):
             return (heads - 1) % group + 1
@@ -313,7 +316,7 @@ class HopperKernelConfig(Config):
         numbers (`tile_place` in src/include/sm90/arguments.cuh). Those of a cluster follow one
         another; the last of a head may have no rows."""
         together = self._cluster_heads(problem)
-        q_tiles, heads = self._q_tiles(problem), problem.batch * problem.heads // together
+        q_tiles, heads = self._q_tiles(problem), self._heads(problem)
         group = self._head_group(problem) if self.causal else 1
         before = heads - (self._last_heads(problem) if self.causal else 0)
         rows = range(q_tiles)[::-1] if self.causal else range(q_tiles)
