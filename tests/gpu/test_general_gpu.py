@@ -24,23 +24,35 @@ each_that_counts = each([c for c in GENERAL if c.supports.causal and c.step == G
 ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
 
 
+# Batch, heads, those of K and V, queries, keys.
+SIZES = (
+    *((1, 5, 5, 63, 63), (1, 7, 7, 65, 65), (1, 32, 8, 65, 65), (1, 32, 1, 63, 63)),
+    *((1, 2, 2, 4000, 4000), (1, 2, 1, 8191, 8191)),
+    *(
+        (3, 8, kv_heads, *lengths)
+        for lengths in ((1000, 1000), (2047, 1025), (1, 4097), (777, 3333), (4096, 4096))
+        for kv_heads in (1, 4, 8)
+    ),
+)
+
+
 def shapes_for(config: Config) -> Iterator[AttentionForward]:
-    """The corners of what the config declares, then larger ones, of those that it takes."""
+    """The corners of what the config declares, then other sizes and larger ones, of those that it
+    takes."""
     yield from config.supports.corners()
-    for len_q, len_k in ((1000, 1000), (2047, 1025), (1, 4097), (777, 3333), (4096, 4096)):
-        for kv_heads in (1, 4, 8):
-            shape = AttentionForward(
-                3,
-                8,
-                len_q,
-                dtype=config.dtype,
-                len_k=len_k,
-                kv_heads=kv_heads,
-                causal=config.supports.causal,
-                return_lse="return_lse" in config.supports.abilities,
-            )
-            if not config.refusal(shape):
-                yield shape
+    for batch, heads, kv_heads, len_q, len_k in SIZES:
+        shape = AttentionForward(
+            batch,
+            heads,
+            len_q,
+            dtype=config.dtype,
+            len_k=len_k,
+            kv_heads=kv_heads,
+            causal=config.supports.causal,
+            return_lse="return_lse" in config.supports.abilities,
+        )
+        if not config.refusal(shape):
+            yield shape
 
 
 def run(
