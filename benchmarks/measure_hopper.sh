@@ -28,9 +28,11 @@ both=(h20_{bf16,fp16}_$square h28_{bf16,fp16}_$square h24_{bf16,fp16}_${long}_pp
 alone=(1024 2048 4096 8192 16384) # one sequence at a time
 
 measure hopper_alone_causal --load sustained --batch 1 --seq "${alone[@]}" --causal \
-    --kernel h28_bf16_${square}_causal
+    --kernel h{28,29,30}_bf16_${square}_causal
 measure hopper_alone --load sustained --batch 1 --seq "${alone[@]}" \
-    --kernel h28_bf16_$square h26_bf16_${long}_pp
+    --kernel h{28,30}_bf16_$square h26_bf16_${long}_pp
+measure hopper_last_causal --load sustained --seq 512 1024 2048 4096 --causal \
+    --kernel h{28,29,30}_bf16_${square}_causal
 measure hopper_grouped --load sustained --seq "${lengths[@]}" --causal --heads 32 --kv-heads 8 \
     --kernel "${causal[@]}"
 measure hopper_causal --load sustained --seq "${lengths[@]}" --causal \

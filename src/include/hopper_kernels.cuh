@@ -91,6 +91,14 @@ Kernel h28_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h28_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h28_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h28_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h29_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h29_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h29_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h29_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h30_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h30_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
+Kernel h30_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
+Kernel h30_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 
 inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 1, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
@@ -339,5 +347,29 @@ inline const std::map<HopperKernelConfig, Kernel> hopper_kernels = {
     {{.hopper = 28, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      h28_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 29, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h29_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 29, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h29_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 29, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h29_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 29, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h29_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 30, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h30_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 30, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h30_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
+    {{.hopper = 30, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = false},
+     h30_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()},
+    {{.hopper = 30, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
+      .V_slots = 2, .ping_pong = true, .causal = true},
+     h30_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()},
 };
 // clang-format on

@@ -96,6 +96,8 @@ EXPECTED = (
     "head_pairs",
     "half_blocks",
     "early_slot",
+    "no_fence",
+    "late_take",
 )
 # GitHub, light and dark; Material for MkDocs, light and "slate"
 PAGES = {"light": ("#ffffff",), "dark": ("#0d1117", "#1e2129")}
@@ -1209,6 +1211,51 @@ def test_a_slot_of_q_goes_back_when_it_does_in_the_kernels() -> None:
     words = drawn("early_slot").words
     assert f"waits {begins[0] - begins[1]} in h27 and 0 in h28" in words
     assert "by 2080 \N{MINUS SIGN} 1552 = 528 cycles" in words and "512 + 528 = 1040 more" in words
+
+
+def test_a_cluster_waits_for_a_fence_where_its_kernel_does() -> None:
+    """At the beginning and at the end; Q is asked for as much earlier as the fence takes."""
+    panels = [bars_of("no_fence", lane) for lane in ("threads", "warps")]
+    for first, (begin, *rest) in zip(("meet", "O"), panels, strict=True):
+        assert begin[0] == first and [bar[0] for bar in rest] == ["fence", first]
+    for step, fences in ((28, 2), (29, 0)):
+        source = (ROOT / f"kernels/hopper/h{step}.cuh").read_text()
+        assert source.count("cluster_sync();") == fences
+    places = [bar for bar in bars_of("no_fence", "producer") if bar[0] == "where the tile is"]
+    (_, fence_begin, fence_end) = panels[0][1]
+    assert (
+        [places[0][n] - places[1][n] for n in (1, 2)] == [fence_end - fence_begin] * 2 == [940] * 2
+    )
+    assert "340 + 1220 = 1560, and not at 2500" in drawn("no_fence").words
+
+
+def test_tiles_that_are_taken_late_end_together() -> None:
+    """Four heads of three pairs of tiles with 2, 4 and 6 blocks of keys, longest first. In h29 a
+    cluster's tile is chosen when the one before begins, in h30 when it ends."""
+    lengths = [6] * 4 + [4] * 4 + [2] * 4
+    cells = drawn("late_take").with_data("lane", "tile", "begin", "late")
+    for late, ends in ((False, [18, 16, 14]), (True, [16] * 3)):
+        found = {
+            int(cell.data["tile"]): (int(cell.data["lane"]), int(cell.data["begin"]))
+            for cell in cells
+            if cell.data["late"] == str(late)
+        }
+        assert sorted(found) == [*range(12)]
+        by_lane = {lane: sorted(at for of, at in found.values() if of == lane) for lane in range(3)}
+        chosen = []
+        for tile in range(3, 12):
+            lane, begin = found[tile]
+            before = by_lane[lane][by_lane[lane].index(begin) - 1]
+            chosen.append(begin if late else before)
+        assert chosen == sorted(chosen)
+        last = [
+            max(at + lengths[n] for n, (of, at) in found.items() if of == lane) for lane in range(3)
+        ]
+        assert sorted(last, reverse=True) == ends
+    for step, late in ((29, False), (30, True)):
+        loop = (ROOT / f"kernels/hopper/h{step}.cuh").read_text().split("for (int tile = ")[1]
+        assert (loop.index("take_tile") > loop.index("tma_load_slots")) is late
+    assert "In h29 the busiest has 18, in h30 16." in drawn("late_take").words
 
 
 def test_the_times_of_a_warpgroup_are_counted() -> None:

@@ -52,7 +52,7 @@ examples:
   all kernels of the progression, and what ncu wrote, for diagnosis:
     python tools/analysis/check_executed_counts.py --json {RESULTS} --raw ncu_raw
   family hopper, which has a file and a table of its own:
-    python tools/analysis/check_executed_counts.py --kernel h1..h28 --dtype bf16 \\
+    python tools/analysis/check_executed_counts.py --kernel h1..h30 --dtype bf16 \\
       --json {HOPPER_RESULTS}
   what would be compared, on a machine without a GPU:
     python tools/analysis/check_executed_counts.py --predict --arch sm_80 --kernel 16

@@ -46,7 +46,7 @@ examples:
   all kernels of the progression, and what ncu wrote, for diagnosis:
     python tools/analysis/check_simulator.py --json {RESULTS} --raw ncu_raw
   family hopper, which has a file and a table of its own:
-    python tools/analysis/check_simulator.py --kernel h1..h28 --dtype bf16 \\
+    python tools/analysis/check_simulator.py --kernel h1..h30 --dtype bf16 \\
       --json {HOPPER_RESULTS}
     python tools/analysis/check_simulator.py --write-docs --json {HOPPER_RESULTS}
   the table in the docs, from that file (no GPU needed):

@@ -78,9 +78,9 @@ examples:
   every step that has something to tune, in both dtypes; it takes long and can be stopped:
     python tools/benchmark/autotune.py --dtype both
   the last kernel of hopper in both dtypes, by length, causal too:
-    python tools/benchmark/autotune.py --steps h28 --dtype both
+    python tools/benchmark/autotune.py --steps h30 --dtype both
   the same, and where a config of an earlier step is faster, that one:
-    python tools/benchmark/autotune.py --steps h24 h26 h28 --together
+    python tools/benchmark/autotune.py --steps h24 h26 h30 --together
   with tiles so large that they spill a little, which can pay:
     python tools/benchmark/autotune.py --steps 16 --allow-spills 128
   a few configs, as a JSON list of short forms or of fields:

@@ -83,7 +83,7 @@ examples:
     python tools/benchmark/pt_bench.py --kernel h21 h24 --causal --json causal.json
     python tools/benchmark/pt_bench.py --kernel h24 --heads 32 --kv-heads 8 --json grouped.json
   one sequence at a time:
-    python tools/benchmark/pt_bench.py --kernel h28 --batch 1 --json alone.json
+    python tools/benchmark/pt_bench.py --kernel h30 --batch 1 --json alone.json
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
     python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
       --time-budget 60

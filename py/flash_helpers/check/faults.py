@@ -424,6 +424,14 @@ FAULTS = {
         "h28", BF16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
         "tma_store_piece(args.O",
     ),
+    "h29: nothing tells the other block that its barriers are there": Fault(
+        "h29", BF16, PROLOGUE, r"fence\.mbarrier_init", drop, None, RaceError,
+        "barrier_wait(ring.barrier(empty)",
+    ),
+    "h30: a tile is taken at the beginning too, and nobody has it": Fault(
+        "h30", BF16, MAIN_LOOP, r"atom\.global\.add", swap(r", 1;", ", 2;"), None, quantity="Q",
+        turn=2, causal=True,
+    ),
 }  # fmt: skip
 
 

@@ -620,6 +620,16 @@ HOPPER = Family(
             "Q's slot goes back before the softmax, as soon as O has been read from it",
             _file(28),
         ),
+        StepEntry(
+            "no_fence",
+            "the blocks of a cluster meet and part without a fence",
+            _file(29),
+        ),
+        StepEntry(
+            "late_take",
+            "the next tile is taken when all of this one has been asked for",
+            _file(30),
+        ),
     ),
     targets=(TARGET,),
     arguments=ARGUMENTS,

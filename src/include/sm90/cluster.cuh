@@ -31,6 +31,19 @@ __device__ __forceinline__ void cluster_sync() {
                      : "memory");
 }
 
+// The same, if fences have released what others are to know of, as barrier_init_fence does: with
+// .release each thread would wait for all of its memory, as far as L2.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\t"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+// What the thread has written and knows of is released to the cluster with its next arrival.
+__device__ __forceinline__ void cluster_fence() {
+    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+
 // In any block of the cluster. What the arrival answers for are reads of wgmma that are over, and
 // no stores: with .release.cluster it would wait for all of these, through L2.
 __device__ __forceinline__ void cluster_barrier_arrive(uint32_t barrier) {

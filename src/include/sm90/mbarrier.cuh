@@ -64,3 +64,12 @@ struct Ring {
         return barriers + slot * kBarrierBytes;
     }
 };
+
+// Until what is in any slot of the ring has been given back, by the thread that fills it.
+template <int kSlots>
+__device__ __forceinline__ void wait_until_empty(Ring<kSlots> ring, uint32_t empty) {
+    for (int i = 0; i < kSlots; ++i) {
+        barrier_wait(ring.barrier(empty), ring.lap ^ 1);
+        ring.advance();
+    }
+}

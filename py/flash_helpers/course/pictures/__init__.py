@@ -69,6 +69,8 @@ PICTURES: Mapping[str, Callable[[], Drawing]] = MappingProxyType(
             warpgroups.head_pairs,
             warpgroups.half_blocks,
             warpgroups.early_slot,
+            warpgroups.no_fence,
+            warpgroups.late_take,
         )
     }
 )

@@ -42,6 +42,9 @@ _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 _COPY = 768  # cycles: as long as a copy from L2 is drawn; nothing counts it
 _STORE = 256  # the same of a store of O
 _READ = 128  # and of TMA's way through it in shared memory
+# Of a block's first cycles, by stamps of clock64() on an H100: until its cluster has met, if nobody
+# waits for memory; what a MEMBAR.ALL.GPU adds; from there until the producer asks for Q.
+_MEET, _FENCE, _ASK = 340, 940, 1220
 _LANE = 5  # the one that is followed
 _ARROW = 30  # from the lane of the store to that of a slot
 _RING_COLUMNS = 16  # of the picture of the ring
@@ -741,6 +744,111 @@ def early_slot() -> Drawing:
         f"As it is drawn, the warpgroup waits {waits[27]:.0f} in h27 and {waits[28]:.0f} in h28. "
         f"With a third block of keys in tile B, {S:.0f} + {max(O, ex2):.0f} = "
         f"{S + max(O, ex2):.0f} more lie between, and it waits in neither.",
+    )
+
+
+def no_fence() -> Drawing:
+    """Steps h28 and h29: how the thread blocks of a cluster begin, and how they end."""
+    d = Drawing(
+        "Step h29: a cluster meets and parts without a fence",
+        "Timelines of the first cycles and of the last ones of a thread block. In step h28 each "
+        "thread waits for a fence until the blocks of the cluster have met, and the producer asks "
+        "for Q behind that; at the end each waits for another fence before the block is gone. In "
+        "step h29 they meet without one, and at the end the first block's producer alone waits, "
+        "until all slots are empty.",
+        f"{_MEET} cycles for the barriers and the meeting, {_FENCE} for the fence and {_ASK} until "
+        "Q is asked for are medians of stamps of clock64() on an H100.",
+    )
+    line = Timeline(d, 2 * _MEET + _FENCE + _ASK)
+    for step in (28, 29):
+        fences = [_FENCE] if step == 28 else []
+        met = _MEET + sum(fences)
+        line.heading(f"Step h{step}: the beginning")
+        waits = [Segment(_MEET, fence, "fence", RED) for fence in fences]
+        line.lane("threads", [Segment(0, _MEET, "meet", BLUE), *waits])
+        asks = Segment(met, _ASK, "where the tile is", PURPLE)
+        rest = Segment(asks.end, line.cycles - asks.end, "Q is on its way", ORANGE)
+        line.lane("producer", [asks, rest])
+    for step in (28, 29):
+        line.heading(f"Step h{step}: the end")
+        stored = _STORE + _READ
+        fence = [Segment(stored, _FENCE, "fence", RED)] if step == 28 else []
+        line.lane("warps", [Segment(0, stored, "O", GREEN), *fence])
+        if step == 29:
+            line.lane("producer", [Segment(0, stored, "waits")])
+    line.axis([0, _MEET, _MEET + _FENCE, _MEET + _ASK, _MEET + _FENCE + _ASK])
+    return d.result(
+        d.y + 8,
+        f"Q is asked for {_FENCE} cycles earlier: at {_MEET} + {_ASK} = {_MEET + _ASK}, and not at "
+        f"{_MEET + _FENCE + _ASK}. At the end the producer of h28 has long gone, and that of h29 "
+        f"is the one that stays. The store of O and TMA's read of it are drawn as {_STORE} and "
+        f"{_READ} cycles, which nothing counts.",
+    )
+
+
+def _taken_by_turn(lengths: Sequence[int], takers: int, *, late: bool) -> list[list[int]]:
+    """Which tiles each has: the first that it knows, then the next that nobody has taken, when it
+    begins with one, or late, when it ends one."""
+    taken = [[n] for n in range(takers)]
+    ends = [lengths[n] for n in range(takers)]
+    asks = [end if late else 0 for end in ends]
+    for tile in range(takers, len(lengths)):
+        taker = min(range(takers), key=lambda n: (asks[n], n))
+        taken[taker].append(tile)
+        asks[taker] = ends[taker] + (lengths[tile] if late else 0)
+        ends[taker] += lengths[tile]
+    return taken
+
+
+def late_take() -> Drawing:
+    """Steps h29 and h30: which cluster has which causal tiles."""
+    heads, tiles, clusters = 4, 3, 3
+    config = hopper_step(30).replace(causal=True)
+    rows = config.cluster_blocks * config.B_r
+    d = Drawing(
+        "Step h30: who takes a tile late knows better whose turn it is",
+        f"Two timelines of {clusters} clusters that share {heads * tiles} causal tiles of three "
+        "lengths, longest first. In step h29 each takes its next tile when it begins with one, and "
+        "one cluster ends after the others. In step h30 each takes it at the end of one, and all "
+        "end together.",
+        f"{heads} heads of {tiles * rows} queries, in tiles of {rows} for a cluster, and as many "
+        f"keys in blocks of {config.B_c}. A number is that of a tile's blocks of keys.",
+    )
+    key_blocks = rows // config.B_c
+    lengths = [key_blocks * (row + 1) for row in reversed(range(tiles)) for _ in range(heads)]
+    colours = dict(zip(sorted(set(lengths)), (GREY, ORANGE, BLUE), strict=True))
+    shared = {late: _taken_by_turn(lengths, clusters, late=late) for late in (False, True)}
+    ends = {late: [sum(map(lengths.__getitem__, own)) for own in of] for late, of in shared.items()}
+    x, last = d.left + 60, max(map(max, ends.values()))
+    for late, heading in (
+        (False, "Step h29: at the beginning of a tile"),
+        (True, "Step h30: late"),
+    ):
+        d.bold(d.left, d.y + 20, heading)
+        grid = Grid(d, x, d.y + 32, (d.right - x) / last, 28, gap=2, below=6)
+        for lane, own in enumerate(shared[late]):
+            d.small(d.left, grid.top(lane) + 15, f"cluster {lane}")
+            begin = 0
+            for tile in own:
+                length = lengths[tile]
+                d.cell(
+                    grid.left(begin),
+                    grid.top(lane),
+                    length * grid.width - grid.gap,
+                    grid.height - grid.below,
+                    str(length),
+                    colours[length],
+                    lane=lane,
+                    tile=tile,
+                    begin=begin,
+                    late=late,
+                )
+                begin += length
+        d.y = grid.top(clusters) + 6
+    return d.result(
+        d.y,
+        f"{sum(lengths)} blocks of keys for {clusters} clusters are {sum(lengths) // clusters} for "
+        f"each. In h29 the busiest has {max(ends[False])}, in h30 {max(ends[True])}.",
     )
 
 
