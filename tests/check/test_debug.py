@@ -192,7 +192,12 @@ def test_what_is_not_compared_is_refused(step, options, message):
 # -- the kernels' own values -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", TRACED, ids=lambda c: c.short_form())
+# neither dtype is read in another way
+@pytest.mark.parametrize(
+    "config",
+    [c for c in TRACED if c.dtype is DType.BF16 or c.step is TRACED[-1].step],
+    ids=lambda c: c.short_form(),
+)
 def test_every_quantity_of_every_kernel_agrees(config):
     distribution = "outliers" if is_lazy(config) else "normal"  # m changes in the second block
     q, k, v = inputs(config, distribution, AttentionForward(1, 1, max(config.B_r, 2 * config.B_c)))

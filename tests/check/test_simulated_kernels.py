@@ -31,8 +31,6 @@ from flash_helpers.ptx import Phase, Run
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.hopper import (
     CALL_OPTIONS,
-    DYNAMIC,
-    HALF_BLOCKS,
     HOPPER,
     OWN_KEYS,
     RAGGED,
@@ -54,8 +52,18 @@ GENERAL_STEPS = {
     for step in HOPPER.steps.values()
     if HOPPER.steps["h19"].number < step.number < LAST_OF_HOPPER.number
 }
-# simulated wgmma takes longer: of this family, all inputs are for one dtype, and for tiles of which
-# few blocks are a whole sequence
+
+
+def reorders(step: Step) -> bool:
+    """Whether it brings nothing but another order of what its parent does: no trait, no option."""
+    parent = STEPS[step.parent]
+    return all(
+        getattr(step, name) == getattr(parent, name) for name in ("traits", "options", "tunable")
+    )
+
+
+# simulated wgmma takes longer: of this family, all inputs are for one dtype, for tiles of which few
+# blocks are a whole sequence, and for steps that do not merely reorder
 ON_ALL_INPUTS = [
     config
     for config in BUILT
@@ -65,11 +73,12 @@ ON_ALL_INPUTS = [
         and config.supports.whole == max(config.B_r, config.B_c)
         and not config.supports.causal  # counts tell of blocks that are skipped
         and config.step not in GENERAL_STEPS
+        and (config.step is LAST_OF_HOPPER or not reorders(config.step))
     )
 ]
 ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
 # which problems a kernel takes, and what of them a thread block or a warpgroup does
-DIVIDING = {RAGGED, CALL_OPTIONS, DYNAMIC, OWN_KEYS, HALF_BLOCKS}
+DIVIDING = {RAGGED, CALL_OPTIONS, OWN_KEYS}
 
 
 def divides_anew(step: Step) -> bool:

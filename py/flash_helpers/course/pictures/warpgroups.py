@@ -847,8 +847,9 @@ def late_take() -> Drawing:
         d.y = grid.top(clusters) + 6
     return d.result(
         d.y,
-        f"{sum(lengths)} blocks of keys for {clusters} clusters are {sum(lengths) // clusters} for "
-        f"each. In h29 the busiest has {max(ends[False])}, in h30 {max(ends[True])}.",
+        f"Of all blocks of keys each cluster has {sum(lengths)} / {clusters} = "
+        f"{sum(lengths) // clusters} in the mean. In h29 the busiest has {max(ends[False])}, in "
+        f"h30 {max(ends[True])}.",
     )
 
 
