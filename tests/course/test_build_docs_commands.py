@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -215,6 +217,23 @@ sys.exit(3 if "fail" in sys.argv else None)
         outcome = runner.run(Command(f"python script.py {text}", 1, 0), folder)
         assert (outcome.status, outcome.output, outcome.timed_out) == (status, printed, False)
         assert outcome.errors == "é, of __main__\n"
+
+    def test_has_its_status_although_others_begin_when_it_ends(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """multiprocessing asks for the status of all processes whenever one is started, and a
+        status can be read once."""
+        read = multiprocessing.forkserver.read_signed
+
+        def read_slowly(sentinel: int) -> int:
+            time.sleep(0.05)
+            return read(sentinel)
+
+        monkeypatch.setattr(multiprocessing.forkserver, "read_signed", read_slowly)
+        runner, command = Runner({**os.environ, "SAID": "x"}), Command("python script.py", 1, 0)
+        with ThreadPoolExecutor(4) as pool:
+            outcomes = pool.map(lambda _: runner.run(command, folder), range(16))
+        assert [outcome.status for outcome in outcomes] == [0] * 16
 
     def test_runs_a_module_as_well(self, folder: Path) -> None:
         runner = Runner({**os.environ, "SAID": "x"})

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -291,14 +292,27 @@ class Runner:
             process = begin()
             self._running.add(process)
         try:
-            status = _wait(process, self._time_limit)
+            status = self._wait(process, self._time_limit)
             if status is None:
                 _kill(process)
-                _wait(process)
+                self._wait(process)
             return status
         finally:
             with self._lock:
                 self._running.discard(process)
+
+    def _wait(
+        self, process: subprocess.Popen[bytes] | BaseProcess, time_limit: float | None = None
+    ) -> int | None:
+        """The status that a process ends with; None if it has not by then."""
+        if isinstance(process, BaseProcess):
+            wait([process.sentinel], time_limit)
+            # A status can be read once, and whoever starts a process reads those of all others.
+            with self._lock:
+                return process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(time_limit)
+        return process.returncode
 
     def stop(self) -> None:
         """Kill what runs, and let nothing more begin."""
@@ -328,18 +342,6 @@ def _run_file(
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
-
-
-def _wait(
-    process: subprocess.Popen[bytes] | BaseProcess, time_limit: float | None = None
-) -> int | None:
-    """The status that a process ends with; None if it has not by then."""
-    if isinstance(process, BaseProcess):
-        process.join(time_limit)
-        return process.exitcode
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(time_limit)
-    return process.returncode
 
 
 def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
