@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from hopper_steps import GENERAL_STEPS, LAST_OF_HOPPER, reorders
 
 import flash_attention
 from flash_helpers.check.inputs import QKV, make_inputs, tensors_for
@@ -44,24 +45,6 @@ pytestmark = pytest.mark.slow
 
 BUILT = get_kernels_to_build()
 PROGRESSION = get_kernel_progression_configs()
-*_, LAST_OF_HOPPER = HOPPER.steps.values()
-# Steps after the first that takes any lengths, but for the last: without a mask they compute whole
-# blocks alike.
-GENERAL_STEPS = {
-    step
-    for step in HOPPER.steps.values()
-    if HOPPER.steps["h19"].number < step.number < LAST_OF_HOPPER.number
-}
-
-
-def reorders(step: Step) -> bool:
-    """Whether it brings nothing but another order of what its parent does: no trait, no option."""
-    parent = STEPS[step.parent]
-    return all(
-        getattr(step, name) == getattr(parent, name) for name in ("traits", "options", "tunable")
-    )
-
-
 # simulated wgmma takes longer: of this family, all inputs are for one dtype, for tiles of which few
 # blocks are a whole sequence, and for steps that do not merely reorder
 ON_ALL_INPUTS = [
@@ -77,7 +60,8 @@ ON_ALL_INPUTS = [
     )
 ]
 ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
-# which problems a kernel takes, and what of them a thread block or a warpgroup does
+# which problems a kernel takes, and which keys a warpgroup leaves out; the counter and the halves
+# of blocks are seen in the last step
 DIVIDING = {RAGGED, CALL_OPTIONS, OWN_KEYS}
 
 
@@ -88,7 +72,7 @@ def divides_anew(step: Step) -> bool:
     }
 
 
-# all of the last step, and of each ability the first kernel that has it
+# all of the last step, and of each of these the first kernel that has it
 GENERAL = [
     config
     for config in BUILT

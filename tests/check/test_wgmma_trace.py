@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_backend import ROOT
+from hopper_steps import GENERAL_STEPS, LAST_OF_HOPPER
 
 from flash_helpers.check import debugging
 from flash_helpers.check.blockwise import rows_that_fit
@@ -35,14 +36,12 @@ pytestmark = pytest.mark.slow
 
 PROGRESSION = HOPPER.progression()
 THREE_BLOCKS = AttentionForward(batch=1, heads=1, len_q=384)
-# Neither dtype is read in another way, and where they differ is in fp16's check. From h19 to the
-# last step whole blocks without a mask are computed alike.
-*_, LAST = HOPPER.steps.values()
-ALIKE = range(HOPPER.steps["h19"].number + 1, LAST.number)
+# Neither dtype is read in another way, and where they differ is in fp16's check.
 ONE_DTYPE = [
     config
     for config in PROGRESSION
-    if config.step is LAST or (config.dtype is DType.BF16 and config.step.number not in ALIKE)
+    if config.step is LAST_OF_HOPPER
+    or (config.dtype is DType.BF16 and config.step not in GENERAL_STEPS)
 ]
 OPTIMISTIC = [config for config in PROGRESSION if REPLAYS in config.step.traits]
 THREE_WARPGROUPS = [c for c in tuned_configs() if c.B_r == 192 and not c.causal]

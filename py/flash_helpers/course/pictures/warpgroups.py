@@ -42,8 +42,9 @@ _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 _COPY = 768  # cycles: as long as a copy from L2 is drawn; nothing counts it
 _STORE = 256  # the same of a store of O
 _READ = 128  # and of TMA's way through it in shared memory
-# Of a block's first cycles, by stamps of clock64() on an H100: until its cluster has met, if nobody
-# waits for memory; what a MEMBAR.ALL.GPU adds; from there until the producer asks for Q.
+# Of a block's first cycles, as benchmarks/results/first_cycles_h100.json has them, to tens: until
+# its cluster has met, if nobody waits for memory; what a MEMBAR.ALL.GPU adds; from there until the
+# producer asks for Q.
 _MEET, _FENCE, _ASK = 340, 940, 1220
 _LANE = 5  # the one that is followed
 _ARROW = 30  # from the lane of the store to that of a slot

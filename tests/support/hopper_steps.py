@@ -1,0 +1,24 @@
+"""Which steps of hopper do what others do, for tests that need not run all of them."""
+
+from __future__ import annotations
+
+from flash_helpers.kernel_configs import STEPS
+from flash_helpers.registry.family import Step
+from flash_helpers.registry.hopper import HOPPER
+
+*_, LAST_OF_HOPPER = HOPPER.steps.values()
+# Steps after the first that takes any lengths, but for the last: without a mask they compute whole
+# blocks alike.
+GENERAL_STEPS = {
+    step
+    for step in HOPPER.steps.values()
+    if HOPPER.steps["h19"].number < step.number < LAST_OF_HOPPER.number
+}
+
+
+def reorders(step: Step) -> bool:
+    """Whether it brings nothing but another order of what its parent does: no trait, no option."""
+    parent = STEPS[step.parent]
+    return all(
+        getattr(step, name) == getattr(parent, name) for name in ("traits", "options", "tunable")
+    )
