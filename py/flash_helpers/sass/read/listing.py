@@ -61,13 +61,11 @@ class Line(NamedTuple):
     text: without address, remark and hints, one space between words. remark: what stands behind the
     text: encodings, live registers, where it came from. name: of the function, the architecture or
     the label. address: None where there is none. instruction: predicate, opcode and operands.
-    raw: the line without address and remark, its white space kept.
     """
 
     kind: Kind
     number: int
     text: str
-    raw: str
     remark: str
     name: str
     address: int | None
@@ -84,11 +82,10 @@ def scan(text: str, name: str) -> Iterator[Line]:
         start = _START.match(line)
         if start and not start[1]:
             continue
-        raw, remark = line[start.end() :] if start else line, ""
-        if found := _REMARK.search(raw):
-            raw, remark = raw[: found.start()], raw[found.start() :]
-        raw = (_HINT.sub("", raw) if '(*"' in raw else raw).rstrip()
-        code = " ".join(raw.split())
+        code, remark = line[start.end() :] if start else line, ""
+        if found := _REMARK.search(code):
+            code, remark = code[: found.start()], code[found.start() :]
+        code = " ".join((_HINT.sub("", code) if '(*"' in code else code).split())
         code = f"{code[:-2]};" if code.endswith(" ;") else code
         kind, called, instruction = Kind.OTHER, "", ("", "", "")
         # asked for ";", as a long line without it would be searched again and again
@@ -97,7 +94,7 @@ def scan(text: str, name: str) -> Iterator[Line]:
             if found and found.end() == len(code):
                 kind, instruction = Kind.INSTRUCTION, (found[1] or "", found[2], found[3].strip())
             elif found or (start and code[0] != ".") or code[-1] == ";":
-                raise no_instruction(name, number, line)
+                raise _no_instruction(name, number, line)
         elif found := _SECTION.match(code):
             in_data = found[1] is None
             kind, called = (Kind.OTHER, "") if in_data else (Kind.FUNCTION, found[2])
@@ -108,14 +105,14 @@ def scan(text: str, name: str) -> Iterator[Line]:
             kind, called = Kind.ARCHITECTURE, found[1]
         elif code and not in_data:
             if start and code[0] != ".":
-                raise no_instruction(name, number, line)
+                raise _no_instruction(name, number, line)
             if found := _LABEL.fullmatch(code):
                 kind, called = Kind.LABEL, found[1]
         address = int(start[1], 16) if start else None
-        yield Line(kind, number, code, raw, remark, called, address, instruction)
+        yield Line(kind, number, code, remark, called, address, instruction)
 
 
-def no_instruction(name: str, number: int, line: str) -> SassError:
+def _no_instruction(name: str, number: int, line: str) -> SassError:
     """The error of a line that stands among code."""
     return SassError(
         f"{name} line {number}: not an instruction, or one that is cut off: "
@@ -212,17 +209,17 @@ def parse_listing(text: str, name: str) -> list[ListedFunction]:
             if not functions:
                 # prose may look like an instruction, but not behind an address
                 if line.address is None:
-                    raise no_instruction(name, line.number, line.raw)
+                    raise _no_instruction(name, line.number, line.text)
                 functions.append(ListedFunction("", architecture))
             functions[-1].add(line, labels, name)
             labels.clear()
     found = [function for function in functions if function.lines]
     if not found:
-        raise holds_nothing(name, text)
+        raise _holds_nothing(name, text)
     return found
 
 
-def holds_nothing(name: str, text: str) -> SassError:
+def _holds_nothing(name: str, text: str) -> SassError:
     """The error of a text without an instruction."""
     first = next((line.strip() for line in text.split("\n") if line.strip()), "")
     found = f"{first[:_SHOWN]!r} ..." if first else "it is empty"

@@ -6,16 +6,14 @@ if __name__ == "__main__":
     import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
-import itertools
 import re
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flash_helpers.console.command_line import make_parser, output_file, print_text, run_tool
 from flash_helpers.console.files import write_if_different
-from flash_helpers.sass.read.listing import Kind, Line, decode, holds_nothing, scan
+from flash_helpers.sass.read.listing import Line, ListedFunction, decode, parse_listing
 from flash_helpers.sass.read.records import SassError
 
 _LABEL = re.compile(r"\.L_\w+")
@@ -25,64 +23,35 @@ _INDENT = " " * 8
 
 
 def clean(text: str, name: str) -> str:
-    """The listing without addresses, encodings, source lines, live registers and sizes.
+    """The code of a listing without addresses, encodings, source lines and live registers.
 
-    Jumps go to labels, numbered in each function from its start; those that no instruction names
-    are left out. name: of the file, for errors. Raises SassError for what is no listing.
+    Jumps go to labels, numbered in each function from its start; labels that no instruction names
+    are left out. name: of the file, for errors. Raises SassError for a text that is no listing.
     """
-    lines = [line for line in scan(text, name) if not _moves(line)]
-    code = [line for line in lines if line.kind is Kind.INSTRUCTION]
-    if not code:
-        raise holds_nothing(name, text)
-    named = {label for line in code for label in _LABEL.findall(line.text)}
-    functions = list(itertools.accumulate(line.kind is Kind.FUNCTION for line in lines))
-    places = list(zip(functions, lines, strict=True))
-    wanted = {(f, target) for f, line in places if (target := _target(line)) is not None}
-
-    # What stands at one place has one label, whatever it was called.
-    numbers: Counter[int] = Counter()  # the last one of each function
-    new_name: dict[str, str] = {}
-    label_at: dict[tuple[int, int | None], str] = {}
-    opened: dict[int, str] = {}  # index of a line to the label before it
-    behind_label = False
-    for index, (function, line) in enumerate(places):
-        is_label = _is_label(line) and line.name in named
-        is_target = line.kind is Kind.INSTRUCTION and (function, line.address) in wanted
-        if is_label or is_target:
-            if not behind_label:
-                numbers[function] += 1
-                opened[index] = f".L_x_{numbers[function]}"
-            label = f".L_x_{numbers[function]}"
-            if is_label:
-                new_name[line.name] = label
-            else:
-                label_at[function, line.address] = label
-        behind_label = is_label
-
-    found = []
-    for index, (function, line) in enumerate(places):
-        if index in opened:
-            found.append(f"{opened[index]}:")
-        if line.kind is Kind.INSTRUCTION:
-            label = label_at.get((function, _target(line)))
-            text = _TARGET.sub(f"`({label});", line.text) if label else line.text
-            found.append(_INDENT + _renamed(text, new_name))
-        elif not _is_label(line) and (line.raw or (found and found[-1])):
-            found.append(_renamed(line.raw, new_name))
-    return "\n".join(found).removesuffix("\n") + "\n"
+    functions = parse_listing(text, name)
+    return "\n".join("\n".join(_lines(function)) + "\n" for function in functions)
 
 
-def _renamed(text: str, new_name: Mapping[str, str]) -> str:
-    return _LABEL.sub(lambda match: new_name.get(match[0], match[0]), text)
-
-
-def _moves(line: Line) -> bool:
-    """Whether a line holds nothing but what is left out."""
-    return line.text.startswith(".size ") or (not line.text and line.remark.startswith("//"))
-
-
-def _is_label(line: Line) -> bool:
-    return line.kind is Kind.LABEL and bool(_LABEL.fullmatch(line.name))
+def _lines(function: ListedFunction) -> Iterator[str]:
+    if function.architecture:
+        yield f"\t.target\t{function.architecture}"
+    if function.name:
+        yield f'\t.section\t.text.{function.name},"ax",@progbits'
+    lines = function.lines
+    named = {_target(line) for line in lines.values()}
+    for line in lines.values():
+        named.update(function.labels.get(label) for label in _LABEL.findall(line.text))
+    there = (address for address in lines if address in named)
+    labels = {address: f".L_x_{number}" for number, address in enumerate(there, start=1)}
+    names = {label: labels[at] for label, at in function.labels.items() if at in labels}
+    for address, line in lines.items():
+        if address in labels:
+            yield f"{labels[address]}:"
+        text, target = line.text, _target(line)
+        if target in labels:
+            yield _INDENT + _TARGET.sub(f"`({labels[target]});", text)
+        else:
+            yield _INDENT + _LABEL.sub(lambda match: names.get(match[0], match[0]), text)
 
 
 def _target(line: Line) -> int | None:
@@ -92,11 +61,11 @@ def _target(line: Line) -> int | None:
 
 
 DESCRIPTION = """\
-Strip from a SASS listing what moves when an instruction does, so that two can be compared by diff:
-addresses, encodings, source lines, live registers, sizes. Jumps go to labels, numbered in each
-function from its start; labels that no instruction names are left out. LISTING is what nvdisasm,
-cuobjdump -sass or tools/build/extract_sass.py print; - reads standard input. Registers stay as they
-are: tools/analysis/compare_kernels.py --sass compares without their names.
+Print the code of a SASS listing without what moves when an instruction does, so that two can be
+compared by diff: addresses, encodings, source lines, live registers, sizes. Jumps go to labels,
+numbered in each function from its start; labels that no instruction names are left out. LISTING is
+what nvdisasm, cuobjdump -sass or tools/build/extract_sass.py print; - reads standard input.
+Registers stay as they are: tools/analysis/compare_kernels.py --sass compares without their names.
 """
 
 EXAMPLES = """\
