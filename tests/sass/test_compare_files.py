@@ -180,31 +180,3 @@ def _with_file(kernel: Kernel, old: str, new: str) -> Kernel:
             for i in kernel.instructions
         ),
     )
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["nowhere.cubin", AFTER], "nowhere.cubin is not a file that is there"),
-            (["nowhere/a.so#f", AFTER], "nowhere/a.so is not a file that is there"),
-            ([f"{BEFORE}#none", AFTER], "holds no kernel 'none', only row_softmax"),
-            ([f"{OWN}/compile.sh", AFTER], "is not an ELF file"),
-            ([BEFORE, "9", "--source"], "--source compares the files of steps"),
-            ([BEFORE, AFTER, "--arch", "sm_80"], "holds no kernel for sm_80"),
-            ([BEFORE, AFTER, "--threads", "2000"], "2000"),
-        ],
-    )
-    def test_say_what_is_wrong_with_2(self, tool, capsys, arguments, message) -> None:
-        status, out, err = run(tool, capsys, *arguments)
-        assert (status, out) == (2, "")
-        assert message in err and "Traceback" not in err
-
-    def test_of_several_kernels_one_has_to_be_named(self, tool, capsys, planted: Path) -> None:
-        status, _, err = run(tool, capsys, f"{planted}/several.sm_90.cubin", AFTER)
-        assert status == 2 and "holds 4 such kernels: name one of" in err
-
-    def test_smem_goes_with_threads(self, tool, capsys) -> None:
-        with pytest.raises(SystemExit) as exit_info:
-            tool.main([BEFORE, AFTER, "--smem", "1024"])
-        assert exit_info.value.code == 2

@@ -219,37 +219,6 @@ class TestExtractSass:
         }
         assert all("_ZN2v314forward_kernel" in line for line in out.splitlines())
 
-    @pytest.mark.parametrize(
-        ("arguments", "reason"),
-        [
-            (["README.md"], "README.md is not an ELF file"),
-            (["no_such_file"], "no_such_file cannot be read: No such file"),
-            ([sys.executable], "holds no device code"),
-            (["one.o", "--arch", "sm_75"], "no kernel for sm_75, only for sm_80, sm_90"),
-            (["one.o", "--kernel", "two"], "holds no kernel 'two', only one"),
-            (["only_ptx.fatbin"], "holds no cubin, only PTX"),
-        ],
-    )
-    def test_says_in_a_line_why_not(self, arguments, reason, capsys, planted) -> None:
-        status, out, err = run_tool(capsys, SASS_TOOL, planted / arguments[0], *arguments[1:])
-        assert (status, out) == (2, "")
-        assert reason in err
-        assert len(err.splitlines()) == 1
-
-    def test_has_examples(self, capsys) -> None:
-        for tool in (SASS_TOOL, PTX_TOOL):
-            with pytest.raises(SystemExit) as stop:
-                run_tool(capsys, tool, "--help")
-            assert stop.value.code == 0
-            help_text = capsys.readouterr().out
-            assert "examples:" in help_text
-            assert "exit status:" in help_text
-
-    def test_wrong_usage(self, capsys) -> None:
-        with pytest.raises(SystemExit) as stop:
-            run_tool(capsys, SASS_TOOL, "--list", "--cfg", "file")
-        assert stop.value.code == 2
-
     def test_a_reader_that_has_seen_enough_is_no_error(self, planted: Path) -> None:
         command = [sys.executable, str(ROOT / SASS_TOOL), str(planted / "several.sm_90.cubin")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -291,17 +260,3 @@ class TestEmbeddedPtx:
             for architecture in ("sm_80", "sm_90")
         ]
         assert sorted(Path(line).name for line in out.split()) == names
-
-    @pytest.mark.parametrize(
-        ("arguments", "reason"),
-        [
-            (["no_lines.sm_90.cubin"], "holds no PTX: compile with -lineinfo"),
-            (["only_ptx.fatbin", "--arch", "sm_80"], "only for sm_90"),
-            (["several.cu"], "is CUDA C++, not a cubin: compile it with nvcc"),
-        ],
-    )
-    def test_says_in_a_line_why_not(self, arguments, reason, capsys, planted) -> None:
-        status, out, err = run_tool(capsys, PTX_TOOL, planted / arguments[0], *arguments[1:])
-        assert (status, out) == (2, "")
-        assert reason in err
-        assert len(err.splitlines()) == 1

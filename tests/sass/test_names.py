@@ -196,19 +196,3 @@ class TestTools:
         name = f"{installed_library()}#v3_bf16_d128_Br64"
         text = printed(capsys, "tools/build/extract_sass.py", name, "--arch", DEFAULT, "--list")
         assert len(text.splitlines()) == 1
-
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("libone.so#two", "libone.so holds no kernel 'two', only one, other"),
-            ("libone.so@nix#one", "libone.so has no member 'nix', only one.sm_80.cubin"),
-            ("libone.so#one", "holds code for sm_80, sm_90: choose one with --arch"),
-            ("nothing.so#one", "nothing.so"),
-        ],
-    )
-    def test_say_what_is_not_there(self, name: str, message: str, planted: Path, capsys) -> None:
-        for tool in ("sass_report", "compare_sass_instruction_counts"):
-            arguments = [f"{planted}/{name}"] * (2 if tool.startswith("compare") else 1)
-            assert load_tool(f"tools/analysis/{tool}.py").main(arguments) == 2
-            captured = capsys.readouterr()
-            assert message in captured.err and len(captured.err.splitlines()) == 1

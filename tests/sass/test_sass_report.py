@@ -315,48 +315,6 @@ def test_a_file_is_reported_like_a_version(capsys):
     assert capsys.readouterr().out.startswith(f"# `{of_version(3).short_form()}`")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    (["16", "--sms", "108"], ["16", "--sms", "0", "--mhz", "1"], ["16", "--json", "--markdown"]),
-)
-def test_wrong_usage_ends_with_2(arguments):
-    with pytest.raises(SystemExit) as error:
-        tool(*arguments)
-    assert error.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    (
-        (["99"], "the steps are v1 to v"),
-        (["7..8"], "names 2 kernels"),
-        (["missing.cubin"], "not a file that is there"),
-        (["16", "--arch", "sm_70"], f"no kernel for sm_70, only for {ARCHITECTURES[0]}"),
-        (["16", "--loop", "3"], "they are 0 to 0"),
-        ([__file__], "is not an ELF file"),
-        (["16", "--threads", "0"], "0 threads"),
-        ([str(PLANTED), "--sms", "1", "--mhz", "1"], "only for kernels of this library"),
-        (["16", "--sms", "1", "--mhz", "1", "--seq", "1000"], "1000 is not a multiple of B_r 64"),
-    ),
-)
-def test_what_cannot_be_reported_is_one_line_and_exit_2(arguments, reason, capsys):
-    assert tool(*arguments) == 2
-    printed = capsys.readouterr()
-    assert reason in printed.err
-    assert printed.err.count("\n") == 1
-    assert not printed.out
-
-
-def test_a_file_with_several_kernels_or_architectures_asks_for_one(capsys):
-    library = str(installed_library())
-    if len(ARCHITECTURES) > 1:
-        assert tool(library, "--kernel", "v3_bf16") == 2
-        several = ", ".join(sorted(ARCHITECTURES))
-        assert f"{several}: choose one with --arch" in capsys.readouterr().err
-    assert tool(library, "--arch", DEFAULT, "--kernel", "v16_bf16") == 2
-    assert "such kernels: name one of v16_bf16" in capsys.readouterr().err
-
-
 def test_without_the_usual_architecture_the_latest_is_taken_and_that_is_said(capsys, monkeypatch):
     monkeypatch.setattr("flash_helpers.measure.machine_code.ARCHITECTURE", "sm_10")
     assert tool("16") == 0
