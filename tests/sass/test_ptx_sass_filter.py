@@ -240,9 +240,7 @@ class TestCommand:
         assert out.splitlines()[0].split()[0] == mma
         assert out.splitlines()[1].split()[1].startswith("0x")
 
-    def test_prints_the_fan_out_of_a_short_form_which_is_just_itself(
-        self, tool, capsys, mma
-    ) -> None:
+    def test_prints_the_fan_out_of_a_short_form(self, tool, capsys, mma) -> None:
         """That of version 16 without a static stride begins that with one."""
         name = "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
         arguments = [str(installed_library()), "--arch", DEFAULT, "--kernel", name, "--fan-out"]
