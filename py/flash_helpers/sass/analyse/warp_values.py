@@ -18,13 +18,13 @@ from flash_helpers.gpu import WARP
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import ALWAYS, BRANCHES, CALLS, NEVER
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel
+from flash_helpers.sass.read.registers import accesses
 
 _Range = tuple[int, int]  # the least and the largest value that lanes of the warp may hold
 
 _REGISTER = re.compile(r"(-?)(U?R)(\d+|Z)(?:\.reuse)?")
 _PREDICATE = re.compile(r"(!?)(U?P)([0-9T])")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")
-_NAME = re.compile(r"[-!]?(U?[RP](?:\d+|[ZT]))(?:\.reuse)?")  # of a register or a predicate
 _COMPARISONS = {
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
     "EQ": operator.eq, "NE": operator.ne,
@@ -39,18 +39,9 @@ _FOLLOWED = _MOVES | _ADDITIONS | _SHIFTS | {
     "S2R", "S2UR", "SHFL", "LOP3", "ULOP3", "IMAD", "LEA", "ULEA", "ISETP", "UISETP", "PLOP3",
     "UPLOP3",
 }  # fmt: skip
-# Of these opcodes a result is one register unless a modifier says more; of others four at most, but
-# for the accumulators of warp groups and what comes from tensor memory.
-_NARROW = frozenset(opcodes.CLASSES) - {
-    opcodes.TENSOR, opcodes.TENSOR_MEMORY, opcodes.LDMATRIX, opcodes.FP64, opcodes.TEXTURE,
-    opcodes.ATOMIC, opcodes.BARRIER, opcodes.BULK_COPY, opcodes.OTHER,
-}  # fmt: skip
-_WIDTHS = {"64": 2, "WIDE": 2, "F64": 2, "S64": 2, "U64": 2, "128": 4, "256": 8}
-_WIDEST = 128
+# Registers that a result takes at most, where the opcode does not tell.
+_WIDEST = {opcodes.TENSOR_MEMORY: 128, opcodes.TEXTURE: 4, opcodes.OTHER: 4}
 _DECIDED = BRANCHES | {"EXIT", "RET"}  # what ends a block, and by what it is followed
-_WRITES_NOTHING = BRANCHES | frozenset(
-    {"BAR", "DEPBAR", "WARPSYNC", "BSSY", "BSYNC", "BREAK", "RET", "EXIT", "BRX", "NANOSLEEP"}
-)  # though a register or a predicate may stand first
 
 
 @dataclass
@@ -140,11 +131,9 @@ def _deciding(kernel: Kernel) -> list[list[Instruction]]:
 
 def _read(instruction: Instruction) -> set[str]:
     """Names of the registers and predicates that what `_execute` does may depend on."""
-    texts = [instruction.predicate.removeprefix("@")]
-    if instruction.base in _FOLLOWED | _DECIDED:
-        texts += instruction.operands.split(",")
-    matches = (_NAME.fullmatch(text.strip()) for text in texts)
-    return {match[1] for match in matches if match}
+    operands = instruction.operands if instruction.base in _FOLLOWED | _DECIDED else ""
+    found = accesses(instruction.predicate, instruction.opcode, operands)
+    return {access.name for access in found if not access.is_written}
 
 
 def _blocks_of_warp(
@@ -186,8 +175,8 @@ def _following(block: Block, last: Instruction, state: _State) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class _Words:
-    """An instruction's text, taken apart. registers, predicates: names of those that it may write:
-    what stands first, a register, and the predicates beside it."""
+    """An instruction's text, taken apart. registers, predicates: names of those that it may
+    write."""
 
     base: str
     modifiers: frozenset[str]
@@ -200,7 +189,14 @@ class _Words:
 def _words(opcode: str, operands: str) -> _Words:
     base, *modifiers = opcode.split(".")
     parts = tuple(operand.strip() for operand in operands.split(","))
-    return _Words(base, frozenset(modifiers), parts, *_written(opcode, parts))
+    written = [access.name for access in accesses("", opcode, operands) if access.is_written]
+    registers = [name for name in written if "R" in name]
+    widest = _WIDEST.get(opcodes.classify(opcode))
+    if registers and widest:
+        kind, number = registers[0].rstrip("0123456789"), int(registers[0].lstrip("UR"))
+        registers = [f"{kind}{number + k}" for k in range(widest)]
+    predicates = [name for name in written if "P" in name]
+    return _Words(base, frozenset(modifiers), parts, tuple(registers), tuple(predicates))
 
 
 def _execute(instruction: Instruction, state: _State, warp: int) -> None:
@@ -229,39 +225,6 @@ def _execute(instruction: Instruction, state: _State, warp: int) -> None:
             state.predicates.pop(name, None)
         else:
             state.predicates[name] = truth
-
-
-def _written(opcode: str, operands: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`_Words.registers` and `_Words.predicates`."""
-    base = opcode.partition(".")[0]
-    if base in _WRITES_NOTHING:
-        return (), ()
-    if base in ("R2P", "UR2UP"):
-        return (), tuple(f"{'U' * (base[0] == 'U')}P{n}" for n in range(7))
-    registers: list[str] = []
-    predicates: list[str] = []
-    sets = "SETP" in base or "PLOP3" in base
-    for operand in operands:
-        if match := _PREDICATE.fullmatch(operand):
-            predicates.append(match[2] + match[3])
-        elif (match := _REGISTER.fullmatch(operand)) and not registers and not sets:
-            number = 0 if match[3] == "Z" else int(match[3])
-            names = [f"{match[2]}{number + k}" for k in range(_width(opcode))]
-            registers = names if match[3] != "Z" else [match[2] + "Z"]
-        else:
-            break
-    return tuple(registers), tuple(predicates)
-
-
-def _width(opcode: str) -> int:
-    """Registers that a result takes at most."""
-    base, *modifiers = opcode.split(".")
-    name = opcodes.classify(opcode)
-    if base in opcodes.GROUP_TENSOR or name == opcodes.TENSOR_MEMORY:
-        return _WIDEST
-    told = [_WIDTHS[modifier] for modifier in modifiers if modifier in _WIDTHS]
-    narrow = name in _NARROW and base != "CS2R" and not base.endswith("2")
-    return max(told, default=1 if narrow else 4)
 
 
 def _truths(words: _Words, state: _State) -> Mapping[str, bool | None]:
