@@ -31,13 +31,6 @@ BOTH = [("sm_80", "one"), ("sm_90", "one")]
 
 
 class TestKernelsIn:
-    def test_a_cubin(self, planted: Path) -> None:
-        assert list_kernels(planted / "spills.sm_90.cubin") == [("sm_90", "spills")]
-
-    def test_a_cubin_with_several(self, planted: Path) -> None:
-        names = {symbol for _, symbol in list_kernels(planted / "several.sm_80.cubin")}
-        assert names == {"divergent", "nested", "table", "local_array"}
-
     @pytest.mark.parametrize(
         "name", ["one.fatbin", "one.o", "packed_lz4.fatbin", "packed_zstd.fatbin"]
     )
@@ -60,10 +53,6 @@ class TestKernelsIn:
             )
             assert "LDG" in other - one  # `x[i] += 2` loads, `x[i] = 1` does not
 
-    def test_a_file_to_be_linked(self, planted: Path) -> None:
-        names = {symbol for _, symbol in list_kernels(planted / "relocatable.o")}
-        assert names == {"divergent", "nested", "table", "local_array", "_Z7collatzi"}
-
     def test_the_installed_library(self) -> None:
         there = list_kernels(installed_library())
         numbers = [int(name.removeprefix("sm_")) for name in ARCHITECTURES]
@@ -74,20 +63,6 @@ class TestKernelsIn:
 
 
 class TestChoice:
-    def test_of_an_architecture(self, planted: Path) -> None:
-        (kernel,) = load_kernels(planted / "one.fatbin", "sm_80")
-        assert kernel.architecture == "sm_80"
-
-    def test_of_kernels(self, planted: Path) -> None:
-        path = planted / "several.sm_90.cubin"
-        all_of_them = {kernel.symbol: kernel for kernel in load_kernels(path)}
-        (kernel,) = load_kernels(path, names=["table"])
-        assert kernel == all_of_them["table"]
-
-    def test_of_an_architecture_that_is_not_there_names_those_that_are(self, planted) -> None:
-        with pytest.raises(SassError, match="no kernel for sm_86, only for sm_80, sm_90"):
-            load_kernels(planted / "one.o", "sm_86")
-
     @pytest.mark.parametrize(
         ("name", "asked", "found"),
         [
@@ -111,10 +86,6 @@ class TestChoice:
     def test_of_a_variant_is_of_it_alone(self, planted: Path) -> None:
         with pytest.raises(SassError, match="no kernel for sm_90f, only for sm_90a"):
             list_kernels(planted / "one.sm_90a.cubin", "sm_90f")
-
-    def test_of_kernels_that_are_not_there_names_those_that_are(self, planted: Path) -> None:
-        with pytest.raises(SassError, match="only divergent, local_array, nested, table"):
-            load_kernels(planted / "several.sm_90.cubin", names=["nix"])
 
     def test_of_what_is_no_architecture(self, planted: Path) -> None:
         with pytest.raises(SassError, match="'90' is no architecture: write it as in sm_90"):
