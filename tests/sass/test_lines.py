@@ -77,15 +77,12 @@ def check(cubin: Cubin, table_name: str, text: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", WITH_LINES)
 class TestPlanted:
-    def test_cuda_lines_are_those_of_nvdisasm(self, name, planted, nvdisasm) -> None:
+    def test_lines_are_those_of_nvdisasm(self, name, planted, nvdisasm) -> None:
         cubin = read_cubin((planted / name).read_bytes(), name)
         printed, deepest = check(cubin, CUDA_LINES, nvdisasm("-c", "-gi", planted / name))
         assert printed > 5
         if name.startswith("several"):
             assert deepest == 3  # square in quartic in a kernel
-
-    def test_ptx_lines_are_those_of_nvdisasm(self, name, planted, nvdisasm) -> None:
-        cubin = read_cubin((planted / name).read_bytes(), name)
         printed, deepest = check(cubin, PTX_LINES, nvdisasm("-c", "-gp", planted / name))
         assert printed > 20
         assert deepest == 1

@@ -14,7 +14,6 @@ from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version
 from flash_helpers.kernel_configs import (
     STEPS,
     DType,
-    get_kernel_progression_configs,
     get_kernels_to_build,
 )
 from flash_helpers.measure.machine_code import (
@@ -26,10 +25,7 @@ from flash_helpers.measure.machine_code import (
 from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.registry.selection import (
-    UsageError,
     choose_kernels,
-    names_of,
-    parse_config_option,
 )
 from flash_helpers.runtime import library
 from flash_helpers.sass.analyse.bound import Launch
@@ -70,12 +66,6 @@ def matrix(results) -> Matrix:
 
 
 class TestChoice:
-    def test_of_versions_is_the_progression_in_the_order_asked_for(self) -> None:
-        chosen = choose_kernels(BUILT, ["9", "v7..8", "9"], DType.FP16)
-        assert [config.version for config in chosen] == [9, 7, 8]
-        assert all(config.dtype is DType.FP16 for config in chosen)
-        assert set(chosen) <= set(get_kernel_progression_configs())
-
     def test_of_all_is_one_kernel_a_version(self) -> None:
         assert len(choose_kernels(BUILT, ["all"], DType.BF16)) == len(STEPS)
 
@@ -93,34 +83,6 @@ class TestChoice:
         assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (8, 128)]
         chosen = choose_kernels(BUILT, ["6..7"], DType.BF16, LARGE)
         assert [(c.version, c.B_r) for c in chosen] == [(6, 64), (7, 128)]
-
-    def test_by_fields_that_no_config_has_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="no such config of v6 is built; those that are: v6_"):
-            choose_kernels(BUILT, ["6"], DType.BF16, {"B_r": 128})
-
-    def test_of_nothing_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="the steps are v1 to v"):
-            choose_kernels(BUILT, ["99"], DType.BF16)
-
-    def test_option_reads_pairs_and_short_forms(self) -> None:
-        found = parse_config_option(["B_r=128", "mma_double_buffer_loads=false"])
-        assert found == {"B_r": 128, "mma_double_buffer_loads": False}
-        assert parse_config_option([LARGE.short_form()]) == LARGE
-
-    @pytest.mark.parametrize(
-        ("words", "message"),
-        [
-            (["B_r=many"], "B_r takes a number, not 'many'"),
-            (["swizzled=2"], "swizzled takes true or false, not '2'"),
-            (["rows=3"], "expected a field and its value"),
-            (["version=3"], "expected a field and its value"),
-            (["B_r=64", "v7"], "expected a field and its value"),
-            (["v7_bf16"], "is not a config's short form"),
-        ],
-    )
-    def test_option_that_says_nothing_is_refused(self, words, message) -> None:
-        with pytest.raises(UsageError, match=message):
-            parse_config_option(words)
 
     def test_knows_what_the_library_holds(self) -> None:
         assert library_configs(DEFAULT) == library.kernels()
@@ -141,14 +103,6 @@ class TestChoice:
 
 
 class TestNames:
-    def test_are_versions_where_that_is_enough(self) -> None:
-        assert names_of([of_version(7), of_version(8)]) == ["v7", "v8"]
-
-    def test_tell_configs_of_one_version_apart(self) -> None:
-        config = of_version(7)
-        assert names_of([config, LARGE]) == ["v7 Br64", "v7 Br128"]
-        assert names_of([config, config.replace(dtype=DType.FP16)]) == ["v7 bf16", "v7 fp16"]
-
     def test_tell_architectures_apart(self) -> None:
         rows = [KernelFacts(kernel=kernel("EXIT", a), name="k") for a in ("sm_80", "sm_90")]
         assert Matrix(rows, ["v16", "v16"]).names == ["v16 sm_80", "v16 sm_90"]

@@ -151,37 +151,27 @@ def printed(capsys, tool: str, *arguments: object) -> str:
 class TestTools:
     """Each takes FILE@MEMBER#NAME, in both kinds of names."""
 
-    @pytest.fixture(params=["libone.so@one.sm_90.cubin#one", "functions.sm_90.cubin#twice(int)"])
-    def name(self, request, planted: Path) -> str:
-        return f"{planted}/{request.param}"
-
-    def test_extract_sass(self, name: str, capsys) -> None:
-        text = printed(capsys, "tools/build/extract_sass.py", name)
+    @pytest.mark.parametrize(
+        "name", ["libone.so@one.sm_90.cubin#one", "functions.sm_90.cubin#twice(int)"]
+    )
+    def test_of_machine_code(self, name: str, planted: Path, capsys) -> None:
+        file = f"{planted}/{name}"
+        text = printed(capsys, "tools/build/extract_sass.py", file)
         assert text.count("// compiler") == 1
-
-    def test_sass_report(self, name: str, capsys) -> None:
-        text = printed(capsys, "tools/analysis/sass_report.py", name)
+        text = printed(capsys, "tools/analysis/sass_report.py", file)
         assert text.splitlines()[0] == name.partition("#")[2]
-        printed(capsys, "tools/analysis/sass_report.py", name, "--json", "--threads", 64)
-
-    def test_counts(self, name: str, capsys) -> None:
-        assert listing_counts.main([name, "--json"]) == 0
+        printed(capsys, "tools/analysis/sass_report.py", file, "--json", "--threads", 64)
+        assert listing_counts.main([file, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["functions"] == 1
-
-    def test_compare_counts(self, name: str, capsys) -> None:
         tool = "tools/analysis/compare_sass_instruction_counts.py"
-        assert "(+0, +0.0%)" in printed(capsys, tool, name, name)
+        assert "(+0, +0.0%)" in printed(capsys, tool, file, file)
 
-    def test_ptx(self, planted: Path, capsys) -> None:
-        tool = "tools/build/get_embedded_ptx_from_cubin.py"
-        text = printed(capsys, tool, f"{planted}/several.sm_90.cubin#nest")
-        assert ".entry nested(" in text
-        text = printed(capsys, tool, f"{planted}/libone.so@one.sm_80")
-        assert ".entry one(" in text
-
-    def test_ptx_sass_filter(self, planted: Path, capsys) -> None:
+    def test_of_ptx(self, planted: Path, capsys) -> None:
+        tool, nested = "tools/build/get_embedded_ptx_from_cubin.py", "several.sm_90.cubin#nest"
+        assert ".entry nested(" in printed(capsys, tool, f"{planted}/{nested}")
+        assert ".entry one(" in printed(capsys, tool, f"{planted}/libone.so@one.sm_80")
         tool = "tools/analysis/ptx_sass_filter.py"
-        assert "FMUL" in printed(capsys, tool, f"{planted}/several.sm_90.cubin#nest", "--fan-out")
+        assert "FMUL" in printed(capsys, tool, f"{planted}/{nested}", "--fan-out")
 
     def test_of_a_listing(self, planted: Path, tmp_path: Path, capsys) -> None:
         path = tmp_path / "several.sass"

@@ -101,16 +101,10 @@ def test_what_is_not_known_is_said_and_never_an_error(opcode, capability):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_opcode_of_the_library_has_a_class(architecture):
-    for kernel in progression_kernels(architecture).values():
-        for i in kernel.instructions:
-            assert classify(i.opcode, i.operands) in set(CLASSES) - {OTHER}, i.text
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_opcode_has_a_cost_only_where_it_has_a_pipe(architecture):
+def test_every_opcode_of_the_library_has_a_class_and_a_pipe_where_it_has_a_cost(architecture):
     for kernel in progression_kernels(architecture).values():
         for i, kind in zip(kernel.instructions, buckets(kernel.instructions), strict=True):
+            assert classify(i.opcode, i.operands) in set(CLASSES) - {OTHER}, i.text
             if i.cost is not None and kind is not Bucket.PADDING:
                 assert i.pipe != UNKNOWN_PIPE, i.text
 

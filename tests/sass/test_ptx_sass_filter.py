@@ -228,15 +228,12 @@ class TestCommand:
         first, second = out.splitlines()[:2]
         assert first.startswith("mma.sync")
         assert second.startswith("    -> HMMA")
-
-    def test_prints_only_ptx_or_only_sass(self, tool, capsys, file, mma) -> None:
-        _, out, _ = self.run(tool, capsys, *file, mma, "-ptx", "--depth", "0")
+        alone = [*file, mma, "--depth", "0"]
+        _, out, _ = self.run(tool, capsys, *alone, "-ptx")
         assert out.startswith("mma.sync") and len(out.splitlines()) == 1
-        _, out, _ = self.run(tool, capsys, *file, mma, "-sass", "--depth", "0")
+        _, out, _ = self.run(tool, capsys, *alone, "-sass")
         assert out.startswith("HMMA") and len(out.splitlines()) == 1
-
-    def test_prints_numbers(self, tool, capsys, file, mma) -> None:
-        _, out, _ = self.run(tool, capsys, *file, mma, "-n", "--depth", "0")
+        _, out, _ = self.run(tool, capsys, *alone, "-n")
         assert out.splitlines()[0].split()[0] == mma
         assert out.splitlines()[1].split()[1].startswith("0x")
 
