@@ -193,7 +193,7 @@ class TestDisassembler:
         assert load_kernels(path, cache=cache) == load_kernels(path)
 
     def test_whose_json_fails_is_asked_for_a_listing(self, planted: Path, tmp_path: Path) -> None:
-        """What that tells of linked code is the same."""
+        """A listing of linked code has the same instructions."""
         real = find_disassembler("nvdisasm")
         script = f'[ "$1" = -json ] && kill -SEGV $$; exec {real.path} "$@"'
         crashes = replace(real, path=program(tmp_path, "nvdisasm", script))

@@ -48,7 +48,7 @@ def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[
 
 
 def clean(text: str) -> str:
-    """What the tool prints, without a process for each."""
+    """The output of the tool, without a process for each."""
     return clean_listing.clean(text, "listing")
 
 

@@ -150,7 +150,7 @@ class TestPtx:
         assert len(set(names)) == len(names) == 6
 
     def test_that_cuobjdump_does_not_list(self, planted: Path, cuobjdump) -> None:
-        """Of a file with linked and relocatable code it takes the linked alone."""
+        """cuobjdump takes only the linked code of a file that has relocatable code, too."""
         path = planted / "mixed.o"
         assert cuobjdump("-lptx", path).split(": ")[1:] == ["mixed.1.sm_90.ptx\n"]
         assert list(ptx_of(members_of(path))) == ["mixed.sm_90.ptx", "mixed.sm_80.ptx"]

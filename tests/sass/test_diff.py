@@ -1,4 +1,4 @@
-"""What the diff of machine code calls a difference, and what it does not."""
+"""Differences that the diff of machine code reports, and those that it does not."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def library(planted: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, ...], list[Disassembly]]:
-    """What nvdisasm said of kernels, by their names: it is asked once in all tests."""
+    """The answers of nvdisasm by names of kernels: it is asked once in all tests."""
     return {}
 
 

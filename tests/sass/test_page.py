@@ -195,7 +195,7 @@ def rows_of(runs: list[list[Any]]) -> list[tuple[str, int, int]]:
 
 
 class TestDiff:
-    """What the page holds of how a kernel differs from the one before it."""
+    """The diff of a kernel against the one before it, as the page holds it."""
 
     @pytest.fixture
     def diff(self, elements) -> dict[str, Any]:

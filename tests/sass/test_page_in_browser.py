@@ -179,7 +179,7 @@ class TestLinks:
         assert shown.lit("cuda") == {f"{own_file}:{instruction.source[0].line}"}
 
     def test_cuda_lights_all_that_it_became(self, shown: Page, kernel: Kernel) -> None:
-        """What was inlined there, too."""
+        """Code that was inlined there is included."""
         _, instruction = first(kernel, "MUFU")
         line = instruction.source[-1]
         made = {n for n, i in enumerate(kernel.instructions) if line in i.source}

@@ -1,4 +1,4 @@
-"""What stands between the tensor instructions of one product of a warpgroup."""
+"""Gaps between the tensor instructions of one product of a warpgroup."""
 
 from __future__ import annotations
 

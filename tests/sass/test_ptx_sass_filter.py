@@ -126,7 +126,7 @@ class TestSlice:
         assert index in definitions and len(definitions) == 2
 
     def test_ends_where_a_value_is_overwritten(self, small) -> None:
-        """What setp reads is the sum of this iteration, not the zero from before the loop."""
+        """The sum that setp reads is of this iteration, not the zero from before the loop."""
         assert "mov.u32 %r2, 0;" not in found(small, "setp", 1)
 
     def test_of_an_mma_holds_the_fragments_it_multiplies(self, ptx) -> None:
@@ -238,7 +238,7 @@ class TestCommand:
         assert out.splitlines()[1].split()[1].startswith("0x")
 
     def test_prints_the_fan_out_of_a_short_form(self, tool, capsys, mma) -> None:
-        """That of version 16 without a static stride begins that with one."""
+        """The short form of version 16 without a static stride begins that with one."""
         name = "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
         arguments = [str(installed_library()), "--arch", DEFAULT, "--kernel", name, "--fan-out"]
         status, out, _ = self.run(tool, capsys, *arguments, "-n")

@@ -50,7 +50,7 @@ def no_nvdisasm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ptxas_said(log: Path) -> dict[str, PtxasReport]:
-    """What `ptxas -v` printed, by kernel."""
+    """The reports of `ptxas -v`, by kernel."""
     return {report.symbol: report for report in parse_ptxas_log(log.read_text())}
 
 
@@ -181,7 +181,7 @@ class TestInstructions:
             assert told == [*shown, 0, 0, 0][:4]
 
     def test_live_registers_are_not_told_of_calls(self, load) -> None:
-        """What nvdisasm counts there depends on the other functions of the file."""
+        """The count of nvdisasm there depends on the other functions of the file."""
         kernels = load("several.sm_80.cubin")
         calls = [i for kernel in kernels for i in kernel.instructions if i.base == "CALL"]
         assert calls

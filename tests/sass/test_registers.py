@@ -1,4 +1,4 @@
-"""Which registers instructions read and write: nvdisasm's table of live ranges is the witness."""
+"""Registers that instructions read and write: nvdisasm's table of live ranges is the witness."""
 
 from __future__ import annotations
 

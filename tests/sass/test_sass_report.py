@@ -313,11 +313,3 @@ def test_a_file_is_reported_like_a_version(capsys):
     assert json.loads(capsys.readouterr().out) == of_file
     assert tool("3", "--markdown") == 0
     assert capsys.readouterr().out.startswith(f"# `{of_version(3).short_form()}`")
-
-
-def test_without_the_usual_architecture_the_latest_is_taken_and_that_is_said(capsys, monkeypatch):
-    monkeypatch.setattr("flash_helpers.measure.machine_code.ARCHITECTURE", "sm_10")
-    assert tool("16") == 0
-    printed = capsys.readouterr()
-    assert f"{ARCHITECTURES[-1]}, ptxas" in printed.out
-    assert printed.err == f"the library holds nothing for sm_10: this is {ARCHITECTURES[-1]}\n"

@@ -1,5 +1,5 @@
-"""What the tools for machine code refuse: a reason on stderr and status 2. Files of another kind
-are in tests/console/test_file_kinds.py."""
+"""Errors of the tools for machine code: a reason on stderr and status 2. Files of another kind are
+in tests/console/test_file_kinds.py."""
 
 from __future__ import annotations
 

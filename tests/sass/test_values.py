@@ -123,7 +123,7 @@ def encoded(text: str) -> Kernel:
 
 
 def news(before: str, after: str) -> list[str]:
-    """Of each instruction after that is not identical, its opcode and how alike it is."""
+    """Opcode and likeness of each instruction after that is not identical."""
     found = diff_kernels(encoded(before), encoded(after))
     return [
         f"{c.after.instruction.base} {c.likeness.value}"

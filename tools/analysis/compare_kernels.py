@@ -205,7 +205,7 @@ def diffs(matrix: Matrix, arguments: argparse.Namespace) -> Iterator[tuple[str, 
 
 
 def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
-    """What goes to stdout, in the format asked for."""
+    """The text for stdout, in the format asked for."""
     if arguments.csv:
         return matrix_csv(matrix)
     found = list(diffs(matrix, arguments))
@@ -271,7 +271,7 @@ def _of_library(
 
 
 def compare(arguments: argparse.Namespace) -> str:
-    """Write the page if one is asked for; what goes to stdout. Raises ValueError and OSError."""
+    """Write the page if asked for; return the text for stdout. Raises ValueError and OSError."""
     results = read_results(arguments.results)
     matrix = facts_matrix(read_kernels(arguments, results), results, arguments.seq)
     text = report(matrix, arguments)

@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(arguments: argparse.Namespace) -> str:
-    """What is to be printed. Raises SassError and OSError."""
+    """The text to print. Raises SassError and OSError."""
     sides = []
     for where in (arguments.before, arguments.after):
         with progress_bar("reading") as progress:

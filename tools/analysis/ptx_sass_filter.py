@@ -81,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def links(arguments: argparse.Namespace) -> str:
-    """What is to be printed. Raises SassError and OSError."""
+    """The text to print. Raises SassError and OSError."""
     where = arguments.file
     names = kernel_names([*where.names, *arguments.kernel])
     kernel = load_kernel(where.path, arguments.arch, names, where.member)

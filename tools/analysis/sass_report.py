@@ -179,7 +179,7 @@ def with_prediction(facts: KernelFacts, arguments: argparse.Namespace) -> Kernel
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """What is to be printed. Raises ValueError and OSError."""
+    """The text to print. Raises ValueError and OSError."""
     facts = read_kernel(arguments)
     if arguments.sms is not None:
         facts = with_prediction(facts, arguments)

@@ -101,7 +101,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def extract(arguments: argparse.Namespace) -> Iterator[str]:
-    """What is to be printed, a text a kernel. Raises SassError and OSError."""
+    """The text to print, a text a kernel. Raises SassError and OSError."""
     where = arguments.file
     names = kernel_names([*where.names, *arguments.kernel])
     chosen = where.path, arguments.arch, names, where.member

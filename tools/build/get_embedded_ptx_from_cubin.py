@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def extract(arguments: argparse.Namespace) -> Iterable[str]:
-    """What is to be printed. Raises SassError and OSError."""
+    """The text to print. Raises SassError and OSError."""
     where = arguments.file
     names = kernel_names([*where.names, *arguments.kernel])
     modules = ptx_texts(where.path, arguments.arch, names, where.member)

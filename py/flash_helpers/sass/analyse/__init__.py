@@ -1,1 +1,1 @@
-"""What the records add up to: counts, phases, bounds, differences."""
+"""Analyses of the records: counts, phases, bounds, differences."""

@@ -1,4 +1,4 @@
-"""Which elements of one sequence are those of another: longest common subsequences, by bits of
+"""Pairing of the elements of two sequences: longest common subsequences, by bits of
 Python's whole numbers, exact and quick; and matching in rounds, with what moved told apart."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Matching:
         self.moved: set[int] = set()
 
     def _waiting(self, keys: Keys, stretches: Sequence[Iterable[int]]) -> Iterator[list[int]]:
-        """Of each sequence, what is free and has a key, in the order of a stretch of indices."""
+        """The free elements with a key of each sequence, in the order of a stretch of indices."""
         for free, of, stretch in zip(self.free, keys, stretches, strict=True):
             yield [n for n in stretch if n in free and of[n] is not None]
 

@@ -1,4 +1,4 @@
-"""What the text of a kernel says about its speed: lower bounds for a loop and for a launch.
+"""Lower bounds from the text of a kernel, for a loop and for a launch.
 
 Units. A pipe's cost is in cycles of an SM for one warp instruction (see `opcodes`). Added up over a
 loop's body it is what one iteration of one warp takes from the pipe, and no arrangement of warps
@@ -53,7 +53,7 @@ class CostRow:
 
 @dataclass(frozen=True)
 class Bound:
-    """What one warp asks for in one pass through a loop's body, or through a whole kernel.
+    """The demand of one warp in one pass through a loop's body, or through a whole kernel.
 
     rows: by class and cost, the most cycles first, unknown costs last. issued: instructions, filler
     included. pipes: cycles of the SM by pipe, of the instructions whose cost is known. issue:
@@ -83,8 +83,8 @@ class Bound:
 
     @property
     def chain_cycles(self) -> tuple[int, int]:
-        """What the chain of tensor instructions takes, with the lowest and highest latency that is
-        told of one."""
+        """Cycles of the chain of tensor instructions, with the lowest and the highest latency that
+        sources give for one."""
         low, high = opcodes.HMMA_LATENCY
         return self.tensor_chain * low, self.tensor_chain * high
 
@@ -112,7 +112,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched.
+    """A launch of a kernel.
 
     threads, dynamic_smem_bytes: of a block. blocks: of the grid. operations: floating-point
     operations that it takes; None if that is not known. problem: its sizes by name, for readers.
@@ -147,7 +147,7 @@ class Prediction:
 
     @property
     def binding(self) -> str:
-        """What takes longest."""
+        """The limit that takes longest."""
         return next(iter(self.milliseconds))
 
     @property

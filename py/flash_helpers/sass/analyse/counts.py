@@ -1,4 +1,4 @@
-"""How many instructions, of what kind, and which of them do work. Standard library only."""
+"""Counts of instructions by kind, with those that do work told apart. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash_helpers.sass.read.records import Instruction, Kernel, Loop, Operation
 
 
 class Bucket(Enum):
-    """What becomes of an instruction.
+    """The fate of an instruction.
 
     EXECUTED: it has no guard, or that of @PT. PREDICATED: a guard decides. FILLER: the guard @!PT
     or @!UPT turns it off for good; ptxas leaves `@!PT LDS RZ, [RZ]` and `@!UPT UIADD3`. PADDING: it
@@ -143,8 +143,7 @@ def count_loop(kernel: Kernel, loop: Loop) -> Counts:
 def count_changes(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> list[tuple[str, float, float]]:
-    """What is counted otherwise than before: its name and both numbers, the largest change
-    first."""
+    """Names whose number changed, with both numbers, the largest change first."""
     rows = ((name, before.get(name, 0), after.get(name, 0)) for name in {*before, *after})
     return sorted(
         (row for row in rows if row[1] != row[2]), key=lambda row: (-abs(row[2] - row[1]), row[0])

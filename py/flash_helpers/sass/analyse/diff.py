@@ -1,4 +1,4 @@
-"""What differs between the machine code of two kernels, and what only got another register."""
+"""Differences between the machine code of two kernels, with renamed registers told apart."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def ptx_names(text: str) -> tuple[str, ...]:
 
 
 def _likeness(before: Instruction, after: Instruction) -> Likeness:
-    """Of two instructions whose normalised texts agree."""
+    """The likeness of two instructions whose normalised texts agree."""
     if before.encoding == after.encoding:
         return Likeness.IDENTICAL
     if (before.encoding ^ after.encoding) & ~_CONTROL_MASK == 0:
@@ -307,8 +307,8 @@ def _align_ptx(a: Sequence[_PtxRow], b: Sequence[_PtxRow]) -> list[_Identities]:
 def _keys(
     sides: Sequence[Side], capability: int, identities: _Identities | None
 ) -> Iterator[tuple[str, Hashable | None, Hashable | None, Hashable | None]]:
-    """Of each instruction: its text; text and PTX; opcode, class and PTX; text and text of the
-    PTX."""
+    """Four keys per instruction: its text; text and PTX; opcode, class and PTX; text and text of
+    the PTX."""
     for side in sides:
         text = normalised(side.instruction, capability)
         if identities is None:
@@ -370,8 +370,8 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
 
 
 class _Values:
-    """What must be renamed consistently in the instructions of two kernels: the values that they
-    read and write, and where they jump to. texts: normalised."""
+    """Names that must be renamed consistently in the instructions of two kernels: the values that
+    they read and write, and the targets of their jumps. texts: normalised."""
 
     def __init__(
         self, sides: Sequence[Sequence[Side]], kernels: Sequence[Kernel], texts: Keys
@@ -397,7 +397,7 @@ class _Values:
         return ((i, j) for j, i in sorted(matching.partner.items()) if before[i] == after[j])
 
     def renaming(self, matching: Matching) -> dict[Value, Value]:
-        """Of the first kernel's values those of the second."""
+        """The second kernel's value for each value of the first."""
         return one_to_one((self._pair(i, j) for i, j in self._alike(matching)), self._fixed)
 
     def contradictions(
@@ -440,8 +440,8 @@ class _Values:
         return parts
 
     def keys(self, renaming: Mapping[Value, Value]) -> Keys:
-        """Of each instruction its text and values, those of the first kernel renamed; None without
-        a value, or with one that has no other name."""
+        """Text and values of each instruction, those of the first kernel renamed; None for an
+        instruction without a value, or with one that has no new name."""
         named = [[[renaming.get(v) for v in values] for values in self._of[0]], self._of[1]]
         return [
             [
@@ -453,7 +453,7 @@ class _Values:
 
 
 def _labels(instruction: Instruction) -> tuple[Value, ...]:
-    """Where it jumps to, as if that were a value."""
+    """The target of its jump, as if that were a value."""
     return () if instruction.target is None else ((instruction.target, "label"),)
 
 

@@ -51,7 +51,7 @@ _MOST_CHANGES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What is known of one kernel, beside others or alone.
+    """The facts of one kernel, beside others or alone.
 
     name: in full. is_usual: a short name says the same. identity: what else names it, by column of
     a table for machines. note: what is particular about it, in a line. where: the file and the name
@@ -99,8 +99,8 @@ class KernelFacts:
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
-        """Of the warps of a block; empty if all run the same loops, or if it is not known how the
-        kernel is launched."""
+        """The roles of the warps of a block; empty if all run the same loops, or if the launch is
+        unknown."""
         most = self.kernel.resources.max_threads
         threads = self.launch.threads if self.launch else most
         return () if threads is None else roles(self.kernel, threads)

@@ -14,7 +14,7 @@ from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import may_execute, padding_start, reach
 from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel, Loop
 
-# A walk that takes more steps than this is not that of a loop that somebody wants counted.
+# Longer walks are given up.
 _MOST_STEPS = 1_000_000
 # ptxas makes one of these of one PTX instruction, so that more of them are copies.
 _ONE_TO_ONE = (
@@ -64,14 +64,14 @@ class PhaseCounts:
 
     @property
     def named(self) -> dict[str, Counts]:
-        """Those that there are, by name, in order."""
+        """The phases that the kernel has, by name, in order."""
         main = {} if self.main_loop is None else {"main loop": self.main_loop}
         return {"prologue": self.prologue, **main, "epilogue": self.epilogue}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a kernel's loops handle one by one, or several in an iteration.
+    """The unit of work of a kernel's loops, one or several in an iteration.
 
     name: such as "block of keys". tensor: tensor instructions of a warp for one of it.
     """

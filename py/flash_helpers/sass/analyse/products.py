@@ -1,4 +1,4 @@
-"""What stands between the tensor instructions of one product of a warpgroup. Standard library only.
+"""Gaps between the tensor instructions of one product of a warpgroup. Standard library only.
 
 A warpgroup issues `wgmma` for the same accumulators one after the other, and the tensor cores go on
 without a break if nothing comes between. ptxas puts there what the next descriptor takes, which

@@ -1,4 +1,4 @@
-"""What became of each PTX instruction: the SASS made of it, and the PTX that it depends on."""
+"""Links of each PTX instruction: the SASS made of it, and the PTX that it depends on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class KernelPtx:
 
     @cached_property
     def _predecessors(self) -> Mapping[int, list[int]]:
-        """Of each block, and of -1, which none follows."""
+        """The blocks before each block, and before -1, the end."""
         found: dict[int, list[int]] = defaultdict(list)
         for number, block in enumerate(self.program.blocks):
             for successor in {*block.targets, block.next}:
@@ -144,9 +144,9 @@ class Dependence:
 
 
 def depends_on(ptx: KernelPtx, line: int, depth: int) -> list[Dependence]:
-    """What the instruction on a PTX line computes with: the slice back through registers.
+    """The inputs of the instruction on a PTX line: the slice back through registers.
 
-    Round a loop too; through memory it is not followed. depth: how many steps back at most.
+    It goes around loops, but not through memory. depth: how many steps back at most.
     The nearest come first, then by line.
 
     Raises SassError, naming the nearest line with an instruction, if that line holds none.
@@ -181,7 +181,7 @@ def depends_on(ptx: KernelPtx, line: int, depth: int) -> list[Dependence]:
 
 @dataclass(frozen=True)
 class OpcodeFanOut:
-    """What became of all PTX instructions of one opcode.
+    """The SASS made of all PTX instructions of one opcode.
 
     sass: instructions made of them; vanished: how many became none; several: how many became more
     than one. made: the SASS opcodes, most frequent first, with how many of each.
@@ -197,7 +197,7 @@ class OpcodeFanOut:
 
 @dataclass(frozen=True)
 class FanOut:
-    """What became of the PTX instructions of a kernel.
+    """The SASS made of the PTX instructions of a kernel.
 
     counts: SASS instructions of each line that holds a PTX instruction. opcodes: most SASS first.
     without_ptx: SASS instructions that name no line with an instruction. Filler and padding are

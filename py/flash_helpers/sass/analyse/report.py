@@ -1,4 +1,4 @@
-"""What the machine code of one kernel tells about its speed, put together."""
+"""Report on the machine code of one kernel: its loops, their bounds, spills and waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KernelReport:
 
     @property
     def kernel(self) -> Kernel:
-        """That it is about."""
+        """The kernel of the report."""
         return self.facts.kernel
 
     @property
@@ -56,12 +56,12 @@ class KernelReport:
 
     @cached_property
     def bound(self) -> Bound | None:
-        """Of one iteration of the loop."""
+        """The bound of one iteration of the loop."""
         return loop_bound(self.kernel, self.loop) if self.loop else None
 
     @property
     def warps(self) -> int:
-        """Of an SM that run the loop; 1 without a loop."""
+        """Warps of an SM that run the loop; 1 without a loop."""
         return self.facts.loop_warps(self.loop) if self.loop else 1
 
     @cached_property
@@ -81,18 +81,18 @@ class KernelReport:
 
     @cached_property
     def peak(self) -> Instruction | None:
-        """Where most general registers are live; None if that is not known."""
+        """The instruction with the most live general registers; None if that is unknown."""
         known = [i for i in self.kernel.instructions if i.live is not None]
         return max(known, key=lambda i: i.live.general if i.live else 0, default=None)
 
     @cached_property
     def spills(self) -> tuple[LocalSite, ...]:
-        """Those that the cubin marks as spills: by loop, those outside loops first."""
+        """The local accesses that the cubin marks as spills, outside loops first, then by loop."""
         return _local_sites(i for i in self.kernel.instructions if i.is_spill)
 
     @cached_property
     def local_accesses(self) -> tuple[LocalSite, ...]:
-        """Those that it does not: of arrays, where it marks spills (see `Resources`)."""
+        """The local accesses without a mark: to arrays, if spills are marked (`Resources`)."""
         return _local_sites(i for i in self.kernel.instructions if not i.is_spill)
 
 
@@ -127,7 +127,7 @@ def report_on(facts: KernelFacts, loop: int | None = None) -> KernelReport:
 
 
 def verdicts(report: KernelReport) -> list[str]:
-    """What the numbers come to, a sentence or two each."""
+    """Conclusions from the numbers, a sentence or two each."""
     if is_trap_stub(report.kernel):
         return [
             f"The kernel is a stub, which only traps (BPT.TRAP): for {report.kernel.architecture} "

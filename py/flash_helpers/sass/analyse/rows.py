@@ -15,7 +15,7 @@ from flash_helpers.sass.read.records import INSTRUCTION_BYTES
 
 
 class Mark(str, Enum):
-    """What stands beside a row, in one character."""
+    """The mark of a row, one character."""
 
     ALIKE = " "
     RENAMED = "≈"

@@ -1,4 +1,4 @@
-"""Where a warp waits in a loop, as far as the control words tell. Standard library only."""
+"""Waits of a warp in a loop, as far as the control words show. Standard library only."""
 
 from __future__ import annotations
 

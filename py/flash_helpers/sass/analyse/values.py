@@ -70,8 +70,8 @@ class _Webs:
         return [tuple(copied.get(value, value) for value in values) for values in rooted]
 
     def _copies(self, found: Sequence[Sequence[Value]]) -> dict[Value, Value]:
-        """Of values that are copies of others, these. Both are written at one place each: what a
-        register holds that is written again elsewhere may have changed since it was copied."""
+        """The original of each value that is a copy. Both are written at one place each: a register
+        that is written again elsewhere may have changed since it was copied."""
         writes = Counter(
             value
             for accesses, values in zip(self.accesses, found, strict=True)
@@ -95,7 +95,7 @@ class _Webs:
         return self._reaching(block, n, access.name, instruction.predicate)
 
     def _reaching(self, block: Block, n: int, name: str, guard: str) -> Value:
-        """The value of a register before instruction `n` of a block, for who has that guard."""
+        """The value of a register before instruction `n` of a block, read under a guard."""
         covered = set() if guard in ALWAYS else {_opposite(guard)}
         found: list[Value] = []
         writes = self.writes.get((block.index, name), [])
@@ -121,7 +121,7 @@ class _Webs:
         return bisect_left(writes, start) < bisect_left(writes, end)
 
     def _entry(self, block: Block, name: str) -> Value:
-        """What a register holds where a block begins; instructions have numbers from 0."""
+        """The value in a register at the start of a block; instructions have numbers from 0."""
         entry = (_ENTRY - 1 - block.index, name)
         if entry not in self.joined:
             self.joined[entry] = entry

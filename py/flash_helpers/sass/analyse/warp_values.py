@@ -1,4 +1,4 @@
-"""Which blocks a warp of a thread block may execute, from what its number decides.
+"""Blocks that a warp of a thread block may execute, from branches on its number.
 
 A kernel with warp roles branches on its threads' number. Followed for one warp, most of the
 registers hold what nobody knows, but those that come from the number alone hold a small range, and
@@ -46,7 +46,7 @@ _DECIDED = BRANCHES | {"EXIT", "RET"}  # what ends a block, and by what it is fo
 
 @dataclass
 class _State:
-    """What is known before an instruction: registers, without sign, and predicates by name."""
+    """Known values before an instruction: registers, without sign, and predicates by name."""
 
     registers: dict[str, _Range] = field(default_factory=dict)
     predicates: dict[str, bool] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class _State:
         return len(self.registers) + len(self.predicates) < before
 
     def value(self, operand: str) -> _Range | None:
-        """Of a register or a constant."""
+        """The range of a register or a constant."""
         if _NUMBER.fullmatch(operand):
             number = int(operand, 16)
             return number, number
@@ -75,7 +75,7 @@ class _State:
         return -low_high[1], -low_high[0]
 
     def truth(self, operand: str) -> bool | None:
-        """Of a predicate."""
+        """The truth of a predicate; None if unknown."""
         match = _PREDICATE.fullmatch(operand)
         if match is None:
             return None
@@ -91,15 +91,15 @@ def is_one_dimensional(kernel: Kernel) -> bool:
 
 
 def blocks_of_warps(kernel: Kernel, warps: int) -> list[frozenset[int]]:
-    """Of each of the first warps of a thread block, the indices of the blocks that it may execute.
-    warps: how many."""
+    """The indices of the blocks that each of the first `warps` warps of a thread block may
+    execute."""
     deciding = _deciding(kernel)
     return [_blocks_of_warp(kernel, deciding, warp) for warp in range(warps)]
 
 
 def _deciding(kernel: Kernel) -> list[list[Instruction]]:
-    """Of each block the instructions that the condition of a branch may come from. What the others
-    write is asked for by nobody."""
+    """The instructions of each block that the condition of a branch may depend on. No branch
+    reads what the others write."""
     found: list[list[Instruction]] = [[] for _ in kernel.blocks]
     needed: list[set[str]] = [set() for _ in kernel.blocks]  # names, where a block begins
     pending = {*range(len(kernel.blocks))}
@@ -304,7 +304,7 @@ def _result(words: _Words, state: _State, warp: int) -> _Range | None:
 
 
 def _shifted(modifiers: frozenset[str], sources: list[_Range | None]) -> _Range | None:
-    """Of a funnel shift of one word: to the right the upper one, to the left the lower one."""
+    """The result of a funnel shift of one word: right the upper one, left the lower one."""
     low, by, high = sources
     if by is None or by[0] != by[1] or not 0 <= by[0] < 32:
         return None

@@ -101,7 +101,7 @@ class DisassemblyCache:
 
 
 def cubin_digest(cubin: Content) -> str:
-    """What tells a cubin from every other."""
+    """The digest that identifies a cubin."""
     return hashlib.sha256(cubin).hexdigest()
 
 

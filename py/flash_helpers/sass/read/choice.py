@@ -1,4 +1,4 @@
-"""Which kernels of a file are meant by a name. Standard library only, but for names in C++."""
+"""Choice of kernels of a file by name. Standard library only, but for names in C++."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from flash_helpers.sass.read.records import SassError, SassWarning
 from flash_helpers.sass.read.symbols import demangled, plain_name
 
-# What a tool's help says of the file and the kernel that it takes.
+# Help of the tools for their argument: a file and a kernel of it.
 NAMED_SO = (
     "FILE#NAME is a kernel of a file, FILE@MEMBER#NAME that of one cubin in it; NAME: its symbol, "
     "its name in C++, or a part of either"
@@ -196,8 +196,8 @@ def require_one_member(file: str, symbol: str, members: Sequence[str]) -> None:
 
 
 def members_named(file: str, there: Sequence[str], name: str) -> set[str]:
-    """Which of a file's members a name means: itself, or else those of which it is a part. Raises
-    SassError without any."""
+    """The members of a file that a name means: the one of that name, or else all that contain it.
+    Raises SassError if there is none."""
     found = {member for member in there if member == name}
     found = found or {member for member in there if name in member}
     if not found:

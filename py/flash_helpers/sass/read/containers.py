@@ -69,8 +69,8 @@ _GNU_LONG_NAMES, _BSD_LONG_NAME = b"//", b"#1/"
 
 
 class MemberKind(Enum):
-    """What a member of a fatbin is. The values: the number in its header, the suffix of its name,
-    what it is called, and what makes machine code of it."""
+    """The kind of a member of a fatbin. The values: the number in its header, the suffix of its
+    name, its description, and the step that makes machine code of it."""
 
     PTX = (1, "ptx", "PTX", "compile it for an architecture")
     CUBIN = (2, "cubin", "machine code", "")
@@ -131,7 +131,7 @@ class Member:
         return content
 
     def cubin(self) -> Cubin:
-        """What its headers tell. Raises SassError if it is no cubin, or a damaged one."""
+        """The cubin as its headers describe it. Raises SassError if it is none, or damaged."""
         cubin = read_cubin(self.read(), self.origin, self.architecture)
         if cubin.capability != self.capability:
             raise SassError(
@@ -232,7 +232,7 @@ def warn(problems: Iterable[str]) -> None:
 
 
 class _Walk:
-    """What a file holds, found on the way through it. problems: what could not be read."""
+    """The members of a file, found on the way through it. problems: parts that are unreadable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

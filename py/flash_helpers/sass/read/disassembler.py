@@ -93,7 +93,7 @@ def find_disassembler(name: str) -> Disassembler:
 
 
 def run_program(program: Path, *arguments: str | Path, folder: Path | None = None) -> str:
-    """What the program prints, run in `folder`.
+    """The output of the program, run in `folder`.
 
     Raises SassError if it cannot be run, fails, or takes longer than TIMEOUT_SECONDS.
     """

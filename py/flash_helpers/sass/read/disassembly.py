@@ -1,4 +1,4 @@
-"""What nvdisasm and the line tables say of kernels.
+"""Disassembly of kernels by nvdisasm, with their line tables.
 
 nvdisasm runs twice on each file: as JSON for what the instructions are, and as text for the live
 registers, which JSON does not have, and which take most of the time. Control words come from the
@@ -54,7 +54,7 @@ _TARGET = re.compile(r"0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Disassembly:
-    """What nvdisasm and the line tables say of one kernel; an item of each for each instruction.
+    """The output of nvdisasm and the line tables for one kernel, an item of each per instruction.
     live: all None where it was not asked for."""
 
     operations: tuple[Operation, ...]
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def found(self) -> Found:
-        """What the kernel is chosen by."""
+        """Architecture and symbol, by which kernels are chosen."""
         return self.cubin.architecture, self.kernel.symbol
 
 
@@ -130,7 +130,7 @@ def disassemble(
 def _disassemble(
     tools: Sequence[Disassembler], requests: Sequence[Request], folder: Path, live: bool
 ) -> list[Disassembly]:
-    """Of kernels of one cubin."""
+    """The disassembly of kernels of one cubin."""
     cubin = requests[0].cubin
     only: list[str] = []
     if len(requests) < len(cubin.kernels):
@@ -315,8 +315,8 @@ def _is_barrier(operand: str) -> bool:
 
 
 def _guard_and_operands(predicate: str, operands: list[str]) -> tuple[str, list[str]]:
-    """Of `@P1 P2R R5, PR, R6, 0x7f` the JSON has the predicate PR and the operands R5, @P1, R6,
-    0x7f (nvdisasm 13.5), and without a guard R5, R6, 0x7f: put both where they belong."""
+    """Guard and operands at their places. For `@P1 P2R R5, PR, R6, 0x7f` the JSON of nvdisasm 13.5
+    has the predicate PR and the operands R5, @P1, R6, 0x7f; without a guard R5, R6, 0x7f."""
     if not predicate or predicate.startswith("@"):
         return predicate, operands
     guards = [operand for operand in operands if operand.startswith("@")]

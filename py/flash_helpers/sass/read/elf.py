@@ -128,7 +128,7 @@ class CubinKernel:
 
 @dataclass(frozen=True)
 class Cubin:
-    """What an ELF file for one architecture holds.
+    """The content of an ELF file for one architecture.
 
     origin: its name, for messages and records. header: of the file. relocatable: it has not been
     linked yet. ptx: what it was compiled from, which -lineinfo puts into it; None without.
@@ -151,7 +151,7 @@ class Cubin:
 
     @property
     def kind(self) -> bytes:
-        """What cubins have in common whose kernels can stand in one: layout and architecture."""
+        """Layout and architecture, which are equal in cubins whose kernels can be merged."""
         return self.header[:20] + self.header[48:52]  # up to e_machine; e_flags
 
 
@@ -169,7 +169,7 @@ def _flags(data: Content) -> int:
 
 
 class _DamagedError(SassError):
-    """What is wrong with a file, whose name the message still lacks."""
+    """An error of a file, whose name the message still lacks."""
 
     @property
     def readable(self) -> str:
@@ -448,8 +448,8 @@ def _spills(own: Mapping[int, bytes], compiler: Compiler) -> frozenset[int] | No
 
 
 def _jump_tables(payload: bytes) -> dict[int, tuple[int, ...]]:
-    """Of EIATTR_INDIRECT_BRANCH_TARGETS: for each jump its address, a word of flags, the number of
-    its targets, and these."""
+    """The targets of each jump in EIATTR_INDIRECT_BRANCH_TARGETS, which has the address of each, a
+    word of flags, the number of its targets, and these."""
     words, found = _words(payload), {}
     at = 0
     while at + 3 <= len(words):

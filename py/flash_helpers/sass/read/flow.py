@@ -45,7 +45,7 @@ def is_jump(operation: Operation) -> bool:
 
 
 def reach(start: int, neighbours: Callable[[int], Iterable[int]]) -> set[int]:
-    """What can be reached from a node of a graph, itself included."""
+    """The nodes that can be reached from a node of a graph, itself included."""
     found: set[int] = set()
     stack = [start]
     while stack:

@@ -46,7 +46,7 @@ _SHOWN = 60  # characters of a line that an error quotes
 
 
 class Kind(Enum):
-    """What a line of a listing is."""
+    """The kind of a line of a listing."""
 
     FUNCTION = "function"
     ARCHITECTURE = "architecture"
@@ -137,7 +137,7 @@ class ListedFunction:
 
     @property
     def found(self) -> Found:
-        """What the function is chosen by."""
+        """Architecture and symbol, by which functions are chosen."""
         return self.architecture, self.name
 
     @cached_property

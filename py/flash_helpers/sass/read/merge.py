@@ -27,7 +27,7 @@ _OWN_INFO = 0x00FFFFFF  # bits of sh_info that are the symbol's index
 
 
 def merged_name(index: int) -> str:
-    """What the kernel of that index is called in the merged cubin."""
+    """The name of the kernel of that index in the merged cubin."""
     return f"k{index}"
 
 

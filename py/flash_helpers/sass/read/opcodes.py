@@ -1,4 +1,4 @@
-"""What opcodes are: their class, the pipe that executes them, and what they cost there.
+"""Properties of opcodes: their class, the pipe that executes them, and their cost there.
 
 A cost is the number of cycles for which one warp instruction occupies a pipe of an SM, all four
 sub-partitions taken together: 32 lanes over the results per clock and SM. A pipe of which each
@@ -158,7 +158,7 @@ _GUIDE_AT_64 = frozenset(
 
 @dataclass(frozen=True)
 class Throughput:
-    """What is known of an opcode's throughput.
+    """The throughput of an opcode.
 
     cycles: of an SM, for one warp instruction (see the module). source: where the number is from.
     certain: False where the source is memory, or a deduction.
@@ -263,7 +263,7 @@ def pipe(opcode: str, capability: int) -> str:
 
 @functools.cache
 def throughput(opcode: str, capability: int) -> Throughput | None:
-    """What one warp instruction costs its pipe, with the source; None where nothing is known.
+    """The cost of one warp instruction on its pipe, with the source; None if nothing is known.
 
     Shared-memory accesses are taken to be free of bank conflicts. Tensor instructions of 7.5, 8.6,
     8.9 and 12.0 are those of GeForce: cards for professionals take half as long. An instruction of
@@ -343,7 +343,7 @@ def _tensor_throughput(opcode: str, capability: int) -> Throughput | None:
 
 
 def _kind(opcode: str) -> str:
-    """What the rate of a tensor instruction depends on besides the GPU: such as "f16 f32"."""
+    """The types that the rate of a tensor instruction depends on, such as "f16 f32"."""
     base, *modifiers = opcode.split(".")
     if base == "DMMA":
         return "f64"

@@ -65,7 +65,7 @@ class FoundKernel(NamedTuple):
 
     @property
     def found(self) -> Found:
-        """What the kernel is chosen by."""
+        """Architecture and symbol, by which kernels are chosen."""
         return self[:2]
 
 
@@ -279,7 +279,7 @@ def _disassemble(
 def _outcomes(
     tools: Sequence[Disassembler], batch: Batch, folder: Path, live: bool
 ) -> Sequence[Disassembly | SassError]:
-    """Of each request its disassembly, or why there is none."""
+    """The disassembly of each request, or the reason that there is none."""
     try:
         return disassemble(tools, batch, folder, live)
     except SassError as error:

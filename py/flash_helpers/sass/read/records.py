@@ -1,4 +1,4 @@
-"""What is known of a kernel's machine code: one record an instruction, and what they add up to."""
+"""Records of a kernel's machine code: one per instruction, and those of the whole kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class LiveRegisters:
-    """How many registers an instruction reads or writes, or leaves with a value needed after it.
+    """Numbers of registers that an instruction reads, writes, or leaves with a value needed later.
 
     general: R0 to R254. predicate: P0 to P6. uniform: UR0 to UR62. uniform_predicate: UP0 to UP6.
     """
@@ -65,7 +65,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What an instruction word says.
+    """The meaning of an instruction word.
 
     address: bytes from the start of the kernel. encoding: its 16 bytes, little endian, as a number.
     predicate: the guard as printed, such as "@!P0"; "" without one. opcode: with its modifiers,
@@ -145,7 +145,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """What wrote the cubin: "ptxas", its version such as (13, 0, 88), its options; as noted in the
+    """The writer of the cubin: "ptxas", version, such as (13, 0, 88), and options; as noted in the
     cubin. Cubins of old compilers tell nothing: then the name is "" and the version empty."""
 
     name: str
@@ -160,7 +160,7 @@ class Compiler:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a kernel takes, from the cubin's headers and from the widths of its spills.
+    """Resources of a kernel, from the cubin's headers and from the widths of its spills.
 
     registers: a thread. static_smem_bytes: a block, without what the driver reserves.
     stack_bytes: local memory a thread; None with recursion, which has no limit.
@@ -185,7 +185,7 @@ class Kernel:
 
     symbol: as the object file has it. architecture: such as "sm_90". origin: the file it was read
     from, and the member of it. ptx: the text that `Instruction.ptx_line` counts in; None if the
-    cubin does not hold it. is_function: kernels call it, and nobody launches it.
+    cubin does not hold it. is_function: kernels call it; it is not launched.
     """
 
     symbol: str

@@ -1,4 +1,4 @@
-"""Which registers an instruction reads and writes, by its text.
+"""Registers that an instruction reads and writes, by its text.
 
 How many registers an operand takes follows from the opcode. That nvdisasm says the same
 (`-plr -lrm wide`) is checked in the tests. Not told are the uniform registers that accesses to
@@ -40,7 +40,7 @@ class Access(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def accesses(predicate: str, opcode: str, operands: str) -> tuple[Access, ...]:
-    """Of an instruction, in the order of its text, one for each register of an operand.
+    """The accesses of an instruction in the order of its text, one per register of an operand.
 
     predicate, opcode, operands: as in `records.Operation`. Instructions that print alike but for
     the numbers of registers have as many, each at the place of the other's.
@@ -90,7 +90,7 @@ def _written(opcode: str, parts: list[str]) -> range:
 def _width(
     opcode: str, parts: list[str], position: int, written: range, match: re.Match[str]
 ) -> int:
-    """How many registers a mention of one stands for."""
+    """Number of registers that a mention of one stands for."""
     operand, base = parts[position], opcode.partition(".")[0]
     before = operand[: match.start()]
     if before.endswith("["):
@@ -108,7 +108,7 @@ def _width(
 def _in_brackets(
     opcode: str, outside: str, match: re.Match[str], parts: list[str], position: int
 ) -> int:
-    """Of a register that stands first in brackets. outside: what stands before them."""
+    """The width of a register that stands first in brackets. outside: the text before them."""
     base, *modifiers = opcode.split(".")
     if outside == "gdesc":
         return 4 if position == 1 else 2  # of A and B; of B alone
@@ -126,7 +126,7 @@ def _in_brackets(
 
 
 def _of_operand(opcode: str, is_written: bool, read: int) -> int:
-    """Of a register that stands alone. read: how many other operands are read before it."""
+    """The width of a register that stands alone. read: number of operands that are read before."""
     base, *modifiers = opcode.split(".")
     name = opcodes.classify(opcode)
     size = max((_SIZES[m] for m in modifiers if m in _SIZES), default=1)

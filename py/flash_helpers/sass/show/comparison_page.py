@@ -12,7 +12,7 @@ from flash_helpers.sass.show.picture import overview_html
 
 
 def page_facts(facts: KernelFacts, timed: str) -> list[tuple[str, str]]:
-    """What is told of a kernel above its panes. timed: the launch whose speed is told, in words."""
+    """Facts of a kernel above its panes. timed: the launch of the speed, in words."""
     resources, loop, occupancy = facts.kernel.resources, facts.phases.main_loop, facts.occupancy
     stored, loaded = resources.spill_store_bytes, resources.spill_load_bytes
     found = [

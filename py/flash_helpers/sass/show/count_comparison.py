@@ -12,7 +12,7 @@ from flash_helpers.sass.show.listing_counts import OpcodeCounts
 
 @dataclass(frozen=True)
 class Change:
-    """How often an opcode does work before and after."""
+    """Numbers of an opcode that do work, before and after."""
 
     opcode: str
     before: int
@@ -50,7 +50,7 @@ class Comparison:
         return [change for change in self.changes if unchanged or change.delta]
 
     def notes(self) -> list[str]:
-        """What a reader of the comparison has to know."""
+        """Notes for a reader of the comparison."""
         found = []
         known = [side.by_bucket is not None for side in (self.before, self.after)]
         if known[0] != known[1]:
@@ -89,7 +89,7 @@ def _signed(change: Change) -> str:
 
 
 def compare_counts(before: OpcodeCounts, after: OpcodeCounts) -> Comparison:
-    """What changed, by opcode."""
+    """The comparison of two countings, by opcode."""
     opcodes = set(before.work) | set(after.work)
     changes = [Change(name, before.work[name], after.work[name]) for name in opcodes]
     ordered = sorted(changes, key=lambda change: (-abs(change.delta), change.opcode))

@@ -20,7 +20,7 @@ def _cells(name: str, tally: Tally) -> list[str]:
 
 
 def summary_text(diff: KernelDiff, names: tuple[str, str]) -> str:
-    """What happened to how many instructions, by phase and class of opcode."""
+    """Numbers of instructions by their likeness, and by phase and class of opcode."""
     n_before, n_after = len(diff.before.instructions), len(diff.after.instructions)
     architectures = dict.fromkeys((diff.before.architecture, diff.after.architecture))
     verdict = (

@@ -42,7 +42,7 @@ _HEAD_BYTES = 4096  # that tell machine code from text
 
 @dataclass(frozen=True)
 class OpcodeCounts:
-    """How often each opcode stands in some code.
+    """Numbers of each opcode in some code.
 
     work: what is executed, or predicated and so may be; of a file of bare counts, what it says.
     by_bucket: opcodes by what becomes of them; None where a file of counts does not tell.
@@ -152,7 +152,7 @@ def _of_machine_code(
 
 
 def _require(path: Path, chosen: Sequence[Found], function: str | None) -> None:
-    """Of one architecture, and one of them if a function is named."""
+    """Raise SassError unless the functions are of one architecture, and one if named."""
     if function:
         require_one(str(path), chosen)
     require_one_architecture(str(path), chosen)
@@ -161,7 +161,7 @@ def _require(path: Path, chosen: Sequence[Found], function: str | None) -> None:
 def _choose(
     path: Path, there: Sequence[Found], function: str | None, architecture: str | None
 ) -> list[Found]:
-    """Of one architecture: one function, or all of them."""
+    """One function, or all of them, of one architecture."""
     chosen = choose(str(path), there, architecture, [function] if function else [])
     _require(path, chosen, function)
     return chosen
@@ -256,7 +256,7 @@ def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def count(arguments: argparse.Namespace) -> str:
-    """What is to be printed. Raises SassError and OSError."""
+    """The text to print. Raises SassError and OSError."""
     where = arguments.file
     path = Path("/dev/stdin") if str(where.path) == "-" else where.path
     function = where.name or arguments.function

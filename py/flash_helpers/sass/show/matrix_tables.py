@@ -145,7 +145,7 @@ def _tables(matrix: Matrix) -> list[Table]:
 
 
 def heading(matrix: Matrix) -> list[str]:
-    """What was compared: lines above the tables."""
+    """Lines above the tables, which name the kernels compared."""
     kernels = [facts.kernel for facts in matrix.rows]
     compilers = list(dict.fromkeys(str(kernel.compiler) for kernel in kernels))
     parts = [
@@ -166,7 +166,7 @@ def heading(matrix: Matrix) -> list[str]:
 
 
 def footnotes(matrix: Matrix) -> list[str]:
-    """What has to be said about the numbers."""
+    """Notes on the numbers, below the tables."""
     notes = [f"{MEANING}."]
     loops = [facts.phases.main_loop for facts in matrix.rows]
     if not all(counts is None or counts.is_usual_tensor for counts in loops):

@@ -194,7 +194,7 @@ _NumberedLines = Sequence[tuple[int, Line]]
 
 
 def _kernel_data(page: PageKernel, lines: _NumberedLines) -> dict[str, Any]:
-    """What the page has of a kernel. lines: of its PTX, as for `_ptx_data`."""
+    """The data of a kernel for the page. lines: of its PTX, as for `_ptx_data`."""
     kernel = page.kernel
     files: _Numbering[str] = _Numbering()
     chains: _Numbering[tuple[SourceLine, ...]] = _Numbering({(): 0})

@@ -24,7 +24,7 @@ class _Panel:
     most: float
 
     def y(self, value: float) -> float:
-        """Where a value lies."""
+        """The place of a value."""
         return self.top + self.height * (1 - value / self.most)
 
     @property
@@ -40,7 +40,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", name: str = "")
 
 
 def _label(panel: _Panel, *lines: str) -> str:
-    """What a strip shows, left of it."""
+    """The label of a strip, left of it."""
     return "".join(
         _text(_LEFT - 14, panel.top + 12 + 14 * n, line, "end", "" if n else "strong")
         for n, line in enumerate(lines)

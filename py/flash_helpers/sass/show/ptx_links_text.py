@@ -14,7 +14,7 @@ _MOST_MADE = 4  # SASS opcodes in a row of the fan-out
 
 @dataclass(frozen=True)
 class LinkFormat:
-    """What to print of links: PTX, SASS, and the numbers of lines and addresses."""
+    """Parts of links to print: PTX, SASS, and the numbers of lines and addresses."""
 
     ptx: bool
     sass: bool
@@ -54,8 +54,8 @@ def slice_text(kernel: Kernel, ptx: KernelPtx, line: int, depth: int, shape: Lin
 
 
 def fan_out_text(kernel: Kernel, ptx: KernelPtx, shape: LinkFormat) -> str:
-    """What became of the PTX by opcode, the instructions that became several, and those that
-    vanished."""
+    """Table of the SASS made of the PTX, by opcode; the instructions that became several; and those
+    that vanished."""
     found = fan_out(kernel, ptx)
     total = sum(found.counts.values())
     rows = [
