@@ -264,29 +264,12 @@ class _Walk:
         return str(self.path) if name == self.path.name else f"{self.path}:{name}"
 
     def archive(self, data: memoryview) -> None:
-        """The layout is that of ar(5); long names are kept as GNU's or as BSD's ar does."""
-        at, long_names = len(ARCHIVE_MAGIC), b""
-        while at < len(data):
-            start = at + _ENTRY.size
-            try:
-                field, digits, end_mark = _ENTRY.unpack_from(data, at)
-                size = int(digits)
-                if end_mark != _ENTRY_END or not 0 <= size <= len(data) - start:
-                    raise ValueError
-            except (struct.error, ValueError):
-                self.problems.append(f"{self.path} is truncated or damaged from byte {at} on")
-                return
-            content, name = data[start : start + size], field.rstrip()
-            at = start + size + size % 2
-            if name == _GNU_LONG_NAMES:
-                long_names = bytes(content)
-                continue
-            if name.startswith(_BSD_LONG_NAME) and name[3:].isdigit():
-                length = int(name[3:])
-                name, content = bytes(content[:length]).rstrip(b"\0"), content[length:]
-            elif name[:1] == b"/" and name[1:].isdigit():
-                name = long_names[int(name[1:]) :].partition(b"\n")[0]
-            self.file(content, _printable(name.rstrip(b"/")))
+        """All members of an archive."""
+        try:
+            for name, content in _archive_members(data):
+                self.file(content, name)
+        except SassError as error:
+            self.problems.append(f"{self.path} {error}")
 
     def _fatbins(self, data: memoryview, name: str) -> None:
         """All that begin in a section; between them may be padding."""
@@ -350,6 +333,32 @@ class _Walk:
         self.names[unique] = 1
         _forget(len(self.members), stored)
         self.members.append(Member(self.path, unique, kind, architecture, stored, packed_by, size))
+
+
+def _archive_members(data: memoryview) -> Iterator[tuple[str, memoryview]]:
+    """Name and content of each member. The layout is that of ar(5); long names are stored as those
+    of GNU's or of BSD's ar. Raises SassError where the archive is cut off or damaged."""
+    at, long_names = len(ARCHIVE_MAGIC), b""
+    while at < len(data):
+        start = at + _ENTRY.size
+        try:
+            field, digits, end_mark = _ENTRY.unpack_from(data, at)
+            size = int(digits)
+            if end_mark != _ENTRY_END or not 0 <= size <= len(data) - start:
+                raise ValueError
+        except (struct.error, ValueError):
+            raise SassError(f"is truncated or damaged from byte {at} on") from None
+        content, name = data[start : start + size], field.rstrip()
+        at = start + size + size % 2
+        if name == _GNU_LONG_NAMES:
+            long_names = bytes(content)
+            continue
+        if name.startswith(_BSD_LONG_NAME) and name[3:].isdigit():
+            length = int(name[3:])
+            name, content = bytes(content[:length]).rstrip(b"\0"), content[length:]
+        elif name[:1] == b"/" and name[1:].isdigit():
+            name = long_names[int(name[1:]) :].partition(b"\n")[0]
+        yield _printable(name.rstrip(b"/")), content
 
 
 def _printable(name: bytes) -> str:

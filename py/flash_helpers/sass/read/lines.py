@@ -109,6 +109,31 @@ def _relocations(cubin: Cubin, name: str) -> dict[int, int]:
     return found
 
 
+def _byte(stream: io.BytesIO) -> int:
+    return stream.read(1)[0]
+
+
+def _number(stream: io.BytesIO) -> tuple[int, int]:
+    """A LEB128 number, unsigned, and its bits."""
+    value = bits = 0
+    while bits < _LONGEST_NUMBER:
+        byte = _byte(stream)
+        value |= (byte & 0x7F) << bits
+        bits += 7
+        if byte < 0x80:
+            return value, bits
+    raise ValueError(f"a number of more than {_LONGEST_NUMBER} bits")
+
+
+def _unsigned(stream: io.BytesIO) -> int:
+    return _number(stream)[0]
+
+
+def _signed(stream: io.BytesIO) -> int:
+    value, bits = _number(stream)
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
 class _Unit:
     """One line program and the state of its reader."""
 
@@ -131,27 +156,6 @@ class _Unit:
             self.files.append(os.path.normpath(path.decode(errors="replace")))
         self.stream.seek(start + 10 + header_length)
 
-    def _byte(self) -> int:
-        return self.stream.read(1)[0]
-
-    def _number(self) -> tuple[int, int]:
-        """A LEB128 number, unsigned, and its bits."""
-        value = bits = 0
-        while bits < _LONGEST_NUMBER:
-            byte = self._byte()
-            value |= (byte & 0x7F) << bits
-            bits += 7
-            if byte < 0x80:
-                return value, bits
-        raise ValueError(f"a number of more than {_LONGEST_NUMBER} bits")
-
-    def _unsigned(self) -> int:
-        return self._number()[0]
-
-    def _signed(self) -> int:
-        value, bits = self._number()
-        return value - (1 << bits) if value >> (bits - 1) else value
-
     def run(self, found: defaultdict[int, dict[int, Chain]]) -> None:
         """Execute the program; what it says is added by section and address."""
         chains: list[Chain] = []  # of each row
@@ -164,16 +168,16 @@ class _Unit:
 
         header, stream = self.header, self.stream
         while stream.tell() < self.end:
-            opcode = self._byte()
+            opcode = _byte(stream)
             if opcode >= header.opcode_base:
                 advance, step = divmod(opcode - header.opcode_base, header.line_range)
                 address += advance * header.minimum_instruction_length
                 line += header.line_base + step
                 add_row()
             elif opcode == 0:
-                size = self._unsigned()
+                size = _unsigned(stream)
                 after = stream.tell() + size
-                extended = self._byte()
+                extended = _byte(stream)
                 if extended == _END_SEQUENCE:
                     found[section].update(sequence)
                     sequence.clear()
@@ -182,17 +186,17 @@ class _Unit:
                     section = self.code_sections.get(stream.tell(), 0)
                     address = int.from_bytes(stream.read(max(size - 1, 0)), "little")
                 elif extended == _INLINED_CALL:
-                    number = self._unsigned()
+                    number = _unsigned(stream)
                     inlined_at = first + number if number else 0
                 stream.seek(after)
             elif opcode == _COPY:
                 add_row()
             elif opcode == _ADVANCE_PC:
-                address += self._unsigned() * header.minimum_instruction_length
+                address += _unsigned(stream) * header.minimum_instruction_length
             elif opcode == _ADVANCE_LINE:
-                line += self._signed()
+                line += _signed(stream)
             elif opcode == _SET_FILE:
-                file = self._unsigned()
+                file = _unsigned(stream)
             elif opcode == _CONST_ADD_PC:
                 advance = (255 - header.opcode_base) // header.line_range
                 address += advance * header.minimum_instruction_length
@@ -200,7 +204,7 @@ class _Unit:
                 address += int.from_bytes(stream.read(2), "little")
             else:
                 for _ in range(header.standard_opcode_lengths[opcode - 1]):
-                    self._unsigned()
+                    _unsigned(stream)
         if stream.tell() != self.end:
             raise ValueError("its program does not end where its header says")
 
