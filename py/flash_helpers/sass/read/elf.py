@@ -3,6 +3,9 @@
 The layout is that of the System V ABI, "Object Files". What NVIDIA put into the sections is
 described in the section .nv.info and was checked against `ptxas -v` and `cuobjdump -res-usage`;
 attributes are numbered as in nvdisasm's output (EIATTR_...).
+
+The tables of sections and symbols are read here and not by pyelftools, which takes 1.6 s for those
+of the 420 cubins of the library, and a copy of each file; here all of list_kernels takes 0.2 s.
 """
 
 from __future__ import annotations
