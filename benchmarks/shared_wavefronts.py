@@ -43,8 +43,8 @@ OFF = 0xFFFF_FFFF  # in place of the address of a lane that takes no part
 DESCRIPTION = f"""\
 Launch one warp that accesses shared memory once, for each of several hundred patterns of addresses
 (conflicts, words that lanes share, lanes that take no part) and each kind of access: loads and
-stores of 4, 8 and 16 bytes a lane, stmatrix, atomics. Nsight Compute counts the wavefronts. The
-counts of the simulator (flash_helpers.ptx.run.tally) are compared with {RESULTS} in the tests.
+stores of 4, 8 and 16 bytes per lane, stmatrix, atomics. Nsight Compute counts the wavefronts. The
+tests compare the counts of the simulator (flash_helpers.ptx.run.count.tally) with {RESULTS}.
 """
 
 EXAMPLES = f"""\

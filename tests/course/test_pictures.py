@@ -50,10 +50,10 @@ from flash_helpers.course.pictures.work import large_tile, overlap_step, step_co
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
 from flash_helpers.measure.baseline import load_baseline
 from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
-from flash_helpers.ptx.run.boxes import swizzled
-from flash_helpers.ptx.run.tally import Tally
-from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
-from flash_helpers.ptx.run.wgmma_fragments import as_matrix
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import as_matrix
+from flash_helpers.ptx.run.count.tally import Tally
+from flash_helpers.ptx.run.instructions.tensor import matrix_of_a, matrix_of_b, matrix_of_c
+from flash_helpers.ptx.run.memory.boxes import swizzled
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = "tools/docs/draw_pictures.py"

@@ -19,7 +19,7 @@ import torch
 from warp_kernel import WarpKernel, vector
 
 from flash_helpers.gpu import WARP
-from flash_helpers.ptx.run.rounding import to_floats, to_fp8
+from flash_helpers.ptx.run.numbers.rounding import to_floats, to_fp8
 
 pytestmark = pytest.mark.gpu
 

@@ -13,9 +13,10 @@ from flash_helpers.ptx import (
     RaceError,
     load_ptx,
 )
-from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.order import Order, Strength, in_common, join
-from flash_helpers.ptx.run.shared import SharedMemory
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.shared import SharedMemory
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.order import Order, Strength, in_common, join
 
 PROGRAM = load_ptx(
     entry("bar.sync 0;\ntrap;\nbrkpt;\npmevent 1;", before='.file 1 "kernel.cu"\n')

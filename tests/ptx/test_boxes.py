@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flash_helpers.ptx import TensorMap
-from flash_helpers.ptx.run.boxes import Box, shared_chunks, swizzled
+from flash_helpers.ptx.run.memory.boxes import Box, shared_chunks, swizzled
 from flash_helpers.ptx.tensor_map import ELEMENT_BYTES
 
 BASE = 0x7F00_0000_0000

@@ -17,8 +17,8 @@ from flash_helpers.ptx import (
     UninitialisedReadError,
     UnsupportedInstruction,
 )
-from flash_helpers.ptx.run.boxes import Box
-from flash_helpers.ptx.run.memory import ARENA_BASE
+from flash_helpers.ptx.run.memory.boxes import Box
+from flash_helpers.ptx.run.memory.regions import ARENA_BASE
 
 # Of the first allocation, which `run` makes of the input.
 INPUT = ARENA_BASE + 4096

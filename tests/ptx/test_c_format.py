@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from flash_helpers.ptx.run.c_format import c_format
+from flash_helpers.ptx.run.instructions.c_format import c_format
 
 LIBC = ctypes.CDLL(None)
 INTEGERS = [0, 1, -1, 255, -128, 32768, 2**31 - 1, -(2**31), 123456789, 2**63 - 1, -(2**63)]

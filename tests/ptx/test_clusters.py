@@ -21,9 +21,10 @@ from flash_helpers.ptx import (
     load_ptx,
 )
 from flash_helpers.ptx.run import batches
-from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.memory import RANK_SHIFT
-from flash_helpers.ptx.run.shared import SharedMemory
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.regions import RANK_SHIFT
+from flash_helpers.ptx.run.memory.shared import SharedMemory
+from flash_helpers.ptx.run.watch.faults import FaultLog
 
 DECLARATIONS = """
 .shared .align 16 .b32 word[64];

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flash_helpers.ptx.run.descriptors import Descriptor, MatrixOperand
+from flash_helpers.ptx.run.memory.descriptors import Descriptor, MatrixOperand
 
 T = 8
 """Elements of 16 bits in 128 bits."""

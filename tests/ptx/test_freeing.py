@@ -12,7 +12,7 @@ from hopper_faults import module_of
 from ptx_snippets import entry
 
 from flash_helpers.ptx import DeviceMemory, load_ptx
-from flash_helpers.ptx.run.scheduler import Scheduler
+from flash_helpers.ptx.run.execute.scheduler import Scheduler
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import Thread
-from flash_helpers.ptx.run.faults import Geometry
+from flash_helpers.ptx.run.geometry import Geometry
 
 BLOCKS = tuple((x, 0, 0) for x in range(6))
 

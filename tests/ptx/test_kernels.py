@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flash_helpers.ptx import DeviceMemory, Observer, Phase, load_ptx
-from flash_helpers.ptx.run.tensor import matrix_of_c
+from flash_helpers.ptx.run.instructions.tensor import matrix_of_c
 
 KERNELS = Path(__file__).parent / "kernels"
 

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from flash_helpers.ptx.run.mbarriers import MOST, Mbarrier, MbarrierMisuse, pending_count
+from flash_helpers.ptx.run.asynchronous.mbarriers import (
+    MOST,
+    Mbarrier,
+    MbarrierMisuse,
+    pending_count,
+)
 
 ADDRESS = 0x40
 

@@ -27,8 +27,8 @@ from flash_helpers.ptx.read.module import (
     Vector,
 )
 from flash_helpers.ptx.read.types import OPCODE_TYPES
-from flash_helpers.ptx.run import operations
-from flash_helpers.ptx.run.forms import Form, by_name
+from flash_helpers.ptx.run.instructions import operations
+from flash_helpers.ptx.run.instructions.forms import Form, by_name
 
 KERNELS = Path(__file__).parent / "kernels"
 MISTAKES = (KeyError, TypeError, ValueError, IndexError, StopIteration, AttributeError)

@@ -13,7 +13,7 @@ from flash_helpers.ptx import (
     WarpgroupError,
     load_ptx,
 )
-from flash_helpers.ptx.run.register_pool import entry_registers
+from flash_helpers.ptx.run.asynchronous.register_pool import entry_registers
 
 # Warpgroup 0 goes one way, the others another.
 ROLES = """

@@ -6,7 +6,7 @@ import pytest
 from ptx_snippets import entry
 
 from flash_helpers.ptx import DeadlockError, DeviceMemory, load_ptx
-from flash_helpers.ptx.run import operations
+from flash_helpers.ptx.run.instructions import operations
 from flash_helpers.ptx.run.machine import Wait
 
 DECLARATIONS = """

@@ -16,13 +16,14 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx import DeviceMemory, Kernel, UnsupportedInstruction, load_ptx
 from flash_helpers.ptx.read.flow import BARRIERS
 from flash_helpers.ptx.read.module import Register
-from flash_helpers.ptx.run.faults import FaultLog, Geometry
+from flash_helpers.ptx.run.count.tally import Tally
+from flash_helpers.ptx.run.execute.spread import Spread
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.instructions.operations import bind
 from flash_helpers.ptx.run.machine import Launch, Machine
-from flash_helpers.ptx.run.memory import ALL
-from flash_helpers.ptx.run.operations import bind
-from flash_helpers.ptx.run.poison import CARRY
-from flash_helpers.ptx.run.spread import Spread
-from flash_helpers.ptx.run.tally import Tally
+from flash_helpers.ptx.run.memory.regions import ALL
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.poison import CARRY
 
 LANES = 2 * WARP
 DECLARATIONS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flash_helpers.ptx.run.wgmma_fragments import (
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
     matrix_of_d,
     numbers,
     product,

@@ -21,7 +21,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.ptx import Kernel, Observation, Observer
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
+from flash_helpers.ptx.run.instructions.tensor import matrix_of_a, matrix_of_b, matrix_of_c
 from flash_helpers.registry.mma_sync import (
     LAZY_RESCALE,
     MMA_K,

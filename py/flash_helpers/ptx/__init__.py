@@ -51,14 +51,14 @@ from flash_helpers.ptx.errors import (
 )
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.reader import read_ptx
-from flash_helpers.ptx.run.counters import Counters, Counts, LineCounts, Role
+from flash_helpers.ptx.run.count.counters import Counters, Counts, LineCounts, Role
 from flash_helpers.ptx.tensor_map import TensorMap
 
 if TYPE_CHECKING:
+    from flash_helpers.ptx.run.asynchronous.warpgroups import ComputedProduct
+    from flash_helpers.ptx.run.execute.observe import Observation, Observer
     from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
-    from flash_helpers.ptx.run.memory import DeviceMemory
-    from flash_helpers.ptx.run.observe import Observation, Observer
-    from flash_helpers.ptx.run.warpgroups import ComputedProduct
+    from flash_helpers.ptx.run.memory.regions import DeviceMemory
 
 __all__ = [
     "AbsentBlockError",
@@ -118,9 +118,9 @@ __all__ = [
 # what runs kernels needs NumPy, which those who only read PTX do not wait for
 _RUNNING = {
     "kernel": ("Kernel", "PtxModule", "Run", "load_ptx"),
-    "memory": ("DeviceMemory",),
-    "observe": ("Observation", "Observer"),
-    "warpgroups": ("ComputedProduct",),
+    "memory.regions": ("DeviceMemory",),
+    "execute.observe": ("Observation", "Observer"),
+    "asynchronous.warpgroups": ("ComputedProduct",),
 }
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from flash_helpers import gpu
 from flash_helpers.ptx.errors import InstructionLimitError, NotResidentError
-from flash_helpers.ptx.run.memory import DeviceMemory
-from flash_helpers.ptx.run.scheduler import NO_END, Scheduler
+from flash_helpers.ptx.run.execute.scheduler import NO_END, Scheduler
+from flash_helpers.ptx.run.memory.regions import DeviceMemory
 
 _PATIENCE = 10_000
 """Instructions of a warp after which a batch is asked whether it waits; then after twice as many,

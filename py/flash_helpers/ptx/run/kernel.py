@@ -31,17 +31,18 @@ from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Special, Symbol, Variable
 from flash_helpers.ptx.read.reader import read_ptx
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
-from flash_helpers.ptx.run.access import STRONG, access_size, space_of
+from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES
+from flash_helpers.ptx.run.asynchronous.register_pool import entry_registers
 from flash_helpers.ptx.run.batches import most_resident, run_batches
-from flash_helpers.ptx.run.counters import Counters, LineCounts
-from flash_helpers.ptx.run.faults import FaultLog, Geometry
+from flash_helpers.ptx.run.count.counters import Counters, LineCounts
+from flash_helpers.ptx.run.count.tally import Tally
+from flash_helpers.ptx.run.execute.observe import Observer
+from flash_helpers.ptx.run.execute.scheduler import Scheduler
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.instructions.access import STRONG, access_size, space_of
 from flash_helpers.ptx.run.machine import Launch, Machine
-from flash_helpers.ptx.run.mbarriers import MBARRIER_BYTES
-from flash_helpers.ptx.run.memory import ARENA_BASE, DeviceMemory
-from flash_helpers.ptx.run.observe import Observer
-from flash_helpers.ptx.run.register_pool import entry_registers
-from flash_helpers.ptx.run.scheduler import Scheduler
-from flash_helpers.ptx.run.tally import Tally
+from flash_helpers.ptx.run.memory.regions import ARENA_BASE, DeviceMemory
+from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.sass.read.symbols import demangled
 
 Argument = int | float | bool | np.generic | bytes

@@ -30,12 +30,15 @@ from flash_helpers.ptx.read.module import (
     Vector,
 )
 from flash_helpers.ptx.read.types import B128, SCALAR_TYPES, ScalarType
-from flash_helpers.ptx.run.agents import Transfers
-from flash_helpers.ptx.run.cluster_barrier import ClusterBarrier
-from flash_helpers.ptx.run.dtypes import dtype_of
-from flash_helpers.ptx.run.faults import FaultLog, Geometry
-from flash_helpers.ptx.run.lints import Lints
-from flash_helpers.ptx.run.memory import (
+from flash_helpers.ptx.run.asynchronous.cluster_barrier import ClusterBarrier
+from flash_helpers.ptx.run.asynchronous.pending import AsyncCopies
+from flash_helpers.ptx.run.asynchronous.phases import Phases
+from flash_helpers.ptx.run.asynchronous.register_pool import RegisterPool
+from flash_helpers.ptx.run.asynchronous.transfers import Transfers
+from flash_helpers.ptx.run.asynchronous.warpgroups import Warpgroups
+from flash_helpers.ptx.run.count.tally import Tally
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.regions import (
     ALL,
     ARENA_BASE,
     DeviceMemory,
@@ -43,13 +46,11 @@ from flash_helpers.ptx.run.memory import (
     Region,
     Selection,
 )
-from flash_helpers.ptx.run.pending import AsyncCopies
-from flash_helpers.ptx.run.phases import Phases
-from flash_helpers.ptx.run.poison import Memory, Poison
-from flash_helpers.ptx.run.register_pool import RegisterPool
-from flash_helpers.ptx.run.shared import SharedMemory
-from flash_helpers.ptx.run.tally import Tally
-from flash_helpers.ptx.run.warpgroups import Warpgroups
+from flash_helpers.ptx.run.memory.shared import SharedMemory
+from flash_helpers.ptx.run.numbers.dtypes import dtype_of
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.lints import Lints
+from flash_helpers.ptx.run.watch.poison import Memory, Poison
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
 
 RunSome = Callable[[Selection], None]

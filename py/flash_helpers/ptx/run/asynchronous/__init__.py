@@ -1,0 +1,1 @@
+"""Units that work beside the threads: cp.async, TMA, `wgmma`, and the barriers that count them."""

@@ -1,0 +1,136 @@
+"""Asynchronous copies, which stay pending until their thread waits for them.
+
+A copy reads global memory when it is issued and writes shared memory when its thread waits for it:
+the latest moment that the programming model allows. In between its bytes are poison, and to read
+or to overwrite them is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flash_helpers.ptx.run.memory.regions import Selection
+from flash_helpers.ptx.run.memory.shared import SharedMemory
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Copies issued by one execution of one instruction: the lane and the commit group of each, the
+    index of its word in shared memory, the word, and where in global memory it is read: the first
+    address and how many bytes. number: of the executions before. agent: who is said to write it,
+    for those who learn of it by an mbarrier; None if only the lanes themselves wait."""
+
+    number: int
+    position: int
+    size: int
+    lanes: np.ndarray
+    groups: np.ndarray
+    rows: np.ndarray
+    data: np.ndarray
+    sources: np.ndarray
+    lengths: np.ndarray
+    agent: int | None = None
+
+    def some(self, which: np.ndarray) -> _Pending:
+        """A part of them."""
+        if which.all():
+            return self
+        arrays = (self.lanes, self.groups, self.rows, self.data, self.sources, self.lengths)
+        columns = (array[which] for array in arrays)
+        return _Pending(self.number, self.position, self.size, *columns, self.agent)
+
+
+class AsyncCopies:
+    """Pending copies of a batch, and the number of groups that each thread has committed."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self.shared = shared
+        self.committed = np.zeros(shared.geometry.lanes, np.int64)
+        self.pending: list[_Pending] = []
+        self.issued = 0
+
+    def issue(
+        self,
+        position: int,
+        size: int,
+        lanes: np.ndarray,
+        rows: np.ndarray,
+        data: np.ndarray,
+        sources: np.ndarray,
+        lengths: np.ndarray,
+    ) -> None:
+        """Begins copies."""
+        groups = self.committed[lanes]
+        columns = lanes, groups, rows, data, sources, lengths
+        self.pending.append(_Pending(self.issued, position, size, *columns))
+        self.issued += 1
+
+    def sources_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, int | None]:
+        """Which of `size` bytes at addresses of global memory a pending copy reads, and the
+        position of one that reads some; None if none does."""
+        hit, position = np.zeros(addresses.shape, bool), None
+        for copy in self.pending:
+            reading = np.flatnonzero(copy.lengths)
+            if not reading.size:
+                continue
+            order = reading[np.argsort(copy.sources[reading])]
+            starts = copy.sources[order]
+            # How far those reach that begin no later.
+            ends = np.maximum.accumulate(starts + copy.lengths[order])
+            last = np.searchsorted(starts, addresses + size) - 1
+            read = (last >= 0) & (ends[last] > addresses)
+            if read.any():
+                hit, position = hit | read, copy.position
+        return hit, position
+
+    def commit(self, selection: Selection) -> None:
+        """Closes the current group of each thread."""
+        self.committed[selection] += 1
+
+    def wait(self, selection: Selection, allowed: int | None) -> None:
+        """Completes all but the newest `allowed` groups of each thread; None: everything."""
+        limit = self.committed - (allowed if allowed is not None else -1)
+        self._complete(selection, lambda copy: copy.groups < limit[copy.lanes])
+
+    def complete(self, lanes: np.ndarray, before: int) -> None:
+        """Completes what lanes had issued when so many executions had been."""
+        self._complete(lanes, lambda copy: np.full(copy.lanes.shape, copy.number < before))
+
+    def assign(self, lanes: np.ndarray, agent: int) -> set[int]:
+        """An agent is said to write what lanes have pending, unless another one is; all these
+        agents."""
+        chosen = np.zeros(self.committed.size, bool)
+        chosen[lanes] = True
+        split, agents = [], {agent}
+        for copy in self.pending:
+            mine = chosen[copy.lanes]
+            if copy.agent is None and mine.any():
+                split.append(replace(copy.some(mine), agent=agent))
+                if not mine.all():
+                    split.append(copy.some(~mine))
+            else:
+                split.append(copy)
+                if mine.any():
+                    agents.add(copy.agent)
+        self.pending = split
+        return agents
+
+    def _complete(self, selection: Selection, which: Callable[[_Pending], np.ndarray]) -> None:
+        waiting = np.zeros(self.committed.size, bool)
+        waiting[selection] = True
+        left = []
+        for copy in self.pending:
+            done = waiting[copy.lanes] & which(copy)
+            if not done.all():
+                left.append(copy.some(~done))
+            if done.any():
+                ready = copy.some(done)
+                self.shared.words(copy.size)[ready.rows] = ready.data
+                self.shared.end_copy(copy.position, ready.rows, copy.size, copy.agent)
+                if copy.agent is not None:
+                    order = self.shared.order
+                    order.acquire(ready.lanes, [order.agent_knowledge(copy.agent)])
+        self.pending = left

@@ -1,0 +1,370 @@
+"""The mbarrier objects of a batch: what lanes and copies do to them, and who learns of it.
+
+An object holds what those know who arrive; whoever sees a phase complete learns it (PTX ISA 9.0,
+"Parallel Synchronization and Communication Instructions: mbarrier": arrive-on releases, test_wait
+and try_wait acquire). Objects are named by where in the shared memory of the batch they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import proxy
+
+import numpy as np
+
+from flash_helpers.ptx.errors import MbarrierError, RaceError
+from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES, Mbarrier, MbarrierMisuse
+from flash_helpers.ptx.run.memory.shared import SharedMemory
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.order import Knowledge, join
+
+_IMPATIENCE = 0.2
+"""Of each time that lanes are asked whether they may go on, that they give up, at random."""
+
+
+@dataclass
+class Phased:
+    """An mbarrier object since its mbarrier.init.
+
+    made: when, by which lane, by which instruction, and as which agent (whoever knows it of that
+    time may use the object). arrived: lane and instruction of the last
+    arrival, if there was one. seen: of each lane that saw a phase complete, how many phases were,
+    and at which instruction.
+    """
+
+    state: Mbarrier
+    block: int
+    made: tuple[int, int, int, int]
+    arrived: tuple[int, int] | None = None
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Phases:
+    """All objects, by where in `shared.data` they stand. wanted: those that some lane was found to
+    wait for. version: how often any of them has changed. random: of when a wait gives up early;
+    None for never."""
+
+    def __init__(
+        self, shared: SharedMemory, log: FaultLog, random: np.random.Generator | None = None
+    ) -> None:
+        self.shared = shared
+        self.random = random
+        self.order = shared.order
+        self.log = log
+        self.objects: dict[int, Phased] = {}
+        self.wanted: set[int] = set()
+        self.version = 0
+        self._ended: dict[int, int] = {}
+        """Of objects that mbarrier.inval has ended: by which instruction."""
+        self.passed: dict[int, Phased] = {}
+        """By lane, the object that it last saw a phase of complete."""
+        self._agents: dict[tuple[int, int], int] = {}
+        self._given_up = np.zeros(shared.lane_ids.size, bool)
+        # Weakly, as all that belongs to a batch: it is gone as soon as the batch is.
+        weak = proxy(self)
+        shared.explain = lambda agent, lane: weak._explain(agent, lane)
+
+    def address_of(self, where: int) -> int:
+        """The shared address of an object in its block."""
+        return where % self.shared.stride
+
+    def agent(self, where: int, what: str = "TMA") -> int:
+        """The agent for whose writes an object waits. what: carries them out."""
+        block, address = divmod(where, self.shared.stride)
+        agent = self.order.agent(block, f"{what} for mbarrier at shared address {address}")
+        self._agents[self.shared.geometry.cluster_of(block * 32), agent] = where
+        return agent
+
+    # -- what lanes do -----------------------------------------------------------------------------
+
+    def init(
+        self, position: int, lanes: np.ndarray, places: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """mbarrier.init by lanes, each at its place in `shared.data`."""
+        new = np.ones(lanes.size, bool)
+        makers = {lane: self._maker(lane) for lane in lanes.tolist()}
+        now = self.order.now
+        for i, (lane, where, count) in enumerate(
+            zip(lanes.tolist(), places.tolist(), counts.tolist(), strict=True)
+        ):
+            known = self.objects.get(where)
+            with self._reported(position, lane, where):
+                if known is not None:
+                    site = self.log.site(known.made[2])
+                    raise MbarrierMisuse(
+                        f"mbarrier.init of an object that lives since {site}: end it by "
+                        "mbarrier.inval first"
+                    )
+                state = Mbarrier(self.address_of(where), count)
+                made = (now, lane, position, makers[lane])
+                self.objects[where] = Phased(state, where // self.shared.stride, made)
+                continue
+            new[i] = False
+        if new.any():
+            self.shared.hold(position, lanes[new], places[new] // MBARRIER_BYTES)
+        for lane, maker in makers.items():
+            self.order.acquire(np.array([lane]), [self.order.agent_knowledge(maker)])
+        self.version += 1
+
+    def fence(self, lanes: np.ndarray) -> None:
+        """fence.mbarrier_init by lanes: a relaxed arrival at the cluster's barrier tells of the
+        objects that they made before (PTX ISA 9.0, "membar/fence")."""
+        for lane in lanes.tolist():
+            self.order.fence_agent(lane, self._maker(lane))
+
+    def _maker(self, lane: int) -> int:
+        thread = self.shared.geometry.thread(lane)
+        name = f"mbarrier.init of warp {thread.warp} lane {thread.lane}"
+        return self.order.agent(self.shared.geometry.block_of(lane), name)
+
+    def inval(self, position: int, lanes: np.ndarray, places: np.ndarray) -> None:
+        """mbarrier.inval by lanes."""
+        for lane, where in zip(lanes.tolist(), places.tolist(), strict=True):
+            if self.find(position, np.array([lane]), where) is not None:
+                del self.objects[where]
+                self._ended[where] = position
+                self.version += 1
+                rows = np.array([where // MBARRIER_BYTES])
+                self.shared.let_go(position, np.array([lane]), rows)
+
+    def arrive(
+        self,
+        position: int,
+        lanes: np.ndarray,
+        places: np.ndarray,
+        counts: np.ndarray,
+        *,
+        expects: np.ndarray | None = None,
+        drops: bool = False,
+        may_complete: bool = True,
+        releases: bool = True,
+    ) -> np.ndarray:
+        """Lanes arrive, each as `Mbarrier.arrive` has it; the states that they get. expects: bytes
+        that they announce before."""
+        states = np.zeros(lanes.size, np.uint64)
+        for where, chosen in _groups(places):
+            mine = lanes[chosen]
+            found = self.find(position, mine, where)
+            if found is None:
+                continue
+            state, sums = found.state, counts[chosen]
+            with self._reported(position, int(mine[0]), where):
+                # One after the other, each sees what is pending before it arrives.
+                before = np.cumsum(sums) - sums
+                states[chosen] = np.uint64(state.state) - before.astype(np.uint64)
+                if expects is not None:
+                    state.expect(int(expects[chosen].sum()))
+                knowledge = self.order.knowledge(mine) if releases else None
+                state.arrive(int(sums.sum()), knowledge, drops=drops, may_complete=may_complete)
+            found.arrived = int(mine[-1]), position
+            self.version += 1
+        return states
+
+    def add_pending(self, position: int, lanes: np.ndarray, where: int) -> None:
+        """An object waits for one more arrival of each lane, which is to come by `arrive_for`."""
+        found = self.find(position, lanes, where)
+        if found is not None:
+            with self._reported(position, int(lanes[0]), where):
+                found.state.add_pending(lanes.size)
+            self.version += 1
+
+    def arrive_for(
+        self, position: int, lanes: np.ndarray, where: int, knowledge: Knowledge
+    ) -> None:
+        """Something arrives for lanes. knowledge: of those who see the phase complete."""
+        found = self.find(position, lanes, where)
+        if found is not None:
+            with self._reported(position, int(lanes[0]), where):
+                found.state.arrive(lanes.size, knowledge)
+            found.arrived = int(lanes[-1]), position
+            self.version += 1
+
+    def expect(
+        self, position: int, lanes: np.ndarray, places: np.ndarray, sizes: np.ndarray
+    ) -> None:
+        """mbarrier.expect_tx by lanes."""
+        for where, chosen in _groups(places):
+            found = self.find(position, lanes[chosen], where)
+            if found is not None:
+                with self._reported(position, int(lanes[chosen][0]), where):
+                    found.state.expect(int(sizes[chosen].sum()))
+                self.version += 1
+
+    def complete(
+        self,
+        position: int,
+        lane: int,
+        where: int,
+        size: int,
+        knowledge: Knowledge | None = None,
+        phase: int | None = None,
+    ) -> None:
+        """So many bytes have come. knowledge: of those who see the phase complete. phase: during
+        which the copy was issued that brings them."""
+        found = self.find(position, np.array([lane]), where)
+        if found is None:
+            return
+        with self._reported(position, lane, where):
+            if phase is not None and phase != found.state.phase:
+                raise MbarrierMisuse(
+                    f"{size} bytes come in phase {found.state.phase} of a copy that was issued in "
+                    f"phase {phase}: the phase that should have waited for them did not expect them"
+                )
+            found.state.complete(size, knowledge)
+        self.version += 1
+
+    # -- what lanes ask ----------------------------------------------------------------------------
+
+    def is_complete(self, places: np.ndarray, values: np.ndarray, *, parity: bool) -> np.ndarray:
+        """Of each lane, whether what it waits for is complete: the phase of a state, or of a
+        parity; also where asking is a fault. Notes what is wanted."""
+        complete = np.ones(places.size, bool)
+        for where, chosen in _groups(places):
+            found = self.objects.get(where)
+            if found is None:
+                continue
+            for value in np.unique(values[chosen]).tolist():
+                try:
+                    is_over = _is_over(found.state, value, parity)
+                except MbarrierMisuse:
+                    continue
+                if not is_over:
+                    self.wanted.add(where)
+                    complete[chosen] &= values[chosen] != value
+        return complete
+
+    def may_go_on(
+        self, lanes: np.ndarray, places: np.ndarray, values: np.ndarray, *, parity: bool
+    ) -> np.ndarray:
+        """Which lanes may execute a try_wait: those who would see a phase complete, and those whose
+        time is up, which "depends on the system" (PTX ISA 9.0, "mbarrier.try_wait")."""
+        ready = self.is_complete(places, values, parity=parity)
+        if self.random is not None and not ready.all() and self.random.random() < _IMPATIENCE:
+            self._given_up[lanes] = True
+        return ready | self._given_up[lanes]
+
+    def give_up(self, lanes: np.ndarray) -> None:
+        """The time of lanes is up that wait."""
+        self._given_up[lanes] = True
+
+    def observe(
+        self,
+        position: int,
+        lanes: np.ndarray,
+        places: np.ndarray,
+        values: np.ndarray,
+        *,
+        parity: bool,
+        acquires: bool,
+    ) -> np.ndarray:
+        """As `is_complete`; those who see a phase complete learn what was released in it and
+        before."""
+        self._given_up[lanes] = False
+        complete = np.zeros(places.size, bool)
+        for where, chosen in _groups(places):
+            found = self.find(position, lanes[chosen], where)
+            if found is None:
+                continue
+            for value in np.unique(values[chosen]).tolist():
+                mine = chosen[values[chosen] == value]
+                with self._reported(position, int(lanes[mine[0]]), where):
+                    complete[mine] = _is_over(found.state, value, parity)
+                if complete[mine[0]]:
+                    self._seen(position, found, lanes[mine], acquires)
+        return complete
+
+    def _seen(self, position: int, found: Phased, lanes: np.ndarray, acquires: bool) -> None:
+        state = found.state
+        state.observe()
+        found.seen.update(dict.fromkeys(lanes.tolist(), (state.phase, position)))
+        self.passed.update(dict.fromkeys(lanes.tolist(), found))
+        if acquires and state.released:
+            state.released = [join(state.released)]
+            self.order.acquire(lanes, state.released)
+
+    # -- objects -----------------------------------------------------------------------------------
+
+    def find(self, position: int, lanes: np.ndarray, where: int) -> Phased | None:
+        """The object that lanes use; None, and a fault, if they may not."""
+        found = self.objects.get(where)
+        if found is None:
+            with self._reported(position, int(lanes[0]), where):
+                why = "mbarrier.init has not made one"
+                if where in self._ended:
+                    site = self.log.site(self._ended[where])
+                    why = f"mbarrier.inval has ended it at {site}"
+                raise MbarrierMisuse(f"there is no mbarrier object: {why}")
+            return None
+        since, maker, made_at, agent = found.made
+        known = self.order.known_of_agents(lanes, np.full((lanes.size, 1), agent))[:, 0]
+        if (known < since).any():
+            lane = int(lanes[int((known < since).argmax())])
+            self.log.report(
+                RaceError,
+                f"use of the mbarrier object at shared address {self.address_of(where)} and its "
+                f"making by warp {self.shared.warp_place[maker]} at {self.log.site(made_at)}\n"
+                "    with no barrier between them",
+                position,
+                self.shared.geometry.thread(lane),
+                self.address_of(where),
+                int((known < since).sum()),
+            )
+        return found
+
+    @contextmanager
+    def _reported(self, position: int, lane: int, where: int) -> Iterator[None]:
+        """Makes a fault of misuse."""
+        try:
+            yield
+        except MbarrierMisuse as misuse:
+            found = self.objects.get(where)
+            detail = str(misuse) if found is None else f"{misuse}\n    {found.state}"
+            thread = self.shared.geometry.thread(lane)
+            self.log.report(MbarrierError, detail, position, thread, self.address_of(where))
+
+    # -- words -------------------------------------------------------------------------------------
+
+    def waited_for(self, places: np.ndarray, values: np.ndarray, name: Callable[[int], str]) -> str:
+        """What lanes wait for, in words. name: of what is waited for of an object, by the value."""
+        told = []
+        for where, chosen in _groups(places):
+            found = self.objects[where]
+            last = "nobody has arrived there"
+            if found.arrived is not None:
+                lane, position = found.arrived
+                thread = self.shared.geometry.thread(lane)
+                last = f"the last arrival is that of {thread} at {self.log.site(position)}"
+            names = dict.fromkeys(name(value) for value in np.unique(values[chosen]).tolist())
+            told.append(f"for {', '.join(names)} of the {found.state};\n      {last}")
+        return "\n      and ".join(told)
+
+    def _explain(self, agent: int, lane: int) -> str:
+        """What a lane has seen of the object whose bytes it should have waited for."""
+        where = self._agents.get((self.shared.geometry.cluster_of(lane), agent))
+        if where is None or where not in self.objects:
+            return ""
+        found = self.objects[where]
+        if lane not in found.seen:
+            return f"\n    {found.state}; this thread has not waited for it"
+        phases, position = found.seen[lane]
+        text = f"its last wait, at {self.log.site(position)}, "
+        if phases:
+            text += f"was for phase {phases - 1} (parity {(phases - 1) % 2})"
+        else:
+            text += "was for parity 1, which holds before phase 0 is complete"
+        return f"\n    {found.state};\n    {text}"
+
+
+def _is_over(state: Mbarrier, value: int, parity: bool) -> bool:
+    return state.is_complete_parity(value) if parity else state.is_complete(value)
+
+
+def _groups(places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each place, and which lanes name it."""
+    if places.size and (places == places[0]).all():
+        yield int(places[0]), np.arange(places.size)
+        return
+    for where in np.unique(places).tolist():
+        yield where, np.flatnonzero(places == where)

@@ -1,0 +1,551 @@
+"""The products of `wgmma` of a batch, from issue to retirement (PTX ISA 9.0, "Asynchronous
+Warpgroup Level Matrix Multiply-Accumulate Instructions").
+
+A warp issues a product and commits it to a group. From then on until the group retires the product
+may read its matrices: an agent reads their bytes of shared memory, and nobody may touch its
+registers (`wgmma_registers`). It is computed at the latest moment that is allowed, when the group
+retires, the 16 rows of each warp by themselves; or at a random moment before, once the warps that
+retire together have committed it.
+
+A group retires for the whole warpgroup as soon as one of its warps has waited for it, and that warp
+waits until all four have committed the group. Where warps retire alone (`strict`), each waits for
+its own part, and who has waited knows nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import (
+    MatrixDescriptorError,
+    OutOfBoundsError,
+    SimulatorError,
+    UnfinishedError,
+    WarpgroupError,
+)
+from flash_helpers.ptx.read.flow import Program
+from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.run.asynchronous.together import WARPS, Together
+from flash_helpers.ptx.run.asynchronous.transfers import CHANCE
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
+    WARP_ROWS,
+    as_matrix,
+    matrix_of_d,
+    numbers,
+    per_register,
+    product,
+    registers_of_d,
+    rounded_sum,
+)
+from flash_helpers.ptx.run.asynchronous.wgmma_poison import (
+    codes_of_fragment,
+    counted,
+    store_codes,
+)
+from flash_helpers.ptx.run.asynchronous.wgmma_registers import Fragments, RegisterWatch
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
+from flash_helpers.ptx.run.memory.shared import AgentAccess, SharedMemory
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.order import Knowledge, in_common
+from flash_helpers.ptx.run.watch.poison import Codes, Poison
+
+
+@dataclass(frozen=True)
+class Product:
+    """A wgmma.mma_async, decoded. n: columns of D. d, a: registers, as uint32 over all lanes, with
+    their names; no a where A is in shared memory. a_matrix, b_matrix: how descriptors are read.
+    sign: of the product. d_fragments, a_fragments: of `RegisterWatch`."""
+
+    position: int
+    n: int
+    d_type: str
+    factor_type: str
+    sign: int
+    d: tuple[np.ndarray, ...]
+    d_names: tuple[str, ...]
+    a: tuple[np.ndarray, ...]
+    a_names: tuple[str, ...]
+    a_matrix: MatrixOperand | None
+    b_matrix: MatrixOperand
+    d_fragments: Fragments
+    a_fragments: Fragments
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A product that warps have issued together. For each of them: the group that it belongs to,
+    the bits of the descriptors (those of A are 0 if it is in registers), and whether D is added."""
+
+    product: Product
+    warps: np.ndarray
+    groups: np.ndarray
+    a_bits: np.ndarray
+    b_bits: np.ndarray
+    adds: np.ndarray
+
+    def some(self, which: np.ndarray) -> Issue:
+        """That of some of the warps."""
+        columns = (self.warps, self.groups, self.a_bits, self.b_bits, self.adds)
+        return Issue(self.product, *(column[which] for column in columns))
+
+
+@dataclass(frozen=True)
+class ComputedProduct:
+    """A wgmma.mma_async that has just been computed for some warps, in float64.
+
+    blocks: `ctaid` of each warp's block, (warps, 3). warps: numbered within their block. a: each
+    warp's rows of A, (warps, 16, 16), negated if the product is. b: B as each of them has it,
+    (warps, 16, N). d: its rows of D with this product in it, (warps, 16, N).
+    """
+
+    instruction: Instruction
+    blocks: np.ndarray
+    warps: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    d: np.ndarray
+
+
+class Warpgroups:
+    """What the warps of a batch have issued and not retired."""
+
+    show: Callable[[ComputedProduct], None] | None = None
+    """Is shown each product when it is computed."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        program: Program,
+        shared: SharedMemory,
+        poison: Poison,
+        log: FaultLog,
+        *,
+        strict: bool,
+        random: np.random.Generator | None = None,
+    ) -> None:
+        self._geometry = geometry
+        self._program = program
+        self._shared = shared
+        self._poison = poison
+        self._log = log
+        self.strict = strict
+        self._random = random
+        self.registers = RegisterWatch(program, geometry, log)
+        self._together = Together(geometry, log, values=3)
+        self.committed = np.zeros(self._together.ended.size, np.int64)
+        """Groups that each warp has committed."""
+        # By what retires together: a warpgroup, or a warp.
+        self._owner_of = self._together.group_of
+        if strict:
+            self._owner_of = np.arange(geometry.warps)
+        self._issued: list[Issue] = []
+        # Those that were computed early, until somebody has waited for them.
+        self._early: list[Issue] = []
+        self._reads: dict[int, list[tuple[int, AgentAccess]]] = defaultdict(list)
+        # Up to when the reads of each owner are over.
+        self._over = np.zeros(int(self._owner_of.max()) + 1, np.int64)
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def fence(self, position: int, warps: np.ndarray) -> None:
+        """wgmma.fence"""
+        self._record(position, warps)
+        self.registers.fence(warps)
+
+    def commit(self, position: int, warps: np.ndarray) -> None:
+        """wgmma.commit_group"""
+        self._record(position, warps)
+        self.committed[warps] += 1
+
+    def may_wait(self, warps: np.ndarray, allowed: int) -> np.ndarray:
+        """Whether a wgmma.wait_group for all but so many groups is over at once for each of the
+        warps: the others of its warpgroup have committed what it waits for."""
+        if self.strict:
+            return np.ones(warps.size, bool)
+        mates = self._together.mates[warps]
+        target = self.committed[warps] - allowed
+        return ((self.committed[mates] >= target[:, None]) | self._together.ended[mates]).all(1)
+
+    def whom_it_awaits(self, warp: int, allowed: int) -> str:
+        """What is said of a warp for which `may_wait` does not hold."""
+        target = self.committed[warp] - allowed
+        mates = self._together.mates[warp]
+        late = mates[self.committed[mates] < target] // len(self._geometry.blocks)
+        return (
+            f"for wgmma groups up to number {target} of their warpgroup, which warps "
+            f"{', '.join(map(str, late))} have not committed"
+        )
+
+    def wait(self, position: int, warps: np.ndarray, allowed: int) -> None:
+        """wgmma.wait_group"""
+        self._record(position, warps)
+        targets = self.committed[warps] - allowed
+        owners = self._owner_of[warps]
+        limits = np.zeros(self._over.size, np.int64)
+        np.maximum.at(limits, owners, targets)
+        self._compute(limits)
+        self._early, _ = self._parted(self._early, limits)
+        self.registers.waited(warps, targets)
+        if self._shared.lints is not None:
+            self._shared.lints.wait(warps, targets)
+        for owner in np.unique(owners).tolist():
+            self._end_reads(owner, int(limits[owner]))
+            known = np.zeros((1, self._agent(owner) + 1), np.int64)
+            known[0, -1] = self._over[owner]
+            self._shared.order.acquire(_lanes(warps[owners == owner]), [Knowledge(known)])
+
+    def issue(
+        self,
+        product: Product,
+        warps: np.ndarray,
+        a_bits: np.ndarray,
+        b_bits: np.ndarray,
+        adds: np.ndarray,
+    ) -> None:
+        """wgmma.mma_async; the rest as in `Issue`."""
+        issue = Issue(product, warps, self.committed[warps], a_bits, b_bits, adds)
+        found = self._record(product.position, warps, a_bits, b_bits, adds)
+        wrong = (found[:, 0] != a_bits) | (found[:, 1] != b_bits)
+        if wrong.any():
+            self._report_descriptors(issue, found, wrong)
+        others = found[:, 2] != adds
+        if others.any():
+            text = "its scale-d is not that of another warp of its warpgroup"
+            self._report(WarpgroupError, text, product.position, warps, others)
+        self.registers.issue(
+            product.position,
+            warps,
+            issue.groups,
+            product.n,
+            product.d_fragments,
+            product.a_fragments,
+        )
+        good = self._are_inside(issue)
+        if not good.all():
+            issue = issue.some(good)
+        if good.any():
+            self._begin_reads(issue)
+            self._issued.append(issue)
+
+    def end(self, warps: np.ndarray) -> None:
+        """All threads of warps end."""
+        self._together.end(warps)
+        for issue in (*self._early, *self._issued):
+            open_ = np.isin(issue.warps, warps)
+            if open_.any():
+                text = "no wgmma.wait_group has waited for this when its warp ends"
+                position = issue.product.position
+                self._report(UnfinishedError, text, position, issue.warps, open_)
+                for owner in np.unique(self._owner_of[issue.warps[open_]]).tolist():
+                    for _, access in self._reads[owner]:
+                        self._shared.forget(access)
+        for issues in (self._early, self._issued):
+            left = [i.some(~np.isin(i.warps, warps)) for i in issues]
+            issues[:] = [i for i in left if i.warps.size]
+
+    def step(self) -> None:
+        """Perhaps computes some of the products that nobody has waited for."""
+        if self._random is None or not self._issued or self._random.random() > CHANCE:
+            return
+        issue = self._issued[int(self._random.integers(len(self._issued)))]
+        i = int(self._random.integers(issue.warps.size))
+        owner, limit = self._owner_of[issue.warps[i]], issue.groups[i] + 1
+        mates = self._owner_of == owner
+        if (self.committed[mates] >= limit).all():
+            limits = np.zeros(self._over.size, np.int64)
+            limits[owner] = limit
+            self._early += self._compute(limits)
+
+    def _record(self, position: int, warps: np.ndarray, *values: np.ndarray) -> np.ndarray:
+        none = np.zeros(warps.size, np.uint64)
+        return self._together.record(position, warps, *(values or (none, none, none)))
+
+    # -- what they read ----------------------------------------------------------------------------
+
+    def _are_inside(self, issue: Issue) -> np.ndarray:
+        """Reports descriptors that are none, or that reach beyond the block's shared memory; of
+        which warps they are good."""
+        good = np.ones(issue.warps.size, bool)
+        product = issue.product
+        for matrix, bits in ((product.a_matrix, issue.a_bits), (product.b_matrix, issue.b_bits)):
+            for each in np.unique(bits[good]) if matrix else ():
+                its = bits == each
+                try:
+                    end = int(matrix.addresses(int(each)).max()) + CHUNK
+                except ValueError as error:
+                    kind, text, address = MatrixDescriptorError, str(error), None
+                else:
+                    if end <= self._shared.size:
+                        continue
+                    name = "A" if matrix is product.a_matrix else "B"
+                    kind, address = OutOfBoundsError, end - CHUNK
+                    text = f"{name} by {self._shared.outside(address, CHUNK)}"
+                self._report(kind, text, product.position, issue.warps, its, address)
+                good &= ~its
+        return good
+
+    def _begin_reads(self, issue: Issue) -> None:
+        """Of B, by all warps that issue together; of A, a warp's own rows."""
+        product, owners = issue.product, self._owner_of[issue.warps]
+        each, first = np.unique(owners, return_index=True)
+        of_warps = self._shared.order.common_knowledge(issue.warps)
+        known = [
+            in_common([of_warps[i] for i in np.flatnonzero(owners == owner).tolist()])
+            for owner in each
+        ]
+        addresses = [product.b_matrix.addresses(bits) for bits in issue.b_bits[first].tolist()]
+        self._read(issue, first, known, addresses)
+        if product.a_matrix is None:
+            return
+        places = issue.warps // len(self._geometry.blocks) % WARPS
+        addresses = [
+            product.a_matrix.rows_at(bits, WARP_ROWS * place, WARP_ROWS)
+            for bits, place in zip(issue.a_bits.tolist(), places.tolist(), strict=True)
+        ]
+        self._read(issue, np.arange(owners.size), of_warps, addresses)
+
+    def _read(
+        self,
+        issue: Issue,
+        which: np.ndarray,
+        known: Sequence[Knowledge],
+        addresses: Sequence[np.ndarray],
+    ) -> None:
+        """which: of the warps, those for which something is read."""
+        warps = issue.warps[which]
+        owners = self._owner_of[warps].tolist()
+        blocks = warps % len(self._geometry.blocks)
+        chunks = np.stack(addresses).reshape(len(addresses), -1)
+        granules = self._shared.granules_at(blocks, chunks, CHUNK)
+        agents = np.array([self._agent(owner) for owner in owners])
+        begun, unwritten = self._shared.begin_read(
+            issue.product.position, agents, warps * WARP, known, granules
+        )
+        for owner, group, access in zip(owners, issue.groups[which].tolist(), begun, strict=True):
+            self._reads[owner].append((group, access))
+        if unwritten is not None:
+            self._poison.start()
+        if self._shared.lints is not None:
+            # Of B each warp reads what the first of its owner does.
+            i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
+            if which.size == issue.warps.size:
+                i = j = np.arange(which.size)
+            self._shared.lints.multiply(
+                issue.product.position, issue.warps[i], issue.groups[i], granules[j]
+            )
+
+    def _agent(self, owner: int) -> int:
+        block, number = owner % len(self._geometry.blocks), owner // len(self._geometry.blocks)
+        what = "warp" if self.strict else "warpgroup"
+        return self._shared.order.agent(block, f"wgmma of {what} {number}")
+
+    def _end_reads(self, owner: int, limit: int) -> None:
+        """Those of groups before a limit are over."""
+        left = []
+        for group, access in self._reads[owner]:
+            if group < limit:
+                self._over[owner] = self._shared.end(access).known[0, access.agent]
+            else:
+                left.append((group, access))
+        self._reads[owner] = left
+
+    # -- what they compute -------------------------------------------------------------------------
+
+    def _compute(self, limits: np.ndarray) -> list[Issue]:
+        """Computes the products of all groups before a limit, by their owner; these products."""
+        self._issued, due = self._parted(self._issued, limits)
+        chain = None
+        for issue in due:
+            if chain is None or not chain.goes_on_with(issue):
+                if chain is not None:
+                    chain.store()
+                chain = _Chain(issue, self._poison)
+            a, b, which = self._factors(issue)
+            d = chain.add(issue, a, b, which)
+            if self.show is not None:
+                self.show(self._computed(issue, a, b[which].transpose(0, 2, 1), d))
+            if self._poison.active:
+                chain.add_poison(issue, *self._poison_of_factors(issue))
+        if chain is not None:
+            chain.store()
+        return due
+
+    def _computed(
+        self, issue: Issue, a: np.ndarray, b: np.ndarray, d: np.ndarray
+    ) -> ComputedProduct:
+        instruction = self._program.instructions[issue.product.position]
+        geometry, lanes = self._geometry, issue.warps * WARP
+        blocks = np.array(geometry.blocks)[geometry.block_of(lanes)]
+        return ComputedProduct(instruction, blocks, geometry.warp_of(lanes), a, b, d)
+
+    def _parted(
+        self, issues: Sequence[Issue], limits: np.ndarray
+    ) -> tuple[list[Issue], list[Issue]]:
+        """Those of groups from a limit on, by their owner, and those before."""
+        left, before = [], []
+        for issue in issues:
+            due = issue.groups < limits[self._owner_of[issue.warps]]
+            if not due.all():
+                left.append(issue if not due.any() else issue.some(~due))
+            if due.any():
+                before.append(issue if due.all() else issue.some(due))
+        return left, before
+
+    def _factors(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of A of each warp, (warps, 16, 16); the different matrices B, transposed,
+        (n, N, 16); which of them is that of each warp. In float64."""
+        item, type_name = issue.product, issue.product.factor_type
+        elements = self._shared.data.view(np.uint16).reshape(-1, CHUNK // 2)
+        places, which = self._places(issue, item.b_matrix, issue.b_bits)
+        b = numbers(item.b_matrix.matrix(elements[places]), type_name)
+        if item.a_matrix is None:
+            lanes = _lanes(issue.warps)
+            elements = np.stack([register[lanes] for register in item.a]).view(np.uint16)
+            a = numbers(as_matrix(elements.reshape(len(item.a), -1, 2)), type_name)
+        else:
+            places, of_warp = self._places(issue, item.a_matrix, issue.a_bits)
+            found = numbers(item.a_matrix.matrix(elements[places]), type_name)
+            a = self._rows_of_warps(found, of_warp, issue.warps)
+        return item.sign * a, b, which
+
+    def _poison_of_factors(self, issue: Issue) -> tuple[Codes | None, Codes | None]:
+        """Of each warp's rows of A, (warps, 16), and of the columns of B, (warps, N)."""
+        item = issue.product
+        columns = self._poison_of_lines(issue, item.b_matrix, issue.b_bits)
+        if item.a_matrix is None:
+            codes = codes_of_fragment(self._poison, item.a_names, 2, _lanes(issue.warps))
+            return None if codes is None else codes.max(axis=2), columns
+        rows = self._poison_of_lines(issue, item.a_matrix, issue.a_bits)
+        if rows is not None:
+            rows = self._rows_of_warps(rows, np.arange(len(rows)), issue.warps)
+        return rows, columns
+
+    def _poison_of_lines(
+        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
+    ) -> Codes | None:
+        """The worst of each row of A, or column of B, for each warp."""
+        places, which = self._places(issue, matrix, bits)
+        flat = places.reshape(-1)
+        per_chunk = CHUNK // self._shared.granule
+        unwritten = ~self._shared.is_written(flat[:, None] * per_chunk + np.arange(per_chunk))
+        codes = self._poison.in_memory(
+            issue.product.position,
+            "shared",
+            flat * CHUNK % self._shared.stride,
+            flat,
+            CHUNK,
+            unwritten if unwritten.any() else None,
+        )
+        if codes is None or not codes.any():
+            return None
+        of_elements = codes.T.reshape(*places.shape, CHUNK // 2, 2).max(axis=-1)
+        return counted(matrix.matrix(of_elements).max(axis=-1))[which]
+
+    def _places(
+        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The different matrices that warps read, as indices of their chunks in shared memory (n,
+        as the addresses), and which of them is that of each warp."""
+        blocks = issue.warps % len(self._geometry.blocks)
+        index: dict[tuple[int, int], int] = {}
+        keys = zip(blocks.tolist(), bits.tolist(), strict=True)
+        which = np.array([index.setdefault(key, len(index)) for key in keys])
+        stride = self._shared.stride
+        places = np.stack([block * stride + matrix.addresses(each) for block, each in index])
+        return places // CHUNK, which
+
+    def _rows_of_warps(
+        self, matrices: np.ndarray, which: np.ndarray, warps: np.ndarray
+    ) -> np.ndarray:
+        """The 16 rows of each warp. matrices: (n, 64, ...). which: of them, that of each warp."""
+        number = warps // len(self._geometry.blocks) % WARPS
+        parts = matrices.reshape(len(matrices), WARPS, WARP_ROWS, *matrices.shape[2:])
+        return parts[which, number]
+
+    # -- what is said of it ------------------------------------------------------------------------
+
+    def _report_descriptors(self, issue: Issue, found: np.ndarray, wrong: np.ndarray) -> None:
+        i = int(wrong.argmax())
+        name, own, other = "A", issue.a_bits[i], found[i, 0]
+        if own == other:
+            name, own, other = "B", issue.b_bits[i], found[i, 1]
+        text = (
+            f"the descriptor of {name} is {int(own):#018x}, that of another warp of its warpgroup "
+            f"{int(other):#018x}"
+        )
+        self._report(MatrixDescriptorError, text, issue.product.position, issue.warps, wrong)
+
+    def _report(
+        self,
+        kind: type[SimulatorError],
+        text: str,
+        position: int,
+        warps: np.ndarray,
+        bad: np.ndarray,
+        address: int | None = None,
+    ) -> None:
+        """bad: of the warps."""
+        thread = self._geometry.thread(warps[bad.argmax()] * WARP)
+        self._log.report(kind, text, position, thread, address, int(bad.sum()))
+
+
+class _Chain:
+    """Products that accumulate in the same registers, one after the other: D stays a matrix in
+    between."""
+
+    def __init__(self, first: Issue, poison: Poison) -> None:
+        item = self._product = first.product
+        self._warps = first.warps
+        self._lanes = lanes = _lanes(first.warps)
+        self._poison = poison
+        self._d = matrix_of_d([register[lanes] for register in item.d], item.d_type)
+        self._together = per_register(item.d_type)
+        self._codes: Codes | None = None
+        if poison.active:
+            self._codes = codes_of_fragment(poison, item.d_names, self._together, lanes)
+
+    def goes_on_with(self, issue: Issue) -> bool:
+        """Whether a product is one of these."""
+        mine = self._product
+        same = mine.d_names == issue.product.d_names and mine.d_type == issue.product.d_type
+        return same and np.array_equal(self._warps, issue.warps)
+
+    def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """Computes a product, as `Warpgroups._factors` has it; D with it."""
+        if not issue.adds.all():
+            self._d = np.where(issue.adds[:, None, None], self._d, 0.0)
+        self._d = rounded_sum(self._d, product(a, b, which), self._product.d_type)
+        return self._d
+
+    def add_poison(self, issue: Issue, rows: Codes | None, columns: Codes | None) -> None:
+        """Adds that of a product."""
+        if self._codes is not None:
+            self._codes = np.where(issue.adds[:, None, None], self._codes, 0)
+        for codes in (
+            None if rows is None else rows[:, :, None],
+            None if columns is None else columns[:, None, :],
+        ):
+            if codes is not None:
+                before = 0 if self._codes is None else self._codes
+                shape = np.broadcast_shapes(codes.shape, self._d.shape)
+                self._codes = np.maximum(before, np.broadcast_to(codes, shape))
+
+    def store(self) -> None:
+        """Writes D to its registers."""
+        values = registers_of_d(self._d, self._product.d_type)
+        for register, value in zip(self._product.d, values, strict=True):
+            register[self._lanes] = value
+        if self._poison.active:
+            names = self._product.d_names
+            store_codes(self._poison, names, self._together, self._lanes, self._codes)
+
+
+def _lanes(warps: np.ndarray) -> np.ndarray:
+    """All lanes of warps, one after the other."""
+    return (warps[:, None] * WARP + np.arange(WARP)).reshape(-1)

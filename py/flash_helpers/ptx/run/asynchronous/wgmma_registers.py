@@ -1,0 +1,198 @@
+"""Who touched the registers of wgmmas last: hazards of accumulators and of A in registers.
+
+A warp may not touch the accumulator, or the A, of a product that it has not waited for (PTX ISA
+9.0, "wgmma.wait_group"). And a `wgmma.fence` must stand between a warp's access to a register and a
+product that uses it, except where products of one shape use an accumulator one after the other; and
+before the first product of all (PTX ISA 9.0, "wgmma.fence").
+
+Registers that the same products use in the same way are one fragment here. In a stretch of code
+without wgmma instructions what holds of a fragment at its first access holds to the end, so that
+access alone is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import SimulatorError, WgmmaFenceError, WgmmaRegisterError
+from flash_helpers.ptx.read.flow import Program, is_wgmma
+from flash_helpers.ptx.read.module import Operand, Register, Vector, parts
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.watch.faults import FaultLog
+
+Fragments = np.ndarray
+"""Indices of fragments."""
+
+
+class RegisterWatch:
+    """What the warps of a batch did to the fragments of a program, and when; time counts wgmma
+    instructions and watched accesses."""
+
+    def __init__(self, program: Program, geometry: Geometry, log: FaultLog) -> None:
+        self._program = program
+        self._geometry = geometry
+        self._log = log
+        roles: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        for position, instruction in enumerate(program.instructions):
+            if is_wgmma(instruction):
+                for role, operand in enumerate(instruction.operands[:2]):
+                    for name in _names([operand] if isinstance(operand, Vector) else []):
+                        roles[name].add((role, position))
+        index: dict[frozenset[tuple[int, int]], int] = {}
+        self._fragment_of = {
+            name: index.setdefault(frozenset(used), len(index)) for name, used in roles.items()
+        }
+        self.watched = self._first_accesses() if index else {}
+        """By the index of an instruction, the fragments that it is the first to touch."""
+        self._now = 1
+        shape = len(index), geometry.warps
+        # Of the newest product that uses a fragment: its group, its position, when it was issued,
+        # whether it accumulates there, and its N.
+        self._group = np.full(shape, -1)
+        self._product = np.zeros(shape, np.int64)
+        self._issued = np.full(shape, -1)
+        self._accumulates = np.zeros(shape, bool)
+        self._n = np.zeros(shape, np.int64)
+        # Of the newest access by a thread: when, and where.
+        self._touched = np.zeros(shape, np.int64)
+        self._access = np.zeros(shape, np.int64)
+        self._fenced = np.full(geometry.warps, -1)
+        # Groups that each warp has waited for.
+        self._waited = np.zeros(geometry.warps, np.int64)
+
+    def fragments(self, operands: Iterable[Operand]) -> Fragments:
+        """Those that operands name."""
+        found = {self._fragment_of.get(name, -1) for name in _names(operands)}
+        return np.array(sorted(found - {-1}), np.int64)
+
+    def _first_accesses(self) -> dict[int, Fragments]:
+        watched: dict[int, Fragments] = {}
+        for block in self._program.blocks:
+            seen: set[int] = set()
+            for position in range(block.start, block.end):
+                instruction = self._program.instructions[position]
+                if instruction.name == "wgmma":
+                    seen.clear()
+                    continue
+                found = set(self.fragments(instruction.operands).tolist()) - seen
+                if found:
+                    watched[position] = np.array(sorted(found))
+                if instruction.guard is None:
+                    seen |= found
+        return watched
+
+    # -- what warps do -----------------------------------------------------------------------------
+
+    def fence(self, warps: np.ndarray) -> None:
+        """Warps execute a wgmma.fence."""
+        self._fenced[warps] = self._now
+        self._now += 1
+
+    def waited(self, warps: np.ndarray, groups: np.ndarray) -> None:
+        """Warps have waited for all of their groups before these."""
+        self._waited[warps] = np.maximum(self._waited[warps], groups)
+
+    def touch(self, position: int, warps: np.ndarray) -> None:
+        """Threads of warps execute the first access to some fragments."""
+        fragments = self.watched[position]
+        part = np.ix_(fragments, warps)
+        flying = self._group[part] >= self._waited[warps]
+        self._check(WgmmaRegisterError, position, warps, fragments, flying)
+        self._touched[part] = self._now
+        self._access[part] = position
+        self._now += 1
+
+    def issue(
+        self,
+        position: int,
+        warps: np.ndarray,
+        groups: np.ndarray,
+        n: int,
+        d: Fragments,
+        a: Fragments,
+    ) -> None:
+        """Warps issue a product. groups: of each. d, a: its fragments. n: columns of D."""
+        for fragments, accumulates in ((d, True), (a, False)):
+            part = np.ix_(fragments, warps)
+            fenced = self._fenced[warps]
+            flying = self._group[part] >= self._waited[warps]
+            of_d = self._accumulates[part]
+            # Products that read one A, or accumulate in one shape, need not wait for each other.
+            together = of_d & (self._n[part] == n) if accumulates else ~of_d
+            unfenced = (self._issued[part] > fenced) & ~together
+            overlaps = flying & ~together & ~(of_d & accumulates)
+            self._check(WgmmaRegisterError, position, warps, fragments, overlaps)
+            self._check(WgmmaFenceError, position, warps, fragments, unfenced & ~overlaps)
+            self._check_touched(position, warps, fragments, self._touched[part] > fenced)
+        for fragments, accumulates in ((a, False), (d, True)):
+            part = np.ix_(fragments, warps)
+            self._group[part] = groups
+            self._product[part] = position
+            self._issued[part] = self._now
+            self._accumulates[part] = accumulates
+            self._n[part] = n
+        self._now += 1
+
+    # -- what is said of it ------------------------------------------------------------------------
+
+    def _check(
+        self,
+        kind: type[SimulatorError],
+        position: int,
+        warps: np.ndarray,
+        fragments: Fragments,
+        bad: np.ndarray,
+    ) -> None:
+        """bad: for fragments and warps, whether the newest product that used them is too near."""
+        if not bad.any():
+            return
+        i, j = np.argwhere(bad)[0]
+        fragment, warp = fragments[i], warps[j]
+        what = "an accumulator" if self._accumulates[fragment, warp] else "the A"
+        site = self._log.site(int(self._product[fragment, warp]))
+        late = "before it has waited for that"
+        if kind is WgmmaFenceError:
+            late = "with no wgmma.fence since"
+        name = self._name(position, int(fragment))
+        detail = f"{name}, {what} of the wgmma at {site}\n    of the same warp, {late}"
+        self._report(kind, detail, position, warp, bad)
+
+    def _check_touched(
+        self, position: int, warps: np.ndarray, fragments: Fragments, bad: np.ndarray
+    ) -> None:
+        if not bad.any():
+            return
+        i, j = np.argwhere(bad)[0]
+        fragment, warp = fragments[i], warps[j]
+        detail = "the first wgmma of a warp, with no wgmma.fence before it"
+        if self._touched[fragment, warp]:
+            site = self._log.site(int(self._access[fragment, warp]))
+            name = self._name(position, int(fragment))
+            detail = f"{name}, which was accessed at {site},\n    with no wgmma.fence since"
+        self._report(WgmmaFenceError, detail, position, warp, bad)
+
+    def _name(self, position: int, fragment: int) -> str:
+        """The first register of a fragment that an instruction names."""
+        operands = self._program.instructions[position].operands
+        name = next(n for n in _names(operands) if self._fragment_of.get(n) == fragment)
+        return f"it uses register {name}"
+
+    def _report(
+        self,
+        kind: type[SimulatorError],
+        detail: str,
+        position: int,
+        warp: int,
+        bad: np.ndarray,
+    ) -> None:
+        thread = self._geometry.thread(warp * WARP)
+        self._log.report(kind, detail, position, thread, count=int(bad.any(axis=0).sum()))
+
+
+def _names(operands: Iterable[Operand]) -> list[str]:
+    """Of the registers among operands."""
+    return [o.name for operand in operands for o in parts(operand) if isinstance(o, Register)]

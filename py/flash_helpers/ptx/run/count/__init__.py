@@ -1,0 +1,1 @@
+"""Exact counts of what a launch did."""

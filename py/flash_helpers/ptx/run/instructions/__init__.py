@@ -1,0 +1,1 @@
+"""Each instruction of PTX, from its text to callables on NumPy arrays."""

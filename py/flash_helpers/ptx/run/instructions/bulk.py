@@ -1,0 +1,497 @@
+"""Bulk copies: cp.async.bulk, with tensor maps and without, and cp.reduce.async.bulk (PTX ISA 9.0,
+"Data Movement and Conversion Instructions: Bulk copy" and "Tensor copy").
+
+Each lane that executes one issues one copy, whatever the others do. What the ISA leaves undefined
+of its operands is a fault, and the copy is not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import (
+    BulkCopyError,
+    MisalignedError,
+    OutOfBoundsError,
+    SimulatorError,
+)
+from flash_helpers.ptx.read.module import Address, Immediate, Instruction, Operand
+from flash_helpers.ptx.read.types import size_of
+from flash_helpers.ptx.run.asynchronous.transfers import Reduction
+from flash_helpers.ptx.run.instructions.access import (
+    ATOMICS,
+    Port,
+    access_size,
+    addresses_of,
+    vector_length,
+)
+from flash_helpers.ptx.run.instructions.arrivals import places_of
+from flash_helpers.ptx.run.instructions.forms import MEMORY, Form
+from flash_helpers.ptx.run.machine import Action, Machine, pick
+from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span, shared_chunks
+from flash_helpers.ptx.run.memory.regions import ARENA_BASE, WINDOW_SIZE, WINDOWS, Selection
+from flash_helpers.ptx.run.numbers.dtypes import dtype_of
+from flash_helpers.ptx.run.numbers.rounding import flush, on_registers
+from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap
+
+_BOX_ALIGNMENT = 128
+"""Of a box in shared memory ("Tensors": without an interleaved layout)."""
+
+_SPACES = ("shared", "shared::cluster", "global")
+_REDUCTIONS: Mapping[str, str] = {
+    "add": "u32 s32 u64 f32 f64 f16 bf16",
+    **dict.fromkeys(("min", "max"), "u32 s32 u64 s64 f16 bf16"),
+    **dict.fromkeys(("inc", "dec"), "u32"),
+    **dict.fromkeys(("and", "or", "xor"), "b32 b64"),
+}
+"""Types of elements that each reduction to global memory has. Of a tensor, an H200 takes the same;
+the logic ones of u32, s32 and u64, and any other pair is an illegal instruction."""
+_REDUCED = " ".join(sorted({name for names in _REDUCTIONS.values() for name in names.split()}))
+
+
+_Traffic = tuple[int, int]
+"""Of a copy: bytes of shared memory, sectors of global memory."""
+
+
+class _Refused(Exception):
+    """A copy that its operands do not allow. address: the one at fault, if it is one's."""
+
+    def __init__(self, kind: type[SimulatorError], detail: str, address: int | None = None) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.address = address
+
+
+def _bulk(machine: Machine, instruction: Instruction) -> Action:
+    """The action of any of them."""
+    if instruction.has("commit_group"):
+        commit = machine.transfers.commit
+        return machine.from_some(lambda selection: commit(machine.lanes_of(selection)))
+    if instruction.has("wait_group"):
+        return _wait(machine, instruction)
+    if instruction.has("prefetch"):
+        return _Copy(machine, instruction).prefetch()
+    copy = _Copy(machine, instruction)
+    spaces = [m for m in instruction.modifiers if m in _SPACES]
+    if len(spaces) != 2:
+        raise machine.unsupported("a destination and a source are due, of shared and global memory")
+    if spaces[0] == "global":
+        return copy.out()
+    if instruction.has("reduce"):
+        raise machine.unsupported("reductions to shared memory are not simulated")
+    return copy.into(spaces[1])
+
+
+def _store_async(machine: Machine, instruction: Instruction) -> Action:
+    """st.async: each lane writes a value whose bytes an mbarrier object counts (PTX ISA 9.0,
+    "st.async")."""
+    if not instruction.has("mbarrier::complete_tx::bytes"):
+        raise machine.unsupported("only with .mbarrier::complete_tx::bytes")
+    address, value, barrier = instruction.operands
+    type_name, size = f"b{8 * size_of(instruction.types[-1])}", access_size(instruction)
+    elements = machine.elements(value, vector_length(instruction))
+    sources = [machine.source(e, type_name) for e in elements]
+    addresses, port = addresses_of(machine, address), Port(machine, instruction, size)
+    objects, position = places_of(machine, instruction, barrier), machine.position
+
+    def run_some(selection: Selection) -> None:
+        for lane in machine.lanes_of(selection).tolist():
+            lanes = np.array([lane])
+            (_, places, _), (_, wheres, _) = port.places(addresses(lanes), lanes), objects(lanes)
+            if not (places.size and wheres.size):
+                continue
+            words = np.stack([pick(source, lanes) for source in sources])
+            issued = machine.shared.order.knowledge(lanes)
+            machine.transfers.load(
+                position, lane, int(wheres[0]), size, places // size, partial(_bytes, words), issued
+            )
+
+    return machine.from_some(run_some)
+
+
+def _bytes(words: np.ndarray) -> np.ndarray:
+    return words.reshape(-1).view(np.uint8)
+
+
+def _wait(machine: Machine, instruction: Instruction) -> Action:
+    groups = instruction.operands[0] if len(instruction.operands) == 1 else None
+    allowed = groups.integer if isinstance(groups, Immediate) else None
+    if allowed is None or allowed < 0:
+        raise machine.unsupported("the number of groups must be a literal")
+    wait, is_read_only = machine.transfers.wait, instruction.has("read")
+    return machine.from_some(
+        lambda selection: wait(machine.lanes_of(selection), allowed, is_read_only=is_read_only)
+    )
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """An operand `[map, {x, y, ...}]`: addresses of the map, and coordinates, of each lane."""
+
+    maps: Callable[[Selection], np.ndarray]
+    coordinates: tuple[np.ndarray, ...]
+
+
+class _Copy:
+    """One instruction, while it is bound and when it is run."""
+
+    def __init__(self, machine: Machine, instruction: Instruction) -> None:
+        self.machine = machine
+        self.instruction = instruction
+        self.position = machine.position
+        self.operands = list(instruction.operands)
+        self.is_tensor = instruction.has("tensor")
+        self.rank = next((int(m[0]) for m in instruction.modifiers if m in _RANKS), 0)
+        if self.is_tensor != bool(self.rank):
+            raise machine.unsupported("the number of dimensions is due")
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    def _next(self) -> Operand:
+        if not self.operands:
+            raise self.machine.unsupported("an operand is missing")
+        return self.operands.pop(0)
+
+    def _source(self, type_name: str) -> np.ndarray:
+        return self.machine.source(self._next(), type_name)
+
+    def _tensor(self) -> _Tensor:
+        operand = self._next()
+        if not isinstance(operand, Address) or len(operand.coordinates) != self.rank:
+            raise self.machine.unsupported(f"a tensor map with {self.rank} coordinates is due")
+        coordinates = tuple(self.machine.source(c, "s32") for c in operand.coordinates)
+        return _Tensor(addresses_of(self.machine, operand), coordinates)
+
+    def _end(self) -> None:
+        """A cache policy may be left, which has no effect."""
+        if self.instruction.has("L2::cache_hint"):
+            self._next()
+        if self.operands:
+            raise self.machine.unsupported(f"{len(self.operands)} operands too many")
+
+    # -- directions --------------------------------------------------------------------------------
+
+    def into(self, source_space: str) -> Action:
+        """To shared memory."""
+        to = self._shared(self._next())
+        size = tensor = None
+        if self.is_tensor:
+            tensor = self._tensor()
+        else:
+            origin = self._next()
+            start = addresses_of(self.machine, origin)
+            if source_space == "shared":
+                start = self._shared(origin)
+            size = self._source("u32")
+        objects = places_of(self.machine, self.instruction, self._next())
+        mask = self._source("u16") if self.instruction.has("multicast::cluster") else None
+        self._end()
+        machine, shared = self.machine, self.machine.shared
+
+        def issue(lane: int, lanes: np.ndarray) -> _Traffic | None:
+            place = int(to(lanes)[0])
+            mine, wheres, _ = objects(lanes)
+            if not mine.size:
+                return None
+            where, source = int(wheres[0]), None
+            piece: Box | Span | None = None
+            if tensor is not None:
+                piece = self._box(tensor, lanes)
+                chunks = self._chunks_of(piece, place)
+            else:
+                count = int(pick(size, lanes)[0])
+                self._check_size(count)
+                chunks = self._chunks(place, count)
+                if source_space == "shared":
+                    source = self._chunks(int(start(lanes)[0]), count)
+                else:
+                    piece = self._span(int(start(lanes)[0]), count)
+            if source is not None and shared.geometry.block_of(lane) == place // shared.stride:
+                raise _Refused(
+                    BulkCopyError, "the destination is in the block itself: it must be in another"
+                )
+            if place // shared.stride != where // shared.stride:
+                raise _Refused(
+                    BulkCopyError,
+                    f"the mbarrier object is in block {self._block_name(where)}, the destination "
+                    f"in block {self._block_name(place)}: it must be the same",
+                    where % shared.stride,
+                )
+
+            def read() -> np.ndarray:
+                if source is not None:
+                    return shared.words(CHUNK)[source]
+                return piece.read(machine.memory.words(1), ARENA_BASE)
+
+            issued = shared.order.knowledge(lanes)
+            destinations = self._destinations(lanes, mask, place)
+            for by in destinations:
+                machine.transfers.load(
+                    self.position,
+                    lane,
+                    where + by * shared.stride,
+                    CHUNK,
+                    chunks + by * (shared.stride // CHUNK),
+                    read,
+                    issued,
+                    source,
+                    piece,
+                )
+            sectors, times = 0 if source is not None else piece.sectors, len(destinations)
+            return times * chunks.size * CHUNK, times * sectors
+
+        return self._each(issue)
+
+    def out(self) -> Action:
+        """To global memory: a copy, or a reduction."""
+        tensor = size = None
+        if self.is_tensor:
+            tensor = self._tensor()
+        else:
+            to = addresses_of(self.machine, self._next())
+        start = self._shared(self._next())
+        if not self.is_tensor:
+            size = self._source("u32")
+        self._end()
+        operation = type_name = None
+        if self.instruction.has("reduce"):
+            operation = self.machine.one_of(_REDUCTIONS)
+            if not self.is_tensor:
+                types = _REDUCTIONS[operation].split()
+                type_name = self.instruction.types[-1] if self.instruction.types else ""
+                if type_name not in types:
+                    raise self.machine.unsupported(f"{operation} has the types {', '.join(types)}")
+        transfers = self.machine.transfers
+
+        def issue(lane: int, lanes: np.ndarray) -> _Traffic:
+            place = int(start(lanes)[0])
+            if tensor is not None:
+                target: Box | Span = self._box(tensor, lanes, is_stored=True)
+                if min(target.coordinates) < 0:
+                    raise _Refused(
+                        BulkCopyError,
+                        f"a box at {target.coordinates} of a {target.map}: coordinates of a store "
+                        "must not be negative",
+                    )
+                chunks = self._chunks_of(target, place)
+                element = target.map.dtype
+                if operation is not None:
+                    element = _element_of(operation, target.map)
+            else:
+                count = int(pick(size, lanes)[0])
+                self._check_size(count)
+                chunks = self._chunks(place, count)
+                target, element = self._span(int(to(lanes)[0]), count), type_name or "u8"
+            reduction = None if operation is None else _reduction(operation, element)
+            transfers.store(self.position, lane, chunks, target, dtype_of(element), reduction)
+            return chunks.size * CHUNK, target.sectors
+
+        return self._each(issue)
+
+    def prefetch(self) -> Action:
+        """To the L2 cache, which is not simulated: operands are looked at, nothing moves."""
+        tensor = size = start = None
+        if self.is_tensor:
+            tensor = self._tensor()
+        else:
+            start, size = addresses_of(self.machine, self._next()), self._source("u32")
+        self._end()
+
+        def issue(lane: int, lanes: np.ndarray) -> _Traffic:
+            if tensor is not None:
+                self._box(tensor, lanes)
+            else:
+                count = int(pick(size, lanes)[0])
+                self._check_size(count)
+                self._span(int(start(lanes)[0]), count)
+            return 0, 0
+
+        return self._each(issue)
+
+    def _each(self, issue: Callable[[int, np.ndarray], _Traffic | None]) -> Action:
+        """Lanes issue copies one after the other. issue: returns None if it made none."""
+        machine, position = self.machine, self.position
+
+        def run_some(selection: Selection) -> None:
+            warps = set()
+            for lane in machine.lanes_of(selection).tolist():
+                try:
+                    traffic = issue(lane, np.array([lane]))
+                    if traffic is not None:
+                        is_request = lane // WARP not in warps
+                        warps.add(lane // WARP)
+                        machine.tally.bulk_copy(position, *traffic, is_request=is_request)
+                except _Refused as refusal:
+                    thread = machine.geometry.thread(lane)
+                    machine.log.report(
+                        refusal.kind, refusal.detail, position, thread, refusal.address
+                    )
+
+        return machine.from_some(run_some)
+
+    # -- shared memory -----------------------------------------------------------------------------
+
+    def _shared(self, operand: Operand) -> Callable[[np.ndarray], np.ndarray]:
+        """Places in `shared.data` that an operand names."""
+        addresses, shared = addresses_of(self.machine, operand), self.machine.shared
+
+        def places(lanes: np.ndarray) -> np.ndarray:
+            at = addresses(lanes)
+            if not shared.inside(at, 0).all():
+                raise _Refused(OutOfBoundsError, shared.outside(int(at[0]), CHUNK), int(at[0]))
+            return shared.offsets(at, lanes)
+
+        return places
+
+    def _destinations(
+        self, lanes: np.ndarray, mask: np.ndarray | None, place: int
+    ) -> Sequence[int]:
+        """How many blocks behind its own each destination of a copy is."""
+        if mask is None:
+            return (0,)
+        cluster = self.machine.geometry.cluster
+        own = place // self.machine.shared.stride % cluster
+        chosen = int(pick(mask, lanes)[0])
+        if not chosen or chosen >> cluster:
+            raise _Refused(
+                BulkCopyError,
+                f"the mask {chosen:#x} of a cluster of {cluster} blocks: it names the ranks of the "
+                f"blocks that get the copy, from 0 to {cluster - 1}",
+            )
+        return [rank - own for rank in range(cluster) if chosen >> rank & 1]
+
+    def _block_name(self, place: int) -> tuple[int, int, int]:
+        return self.machine.geometry.blocks[place // self.machine.shared.stride]
+
+    def _chunks_of(self, box: Box, place: int) -> np.ndarray:
+        shared = self.machine.shared
+        address = place % shared.stride
+        self._check_aligned(address, _BOX_ALIGNMENT, "a box in shared memory")
+        chunks = shared_chunks(address, box.map)
+        self._check_inside(address, (int(chunks.max()) + 1) * CHUNK - address)
+        return chunks + (place - address) // CHUNK
+
+    def _chunks(self, place: int, size: int) -> np.ndarray:
+        address = place % self.machine.shared.stride
+        self._check_aligned(address, CHUNK, "shared memory")
+        self._check_inside(address, size)
+        return np.arange(place // CHUNK, (place + size) // CHUNK)
+
+    def _check_inside(self, address: int, size: int) -> None:
+        shared = self.machine.shared
+        if address + size > shared.size:
+            raise _Refused(OutOfBoundsError, shared.outside(address, size), address)
+
+    def _check_size(self, size: int) -> None:
+        if size % CHUNK:
+            raise _Refused(BulkCopyError, f"{size} bytes: give a multiple of {CHUNK}")
+
+    def _check_aligned(self, address: int, alignment: int, what: str) -> None:
+        if address % alignment:
+            raise _Refused(
+                MisalignedError,
+                f"{what} at address {address:#x}, which is not a multiple of {alignment}",
+                address,
+            )
+
+    # -- global memory -----------------------------------------------------------------------------
+
+    def _span(self, address: int, size: int) -> Span:
+        self._check_aligned(address, CHUNK, "global memory")
+        span = Span(address, size)
+        self._check_allocated(span, "")
+        return span
+
+    def _box(self, tensor: _Tensor, lanes: np.ndarray, *, is_stored: bool = False) -> Box:
+        address = int(tensor.maps(lanes)[0])
+        tensor_map = self._map(address)
+        if tensor_map.rank != self.rank:
+            raise _Refused(
+                BulkCopyError,
+                f"{self.rank} coordinates for a {tensor_map}, which has {tensor_map.rank} "
+                "dimensions",
+                address,
+            )
+        coordinates = [int(pick(c, lanes)[0]) for c in tensor.coordinates]
+        box = Box(tensor_map, coordinates, is_stored=is_stored)
+        if box.coordinates[0] * tensor_map.element_bytes % CHUNK:
+            raise _Refused(
+                BulkCopyError,
+                f"a box at {box.coordinates} of a {tensor_map}: its rows begin "
+                f"{box.coordinates[0] * tensor_map.element_bytes} bytes behind those of the "
+                f"tensor, which must be a multiple of {CHUNK}",
+            )
+        if not box.is_outside:
+            self._check_allocated(box, f" of a {tensor_map}")
+        return box
+
+    def _check_allocated(self, piece: Box | Span, of: str) -> None:
+        memory = self.machine.memory
+        limits = memory.extent(piece.address)
+        if limits is None or piece.end > limits[1]:
+            size = piece.end - piece.address
+            address = piece.address if limits is None else limits[1]
+            detail = f"{size} bytes{of} from {piece.address:#x} on, {memory.nearest(address)}"
+            raise _Refused(OutOfBoundsError, detail, piece.address)
+
+    def _map(self, address: int) -> TensorMap:
+        """The tensor map at a generic address, in parameters, constant or global memory."""
+        self._check_aligned(address, TENSOR_MAP_ALIGNMENT, "a tensor map")
+        machine, size = self.machine, TENSOR_MAP_BYTES
+        start = WINDOWS["param"]
+        if start <= address < start + WINDOW_SIZE:
+            region, data, offset = "param", machine.regions["param"].data, address - start
+            inside = offset + size <= data.size
+        else:
+            region, data, offset = "global", machine.memory.words(1), address - ARENA_BASE
+            limits = machine.memory.extent(address)
+            inside = limits is not None and address + size <= limits[1]
+        if not inside:
+            detail = f"a tensor map at {address:#x}, {machine.memory.nearest(address)}"
+            raise _Refused(OutOfBoundsError, detail, address)
+        try:
+            return _decoded(data[offset : offset + size].tobytes())
+        except ValueError as error:
+            detail = f"at {address:#x}, in {region} memory: {error}"
+            raise _Refused(BulkCopyError, detail, address) from None
+
+
+_RANKS = ("1d", "2d", "3d", "4d", "5d")
+
+
+@lru_cache(maxsize=256)
+def _decoded(record: bytes) -> TensorMap:
+    return TensorMap.decode(record)
+
+
+def _element_of(operation: str, tensor_map: TensorMap) -> str:
+    """The type of the elements that an operation reduces."""
+    name, types = tensor_map.dtype, _REDUCTIONS[operation].split()
+    if types[0].startswith("b"):
+        types = ["u32", "s32", "u64"]
+    if name in types:
+        return name
+    raise _Refused(BulkCopyError, f"{operation} of a {tensor_map}: it has {', '.join(types)}")
+
+
+def _reduction(operation: str, type_name: str) -> Reduction:
+    function = {"min": np.fmin, "max": np.fmax}.get(operation, ATOMICS[operation])
+    if type_name == "f32":
+        # "flushes subnormal inputs and results to sign-preserving zero"
+        return lambda old, new: flush(flush(old) + flush(new))
+    if type_name in ("f16", "bf16"):
+        return on_registers(type_name, function)
+    return function
+
+
+FORMS = (
+    Form("cp", _bulk, (), having="bulk"),
+    Form("cp", _bulk, (), (_REDUCED,), having="reduce"),
+    Form("st", _store_async, (3,), (MEMORY,), having="async"),
+)

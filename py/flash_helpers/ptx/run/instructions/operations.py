@@ -1,0 +1,214 @@
+"""All instructions by name, and how each is bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from flash_helpers.ptx.errors import MissingLanesError, TrapError, UnsupportedInstruction
+from flash_helpers.ptx.read.module import Instruction, Register
+from flash_helpers.ptx.run.instructions import (
+    access,
+    arrivals,
+    bulk,
+    clusters,
+    compare,
+    convert,
+    copies,
+    floats,
+    integers,
+    runtime,
+    tensor,
+    warps,
+    wgmma,
+    wmma,
+)
+from flash_helpers.ptx.run.instructions.forms import (
+    Form,
+    Forms,
+    by_name,
+    check_modifiers,
+    find_form,
+)
+from flash_helpers.ptx.run.machine import Action, Alu, Machine, Wait, pick
+from flash_helpers.ptx.run.memory.regions import Selection
+
+WITHOUT_EFFECT = "nanosleep prefetch prefetchu pmevent discard applypriority griddepcontrol"
+"""The simulator has no caches and no clock, so hints change nothing."""
+
+
+def _no_effect(machine: Machine, instruction: Instruction) -> Action:
+    return machine.from_some(lambda selection: None)
+
+
+def _fence(machine: Machine, instruction: Instruction) -> Action:
+    """membar and fence. Memory is in order here: only what the watcher knows changes. Fences
+    between other proxies than generic and async, and for what clusters and barriers need, order
+    nothing of that."""
+    order = machine.shared.order
+    if _makes_visible(instruction):
+        return machine.from_some(lambda selection: order.proxy_fence(machine.lanes_of(selection)))
+    if instruction.has("mbarrier_init"):
+        return machine.from_some(
+            lambda selection: machine.phases.fence(machine.lanes_of(selection))
+        )
+    others = ("proxy", "op_restrict")
+    if not machine.launch.has_flags or any(m.startswith(others) for m in instruction.modifiers):
+        return _no_effect(machine, instruction)
+    acquires, releases = not instruction.has("release"), not instruction.has("acquire")
+
+    def run_some(selection: Selection) -> None:
+        order.fence(machine.lanes_of(selection), acquires=acquires, releases=releases)
+
+    return machine.from_some(run_some)
+
+
+def _makes_visible(instruction: Instruction) -> bool:
+    """Whether a fence lets the async proxy see what the generic one wrote to shared memory: not if
+    it names global memory, or only acquires (PTX ISA 9.0, "membar/fence")."""
+    if instruction.has("async::generic"):
+        return instruction.has("release")
+    return instruction.has("proxy") and instruction.has("async") and not instruction.has("global")
+
+
+def _warp_barrier(machine: Machine, instruction: Instruction) -> Action:
+    """bar.warp.sync; the scheduler makes lanes wait for each other."""
+    masks, order = machine.source(instruction.operands[0], "u32"), machine.shared.order
+
+    def run_some(selection: Selection) -> None:
+        order.sync_warps(machine.lanes_of(selection), pick(masks, selection))
+
+    return machine.from_some(run_some)
+
+
+def _trap(machine: Machine, instruction: Instruction) -> Action:
+    position = machine.position
+
+    def run_some(selection: Selection) -> None:
+        lane = machine.lanes_of(selection)[0]
+        machine.log.report(
+            TrapError, "the kernel stops itself", position, machine.geometry.thread(lane)
+        )
+
+    return machine.from_some(run_some)
+
+
+def _create_policy(machine: Machine, instruction: Instruction) -> Alu:
+    # A cache policy is opaque; nothing in the simulator looks into it.
+    return Alu(((instruction.operands[0], "b64"),), (), lambda: np.zeros(1, np.uint64))
+
+
+FORMS: Forms = by_name(
+    (
+        *integers.FORMS,
+        *floats.FORMS,
+        *compare.FORMS,
+        *convert.FORMS,
+        *warps.FORMS,
+        *tensor.FORMS,
+        *wmma.FORMS,
+        *bulk.FORMS,
+        *wgmma.FORMS,
+        *access.FORMS,
+        *copies.FORMS,
+        *arrivals.FORMS,
+        *runtime.FORMS,
+        *clusters.FORMS,
+        Form("trap brkpt", _trap, (0,)),
+        Form("createpolicy", _create_policy, (1, 2, 3, 4), ("b64",)),
+        # Of one warp only: the scheduler runs the barriers of a block.
+        Form("bar barrier", _warp_barrier, (1,)),
+    )
+)
+
+
+def bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
+    """An instruction as callables, and the lanes that must execute it together (`member_mask`).
+
+    One whose opcode, a modifier or an operand is not known raises UnsupportedInstruction when lanes
+    execute it.
+    """
+    try:
+        action, members = _bind(machine, instruction)
+    except UnsupportedInstruction as refusal:
+        action, members = refusing(machine, refusal), None
+    if instruction.guard is not None:
+        action = machine.guarded(action, instruction.guard)
+        if wait := machine.waits.get(machine.position):
+            machine.waits[machine.position] = _guarded(machine, wait, instruction.guard)
+    return action, members
+
+
+def _guarded(machine: Machine, wait: Wait, guard: Register) -> Wait:
+    holds = machine.predicate(guard)
+    return replace(wait, is_ready=lambda lanes: ~holds(lanes) | wait.is_ready(lanes))
+
+
+def refusing(machine: Machine, refusal: UnsupportedInstruction) -> Action:
+    """The action of an instruction that cannot be run: it raises."""
+    machine.refused.add(machine.position)
+
+    def run_some(selection: Selection) -> None:
+        raise refusal
+
+    return machine.from_some(run_some)
+
+
+def _bind(machine: Machine, instruction: Instruction) -> tuple[Action, np.ndarray | None]:
+    if instruction.name in WITHOUT_EFFECT.split():
+        action, members = _no_effect(machine, instruction), None
+    elif instruction.name in ("membar", "fence"):
+        action, members = _fence(machine, instruction), None
+    else:
+        check_modifiers(machine, instruction)
+        form = find_form(machine, instruction, FORMS)
+        built = form.build(machine, instruction)
+        action = machine.bind_alu(built) if isinstance(built, Alu) else built
+        members = warps.member_mask(machine, instruction)
+    if members is not None:
+        action = _checked(machine, action, members, guarded=instruction.guard is not None)
+    return action, members
+
+
+def _checked(machine: Machine, action: Action, members: np.ndarray, *, guarded: bool) -> Action:
+    """A warp-wide instruction: the lanes that execute it are those that its mask names.
+
+    Lanes that have not come yet are the scheduler's business; here lanes can be missing only
+    because a predicate holds them back, or be too many.
+    """
+    position = machine.position
+    constant = members.size == 1
+    if constant and int(members[0]) == 0xFFFF_FFFF and not guarded:
+        return action
+    everywhere = np.broadcast_to(members, (machine.lanes,))
+    absent = np.zeros_like(machine.absent_lanes)
+    if machine.instruction().name not in warps.WHOLE_WARP:
+        absent = machine.absent_lanes
+
+    def run_some(selection: Selection) -> None:
+        needed = everywhere[selection]
+        stranger = (needed & machine.lane_bits[selection]) == 0
+        missing = np.zeros_like(needed)
+        if guarded:
+            missing = needed & ~(machine.masks(selection) | absent)[selection]
+        wrong = stranger | (missing != 0)
+        if not wrong.any():
+            action.some(selection)
+            return
+        lanes = machine.lanes_of(selection)
+        first = int(np.flatnonzero(wrong)[0])
+        reason = f"{int(missing[first]):#010x} are predicated off"
+        if stranger[first]:
+            reason = "and this lane, which executes it too, is not among them"
+        machine.log.report(
+            MissingLanesError,
+            f"the lanes {int(needed[first]):#010x} must execute it together, {reason}",
+            position,
+            machine.geometry.thread(lanes[first]),
+            count=int(wrong.sum()),
+        )
+        if not wrong.all():
+            action.some(lanes[~wrong])
+
+    return machine.from_some(run_some)

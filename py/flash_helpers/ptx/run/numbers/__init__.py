@@ -1,0 +1,1 @@
+"""The types of PTX as NumPy holds them, and rounding between them."""

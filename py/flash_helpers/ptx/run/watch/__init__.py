@@ -1,0 +1,1 @@
+"""The watcher: what happened before what, races, poison and lints."""

@@ -1,0 +1,213 @@
+"""What is legal and suspicious about the copies and products of a batch: `errors.Lint`.
+
+- Bytes of a box that lie outside of its tensor are filled with zeros (PTX ISA 9.0, "Tensors: Tiled
+  Mode"); who multiplies or loads them takes them for data.
+- Bytes that TMA delivers and nobody reads are time lost, or a read that was forgotten.
+- `wgmma.wait_group` waits for the groups of "the executing threads" ("wgmma.wait_group"). That a
+  warp which has waited may release what the other warps of its warpgroup read as well holds on the
+  hardware; the ISA does not say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, ZeroFillLint
+from flash_helpers.ptx.run.asynchronous.phases import Phased
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.order import Knowledge, Order
+
+_NOT_YET = np.iinfo(np.int64).max
+
+
+class Lints:
+    """The marks on shared memory that they need. passed: as `Phases` has it. granule, stride: as
+    `SharedMemory` has them."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        order: Order,
+        passed: Mapping[int, Phased],
+        log: FaultLog,
+        granule: int,
+        stride: int,
+    ) -> None:
+        self._geometry = geometry
+        self._order = order
+        self._passed = passed
+        self._log = log
+        self._granule = granule
+        self._stride = stride
+        size = len(geometry.blocks) * stride
+        # Of each granule: the copy that delivered it, while nobody has read it, and the one that
+        # filled it. 0 for none.
+        self._unread = np.zeros(size // granule, np.int32)
+        self._filled = np.zeros(size // granule, np.int32)
+        # Position and lane of each copy, and whether something of it was found to be unread.
+        self._copies: list[tuple[int, int]] = [(0, 0)]
+        self._told: set[int] = set()
+        # Of each warp of a block and chunk: which of its groups read it last, counted from 1. Of
+        # each chunk, the last product; of each warp and group, when the warp had waited for it.
+        self._groups = np.zeros((geometry.warps_per_block, size // CHUNK), np.int32)
+        self._products = np.zeros(size // CHUNK, np.int32)
+        self._waited = np.full((geometry.warps, 16), _NOT_YET)
+        self._done = np.zeros(geometry.warps, np.int64)
+
+    # -- what lanes do -----------------------------------------------------------------------------
+
+    def touch(
+        self, action: str, position: int, rows: np.ndarray, width: int, lanes: np.ndarray
+    ) -> None:
+        """As `SharedMemory.note` has it. width: granules of a word."""
+        granules = (rows[:, None] * width + np.arange(width)).reshape(-1)
+        if action not in ("write", "copy"):
+            self._read_as_data(position, granules, lanes.repeat(width))
+            self._unread[granules] = 0
+        if action not in ("read", "matrix read"):
+            self._overwrite(granules, position)
+
+    # -- what agents do ----------------------------------------------------------------------------
+
+    def issue(self, position: int, lane: int, granules: np.ndarray, issued: Knowledge) -> None:
+        """A copy to shared memory begins, of a lane that knows what is `issued`."""
+        self._overwrite(granules, position)
+        self._check_release(position, lane, granules, issued)
+
+    def deliver(
+        self, position: int, lane: int, granules: np.ndarray, piece: Box | Span | None
+    ) -> None:
+        """Its bytes have come. piece: of global memory, None if from elsewhere."""
+        number = len(self._copies)
+        self._copies.append((position, lane))
+        self._unread[granules] = number
+        if isinstance(piece, Box) and not piece.is_whole:
+            outside = granules[piece.filled.reshape(granules.size, -1).any(axis=1)]
+            self._unread[outside] = 0
+            self._filled[outside] = number
+
+    def copy_out(self, granules: np.ndarray) -> None:
+        """A bulk copy reads them."""
+        self._unread[granules] = 0
+
+    def multiply(
+        self, position: int, warps: np.ndarray, groups: np.ndarray, granules: np.ndarray
+    ) -> None:
+        """A product of warps, (n,), of groups reads granules (n, m)."""
+        self._read_as_data(position, granules.reshape(-1), (warps * WARP).repeat(granules.shape[1]))
+        self._unread[granules] = 0
+        chunks = granules[:, :: CHUNK // self._granule] * self._granule // CHUNK
+        places = warps // len(self._geometry.blocks)
+        self._groups[places[:, None], chunks] = groups[:, None] + 1
+        self._products[chunks] = position
+
+    def wait(self, warps: np.ndarray, limits: np.ndarray) -> None:
+        """Warps have waited for all groups before a limit."""
+        most = int(limits.max(initial=0))
+        if most > self._waited.shape[1]:
+            more = np.full((self._geometry.warps, max(most, self._waited.shape[1])), _NOT_YET)
+            self._waited = np.concatenate([self._waited, more], axis=1)
+        for warp, limit in zip(warps.tolist(), limits.tolist(), strict=True):
+            if limit > self._done[warp]:
+                self._waited[warp, self._done[warp] : limit] = self._order.now
+                self._done[warp] = limit
+
+    def finish(self) -> None:
+        """All threads have ended."""
+        self._report_unread(np.flatnonzero(self._unread), "when its block ends")
+
+    # -- what is said of it ------------------------------------------------------------------------
+
+    def _read_as_data(self, position: int, granules: np.ndarray, lanes: np.ndarray) -> None:
+        filled = self._filled[granules]
+        if not filled.any():
+            return
+        first = int((filled != 0).argmax())
+        site = self._log.site(self._copies[filled[first]][0])
+        address = self._address(granules[first])
+        self._log.lint(
+            ZeroFillLint,
+            f"read of shared address {address}, which lies outside of the tensor that the copy at "
+            f"{site}\n    has a box of: it holds what such bytes are filled with",
+            position,
+            self._geometry.thread(lanes[first]),
+            address,
+        )
+
+    def _overwrite(self, granules: np.ndarray, position: int) -> None:
+        unread = granules[self._unread[granules] != 0]
+        if unread.size:
+            self._report_unread(unread, f"when they are overwritten at {self._log.site(position)}")
+            self._unread[unread] = 0
+        self._filled[granules] = 0
+
+    def _report_unread(self, granules: np.ndarray, when: str) -> None:
+        """Once for each copy."""
+        copies, first, counts = np.unique(
+            self._unread[granules], return_index=True, return_counts=True
+        )
+        for copy, at, count in zip(copies.tolist(), first.tolist(), counts.tolist(), strict=True):
+            if copy in self._told:
+                continue
+            self._told.add(copy)
+            position, lane = self._copies[copy]
+            address = self._address(granules[at])
+            self._log.lint(
+                NeverReadLint,
+                f"{count * self._granule} of the bytes that this copy brings, the first at shared "
+                f"address {address},\n    have not been read {when}",
+                position,
+                self._geometry.thread(lane),
+                address,
+            )
+
+    def _check_release(
+        self, position: int, lane: int, granules: np.ndarray, issued: Knowledge
+    ) -> None:
+        """Whether each warp whose products read what is overwritten has waited for them before."""
+        chunks = granules[:: CHUNK // self._granule] * self._granule // CHUNK
+        groups = self._groups[:, chunks]
+        numbers = np.flatnonzero(groups.any(axis=1))
+        if not numbers.size:
+            return
+        geometry = self._geometry
+        block = int(chunks[0]) * CHUNK // self._stride
+        last = groups[numbers].max(axis=1) - 1
+        warps = numbers * len(geometry.blocks) + block
+        waited = np.where(
+            last < self._done[warps],
+            self._waited[warps, np.minimum(last, self._waited.shape[1] - 1)],
+            _NOT_YET,
+        )
+        known = self._order.warps_in(issued)
+        late = waited > known[block % geometry.cluster * geometry.warps_per_block + numbers]
+        if not late.any():
+            return
+        worst = int(late.argmax())
+        column = int(groups[numbers[worst]].argmax())
+        address = int(chunks[column]) * CHUNK % self._stride
+        names = ", ".join(map(str, numbers[late].tolist()))
+        product, load = (
+            self._log.site(int(self._products[chunks[column]])),
+            self._log.site(position),
+        )
+        passed = self._passed.get(lane)
+        if passed is not None and passed.arrived is not None:
+            lane, position = passed.arrived
+        self._log.lint(
+            EarlyReleaseLint,
+            f"shared address {address} is released to the copy at {load}\n"
+            f"    though warps {names} of its block have not said that they have waited for the "
+            f"product at {product}:\n    another warp of the warpgroup has, for itself",
+            position,
+            geometry.thread(lane),
+            address,
+        )
+
+    def _address(self, granule: int | np.integer) -> int:
+        return int(granule) * self._granule % self._stride

@@ -1,0 +1,585 @@
+"""What happened before what, among the lanes of a cluster and the agents that work for them.
+
+Order is tracked with vector clocks (Lamport 1978; FastTrack, Flanagan and Freund 2009). Time is the
+number of synchronising events so far. Everything that a lane did up to some time is known to
+another lane if a chain of such events leads from the one to the other (PTX ISA 9.0, "Causality
+Order"):
+
+- `bar` and `barrier` order the warps that take part, and the lanes of each;
+- `barrier.cluster` orders the lanes that arrive before those that wait;
+- `bar.warp.sync` orders the lanes of its mask;
+- a release pattern on a word of shared memory orders its lane before the acquire pattern of a lane
+  that reads the word, directly or through atomics of others ("Release and Acquire Patterns");
+- what holds knowledge for those who come, such as an mbarrier, takes it with `knowledge` and gives
+  it with `acquire`.
+
+Shuffles, votes and matrix instructions make lanes wait for each other but order no memory: "These
+intrinsics do not imply a memory barrier" (CUDA Programming Guide, "Warp Shuffle Functions"), and
+the PTX ISA calls `ldmatrix`, which all lanes make together, a weak memory operation.
+
+An agent is what carries out asynchronous operations one after the other: it has a clock as a lane
+has. Lanes know of it what they have waited for.
+
+Agents access memory through the async proxy, lanes through the generic one. What a lane wrote is
+visible to an agent if a `fence.proxy.async` stands somewhere on the chain between them (PTX ISA
+9.0, "Async Proxy"; "membar/fence": it orders both proxies for the thread that executes it, and
+composes with other synchronisation). So beside what is known there is what is known to be visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.run.geometry import Geometry
+
+_OWN = 1 << 40
+"""Later than any time: what a lane knows of itself."""
+
+_FULL = 0xFFFF_FFFF
+_MORE = 32
+"""Columns that are made at a time."""
+
+
+@dataclass(frozen=True)
+class Strength:
+    """How an access takes part in synchronisation (PTX ISA 9.0, "Operation Types"). updates: reads
+    and writes in one. observes: it returns what it reads, as `red` does not."""
+
+    is_strong: bool = False
+    acquires: bool = False
+    releases: bool = False
+    updates: bool = False
+    observes: bool = False
+
+
+WEAK = Strength()
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What was known at some moment in a cluster, (planes, columns) as `Order` has them: times,
+    first of what is known, then of what is known to be visible to agents. fenced: the same, of what
+    fences had released; None if they had nothing."""
+
+    known: np.ndarray
+    fenced: np.ndarray | None = None
+
+
+def join(several: Sequence[Knowledge]) -> Knowledge:
+    """What somebody knows who knows all of these, of which there is at least one."""
+    fenced = [k.fenced for k in several if k.fenced is not None]
+    return Knowledge(_latest([k.known for k in several]), _latest(fenced) if fenced else None)
+
+
+def in_common(several: Sequence[Knowledge]) -> Knowledge:
+    """What all of those know who know one of these each, from one `Order.common_knowledge`."""
+    return Knowledge(np.min([k.known for k in several], axis=0))
+
+
+class Order:
+    """What each lane of a batch knows of the lanes and agents of its cluster.
+
+    `_table[0, r, c]` is the time up to which row r knows all of column c; `_table[1]`, made by the
+    first proxy fence, that up to which it knows that to be visible to agents. There is a row for
+    each warp; a lane that knows more than its warp has one of its own. There is a column for each
+    warp of a cluster: in a warp's row, that of the warp itself says up to when its lanes know each
+    other. Behind these stand the columns of agents, and of lanes that have released something
+    alone; the same for all clusters, by the rank of the block.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.now = 1
+        self.floor = 0
+        """Time up to which all lanes of every cluster know each other."""
+        lanes = np.arange(geometry.lanes)
+        self._place = geometry.place_of(lanes)
+        self._own = (np.arange(geometry.warps), self._place[::WARP] // WARP)
+        self._n_columns = geometry.warps_per_cluster
+        self._table = np.zeros((1, geometry.warps, self._n_columns), np.int64)
+        self._row_of = lanes // WARP
+        self._rows_used: np.ndarray | None = self._own[0]
+        # A place's own column, or that of its warp.
+        self._column_of = np.arange(geometry.lanes_per_cluster) // WARP
+        self._agents: dict[tuple[int, str], int] = {}
+        self._has_lane_rows = self._has_lane_columns = False
+        # What every lane knows of the lanes of its warp beyond that, by barriers of some of them.
+        self._mates: np.ndarray | None = None
+        # What every lane knew when it last executed a fence, and has observed by strong reads.
+        self._fenced: np.ndarray | None = None
+        self._observed: np.ndarray | None = None
+        # Of words of shared memory, by the first granule: who released it last, and what he knew.
+        self._released: dict[int, tuple[int, np.ndarray]] = {}
+        # By rank, columns that say that a block has begun: whoever knows anything of it knows this.
+        self._begun = self._new_columns(geometry.cluster if geometry.cluster > 1 else 0)
+        if self._begun.size:
+            self._table[0, self._own[0], self._begun[geometry.rank_of(lanes[::WARP])]] = 1
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def known(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Up to which time lanes (n,) of the batch know others (n, k), places of their cluster."""
+        known = self._known(lanes[:, None], others)
+        known[others == self._place[lanes][:, None]] = _OWN
+        return known
+
+    def known_to_all(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """As `known`, to all lanes of the warps of lanes, the others themselves left out."""
+        if not self._has_lane_rows and self._mates is None:
+            return self._known(lanes[:, None], others)
+        warp = _lanes_of_warps(lanes // WARP)[:, None, :]
+        each = self._known(warp, others[:, :, None])
+        each[self._place[warp] == others[:, :, None]] = _OWN
+        return each.min(axis=2)
+
+    def has_begun(self, lanes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Whether lanes (n,) of the batch know that the blocks of ranks (n,) of their cluster, of
+        several, have begun."""
+        return self._table[0, self._row_of[lanes], self._begun[ranks]] > 0
+
+    def known_to_any(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Up to which time any of lanes of one block knows others (n,), places of other blocks."""
+        return self._known(self._one_a_row(lanes)[:, None], others).max(axis=0)
+
+    def agent_known_to_any(self, lanes: np.ndarray, agent: int) -> int:
+        """Up to which time any of lanes of the batch knows an agent."""
+        return int(self._table[0, self._row_of[lanes], agent].max())
+
+    def unknown(
+        self, lanes: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
+    ) -> np.ndarray:
+        """Whether accesses by lanes of one warp are unknown to lanes (n,) of the batch, other than
+        those that made them.
+
+        warp: of the cluster. times, masks: (n, k), when, and the lanes that made the access; None
+        if all lanes of the warp did.
+        """
+        unknown = times > self._table[0, self._row_of[lanes], warp][:, None]
+        if not unknown.any():
+            return unknown
+        if masks is None:
+            masks = np.full(times.shape, _FULL, np.uint32)
+        own = self._place[lanes] // WARP == warp
+        itself = np.where(own, np.uint32(1) << (lanes % WARP).astype(np.uint32), np.uint32(0))
+        masks = masks & ~itself[:, None]
+        unknown &= masks != 0
+        if (self._has_lane_columns or self._mates is not None) and unknown.any():
+            i, j = np.nonzero(unknown)
+            known = self._known(lanes[i][:, None], warp * WARP + np.arange(WARP))
+            unknown[i, j] = _is_missed(known, times[i, j], masks[i, j])
+        return unknown
+
+    def known_of_agents(
+        self, lanes: np.ndarray, agents: np.ndarray, *, is_of_warp: bool = False
+    ) -> np.ndarray:
+        """Up to which time lanes (n,) of the batch know agents (n, k); is_of_warp: all lanes of
+        their warps."""
+        if is_of_warp and self._has_lane_rows:
+            warp = _lanes_of_warps(lanes // WARP)[:, None, :]
+            return self._table[0, self._row_of[warp], agents[:, :, None]].min(axis=2)
+        return self._table[0, self._row_of[lanes][:, None], agents]
+
+    def _one_a_row(self, lanes: np.ndarray) -> np.ndarray:
+        return lanes[np.unique(self._row_of[lanes], return_index=True)[1]]
+
+    def _known(self, lanes: np.ndarray, others: np.ndarray) -> np.ndarray:
+        rows = self._row_of[lanes]
+        known = self._table[0, rows, others // WARP]
+        if self._has_lane_columns:
+            known = np.maximum(known, self._table[0, rows, self._column_of[others]])
+        if self._mates is not None:
+            own = self._place[lanes] // WARP == others // WARP
+            known = np.maximum(known, np.where(own, self._mates[lanes, others % WARP], 0))
+        return known
+
+    # -- what is taken along -----------------------------------------------------------------------
+
+    def knowledge(self, lanes: np.ndarray) -> Knowledge:
+        """What any of lanes of the batch, all of one cluster, knows now, and what they did: what a
+        release by them tells."""
+        warps, alone = _whole_warps(lanes)
+        if alone.size:
+            self._give_columns(self._place[alone])
+            self._tell_of_mates(alone)
+        columns = np.concatenate([self._own[1][warps], self._column_of[self._place[alone]]])
+        return self._taken(lanes, columns)
+
+    def relaxed_knowledge(self, lanes: np.ndarray) -> Knowledge:
+        """As `knowledge`, of what an arrival of lanes that releases nothing tells: what their last
+        fences have released, and which blocks have begun."""
+        known = np.zeros(self._table.shape[::2], np.int64)
+        rows = np.unique(self._row_of[lanes])
+        known[0, self._begun] = self._table[0, rows[:, None], self._begun].max(axis=0)
+        if self._fenced is not None:
+            known = np.maximum(known, self._fenced[:, lanes].max(axis=1))
+        return Knowledge(known)
+
+    def common_knowledge(self, warps: np.ndarray) -> list[Knowledge]:
+        """What all lanes of each of whole warps know now, and what the warp did: what an
+        instruction may rely on that they execute together. `in_common`: what several warps do."""
+        rows = self._row_of[_lanes_of_warps(warps)]
+        if (rows == rows[:, :1]).all():
+            rows = rows[:, :1]
+        known = self._table[:, rows]
+        known[0, np.arange(warps.size), :, self._own[1][warps]] = self.now
+        if self._has_lane_columns:
+            # Who knows a warp knows its lanes, so that the least of each column says what all know.
+            places = np.flatnonzero(self._column_of >= self.geometry.warps_per_cluster)
+            columns = self._column_of[places]
+            known[..., columns] = np.maximum(known[..., columns], known[..., places // WARP])
+        self.now += 1
+        return [Knowledge(of_warp) for of_warp in known.min(axis=2).swapaxes(0, 1)]
+
+    def acquire(self, lanes: np.ndarray, several: Sequence[Knowledge]) -> None:
+        """Lanes of one cluster learn what is known."""
+        _, alone = _whole_warps(lanes)
+        self._give_rows(alone)
+        self._learn(lanes, join(several))
+
+    def arrive(self, lanes: np.ndarray) -> Knowledge:
+        """What warps of one block know, of which lanes arrive at a barrier, and what they did."""
+        warps = np.unique(lanes // WARP)
+        return self._taken(lanes, self._own[1][warps])
+
+    def release(self, arrived: Sequence[Knowledge], lanes: np.ndarray) -> None:
+        """Lanes of a block leave a barrier, knowing what all that arrived there knew."""
+        if self._has_lane_rows:
+            warps, _ = _whole_warps(lanes)
+            self._share(warps)
+        self._learn(lanes, join(arrived))
+
+    def barrier_all(self) -> None:
+        """All warps of every block pass a barrier of the block."""
+        geometry = self.geometry
+        if self._has_lane_rows or len(self._table) * self._n_columns > geometry.warps_per_block:
+            self._share(self._own[0])
+            shape = (len(self._table), -1, len(geometry.blocks), self._table.shape[2])
+            of_warps = self._table[:, : geometry.warps].reshape(shape)
+            of_warps[:] = of_warps.max(axis=1, keepdims=True)
+            rank = np.arange(len(geometry.blocks)) % geometry.cluster
+            columns = rank[:, None] * geometry.warps_per_block + np.arange(geometry.warps_per_block)
+            of_warps[0, :, np.arange(len(rank))[:, None], columns] = self.now
+            self._raise_floor()
+        else:
+            self._table[0] = self.floor = self.now
+        self.now += 1
+
+    def sync_warps(self, lanes: np.ndarray, masks: np.ndarray) -> None:
+        """Lanes of the batch pass a barrier of their warp. masks: the lanes that it orders, one
+        element a lane, or one for all. Those of them that have ended count as arrived."""
+        if int(masks.min()) == _FULL:
+            warps = self._own[0] if lanes.size == self.geometry.lanes else np.unique(lanes // WARP)
+            if self._has_lane_rows:
+                self._share(warps)
+            self._table[0, warps, self._own[1][warps]] = self.now
+            if self.geometry.warps_per_cluster == 1:
+                self._raise_floor()
+            if self._fenced is not None:
+                together = _lanes_of_warps(warps)
+                self._fenced[:, together] = self._fenced[:, together].max(axis=2, keepdims=True)
+        else:
+            all_masks = np.broadcast_to(masks, lanes.shape)
+            for mask in np.unique(all_masks):
+                warps = np.unique(lanes[all_masks == mask] // WARP)
+                self._sync_some(_lanes_of_warps(warps), np.flatnonzero(int(mask) >> _BITS & 1))
+        self.now += 1
+
+    def _sync_some(self, warps: np.ndarray, members: np.ndarray) -> None:
+        """warps: the lanes of each, (n, 32). members: which of them pass the barrier."""
+        together = warps[:, members]
+        if self._has_lane_rows:
+            apart = (self._row_of[together] != self._row_of[together[:, :1]]).any(axis=1)
+            self._give_rows(together[apart].reshape(-1))
+            rows = self._row_of[together[apart]]
+            self._table[:, rows] = self._table[:, rows].max(axis=2, keepdims=True)
+        if self._mates is None:
+            self._mates = np.zeros((self.geometry.lanes, WARP), np.int64)
+        self._mates[together] = self._mates[together].max(axis=1, keepdims=True)
+        self._mates[together[:, :, None], members] = self.now
+        if self._fenced is not None:
+            self._fenced[:, together] = self._fenced[:, together].max(axis=2, keepdims=True)
+
+    def _taken(self, lanes: np.ndarray, columns: np.ndarray) -> Knowledge:
+        """columns: of what lanes did."""
+        known = self._table[:, np.unique(self._row_of[lanes])].max(axis=1)
+        known[0, columns] = self.now
+        fenced = None if self._fenced is None else self._fenced[:, lanes].max(axis=1)
+        # What a lane does after it arrived without waiting is not part of what it knows.
+        self.now += 1
+        return Knowledge(known, fenced)
+
+    def _learn(self, lanes: np.ndarray, knowledge: Knowledge) -> None:
+        self._table = _fit(self._table, (len(knowledge.known), 0, 0))
+        rows = np.unique(self._row_of[lanes])
+        _raise_to(self._table, rows, knowledge.known)
+        if knowledge.fenced is not None:
+            self._fenced = self._of_lanes(self._fenced)
+            _raise_to(self._fenced, lanes, knowledge.fenced)
+        self._raise_floor()
+        self.now += 1
+
+    # -- agents ------------------------------------------------------------------------------------
+
+    def agent(self, block: int, name: str) -> int:
+        """The column of an agent of a block of the batch, for whose errors it has a name: the same
+        for its namesakes in all clusters."""
+        key = (block % self.geometry.cluster, name)
+        if key not in self._agents:
+            self._agents[key] = int(self._new_columns(1)[0])
+        return self._agents[key]
+
+    def agent_name(self, agent: int) -> str:
+        """Its name, with the rank of its block where there are several in a cluster."""
+        rank, name = next(key for key, column in self._agents.items() if column == agent)
+        return name if self.geometry.cluster == 1 else f"{name} of the block of rank {rank}"
+
+    def agent_knowledge(self, agent: int, issued: Knowledge | None = None) -> Knowledge:
+        """What somebody knows who has waited for all that an agent did until now. issued: what it
+        was issued with, where that is handed on."""
+        known = np.zeros((1, self._n_columns), np.int64)
+        if issued is not None:
+            known = _fit(issued.known, known.shape).copy()
+        known[0, agent] = max(known[0, agent], self.now)
+        self.now += 1
+        return Knowledge(known)
+
+    def fence_agent(self, lane: int, agent: int) -> None:
+        """A fence of a lane releases what it knows of an agent, and nothing else."""
+        self._fenced = self._of_lanes(self._fenced)
+        self._fenced[0, lane, agent] = self._table[0, self._row_of[lane], agent]
+
+    def proxy_fence(self, lanes: np.ndarray) -> None:
+        """Lanes of the batch execute `fence.proxy.async`: all that they know and did is visible to
+        agents for whoever knows of the fence."""
+        self._table = _fit(self._table, (2, 0, 0))
+        warps, alone = _whole_warps(lanes)
+        if alone.size:
+            self._give_columns(self._place[alone])
+            self._give_rows(alone)
+            self._tell_of_mates(alone)
+        rows = np.unique(self._row_of[lanes])
+        self._table[1, rows] = np.maximum(self._table[1, rows], self._table[0, rows])
+        whole = _lanes_of_warps(warps)
+        self._table[1, self._row_of[whole], self._place[whole] // WARP] = self.now
+        self._table[1, self._row_of[alone], self._column_of[self._place[alone]]] = self.now
+        self.now += 1
+
+    def stacked(self, several: Sequence[Knowledge]) -> np.ndarray:
+        """Knowledge of several moments as one array, (2, n, columns)."""
+        shape = (2, self._n_columns)
+        return np.stack([_fit(knowledge.known, shape) for knowledge in several], axis=1)
+
+    def lanes_in(self, known: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Times of places (n, k) in one plane (n, columns) of `stacked`."""
+        rows = np.arange(len(known))[:, None]
+        return np.maximum(known[rows, places // WARP], known[rows, self._column_of[places]])
+
+    def warps_in(self, knowledge: Knowledge) -> np.ndarray:
+        """Up to which time each warp of the cluster is known, (warps,): what any of its lanes did
+        that is known, and what all of them do together."""
+        known = self.stacked([knowledge])[0, 0]
+        each = known[self._column_of].reshape(-1, WARP).max(axis=1)
+        return np.maximum(known[: each.size], each)
+
+    def unknown_in(
+        self, known: np.ndarray, warp: int, times: np.ndarray, masks: np.ndarray | None
+    ) -> np.ndarray:
+        """As `unknown`, in one plane (n, columns) of `stacked`."""
+        unknown = times > known[:, warp][:, None]
+        if masks is not None and self._has_lane_columns and unknown.any():
+            i, j = np.nonzero(unknown)
+            columns = self._column_of[warp * WARP + np.arange(WARP)]
+            unknown[i, j] = _is_missed(known[i[:, None], columns], times[i, j], masks[i, j])
+        return unknown
+
+    # -- flags -------------------------------------------------------------------------------------
+
+    def fence(self, lanes: np.ndarray, *, acquires: bool, releases: bool) -> None:
+        """Lanes of the batch execute a fence: what they observed by strong reads before it is known
+        to them after it, and what they know is released by a strong write after it."""
+        if acquires and self._observed is not None:
+            self._learn_alone(lanes, self._observed[:, lanes])
+        if releases:
+            known = self._all_known(lanes)
+            self._fenced = self._of_lanes(self._fenced)
+            self._fenced[:, lanes] = known
+            self.now += 1
+
+    def strong_read(self, lanes: np.ndarray, words: np.ndarray, *, acquires: bool) -> None:
+        """Strong reads by lanes of the batch. words: the first granule of each."""
+        if self._released:
+            for word in np.unique(words).tolist():
+                if word in self._released:
+                    self._observe(lanes[words == word], self._released[word][1], acquires)
+
+    def strong_write(
+        self,
+        lanes: np.ndarray,
+        words: np.ndarray,
+        strength: Strength,
+    ) -> None:
+        """Strong writes by lanes of the batch, one after the other. words: the first granule of
+        each. What was released before an update stays released."""
+        if not self._released and not strength.releases and self._fenced is None:
+            return
+        for lane, word in zip(lanes.tolist(), words.tolist(), strict=True):
+            writer, before = self._released.pop(word, (None, None))
+            if before is not None and strength.observes:
+                self._observe(np.array([lane]), before, strength.acquires)
+            known = None
+            if strength.releases:
+                known = self._all_known(np.array([lane]))[:, 0]
+            elif self._fenced is not None:
+                known = self._fenced[:, lane].copy()
+            if before is not None and (strength.updates or writer == lane):
+                known = before if known is None else _latest([known, before])
+            if known is not None:
+                self._released[word] = lane, known
+        self.now += 1
+
+    def weak_write(self, rows: np.ndarray, width: int) -> None:
+        """Words of so many granules are written so that nobody can acquire by reading them."""
+        if self._released:
+            words = np.array(list(self._released))
+            for word in words[np.isin(words // width, rows)].tolist():
+                del self._released[word]
+
+    def _observe(self, lanes: np.ndarray, released: np.ndarray, acquires: bool) -> None:
+        self._observed = self._of_lanes(self._observed)
+        _raise_to(self._observed, lanes, released)
+        if acquires:
+            self._learn_alone(lanes, released[:, None])
+
+    def _learn_alone(self, lanes: np.ndarray, known: np.ndarray) -> None:
+        """Lanes learn what is known, (planes, n or 1, columns), each for itself."""
+        self._table = _fit(self._table, (len(known), 0, 0))
+        self._give_rows(lanes)
+        part = (slice(len(known)), self._row_of[lanes], slice(known.shape[2]))
+        self._table[part] = np.maximum(self._table[part], known)
+
+    def _all_known(self, lanes: np.ndarray) -> np.ndarray:
+        """What lanes of the batch know and did, (planes, n, columns)."""
+        self._give_columns(self._place[lanes])
+        self._tell_of_mates(lanes)
+        known = self._table[:, self._row_of[lanes]]
+        known[0, np.arange(lanes.size), self._column_of[self._place[lanes]]] = self.now
+        return known
+
+    # -- the table ---------------------------------------------------------------------------------
+
+    def _of_lanes(self, array: np.ndarray | None) -> np.ndarray:
+        """An array as large as the table, with a row for every lane."""
+        shape = (len(self._table), self.geometry.lanes, self._table.shape[2])
+        return np.zeros(shape, np.int64) if array is None else _fit(array, shape)
+
+    def _new_columns(self, count: int) -> np.ndarray:
+        first, self._n_columns = self._n_columns, self._n_columns + count
+        if self._n_columns > self._table.shape[2]:
+            self._table = _fit(self._table, (0, 0, self._n_columns + _MORE))
+            if self._fenced is not None:
+                self._fenced = self._of_lanes(self._fenced)
+            if self._observed is not None:
+                self._observed = self._of_lanes(self._observed)
+        return np.arange(first, self._n_columns)
+
+    def _give_columns(self, places: np.ndarray) -> None:
+        """Gives places columns of their own."""
+        new = np.unique(places[self._column_of[places] < self.geometry.warps_per_cluster])
+        if new.size:
+            self._column_of[new] = self._new_columns(new.size)
+            self._has_lane_columns = True
+
+    def _give_rows(self, lanes: np.ndarray) -> None:
+        """Gives lanes rows of their own."""
+        warps = self.geometry.warps
+        new = lanes[self._row_of[lanes] < warps]
+        if new.size:
+            self._table = _fit(self._table, (0, warps + self.geometry.lanes, 0))
+            self._table[:, warps + new] = self._table[:, self._row_of[new]]
+            self._row_of[new] = warps + new
+            self._rows_used = None
+            self._has_lane_rows = True
+
+    def _share(self, warps: np.ndarray) -> None:
+        """Lets the lanes of each warp know what any of them knows."""
+        lanes = _lanes_of_warps(warps)
+        rows = self._row_of[lanes]
+        apart = (rows != warps[:, None]).any(axis=1)
+        if apart.any():
+            self._table[:, warps[apart]] = self._table[:, rows[apart]].max(axis=2)
+            self._row_of[lanes] = warps[:, None]
+            self._rows_used = None
+            self._has_lane_rows = bool((self._row_of >= self.geometry.warps).any())
+
+    def _tell_of_mates(self, lanes: np.ndarray) -> None:
+        """Moves what lanes know of single lanes of their warp to the table."""
+        if self._mates is None:
+            return
+        own = self._place[lanes] // WARP
+        known = self._table[0, self._row_of[lanes], own]
+        i, j = np.nonzero(self._mates[lanes] > known[:, None])
+        if i.size:
+            places = own[i] * WARP + j
+            self._give_columns(places)
+            self._give_rows(lanes[i])
+            part = (0, self._row_of[lanes[i]], self._column_of[places])
+            self._table[part] = np.maximum(self._table[part], self._mates[lanes[i], j])
+
+    def _raise_floor(self) -> None:
+        if self._rows_used is None:
+            self._rows_used = np.unique(self._row_of)
+        self.floor = int(self._table[0, self._rows_used, : self.geometry.warps_per_cluster].min())
+
+
+_BITS = np.arange(WARP)
+
+
+def _lanes_of_warps(warps: np.ndarray) -> np.ndarray:
+    """(warps, 32)."""
+    return warps[:, None] * WARP + _BITS
+
+
+def _whole_warps(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The warps all of whose lanes are among these, and the lanes of the others."""
+    if lanes.size % WARP == 0:
+        warps = lanes[::WARP] // WARP
+        if (lanes.reshape(-1, WARP) == _lanes_of_warps(warps)).all():
+            return warps, lanes[:0]
+    if lanes.size == 1:
+        return lanes[:0], lanes
+    warps, index, counts = np.unique(lanes // WARP, return_inverse=True, return_counts=True)
+    whole = counts == WARP
+    return warps[whole], lanes[~whole[index]]
+
+
+def _is_missed(known: np.ndarray, times: np.ndarray, masks: np.ndarray) -> np.ndarray:
+    """Whether lanes of masks (n,) acted at times (n,) that are not known, (n, 32)."""
+    made = masks[:, None] >> _BITS.astype(np.uint32) & 1
+    return ((known < times[:, None]) & (made != 0)).any(axis=1)
+
+
+def _fit(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The array with zeros behind it so that it has at least this shape."""
+    larger = tuple(map(max, array.shape, shape))
+    if larger == array.shape:
+        return array
+    result = np.zeros(larger, array.dtype)
+    result[tuple(map(slice, array.shape))] = array
+    return result
+
+
+def _latest(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The latest of times (planes, columns); what is not there is 0."""
+    shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    return np.max([_fit(array, shape) for array in arrays], axis=0)
+
+
+def _raise_to(table: np.ndarray, rows: np.ndarray, known: np.ndarray) -> None:
+    """Raises rows of a table to what is known, (planes, columns), at least."""
+    planes, columns = known.shape
+    part = (slice(planes), rows, slice(columns))
+    table[part] = np.maximum(table[part], known[:, None])

@@ -1,0 +1,349 @@
+"""Poison: bytes of registers and memory that hold what nothing has written.
+
+To read shared or local memory that nothing wrote is no fault as long as nothing depends on what is
+read: a ragged tile is loaded whole, and what lies beyond its end is masked or never stored. So the
+bytes that such a read gives are followed instead, as Memcheck follows undefined ones (Seward and
+Nethercote 2005), and it is an error where one of them reaches global memory, an address, a branch
+that decides about more than registers, a barrier, or the predicate of an instruction with a visible
+effect.
+
+Nothing is followed until the first such read of a batch. From then on every action runs with the
+rule of `spread` that says how its instruction passes poison on.
+
+A byte of a register of a lane, of local memory, or a granule of shared memory has a code: 0 if it
+is clean, and else where its poison began, that is which instruction read which address.
+
+Copying a structure copies its padding, as words that nothing wrote. So what may be padding may
+reach global memory as long as it was only moved: unwritten bytes of an aligned group of 2, 4 or 8
+that follow written ones in it, and that written ones follow before its end or right after it, if
+the kernel stores values as wide as the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import proxy
+
+import numpy as np
+
+from flash_helpers.ptx.errors import UninitialisedReadError
+from flash_helpers.ptx.read.types import size_of
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.regions import Selection
+from flash_helpers.ptx.run.watch.faults import FaultLog
+
+Codes = np.ndarray
+"""int64, (bytes, lanes). One row stands for all bytes."""
+
+CARRY = ""
+"""The carry flag's name among registers."""
+
+_SITE_BITS = 20
+_SITE_MASK = (1 << _SITE_BITS) - 1
+_ADDRESS_BITS = 39
+_LAST_ADDRESS = (1 << _ADDRESS_BITS) - 1
+_LOCAL = 1 << (_SITE_BITS + _ADDRESS_BITS)
+_POISON = 2 * _LOCAL
+COUNTS = 2 * _POISON
+"""Part of every code but those of padding that was only moved."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of memory. size, granule: in bytes. is_written: of granules by their index."""
+
+    size: int
+    granule: int
+    is_written: Callable[[np.ndarray], np.ndarray]
+
+
+class Carrier(Protocol):
+    """What knows how instructions pass poison on (`spread.Spread`)."""
+
+    def load(self, position: int, selection: Selection, codes: Codes) -> None:
+        """Words that the instruction at a position has read are its results."""
+
+    def widest_store(self, space: str) -> int:
+        """Bytes of the widest value that the kernel stores there; 0 if it stores none."""
+
+
+class Poison:
+    """The poison of a batch.
+
+    registers: types by name. spaces: the memory of each state space that may hold poison. begin:
+    gives what is called at the first poisoned read, and returns a carrier that lives on elsewhere.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        log: FaultLog,
+        registers: Mapping[str, str],
+        spaces: Mapping[str, Memory],
+    ) -> None:
+        self.geometry = geometry
+        self.log = log
+        self.types = registers
+        self.spaces = spaces
+        self.lane_ids = np.arange(geometry.lanes)
+        self.registers: dict[str, Codes] = {}
+        """Only those that hold poison."""
+        self.active = False
+        self.begin: Callable[[], Callable[[], Carrier]] | None = None
+        self.stored: Codes | None = None
+        """Over all lanes, of the words that the instruction being run stores; None: all clean."""
+        self._memory: dict[str, np.ndarray] = {}
+        self._carrier: Carrier | None = None
+
+    # -- registers ---------------------------------------------------------------------------------
+
+    def of(self, name: str, selection: Selection) -> Codes | None:
+        """Codes of a register; None if all of it is clean."""
+        held = self.registers.get(name)
+        return None if held is None else held[:, selection]
+
+    def put(self, name: str, selection: Selection, codes: Codes | None) -> None:
+        """Sets codes of a register. Fewer rows than it has bytes: it was extended by its sign."""
+        held = self.registers.get(name)
+        if codes is None or not codes.any():
+            if held is not None:
+                held[:, selection] = 0
+                if not held.any():
+                    del self.registers[name]
+            return
+        if held is None:
+            size = 1 if name == CARRY else size_of(self.types[name])
+            held = self.registers[name] = np.zeros((size, self.lane_ids.size), np.int64)
+        held[:, selection] = codes[-1]
+        held[: len(codes), selection] = codes[: len(held)]
+
+    def add(self, name: str, selection: Selection, codes: Codes) -> None:
+        """Poisons a register beyond what it is."""
+        held = self.of(name, selection)
+        if held is None:
+            self.put(name, selection, codes)
+        else:
+            rows = np.repeat(codes[-1:], len(held), axis=0)
+            rows[: len(codes)] = codes[: len(held)]
+            self.put(name, selection, np.maximum(held, rows))
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def touch(
+        self,
+        action: str,
+        position: int,
+        space: str,
+        addresses: np.ndarray,
+        rows: np.ndarray,
+        size: int,
+        selection: Selection,
+        unwritten: np.ndarray | None,
+    ) -> None:
+        """What lanes do to words of `size` bytes, as `SharedMemory.note` has it. unwritten: which
+        granules of each word nothing has written, (lanes, granules of a word); None for none."""
+        if not self.active:
+            if unwritten is None:
+                return
+            self.start()
+        stored = None
+        if self.stored is not None:
+            stored = self.stored[:, selection]
+            stored = stored.repeat(size // len(stored), axis=0)
+        if space not in self.spaces:
+            if stored is not None and space == "global":
+                stored = np.where(stored & COUNTS, stored, 0)
+                self.report(position, selection, stored, "the value that goes to global memory")
+            return
+        instruction = self.log.program.instructions[position]
+        is_atomic = instruction.name in ("atom", "red")
+        if action in ("write", "copy") and not is_atomic:
+            self._hold(space, rows, size, stored)
+        else:
+            old = self.in_memory(position, space, addresses, rows, size, unwritten)
+            if is_atomic:
+                replaces = instruction.has("exch")
+                old = self._exchange(space, rows, size, old, stored, replaces=replaces)
+            if old is not None and old.any():
+                self._carrier.load(position, selection, old)
+
+    def copied_out(
+        self,
+        position: int,
+        lane: int,
+        granules: np.ndarray,
+        addresses: np.ndarray,
+        unwritten: np.ndarray | None,
+    ) -> None:
+        """Reports what of shared memory a copy to global memory takes that nothing has written.
+
+        granules: their indices. addresses: of each, in its block. unwritten: which of them have not
+        been written to at all; None for none.
+        """
+        codes = self._codes_out(position, granules, addresses, unwritten)
+        codes = np.where(codes & COUNTS, codes, 0)
+        if codes.any():
+            worst = codes.max().reshape(1, 1)
+            self.report(position, np.array([lane]), worst, "what goes to global memory")
+
+    def _codes_out(
+        self,
+        position: int,
+        granules: np.ndarray,
+        addresses: np.ndarray,
+        unwritten: np.ndarray | None,
+    ) -> Codes:
+        """Of granules of shared memory that a copy reads, (n,), as `copied_out` has them."""
+        codes = np.zeros(granules.size, np.int64)
+        if "shared" in self._memory:
+            codes = self._memory["shared"][granules]
+        if unwritten is not None:
+            began = _POISON | position | (_LAST_ADDRESS - addresses) << _SITE_BITS | COUNTS
+            codes = np.where(unwritten, began, codes)
+        return codes
+
+    def copied_in(
+        self,
+        position: int,
+        granules: np.ndarray,
+        stride: int,
+        source: tuple[np.ndarray, np.ndarray | None] | None,
+    ) -> None:
+        """A copy has written to granules of shared memory, from global memory or from others there.
+
+        stride: bytes of a block. source: these others, and which of them nothing has written; None
+        for none.
+        """
+        codes = None
+        if source is not None:
+            origin, unwritten = source
+            granule = self.spaces["shared"].granule
+            if unwritten is not None:
+                self.start()
+            codes = self._codes_out(position, origin, origin * granule % stride, unwritten)
+            if codes.any() and "shared" not in self._memory:
+                self._memory["shared"] = np.zeros(self.spaces["shared"].size // granule, np.int64)
+        if "shared" in self._memory:
+            self._memory["shared"][granules] = 0 if codes is None else codes
+
+    def start(self) -> None:
+        """Something has read what nothing had written: from now on poison is followed."""
+        if not self.active:
+            assert self.begin is not None
+            self.active = True
+            self._carrier = proxy(self.begin()())
+
+    def in_memory(
+        self,
+        position: int,
+        space: str,
+        addresses: np.ndarray,
+        rows: np.ndarray,
+        size: int,
+        unwritten: np.ndarray | None,
+    ) -> Codes | None:
+        """Codes of words that the instruction at a position reads; None if all are clean. The rest
+        is as in `touch`."""
+        old = self._held(space, rows, size)
+        if unwritten is None:
+            return old
+        began = self._began(position, space, addresses, rows, size, unwritten)
+        return began if old is None else np.where(began, began, old)
+
+    def _began(
+        self,
+        position: int,
+        space: str,
+        addresses: np.ndarray,
+        rows: np.ndarray,
+        size: int,
+        unwritten: np.ndarray,
+    ) -> Codes:
+        granule = self.spaces[space].granule
+        columns = granule * np.arange(size // granule)
+        at = addresses[:, None] + columns
+        code = _POISON | (_LOCAL if space == "local" else 0) | position
+        # Where poisons meet, the larger code stays: that of the lower address.
+        codes = code | (_LAST_ADDRESS - at) << _SITE_BITS
+        codes |= np.where(self._is_padding(space, rows[:, None] * size + columns), 0, COUNTS)
+        return np.where(unwritten, codes, 0).repeat(granule, axis=1).T
+
+    def _is_padding(self, space: str, octets: np.ndarray) -> np.ndarray:
+        """Whether unwritten bytes may be a structure's padding. octets: their indices in the
+        memory of all lanes."""
+        memory = self.spaces[space]
+        widest = self._carrier.widest_store(space)
+        found = np.zeros(octets.shape, bool)
+        for group in (2, 4, 8):
+            if not memory.granule < group <= widest:
+                continue
+            before, after = np.zeros_like(found), np.zeros_like(found)
+            for n in range(0, group + 1, memory.granule):
+                at = octets - octets % group + n
+                inside = at < memory.size
+                written = inside & memory.is_written(np.where(inside, at, 0) // memory.granule)
+                before |= written & (at < octets)
+                after |= written & (at > octets)
+            found |= before & after
+        return found
+
+    def _held(self, space: str, rows: np.ndarray, size: int) -> Codes | None:
+        if space not in self._memory:
+            return None
+        granule = self.spaces[space].granule
+        words = self._memory[space].reshape(-1, size // granule)
+        return words[rows].repeat(granule, axis=1).T
+
+    def _hold(self, space: str, rows: np.ndarray, size: int, codes: Codes | None) -> None:
+        granule = self.spaces[space].granule
+        if space not in self._memory:
+            if codes is None or not codes.any():
+                return
+            self._memory[space] = np.zeros(self.spaces[space].size // granule, np.int64)
+        words = self._memory[space].reshape(-1, size // granule)
+        if codes is None:
+            words[rows] = 0
+        else:
+            words[rows] = codes.reshape(-1, granule, rows.size).max(axis=1).T
+
+    def _exchange(
+        self,
+        space: str,
+        rows: np.ndarray,
+        size: int,
+        old: Codes | None,
+        new: Codes | None,
+        *,
+        replaces: bool,
+    ) -> Codes:
+        """Poison of words that an atomic changes; returns that of the values that it returns."""
+        clean = np.zeros((size, rows.size), np.int64)
+        old, new = (clean if codes is None else codes for codes in (old, new))
+        # Lanes that meet at a word see what the others made of it.
+        _, word, count = np.unique(rows, return_inverse=True, return_counts=True)
+        worst = np.zeros(count.size, np.int64)
+        np.maximum.at(worst, word, np.maximum(old, new).max(axis=0))
+        alone, worst = (count == 1)[word], np.broadcast_to(worst[word], clean.shape)
+        self._hold(space, rows, size, np.where(alone & replaces, new, worst))
+        return np.where(alone, old, worst)
+
+    # -- where it must not come --------------------------------------------------------------------
+
+    def report(self, position: int, selection: Selection, codes: Codes | None, what: str) -> None:
+        """Reports poison of what an instruction uses."""
+        if codes is None or not codes.any():
+            return
+        worst = codes.max(axis=0)
+        hit = np.flatnonzero(worst)
+        code = int(worst[hit[0]])
+        space = "local" if code & _LOCAL else "shared"
+        address = _LAST_ADDRESS - (code >> _SITE_BITS & _LAST_ADDRESS)
+        site = self.log.site(code & _SITE_MASK)
+        detail = (
+            f"{what} comes from {space} memory, address {address}, which nothing had written\n"
+            f"    when it was read at {site}"
+        )
+        thread = self.geometry.thread(self.lane_ids[selection][hit[0]])
+        self.log.report(UninitialisedReadError, detail, position, thread, address, hit.size)

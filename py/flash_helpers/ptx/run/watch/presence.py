@@ -1,0 +1,115 @@
+"""Which blocks of a batch are there while others of their cluster touch their shared memory.
+
+"Accessing data in distributed shared memory requires all the thread blocks to exist" (CUDA C++
+Programming Guide, "Distributed Shared Memory"): an access has to come after the block has begun and
+before it ends. It does in every order of the threads if whoever makes it knows something of the
+block (`order`), and if some thread of the block knows of the access before it ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import AbsentBlockError
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.order import Order
+
+
+class Presence:
+    """The threads and blocks of a batch that have ended, and accesses to other blocks."""
+
+    def __init__(self, geometry: Geometry, order: Order, log: FaultLog) -> None:
+        self.geometry = geometry
+        self.order = order
+        self.log = log
+        lanes = np.arange(geometry.lanes)
+        self.is_gone = geometry.thread_of(lanes) >= geometry.threads
+        """By lane, those beyond the block's threads included."""
+        self._has_ended = np.zeros(len(geometry.blocks), bool)
+        # Of each lane's last access to the block of each rank: time, position and address.
+        self._last = np.zeros((3, geometry.lanes, geometry.cluster), np.int64)
+        self._actions: dict[int, str] = {}
+
+    def check(
+        self,
+        action: str,
+        position: int,
+        lanes: np.ndarray,
+        blocks: np.ndarray,
+        addresses: np.ndarray,
+    ) -> None:
+        """Checks that blocks (n,) of the batch are there when lanes (n,), or agents for them, begin
+        to touch addresses (n,) in them. Of lanes of these blocks nothing is to be checked."""
+        lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
+        if not lanes.size:
+            return
+        ranks, ended = blocks % self.geometry.cluster, self._has_ended[blocks]
+        unknown = ~self.order.has_begun(lanes, ranks) & ~ended
+        for wrong, text in (
+            (ended, "which has ended"),
+            (unknown, "which may not have begun:\n    no barrier.cluster before"),
+        ):
+            if wrong.any():
+                i, address = int(wrong.argmax()), int(addresses[wrong][0])
+                detail = f"{action} of shared address {address} of the block of rank {ranks[i]}"
+                count = int(wrong.sum())
+                self._report(f"{detail}, {text}", position, int(lanes[i]), address, count)
+
+    def record(
+        self,
+        action: str,
+        position: int,
+        lanes: np.ndarray,
+        blocks: np.ndarray,
+        addresses: np.ndarray,
+    ) -> None:
+        """As `check`, of what lanes do themselves: the blocks must not end before they know of it.
+        To be told before what else the instruction releases."""
+        lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
+        self._actions[position] = action
+        for values, kept in zip((self.order.now, position, addresses), self._last, strict=True):
+            kept[lanes, blocks % self.geometry.cluster] = values
+
+    def _remote(
+        self, lanes: np.ndarray, blocks: np.ndarray, addresses: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Those of blocks that are not the lanes' own."""
+        remote = blocks != self.geometry.block_of(lanes)
+        return lanes[remote], blocks[remote], addresses[remote]
+
+    def end(self, lanes: np.ndarray) -> list[int]:
+        """Threads end; the blocks that have ended with them."""
+        self.is_gone[lanes] = True
+        by_block = self.is_gone.reshape(-1, self._has_ended.size, WARP)
+        ended = np.flatnonzero(by_block.all(axis=(0, 2)) & ~self._has_ended).tolist()
+        self._has_ended[ended] = True
+        if self.geometry.cluster > 1:
+            for block in ended:
+                self._check_end(block)
+        return ended
+
+    def _check_end(self, block: int) -> None:
+        """Reports accesses by others to a block that has ended, of which it did not know."""
+        geometry = self.geometry
+        cluster, rank = divmod(block, geometry.cluster)
+        others = geometry.lane_at(cluster, np.arange(geometry.lanes_per_cluster))
+        times, positions, addresses = self._last[:, others, rank]
+        own = geometry.lanes_of(block)[: geometry.threads]
+        unknown = times > self.order.known_to_any(own, geometry.place_of(others))
+        for position in np.unique(positions[unknown]).tolist():
+            these = np.flatnonzero(unknown & (positions == position))
+            address = int(addresses[these[0]])
+            self._report(
+                f"{self._actions[position]} of shared address {address} of the block of rank "
+                f"{rank}, which may have ended:\n    no barrier.cluster between this and its end",
+                position,
+                int(others[these[0]]),
+                address,
+                these.size,
+            )
+
+    def _report(self, detail: str, position: int, lane: int, address: int, count: int) -> None:
+        thread = self.geometry.thread(lane)
+        self.log.report(AbsentBlockError, detail, position, thread, address, count)
