@@ -51,7 +51,8 @@ from flash_helpers.ptx.errors import (
 )
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.ptx.read.reader import read_ptx
-from flash_helpers.ptx.run.count.counters import Counters, Counts, LineCounts, Role
+from flash_helpers.ptx.run.count.counters import Counters, LineCounts, Role
+from flash_helpers.ptx.run.count.counts import Counts
 from flash_helpers.ptx.tensor_map import TensorMap
 
 if TYPE_CHECKING:

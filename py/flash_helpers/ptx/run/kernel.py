@@ -18,6 +18,7 @@ import numpy as np
 
 from flash_helpers import gpu
 from flash_helpers.console.file_kinds import FileKind, kind_of, mistaken
+from flash_helpers.console.symbols import demangled
 from flash_helpers.ptx.errors import (
     LaunchError,
     Lint,
@@ -43,7 +44,6 @@ from flash_helpers.ptx.run.instructions.access import STRONG, access_size, space
 from flash_helpers.ptx.run.machine import Launch, Machine
 from flash_helpers.ptx.run.memory.regions import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
-from flash_helpers.sass.read.symbols import demangled
 
 Argument = int | float | bool | np.generic | bytes
 Progress = Callable[[int, int], None]

@@ -219,12 +219,13 @@ class Machine:
         if launch.seed is not None:
             random = np.random.default_rng((launch.seed, *geometry.blocks[0]))
         self.phases = Phases(self.shared, log, random)
+        lints = None
         if launch.lints and _has_agents(program):
             order, granule, stride = self.shared.order, self.shared.granule, self.shared.stride
-            passed = self.phases.passed
-            self.shared.lints = Lints(geometry, order, passed, log, granule, stride)
+            lints = Lints(geometry, order, self.phases.passed, log, granule, stride)
+            self.shared.touched = lints.touch
         self.transfers = Transfers(
-            self.shared, memory, self.phases, self.poison, self.copies, log, random
+            self.shared, memory, self.phases, self.poison, self.copies, log, random, lints
         )
         self.warpgroups = Warpgroups(
             geometry,
@@ -234,6 +235,7 @@ class Machine:
             log,
             strict=launch.strict_wgmma,
             random=random,
+            lints=lints,
         )
         self.register_pool = RegisterPool(geometry, self.shared.order, log, launch.registers)
         # Threads of each warp that have not ended.

@@ -23,6 +23,7 @@ from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span, first_common
 from flash_helpers.ptx.run.memory.regions import ARENA_BASE, DeviceMemory
 from flash_helpers.ptx.run.memory.shared import AgentAccess, SharedMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.order import Knowledge, join
 from flash_helpers.ptx.run.watch.poison import Poison
 
@@ -116,8 +117,10 @@ class Transfers:
         copies: AsyncCopies,
         log: FaultLog,
         random: np.random.Generator | None = None,
+        lints: Lints | None = None,
     ) -> None:
         self.shared = shared
+        self.lints = lints
         self.memory = memory
         self.phases = phases
         self.poison = poison
@@ -149,7 +152,7 @@ class Transfers:
         if piece is not None:
             self._check_load(position, lane, piece)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
-        granules, lints, read_from = self._granules(rows, unit), self.shared.lints, None
+        granules, lints, read_from = self._granules(rows, unit), self.lints, None
         accesses = self.shared.begin_write(position, agents, lanes, [issued], granules[None])
         if lints is not None:
             lints.issue(position, lane, granules, issued)
@@ -188,8 +191,8 @@ class Transfers:
         (access,), unwritten = self.shared.begin_read(
             position, np.array([agent]), lanes, [issued], granules[None]
         )
-        if self.shared.lints is not None:
-            self.shared.lints.copy_out(granules)
+        if self.lints is not None:
+            self.lints.copy_out(granules)
         inside = np.ones(granules.size, bool)
         if not target.is_whole:
             inside = ~target.filled.reshape(granules.size, -1).all(axis=1)
@@ -248,7 +251,7 @@ class Transfers:
                     self._report(position, lane, address, "write", "reads", load.position)
                     return
         marks = self._marks(target)
-        if self.shared.lints is not None and (marks & (_STORED if is_reduction else 0xFF)).any():
+        if self.lints is not None and (marks & (_STORED if is_reduction else 0xFF)).any():
             for store in self._stores():
                 address = first_common(target, store.target)
                 if address is not None and not (is_reduction and store.reduction is not None):
@@ -386,8 +389,8 @@ class Transfers:
             self._read(store)
             self._write(store)
         self.groups.clear()
-        if self.shared.lints is not None:
-            self.shared.lints.finish()
+        if self.lints is not None:
+            self.lints.finish()
 
     def _stores(self) -> Iterator[Store]:
         for groups in self.groups.values():
@@ -408,8 +411,8 @@ class Transfers:
         words[load.rows] = load.read().view(words.dtype).reshape(load.rows.size, *words.shape[1:])
         granules = self._granules(load.rows, load.unit)
         self.poison.copied_in(load.position, granules, self.shared.stride, load.source)
-        if self.shared.lints is not None:
-            self.shared.lints.deliver(load.position, load.lane, granules, load.piece)
+        if self.lints is not None:
+            self.lints.deliver(load.position, load.lane, granules, load.piece)
         for access in load.accesses:
             self.shared.end(access)
         # What its thread knew when it issued the copy is not handed on.

@@ -52,6 +52,7 @@ from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
 from flash_helpers.ptx.run.memory.shared import AgentAccess, SharedMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.order import Knowledge, in_common
 from flash_helpers.ptx.run.watch.poison import Codes, Poison
 
@@ -128,6 +129,7 @@ class Warpgroups:
         *,
         strict: bool,
         random: np.random.Generator | None = None,
+        lints: Lints | None = None,
     ) -> None:
         self._geometry = geometry
         self._program = program
@@ -136,6 +138,7 @@ class Warpgroups:
         self._log = log
         self.strict = strict
         self._random = random
+        self._lints = lints
         self.registers = RegisterWatch(program, geometry, log)
         self._together = Together(geometry, log, values=3)
         self.committed = np.zeros(self._together.ended.size, np.int64)
@@ -192,8 +195,8 @@ class Warpgroups:
         self._compute(limits)
         self._early, _ = self._parted(self._early, limits)
         self.registers.waited(warps, targets)
-        if self._shared.lints is not None:
-            self._shared.lints.wait(warps, targets)
+        if self._lints is not None:
+            self._lints.wait(warps, targets)
         for owner in np.unique(owners).tolist():
             self._end_reads(owner, int(limits[owner]))
             known = np.zeros((1, self._agent(owner) + 1), np.int64)
@@ -331,12 +334,12 @@ class Warpgroups:
             self._reads[owner].append((group, access))
         if unwritten is not None:
             self._poison.start()
-        if self._shared.lints is not None:
+        if self._lints is not None:
             # Of B each warp reads what the first of its owner does.
             i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
             if which.size == issue.warps.size:
                 i = j = np.arange(which.size)
-            self._shared.lints.multiply(
+            self._lints.multiply(
                 issue.product.position, issue.warps[i], issue.groups[i], granules[j]
             )
 

@@ -1,4 +1,4 @@
-"""Counts while a launch runs, in the units of `counters`."""
+"""Counts while a launch runs, in the units of `counts`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.flow import BARRIERS, Program, is_product, is_wgmma
 from flash_helpers.ptx.read.module import Immediate, Instruction, Vector
 from flash_helpers.ptx.read.types import SCALAR_TYPES, size_of
-from flash_helpers.ptx.run.count.counters import Counts
+from flash_helpers.ptx.run.count.counts import Counts
 
 _WAITS = ("cp.async.wait", "cp.async.bulk.wait", "wgmma.wait")
 _MBARRIER_WAITS = ("mbarrier.test_wait", "mbarrier.try_wait")
@@ -22,7 +22,7 @@ _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
 @dataclass(frozen=True)
 class _SharedRule:
-    """How shared memory serves an instruction, as `counters` tells it. is_load: parts of a warp may
+    """How shared memory serves an instruction, as `counts` tells it. is_load: parts of a warp may
     be served together. each_lane: lanes that name one word take turns. passes: for each wavefront
     that the addresses need."""
 

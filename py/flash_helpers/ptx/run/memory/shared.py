@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,9 +38,6 @@ from flash_helpers.ptx.run.memory.regions import RANK_SHIFT, Region, Selection
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import WEAK, Knowledge, Order, Strength
 from flash_helpers.ptx.run.watch.presence import Presence
-
-if TYPE_CHECKING:
-    from flash_helpers.ptx.run.watch.lints import Lints
 
 # A code says when and where: time above, the instruction's position below.
 _SITE_BITS = 20
@@ -94,7 +90,8 @@ class SharedMemory(Region):
         self._views: dict[int, _Views] = {}
         self.explain: Callable[[int, int], str] = lambda agent, lane: ""
         """What a lane should know of an agent, in words that follow a complaint about its bytes."""
-        self.lints: Lints | None = None
+        self.touched: Callable[[str, int, np.ndarray, int, np.ndarray], None] | None = None
+        """Told of each access by lanes, if lints are collected (`Lints.touch`)."""
 
     # -- addresses ---------------------------------------------------------------------------------
 
@@ -181,8 +178,8 @@ class SharedMemory(Region):
         granules), or None.
         """
         view = self._view(size)
-        if self.lints is not None:
-            self.lints.touch(action, position, rows, view.width, self.lane_ids[selection])
+        if self.touched is not None:
+            self.touched(action, position, rows, view.width, self.lane_ids[selection])
         told = {"copy": "write", "matrix read": "read"}.get(action, action)
         access = _Access(told, position, rows, view, selection, action == "matrix read")
         written = view.written[rows]

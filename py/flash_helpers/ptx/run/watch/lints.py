@@ -11,18 +11,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import EarlyReleaseLint, NeverReadLint, ZeroFillLint
-from flash_helpers.ptx.run.asynchronous.phases import Phased
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Knowledge, Order
 
 _NOT_YET = np.iinfo(np.int64).max
+
+
+class _Arrived(Protocol):
+    """An mbarrier object (`Phased`), of which only the last arrival counts here."""
+
+    arrived: tuple[int, int] | None
 
 
 class Lints:
@@ -33,7 +39,7 @@ class Lints:
         self,
         geometry: Geometry,
         order: Order,
-        passed: Mapping[int, Phased],
+        passed: Mapping[int, _Arrived],
         log: FaultLog,
         granule: int,
         stride: int,

@@ -1,0 +1,77 @@
+"""Exact counts of one thing that a launch did, and their units.
+
+Units follow Nsight Compute: a *wavefront* is one pass through the shared-memory banks (32 banks of
+4 bytes, so at most 128 bytes), a *sector* is 32 bytes of global memory, a *request* is one memory
+instruction of one warp. Lanes that name the same word share it. An access without conflicts takes
+one wavefront for each part of the warp that is served at a time, and conflicts are the wavefronts
+beyond that:
+
+- Accesses of 8 and 16 bytes a lane are served by half and quarter warps, `ldmatrix` and `stmatrix`
+  by matrices of 8x8.
+- Loads of 8 and 16 bytes are served by whole and half warps if every lane names the same word as
+  its neighbour (its number with the lowest bit flipped), or every lane the same as the one two away
+  (with the bit above flipped); lanes that do not take part do not matter.
+- Lanes of an atomic do not share: those that name one word take turns. Compare-and-swap takes two
+  wavefronts where others take one, and so does what ptxas makes of it in a loop: atomics of floats,
+  and of 64 bits, except exchanges. Of the loop only this is counted: not its loads, nor that lanes
+  of 64 bits go round it together. A literal 1 added to a u32 whose old value nobody reads is
+  counted by ptxas over the warp (ATOMS.POPC.INC), like a store.
+
+All of this was measured on an H200 (benchmarks/shared_wavefronts.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counts:
+    """Counts of one instruction, line, phase or launch; the unit is one warp's execution, of which
+    a `wgmma` has four.
+
+    tma_requests: bulk copies, reductions and prefetches, of which each thread that takes part makes
+    one of tma_boxes (a box of a tensor, or bytes in a row). tma_bytes: of shared memory that they
+    fill or read, in each block that gets them. tma_sectors: those that an SM takes from the L2
+    cache or sends there, each row of a box by itself, and with what is filled in outside of the
+    tensor; a prefetch has none of either.
+    mma_flops: of `mma` and `wgmma`. wgmma_bytes: of the operands of `wgmma` in shared memory, once
+    for a warpgroup. They are not part of shared_bytes, and their wavefronts are not known.
+    waits: for groups of cp.async, bulk copies and `wgmma`.
+    mbarrier_waits: test_wait and try_wait, as often as they return. blocked: warps that fell asleep
+    at a wait, for an mbarrier, a `wgmma`, a barrier of the cluster or registers. Who falls asleep
+    depends on what is late: here everything is, unless the launch has a seed.
+    """
+
+    instructions: int = 0
+    shared_requests: int = 0
+    shared_wavefronts: int = 0
+    shared_ideal_wavefronts: int = 0
+    shared_bytes: int = 0
+    global_requests: int = 0
+    global_sectors: int = 0
+    global_bytes: int = 0
+    tma_requests: int = 0
+    tma_boxes: int = 0
+    tma_bytes: int = 0
+    tma_sectors: int = 0
+    mma: int = 0
+    wgmma: int = 0
+    mma_flops: int = 0
+    wgmma_bytes: int = 0
+    barriers: int = 0
+    waits: int = 0
+    mbarrier_waits: int = 0
+    blocked: int = 0
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Shared-memory wavefronts beyond what the accesses need."""
+        return self.shared_wavefronts - self.shared_ideal_wavefronts
+
+    def add(self, other: Counts) -> None:
+        """Adds all counts of another."""
+        own = vars(self)
+        for name, count in vars(other).items():
+            if count:  # few are
+                own[name] += count

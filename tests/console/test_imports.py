@@ -1,0 +1,83 @@
+"""Which modules of flash_helpers may import which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import flash_helpers
+from flash_helpers.ptx.read.graph import strongly_connected_components
+
+ROOT = Path(flash_helpers.__file__).parent
+
+KNOWN_CIRCLES = {
+    frozenset({"registry.config", "registry.family", "registry.launch", "registry.supports"}),
+}
+"""Circles that are still to be untied: each circle found must lie inside one of these."""
+
+ROOMS = (
+    *("numbers", "geometry", "memory", "watch", "asynchronous"),
+    *("count", "machine", "instructions", "execute"),
+)
+"""The rooms of the simulator; each imports only those before it."""
+
+
+def _imported(tree: ast.AST, names: set[str]) -> set[str]:
+    """Modules that a file imports anywhere: in functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            # of a name that is no module, the module that holds it
+            found.update(name if name in names else node.module for name in inner)
+    return found & names
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """Modules that each module imports, by their names below flash_helpers."""
+    paths = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(("flash_helpers", *parts)).removesuffix(".__init__")
+        paths[name] = path
+    names = set(paths)
+    return {
+        name.removeprefix("flash_helpers."): {
+            other.removeprefix("flash_helpers.") for other in _imported(tree, names) - {name}
+        }
+        for name, tree in ((n, ast.parse(p.read_text())) for n, p in paths.items())
+    }
+
+
+def _circles(imports: dict[str, set[str]]) -> list[frozenset[str]]:
+    components = strongly_connected_components(
+        {name: sorted(others) for name, others in imports.items()}, sorted(imports)
+    )
+    return [frozenset(component) for component in components if len(component) > 1]
+
+
+def test_circles_are_seen() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert _circles(imports) == [frozenset("abc")]
+
+
+def test_no_modules_import_each_other_in_a_circle(imports) -> None:
+    unknown = [c for c in _circles(imports) if not any(c <= known for known in KNOWN_CIRCLES)]
+    assert not unknown, "\n".join(", ".join(sorted(circle)) for circle in unknown)
+
+
+def test_the_simulator_knows_only_gpu_and_console(imports) -> None:
+    outside = {
+        other
+        for name, others in imports.items()
+        if name.split(".")[0] == "ptx"
+        for other in others
+        if other.split(".")[0] not in ("ptx", "gpu", "console")
+    }
+    assert not outside
