@@ -81,3 +81,17 @@ def test_the_simulator_knows_only_gpu_and_console(imports) -> None:
         if other.split(".")[0] not in ("ptx", "gpu", "console")
     }
     assert not outside
+
+
+def test_rooms_of_the_simulator_import_those_before_them(imports) -> None:
+    run = "ptx.run."
+    room_of = {n: n.removeprefix(run).split(".")[0] for n in imports if n.startswith(run)}
+    ranks = {name: ROOMS.index(room) for name, room in room_of.items() if room in ROOMS}
+    assert set(ranks.values()) == set(range(len(ROOMS)))
+    upward = [
+        f"{name} imports {other}"
+        for name, rank in ranks.items()
+        for other in imports[name]
+        if ranks.get(other, 0) > rank
+    ]
+    assert not upward

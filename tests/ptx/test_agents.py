@@ -14,9 +14,9 @@ from flash_helpers.ptx import (
     load_ptx,
 )
 from flash_helpers.ptx.run.geometry import Geometry
-from flash_helpers.ptx.run.memory.shared import SharedMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Order, Strength, in_common, join
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 PROGRAM = load_ptx(
     entry("bar.sync 0;\ntrap;\nbrkpt;\npmevent 1;", before='.file 1 "kernel.cu"\n')
@@ -38,7 +38,7 @@ class World:
     def __init__(self, cluster=1):
         blocks = tuple((x, 0, 0) for x in range(BLOCKS))
         self.geometry = Geometry(blocks, 4 * WARP, cluster)
-        self.shared = SharedMemory(self.geometry, 1024, 16, FaultLog(PROGRAM.program, False))
+        self.shared = WatchedMemory(self.geometry, 1024, 16, FaultLog(PROGRAM.program, False))
         self.order = self.shared.order
 
     def touch(self, action, lanes, address, position=BAR, strength=None):
@@ -46,7 +46,7 @@ class World:
         rows = (self.shared.base[lanes] + address) >> 4
         value = np.zeros((lanes.size, 4), np.uint32) if action == "write" else None
         more = {} if strength is None else {"strength": strength}
-        return self.shared.note(action, position, rows, 16, lanes, value, **more)
+        return self.shared.lanes.note(action, position, rows, 16, lanes, value, **more)
 
     def begin(self, action, lanes, address, size=64, name=TMA, position=TRAP):
         """An agent of each lane's block begins; what the first lane knows is what it relies on."""
@@ -54,7 +54,9 @@ class World:
         agents = np.array([self.order.agent(int(b), name) for b in blocks])
         issued = [self.order.knowledge(lanes[i : i + 1]) for i in range(lanes.size)]
         granules = self.shared.granules_at(blocks, np.full((lanes.size, 1), address), size)
-        begin = self.shared.begin_write if action == "write" else self.shared.begin_read
+        begin = (
+            self.shared.agents.begin_write if action == "write" else self.shared.agents.begin_read
+        )
         return begin(position, agents, lanes, issued, granules)
 
     def barrier(self, lanes):
@@ -87,7 +89,7 @@ class TestAWriteByAnAgent:
     @pytest.mark.parametrize("action", ["read", "write", "matrix read"])
     def test_is_unknown_to_who_has_not_waited(self, world, action):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.shared.end(write)
+        world.shared.agents.end(write)
         lanes = CONSUMER if action == "matrix read" else ONE
         with pytest.raises(RaceError, match=f"{action[-5:]} .* write by {TMA} at .*trap") as error:
             world.touch(action, lanes, 128)
@@ -96,7 +98,7 @@ class TestAWriteByAnAgent:
 
     def test_is_known_to_a_warp_that_has_waited(self, world):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(CONSUMER, [world.shared.end(write)])
+        world.order.acquire(CONSUMER, [world.shared.agents.end(write)])
         world.touch("read", CONSUMER, 128)
         world.touch("matrix read", CONSUMER, 128)
         world.order.sync_warps(CONSUMER, np.array([0xFFFF_FFFF]))
@@ -106,7 +108,7 @@ class TestAWriteByAnAgent:
 
     def test_is_known_to_the_one_lane_that_has_waited_until_it_tells_its_warp(self, world):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.end(write)])
+        world.order.acquire(ONE, [world.shared.agents.end(write)])
         world.touch("read", ONE, 128)
         with pytest.raises(RaceError):
             world.touch("read", ONE + 1, 128)
@@ -118,7 +120,7 @@ class TestAWriteByAnAgent:
 
     def test_is_carried_on_by_barriers_of_some_lanes_and_of_the_block(self, world):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.end(write)])
+        world.order.acquire(ONE, [world.shared.agents.end(write)])
         world.order.sync_warps(lanes_of(1, lanes=range(8)), np.array([0xFF]))
         world.touch("read", lanes_of(1, lanes=[7]), 128)
         with pytest.raises(RaceError):
@@ -128,18 +130,18 @@ class TestAWriteByAnAgent:
 
     def test_is_not_known_by_a_barrier_that_nobody_with_knowledge_passes(self, world):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.shared.end(write)
+        world.shared.agents.end(write)
         world.order.barrier_all()
         with pytest.raises(RaceError, match=TMA):
             world.touch("read", CONSUMER, 128)
 
     def test_that_was_waited_for_does_not_make_a_later_one_known(self, world):
         (first,) = world.begin("write", PRODUCER, 128)
-        known = world.shared.end(first)
+        known = world.shared.agents.end(first)
         (second,) = world.begin("write", PRODUCER, 256)
         world.order.acquire(CONSUMER, [known])
         world.touch("read", CONSUMER, 128)
-        world.shared.end(second)
+        world.shared.agents.end(second)
         with pytest.raises(RaceError):
             world.touch("read", CONSUMER, 256)
 
@@ -169,7 +171,7 @@ class TestAWriteByAnAgent:
         (first,) = world.begin("write", PRODUCER, 128)
         with pytest.raises(PendingCopyError, match=f"which {TMA} at"):
             world.begin("write", PRODUCER, 176, position=BRKPT)
-        known = world.shared.end(first)
+        known = world.shared.agents.end(first)
         with pytest.raises(RaceError, match=f"write by {TMA} .* and write by {TMA} .*\n.*no wait"):
             world.begin("write", PRODUCER, 176, position=BRKPT)
         world.order.acquire(PRODUCER, [known])
@@ -182,7 +184,7 @@ class TestAWriteByAnAgent:
     def test_in_several_blocks_at_once(self, world):
         everywhere = np.concatenate([lanes_of(0, block, [0]) for block in range(BLOCKS)])
         writes = world.begin("write", everywhere, 128)
-        known = world.shared.end(writes[1])
+        known = world.shared.agents.end(writes[1])
         world.order.acquire(lanes_of(1, block=1), [known])
         world.touch("read", lanes_of(1, block=1), 128)
         with pytest.raises(PendingCopyError):
@@ -210,7 +212,7 @@ class TestAReadByAnAgent:
     def test_is_unknown_to_who_has_not_waited(self, world):
         self.written(world)
         (read,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
-        known = world.shared.end(read)
+        known = world.shared.agents.end(read)
         with pytest.raises(RaceError, match=f"read by {WGMMA} .*\n.*no wait for it"):
             world.touch("write", PRODUCER, 128)
         with pytest.raises(RaceError, match=f"write by {TMA} .* and read by {WGMMA}"):
@@ -222,10 +224,10 @@ class TestAReadByAnAgent:
         self.written(world)
         (first,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
         (second,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
-        world.order.acquire(PRODUCER, [world.shared.end(first)])
+        world.order.acquire(PRODUCER, [world.shared.agents.end(first)])
         with pytest.raises(RaceError, match="going on"):
             world.touch("write", PRODUCER, 128)
-        world.order.acquire(PRODUCER, [world.shared.end(second)])
+        world.order.acquire(PRODUCER, [world.shared.agents.end(second)])
         world.touch("write", PRODUCER, 128)
 
     def test_of_what_another_warp_wrote(self, world):
@@ -239,7 +241,7 @@ class TestAReadByAnAgent:
         (write,) = world.begin("write", PRODUCER, 128)
         with pytest.raises(PendingCopyError, match=f"read by {WGMMA} .* which {TMA}"):
             world.begin("read", ONE, 128, name=WGMMA)
-        known = world.shared.end(write)
+        known = world.shared.agents.end(write)
         with pytest.raises(RaceError, match=f"read by {WGMMA} .* write by {TMA}"):
             world.begin("read", ONE, 128, name=WGMMA)
         world.order.acquire(ONE, [known])
@@ -325,7 +327,7 @@ class TestTheProxyFence:
 
     def test_is_not_needed_after_what_an_agent_wrote(self, world):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.end(write)])
+        world.order.acquire(ONE, [world.shared.agents.end(write)])
         world.touch("read", ONE, 128)
         world.begin("read", ONE, 128, name=WGMMA)
 
@@ -378,7 +380,7 @@ class TestKnowledge:
     def test_of_an_agent_holds_what_it_was_issued_with(self, world):
         world.touch("write", ONE, 512)
         (write,) = world.begin("write", ONE, 128)
-        world.order.acquire(PRODUCER, [world.shared.end(write)])
+        world.order.acquire(PRODUCER, [world.shared.agents.end(write)])
         world.touch("read", PRODUCER, 512)
 
     def test_that_all_have_in_common(self, world):
@@ -394,7 +396,7 @@ class TestKnowledge:
 
         def read(address):
             at = world.shared.granules_at(np.array([0]), np.array([[address]]), 16)
-            world.shared.begin_read(TRAP, agent, lane, [common], at)
+            world.shared.agents.begin_read(TRAP, agent, lane, [common], at)
 
         read(128)
         with pytest.raises(RaceError, match="write by warp 3"):
@@ -410,12 +412,12 @@ class TestKnowledge:
             (common,) = world.order.common_knowledge(np.array([warp * BLOCKS]))
             at = world.shared.granules_at(np.array([0]), np.array([[address]]), 16)
             agents = np.array([world.order.agent(0, WGMMA)])
-            world.shared.begin_read(TRAP, agents, lanes_of(warp)[:1], [common], at)
+            world.shared.agents.begin_read(TRAP, agents, lanes_of(warp)[:1], [common], at)
 
 
 def end(world, lanes):
     """Threads end."""
-    world.shared.end_blocks(world.shared.presence.end(lanes))
+    world.shared.agents.end_blocks(world.shared.presence.end(lanes))
 
 
 class TestTheEndOfABlock:
@@ -435,20 +437,20 @@ class TestTheEndOfABlock:
         world.touch("write", PRODUCER, 128)
         world.order.proxy_fence(PRODUCER)
         (read,), _ = world.begin("read", PRODUCER, 128, size=16, name=WGMMA)
-        world.shared.end(read)
+        world.shared.agents.end(read)
         with pytest.raises(OutlivedError, match=f"read by {WGMMA}"):
             end(world, world.geometry.lanes_of(0))
 
     def test_after_one_of_its_threads_has_waited(self, world):
         (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.end(write)])
+        world.order.acquire(ONE, [world.shared.agents.end(write)])
         end(world, world.geometry.lanes_of(0))
 
     def test_of_whose_agents_the_last_deed_was_not_waited_for(self, world):
         (first,) = world.begin("write", PRODUCER, 128)
         (second,) = world.begin("write", PRODUCER, 256)
-        world.order.acquire(ONE, [world.shared.end(first)])
-        world.shared.end(second)
+        world.order.acquire(ONE, [world.shared.agents.end(first)])
+        world.shared.agents.end(second)
         with pytest.raises(OutlivedError, match="shared address 256"):
             end(world, world.geometry.lanes_of(0))
 
@@ -470,7 +472,7 @@ class TestAnAgentInAnotherBlock:
         agents = np.array([world.order.agent(1, TMA)])
         granules = world.shared.granules_at(np.array([1]), np.array([[128]]), 64)
         known = [world.order.knowledge(PRODUCER)]
-        (write,) = world.shared.begin_write(TRAP, agents, PRODUCER, known, granules)
+        (write,) = world.shared.agents.begin_write(TRAP, agents, PRODUCER, known, granules)
         return write
 
     def meet(self, world):
@@ -504,7 +506,7 @@ class TestAnAgentInAnotherBlock:
     def test_that_has_waited(self, world):
         self.meet(world)
         write = self.begin(world)
-        world.order.acquire(lanes_of(2, block=1), [world.shared.end(write)])
+        world.order.acquire(lanes_of(2, block=1), [world.shared.agents.end(write)])
         world.touch("read", lanes_of(2, block=1), 128)
         with pytest.raises(RaceError, match="read of shared address 128 and write by TMA"):
             world.touch("read", lanes_of(1, block=1), 128)
@@ -552,4 +554,4 @@ class TestOrder:
         world.touch("read", lanes_of(2, block=1), 128)
         rows = (world.shared.base[lanes_of(0, block=1)[:1]] + 128) >> 4
         with pytest.raises(RaceError):
-            world.shared.note("read", BRKPT, rows, 16, lanes_of(0, block=0)[:1])
+            world.shared.lanes.note("read", BRKPT, rows, 16, lanes_of(0, block=0)[:1])

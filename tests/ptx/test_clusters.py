@@ -23,8 +23,8 @@ from flash_helpers.ptx import (
 from flash_helpers.ptx.run import batches
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.regions import RANK_SHIFT
-from flash_helpers.ptx.run.memory.shared import SharedMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 DECLARATIONS = """
 .shared .align 16 .b32 word[64];
@@ -144,7 +144,7 @@ class TestAddresses:
     def shared(self):
         geometry = Geometry(tuple((x, 0, 0) for x in range(6)), 2 * WARP, cluster=3)
         program = load_ptx(entry("")).kernel("k").program
-        return SharedMemory(geometry, 512, 4, FaultLog(program, keep_going=False))
+        return WatchedMemory(geometry, 512, 4, FaultLog(program, keep_going=False))
 
     def test_are_of_blocks_of_the_cluster(self, shared):
         lanes = shared.geometry.lane_of(np.array([0, 1, 5, 4, 4]), np.array([0, 1, 2, 40, 63]))

@@ -46,11 +46,11 @@ from flash_helpers.ptx.run.memory.regions import (
     Region,
     Selection,
 )
-from flash_helpers.ptx.run.memory.shared import SharedMemory
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.poison import Memory, Poison
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
 
 RunSome = Callable[[Selection], None]
@@ -188,9 +188,9 @@ class Machine:
         size = launch.shared_bytes
         if launch.scratch is not None:
             size = launch.scratch + RESERVED_SMEM_BYTES
-        self.shared = SharedMemory(geometry, size, launch.granule, log)
+        self.shared = WatchedMemory(geometry, size, launch.granule, log)
         if launch.scratch is not None:
-            self.shared.initialise(launch.scratch, RESERVED_SMEM_BYTES)
+            self.shared.marks.initialise(launch.scratch, RESERVED_SMEM_BYTES)
         self.cluster_barrier = ClusterBarrier(
             geometry, self.shared.order, self.shared.presence, log
         )
@@ -205,7 +205,7 @@ class Machine:
             "local": self.local,
         }
         spaces = {
-            "shared": Memory(self.shared.data.size, launch.granule, self.shared.is_written),
+            "shared": Memory(self.shared.data.size, launch.granule, self.shared.marks.is_written),
             "local": Memory(self.local.data.size, 1, self.local.is_written),
         }
         maps = {"param": _tensor_maps(parameters)}
@@ -223,7 +223,7 @@ class Machine:
         if launch.lints and _has_agents(program):
             order, granule, stride = self.shared.order, self.shared.granule, self.shared.stride
             lints = Lints(geometry, order, self.phases.passed, log, granule, stride)
-            self.shared.touched = lints.touch
+            self.shared.lanes.touched = lints.touch
         self.transfers = Transfers(
             self.shared, memory, self.phases, self.poison, self.copies, log, random, lints
         )
@@ -284,7 +284,7 @@ class Machine:
         ended = warps[self._live[warps] == 0]
         self.warpgroups.end(ended)
         self.register_pool.end(ended)
-        self.shared.end_blocks(ended_blocks)
+        self.shared.agents.end_blocks(ended_blocks)
 
     # -- operands ----------------------------------------------------------------------------------
 

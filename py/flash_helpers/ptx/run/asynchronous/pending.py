@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flash_helpers.ptx.run.memory.regions import Selection
-from flash_helpers.ptx.run.memory.shared import SharedMemory
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Pending:
 class AsyncCopies:
     """Pending copies of a batch, and the number of groups that each thread has committed."""
 
-    def __init__(self, shared: SharedMemory) -> None:
+    def __init__(self, shared: WatchedMemory) -> None:
         self.shared = shared
         self.committed = np.zeros(shared.geometry.lanes, np.int64)
         self.pending: list[_Pending] = []
@@ -129,7 +129,7 @@ class AsyncCopies:
             if done.any():
                 ready = copy.some(done)
                 self.shared.words(copy.size)[ready.rows] = ready.data
-                self.shared.end_copy(copy.position, ready.rows, copy.size, copy.agent)
+                self.shared.marks.end_copy(copy.position, ready.rows, copy.size, copy.agent)
                 if copy.agent is not None:
                     order = self.shared.order
                     order.acquire(ready.lanes, [order.agent_knowledge(copy.agent)])

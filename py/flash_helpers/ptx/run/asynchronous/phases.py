@@ -16,9 +16,9 @@ import numpy as np
 
 from flash_helpers.ptx.errors import MbarrierError, RaceError
 from flash_helpers.ptx.run.asynchronous.mbarriers import MBARRIER_BYTES, Mbarrier, MbarrierMisuse
-from flash_helpers.ptx.run.memory.shared import SharedMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.order import Knowledge, join
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 _IMPATIENCE = 0.2
 """Of each time that lanes are asked whether they may go on, that they give up, at random."""
@@ -47,7 +47,7 @@ class Phases:
     None for never."""
 
     def __init__(
-        self, shared: SharedMemory, log: FaultLog, random: np.random.Generator | None = None
+        self, shared: WatchedMemory, log: FaultLog, random: np.random.Generator | None = None
     ) -> None:
         self.shared = shared
         self.random = random
@@ -64,7 +64,7 @@ class Phases:
         self._given_up = np.zeros(shared.lane_ids.size, bool)
         # Weakly, as all that belongs to a batch: it is gone as soon as the batch is.
         weak = proxy(self)
-        shared.explain = lambda agent, lane: weak._explain(agent, lane)
+        shared.marks.explain = lambda agent, lane: weak._explain(agent, lane)
 
     def address_of(self, where: int) -> int:
         """The shared address of an object in its block."""
@@ -103,7 +103,7 @@ class Phases:
                 continue
             new[i] = False
         if new.any():
-            self.shared.hold(position, lanes[new], places[new] // MBARRIER_BYTES)
+            self.shared.lanes.hold(position, lanes[new], places[new] // MBARRIER_BYTES)
         for lane, maker in makers.items():
             self.order.acquire(np.array([lane]), [self.order.agent_knowledge(maker)])
         self.version += 1
@@ -127,7 +127,7 @@ class Phases:
                 self._ended[where] = position
                 self.version += 1
                 rows = np.array([where // MBARRIER_BYTES])
-                self.shared.let_go(position, np.array([lane]), rows)
+                self.shared.lanes.let_go(position, np.array([lane]), rows)
 
     def arrive(
         self,
@@ -298,13 +298,14 @@ class Phases:
                 raise MbarrierMisuse(f"there is no mbarrier object: {why}")
             return None
         since, maker, made_at, agent = found.made
+        warp, site = self.shared.marks.warp_place[maker], self.log.site(made_at)
         known = self.order.known_of_agents(lanes, np.full((lanes.size, 1), agent))[:, 0]
         if (known < since).any():
             lane = int(lanes[int((known < since).argmax())])
             self.log.report(
                 RaceError,
                 f"use of the mbarrier object at shared address {self.address_of(where)} and its "
-                f"making by warp {self.shared.warp_place[maker]} at {self.log.site(made_at)}\n"
+                f"making by warp {warp} at {site}\n"
                 "    with no barrier between them",
                 position,
                 self.shared.geometry.thread(lane),

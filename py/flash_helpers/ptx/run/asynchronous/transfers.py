@@ -21,11 +21,12 @@ from flash_helpers.ptx.run.asynchronous.pending import AsyncCopies
 from flash_helpers.ptx.run.asynchronous.phases import Phases
 from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span, first_common
 from flash_helpers.ptx.run.memory.regions import ARENA_BASE, DeviceMemory
-from flash_helpers.ptx.run.memory.shared import AgentAccess, SharedMemory
+from flash_helpers.ptx.run.watch.agents import AgentAccess
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.order import Knowledge, join
 from flash_helpers.ptx.run.watch.poison import Poison
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 CHANCE = 0.25
 """Of a step of the threads that pending work is done after it, where that is random."""
@@ -110,7 +111,7 @@ class Transfers:
 
     def __init__(
         self,
-        shared: SharedMemory,
+        shared: WatchedMemory,
         memory: DeviceMemory,
         phases: Phases,
         poison: Poison,
@@ -153,12 +154,12 @@ class Transfers:
             self._check_load(position, lane, piece)
         lanes, agents = np.array([lane]), np.array([self.phases.agent(where)])
         granules, lints, read_from = self._granules(rows, unit), self.lints, None
-        accesses = self.shared.begin_write(position, agents, lanes, [issued], granules[None])
+        accesses = self.shared.agents.begin_write(position, agents, lanes, [issued], granules[None])
         if lints is not None:
             lints.issue(position, lane, granules, issued)
         if source is not None:
             origin = self._granules(source, unit)
-            reading, unwritten = self.shared.begin_read(
+            reading, unwritten = self.shared.agents.begin_read(
                 position, agents, lanes, [issued], origin[None]
             )
             accesses += reading
@@ -188,7 +189,7 @@ class Transfers:
         name = f"bulk stores of warp {thread.warp} lane {thread.lane}"
         agent = order.agent(geometry.block_of(lane), name)
         issued = order.knowledge(lanes)
-        (access,), unwritten = self.shared.begin_read(
+        (access,), unwritten = self.shared.agents.begin_read(
             position, np.array([agent]), lanes, [issued], granules[None]
         )
         if self.lints is not None:
@@ -414,7 +415,7 @@ class Transfers:
         if self.lints is not None:
             self.lints.deliver(load.position, load.lane, granules, load.piece)
         for access in load.accesses:
-            self.shared.end(access)
+            self.shared.agents.end(access)
         # What its thread knew when it issued the copy is not handed on.
         known = self.shared.order.agent_knowledge(load.accesses[0].agent)
         self.phases.complete(load.position, load.lane, load.where, load.size, known, load.phase)
@@ -422,7 +423,7 @@ class Transfers:
     def _read(self, store: Store) -> Knowledge:
         if store.data is None:
             store.data = self.shared.words(CHUNK)[store.chunks].reshape(-1).view(np.uint8)
-            store.known = self.shared.end(store.access)
+            store.known = self.shared.agents.end(store.access)
         return store.known
 
     def _write(self, store: Store) -> None:

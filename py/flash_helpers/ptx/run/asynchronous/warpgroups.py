@@ -50,11 +50,12 @@ from flash_helpers.ptx.run.asynchronous.wgmma_poison import (
 from flash_helpers.ptx.run.asynchronous.wgmma_registers import Fragments, RegisterWatch
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
-from flash_helpers.ptx.run.memory.shared import AgentAccess, SharedMemory
+from flash_helpers.ptx.run.watch.agents import AgentAccess
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.order import Knowledge, in_common
 from flash_helpers.ptx.run.watch.poison import Codes, Poison
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Warpgroups:
         self,
         geometry: Geometry,
         program: Program,
-        shared: SharedMemory,
+        shared: WatchedMemory,
         poison: Poison,
         log: FaultLog,
         *,
@@ -247,7 +248,7 @@ class Warpgroups:
                 self._report(UnfinishedError, text, position, issue.warps, open_)
                 for owner in np.unique(self._owner_of[issue.warps[open_]]).tolist():
                     for _, access in self._reads[owner]:
-                        self._shared.forget(access)
+                        self._shared.agents.forget(access)
         for issues in (self._early, self._issued):
             left = [i.some(~np.isin(i.warps, warps)) for i in issues]
             issues[:] = [i for i in left if i.warps.size]
@@ -327,7 +328,7 @@ class Warpgroups:
         chunks = np.stack(addresses).reshape(len(addresses), -1)
         granules = self._shared.granules_at(blocks, chunks, CHUNK)
         agents = np.array([self._agent(owner) for owner in owners])
-        begun, unwritten = self._shared.begin_read(
+        begun, unwritten = self._shared.agents.begin_read(
             issue.product.position, agents, warps * WARP, known, granules
         )
         for owner, group, access in zip(owners, issue.groups[which].tolist(), begun, strict=True):
@@ -353,7 +354,7 @@ class Warpgroups:
         left = []
         for group, access in self._reads[owner]:
             if group < limit:
-                self._over[owner] = self._shared.end(access).known[0, access.agent]
+                self._over[owner] = self._shared.agents.end(access).known[0, access.agent]
             else:
                 left.append((group, access))
         self._reads[owner] = left
@@ -436,7 +437,7 @@ class Warpgroups:
         places, which = self._places(issue, matrix, bits)
         flat = places.reshape(-1)
         per_chunk = CHUNK // self._shared.granule
-        unwritten = ~self._shared.is_written(flat[:, None] * per_chunk + np.arange(per_chunk))
+        unwritten = ~self._shared.marks.is_written(flat[:, None] * per_chunk + np.arange(per_chunk))
         codes = self._poison.in_memory(
             issue.product.position,
             "shared",

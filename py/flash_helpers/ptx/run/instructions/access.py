@@ -166,7 +166,7 @@ class Port:
         action: str,
         value: np.ndarray | None = None,
     ) -> Located:
-        """Where the words are. action: as `SharedMemory.note` has it. value: what is written, one
+        """Where the words are. action: as `LaneWatch.note` has it. value: what is written, one
         word a lane."""
         machine, position, size = self.machine, self.position, self.size
         region = machine.regions[space]
@@ -183,7 +183,7 @@ class Port:
             own, mine = ALL, lanes
             if machine.geometry.cluster > 1:
                 addresses, own, mine = self._reach(action, addresses, lanes)
-            unwritten = machine.shared.note(
+            unwritten = machine.shared.lanes.note(
                 action, position, rows, size, lanes, value, self.strength
             )
             if addresses[own].size:

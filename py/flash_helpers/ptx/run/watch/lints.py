@@ -70,7 +70,7 @@ class Lints:
     def touch(
         self, action: str, position: int, rows: np.ndarray, width: int, lanes: np.ndarray
     ) -> None:
-        """As `SharedMemory.note` has it. width: granules of a word."""
+        """As `LaneWatch.note` has it. width: granules of a word."""
         granules = (rows[:, None] * width + np.arange(width)).reshape(-1)
         if action not in ("write", "copy"):
             self._read_as_data(position, granules, lanes.repeat(width))

@@ -142,7 +142,7 @@ class Poison:
         selection: Selection,
         unwritten: np.ndarray | None,
     ) -> None:
-        """What lanes do to words of `size` bytes, as `SharedMemory.note` has it. unwritten: which
+        """What lanes do to words of `size` bytes, as `LaneWatch.note` has it. unwritten: which
         granules of each word nothing has written, (lanes, granules of a word); None for none."""
         if not self.active:
             if unwritten is None:

@@ -1,0 +1,301 @@
+"""Races with agents (`order`): units that read or write shared memory while threads go on.
+
+What agents do takes time: it begins, and touches the same granules until it ends. Bytes that an
+agent is writing are nobody's to touch, and those that it is reading nobody's to write; then it
+depends on who knows the agent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import (
+    MbarrierError,
+    OutlivedError,
+    PendingCopyError,
+    ProxyError,
+    RaceError,
+    SimulatorError,
+)
+from flash_helpers.ptx.run.watch.marks import (
+    BY_AGENT,
+    CONFLICTS,
+    PENDING,
+    SITE_BITS,
+    SITE_MASK,
+    UNWRITTEN,
+    History,
+    Marks,
+    missing_between,
+    object_made_at,
+    will_write,
+)
+from flash_helpers.ptx.run.watch.order import Knowledge
+from flash_helpers.ptx.run.watch.presence import Presence
+
+
+@dataclass(frozen=True)
+class AgentAccess:
+    """What an agent has begun to do to granules (m,) and not ended. action: "read" or "write".
+    lane: for whom it works. block: whose granules they are. issued: what was known to it. code:
+    marks its granules until it ends."""
+
+    action: str
+    position: int
+    agent: int
+    lane: int
+    block: int
+    issued: Knowledge
+    granules: np.ndarray
+    code: int
+
+
+@dataclass(frozen=True)
+class _Accesses:
+    """n accesses that begin together, as `begin_write` has them. known, visible: what was issued
+    with them, (n, columns)."""
+
+    action: str
+    position: int
+    agents: np.ndarray
+    lanes: np.ndarray
+    issued: Sequence[Knowledge]
+    granules: np.ndarray
+    known: np.ndarray
+    visible: np.ndarray
+
+
+class AgentWatch:
+    """The watcher over what agents do to the shared memory of a batch."""
+
+    def __init__(self, marks: Marks, presence: Presence) -> None:
+        self.marks = marks
+        self.geometry = marks.geometry
+        self.order = marks.order
+        self.log = marks.log
+        self.presence = presence
+        # By agent and block: what has not ended, by its code, and what ended last, and when.
+        self._open: defaultdict[tuple[int, int], dict[int, AgentAccess]] = defaultdict(dict)
+        self._ended: dict[tuple[int, int], tuple[int, AgentAccess]] = {}
+
+    def begin_write(
+        self,
+        position: int,
+        agents: np.ndarray,
+        lanes: np.ndarray,
+        issued: Sequence[Knowledge],
+        granules: np.ndarray,
+    ) -> list[AgentAccess]:
+        """Checks and records n writes that agents begin; until they `end` their bytes are pending.
+
+        agents: (n,), columns of `order`. lanes: (n,), for whom they work. issued: what each knows
+        of what was before: what those know who issue it. granules: (n, m), from `granules_at`, of
+        one block each.
+        """
+        access = self._accesses("write", position, agents, lanes, issued, granules)
+        self._check_writes(access)
+        for name in CONFLICTS["write", False]:
+            self._check_history(access, self.marks.histories[name])
+        self._check_reads(access)
+        codes = self._pending_codes(access)
+        self.order.weak_write(granules.reshape(-1), 1)
+        self.marks.written[granules] = codes[:, None]
+        self.marks.writer[granules] = agents[:, None]
+        twice = self.marks.written[granules] != codes[:, None]
+        if twice.any():
+            first, column = np.argwhere(twice)[0]
+            text = " twice\n    in the same instruction: which of the two stays is undefined"
+            self._report(RaceError, access, first, column, int(twice.any(1).sum()), text)
+        return self._begun(access, codes)
+
+    def begin_read(
+        self,
+        position: int,
+        agents: np.ndarray,
+        lanes: np.ndarray,
+        issued: Sequence[Knowledge],
+        granules: np.ndarray,
+    ) -> tuple[list[AgentAccess], np.ndarray | None]:
+        """As `begin_write`, of reads: until they `end`, nobody may write the bytes. Also returns
+        which granules nothing has written, (n, m), or None."""
+        access = self._accesses("read", position, agents, lanes, issued, granules)
+        self._check_writes(access)
+        for name in CONFLICTS["read", False]:
+            self._check_history(access, self.marks.histories[name])
+        codes = self._pending_codes(access)
+        for agent, mine, code in zip(agents.tolist(), granules, codes.tolist(), strict=True):
+            if agent not in self.marks.agent_reads:
+                self.marks.agent_reads[agent] = np.zeros_like(self.marks.written)
+            self.marks.agent_reads[agent][mine] = code
+        unwritten = self.marks.written[granules] == UNWRITTEN
+        return self._begun(access, codes), unwritten if unwritten.any() else None
+
+    def end(self, access: AgentAccess) -> Knowledge:
+        """An agent has done what it began; what those know who have waited for it."""
+        code, flag = self.marks.code(access.position), 0
+        codes = self.marks.written
+        if access.action == "read":
+            codes = self.marks.agent_reads[access.agent]
+        else:
+            flag = BY_AGENT
+        # A later access may have taken some of them.
+        codes[access.granules[codes[access.granules] == access.code]] = code | flag
+        self.forget(access)
+        self._ended[access.agent, access.block] = self.order.now, access
+        return self.order.agent_knowledge(access.agent, access.issued)
+
+    def forget(self, access: AgentAccess) -> None:
+        """It has been told that nobody waits for an access."""
+        self._open[access.agent, access.block].pop(access.code, None)
+
+    def end_blocks(self, blocks: Sequence[int]) -> None:
+        """Blocks of the batch have ended. Reports what agents may still do to their memory."""
+        for block in blocks:
+            own = self.geometry.lanes_of(block)[: self.geometry.threads]
+            left = [a for (_, b), some in self._open.items() if b == block for a in some.values()]
+            left += [
+                access
+                for (agent, b), (time, access) in self._ended.items()
+                if b == block and time > self.order.agent_known_to_any(own, agent)
+            ]
+            for access in left:
+                place, address = self.marks.name_of(int(access.granules.min()), access.lane)
+                name = self.order.agent_name(access.agent)
+                detail = (
+                    f"{access.action} by {name} of {place}, whose block has ended:\n"
+                    "    none of its threads has waited for it"
+                )
+                thread = self.geometry.thread(access.lane)
+                self.log.report(OutlivedError, detail, access.position, thread, address)
+
+    def _accesses(
+        self,
+        action: str,
+        position: int,
+        agents: np.ndarray,
+        lanes: np.ndarray,
+        issued: Sequence[Knowledge],
+        granules: np.ndarray,
+    ) -> _Accesses:
+        where = np.divmod(granules.min(axis=1) * self.marks.granule, self.marks.stride)
+        self.presence.check(action, position, lanes, *where)
+        known, visible = self.order.stacked(issued)
+        return _Accesses(action, position, agents, lanes, issued, granules, known, visible)
+
+    def _pending_codes(self, access: _Accesses) -> np.ndarray:
+        """One for each access, unlike all others."""
+        times = self.order.now + np.arange(len(access.agents))
+        self.order.now += len(times)
+        flags = PENDING | (BY_AGENT if access.action == "write" else 0)
+        return times << SITE_BITS | access.position | flags
+
+    def _begun(self, a: _Accesses, codes: np.ndarray) -> list[AgentAccess]:
+        blocks = a.granules[:, 0] * self.marks.granule // self.marks.stride
+        whose = (a.agents.tolist(), a.lanes.tolist(), blocks.tolist())
+        rows = zip(*whose, a.issued, a.granules, codes.tolist(), strict=True)
+        accesses = [AgentAccess(a.action, a.position, *row) for row in rows]
+        for access in accesses:
+            self._open[access.agent, access.block][access.code] = access
+        return accesses
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check_writes(self, access: _Accesses) -> None:
+        """Checks accesses by agents against the last weak writes."""
+        codes = self.marks.written[access.granules]
+        codes[codes == UNWRITTEN] = 0
+        if not codes.any():
+            return
+        by_agent = codes & BY_AGENT != 0
+        codes &= ~BY_AGENT
+        times = codes >> SITE_BITS
+        writers = self.marks.writer[access.granules]
+        places = np.where(by_agent, 0, writers)
+        known = self.order.lanes_in(access.known, places)
+        if by_agent.any():
+            agents = np.where(by_agent, writers, 0)
+            of_agents = np.take_along_axis(access.known, agents.astype(np.int64), axis=1)
+            known = np.where(by_agent, of_agents, known)
+        bad, pending = times > known, codes >= PENDING
+        hidden = ~bad & ~by_agent & (times > self.order.lanes_in(access.visible, places))
+        for kind, chosen in (
+            (PendingCopyError, pending),
+            (RaceError, bad & ~pending),
+            (ProxyError, hidden),
+        ):
+            hit = chosen.any(axis=1)
+            if not hit.any():
+                continue
+            i = int(hit.argmax())
+            j = int(chosen[i].argmax())
+            site, writer = self.log.site(int(codes[i, j]) & SITE_MASK), int(writers[i, j])
+            who = self.marks.warp_name(writer // WARP, access.lanes[i])
+            if by_agent[i, j]:
+                who = self.order.agent_name(writer)
+            if by_agent[i, j] and writer == self.marks.objects:
+                kind, text = MbarrierError, object_made_at(site)
+            elif kind is PendingCopyError:
+                text = will_write(who if by_agent[i, j] else None, site)
+            else:
+                how = missing_between(kind, by_agent[i, j])
+                text = f" and write by {who} at {site}\n    {how}"
+            if by_agent[i, j]:
+                text += self.marks.explain(writer, int(access.lanes[i]))
+            self._report(kind, access, i, j, int(hit.sum()), text)
+
+    def _check_history(self, access: _Accesses, history: History) -> None:
+        """Checks accesses by agents against those of one kind by lanes."""
+        if not history.newest:
+            return
+        for warp in range(self.geometry.warps_per_cluster):
+            index = warp * self.marks.written.size + access.granules
+            codes = history.codes[index]
+            if not codes.any():
+                continue
+            masks = None if history.masks is None else history.masks[index]
+            times = codes >> SITE_BITS
+            unknown = self.order.unknown_in
+            bad = unknown(access.known, warp, times, masks)
+            kind = RaceError
+            if not bad.any() and history.action == "write":
+                bad, kind = unknown(access.visible, warp, times, masks), ProxyError
+            hit = bad.any(axis=1)
+            if not hit.any():
+                continue
+            i = int(hit.argmax())
+            j = int(bad[i].argmax())
+            site = self.log.site(int(codes[i, j]) & SITE_MASK)
+            who = self.marks.warp_name(warp, access.lanes[i])
+            text = f" and {history.action} by {who} at {site}\n    {missing_between(kind, False)}"
+            self._report(kind, access, i, j, int(hit.sum()), text)
+
+    def _check_reads(self, access: _Accesses) -> None:
+        """Checks writes by agents against reads by agents."""
+        for agent, reads in self.marks.agent_reads.items():
+            codes = reads[access.granules]
+            bad = codes >> SITE_BITS > access.known[:, agent][:, None]
+            if bad.any():
+                i, j, count, text = self.marks.read_by_agent(agent, codes, bad)
+                self._report(RaceError, access, i, j, count, text)
+
+    def _report(
+        self,
+        kind: type[SimulatorError],
+        access: _Accesses,
+        first: int,
+        column: int,
+        count: int,
+        text: str,
+    ) -> None:
+        """first, column: of the access and granule that are told of. count: of such accesses."""
+        lane = access.lanes[first]
+        place, address = self.marks.name_of(int(access.granules[first, column]), lane)
+        name = self.order.agent_name(int(access.agents[first]))
+        detail = f"{access.action} by {name} of {place}{text}"
+        thread = self.geometry.thread(lane)
+        self.log.report(kind, detail, access.position, thread, address, count)

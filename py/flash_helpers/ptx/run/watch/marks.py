@@ -1,0 +1,185 @@
+"""Marks on shared memory: when, by whom and by which instruction each granule was touched.
+
+For every granule there is the last write by a lane or an agent (`order`), and for every warp its
+last read, with the lanes that made it. A granule is as wide as the narrowest shared access of the
+kernel, so no two accesses that touch different bytes can be taken for a conflict.
+
+For reads by an agent there is one more row of granules, made when it first reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import ProxyError, RaceError, SimulatorError, Site
+from flash_helpers.ptx.run.memory.shared import SharedMemory
+from flash_helpers.ptx.run.watch.faults import FaultLog
+from flash_helpers.ptx.run.watch.order import Order
+
+# A code says when and where: time above, the instruction's position below.
+SITE_BITS = 20
+SITE_MASK = (1 << SITE_BITS) - 1
+BY_AGENT = 1 << 60
+PENDING = 1 << 61
+UNWRITTEN = 1 << 62
+
+CONFLICTS = {
+    ("read", False): ("strong write",),
+    ("read", True): (),
+    ("write", False): ("read", "matrix read", "strong read", "strong write"),
+    ("write", True): ("read", "matrix read"),
+}
+"""With which accesses one conflicts, besides weak writes; whether it is strong (PTX ISA 9.0,
+"Conflict and Data-races": two strong ones do not race)."""
+
+
+class Marks:
+    """The marks of a batch, as arrays over the granules of all its blocks.
+
+    written: codes of the last writes. writer: the place of each writer in its cluster, or the agent
+    where the code says so. histories: of each kind of access that writes do not cover, a row per
+    warp. agent_reads: codes of reads, by agent. objects: the agent that stands for mbarrier
+    objects, -1 while there is none. explain: what a lane should know of an agent, in words that
+    follow a complaint about its bytes.
+    """
+
+    def __init__(self, memory: SharedMemory, order: Order, log: FaultLog) -> None:
+        geometry = self.geometry = memory.geometry
+        self.order = order
+        self.log = log
+        self.granule = memory.granule
+        self.stride = memory.stride
+        self.place = geometry.place_of(memory.lane_ids).astype(np.uint16)
+        self.warp_place = self.place // WARP
+        granules = memory.data.size // memory.granule
+        self.written = np.full(granules, UNWRITTEN, np.int64)
+        self.writer = np.zeros(granules, np.uint16)
+        self.histories = {
+            name: History(geometry.warps_per_cluster * granules, name)
+            for name in ("read", "matrix read", "strong read", "strong write")
+        }
+        self.agent_reads: dict[int, np.ndarray] = {}
+        self.objects = -1
+        self.explain: Callable[[int, int], str] = lambda agent, lane: ""
+        self._views: dict[int, Views] = {}
+
+    def is_written(self, granules: np.ndarray) -> np.ndarray:
+        """Whether granules of `data` were written, or are being copied to."""
+        return self.written[granules] < UNWRITTEN
+
+    def initialise(self, start: int, size: int) -> None:
+        """Marks zeros in the shared memory of every block as written before the launch."""
+        granules = self.written.reshape(-1, self.stride // self.granule)
+        granules[:, start // self.granule : (start + size) // self.granule] = 0
+
+    def end_copy(
+        self, position: int, rows: np.ndarray, size: int, agent: int | None = None
+    ) -> None:
+        """Marks words as written now by the copy that was issued at a position: by the lanes that
+        have issued it, or by an agent."""
+        view = self.view(size)
+        view.written[rows] = self.code(position)
+        if agent is not None:
+            view.written[rows] |= BY_AGENT
+            view.writer[rows] = agent
+
+    def code(self, position: int) -> int:
+        """The code of an access that an instruction makes now."""
+        return self.order.now << SITE_BITS | position
+
+    @property
+    def floor(self) -> int:
+        """No code up to this one is unknown to anybody."""
+        return self.order.floor << SITE_BITS | SITE_MASK
+
+    def view(self, size: int) -> Views:
+        """The marks by words of `size` bytes."""
+        if size not in self._views:
+            self._views[size] = Views(self, size // self.granule)
+        return self._views[size]
+
+    # -- what is said of them ----------------------------------------------------------------------
+
+    def read_by_agent(
+        self, agent: int, codes: np.ndarray, bad: np.ndarray
+    ) -> tuple[int, int, int, str]:
+        """The first of reads by an agent that nobody waited for: row and column, how many rows
+        there are, and what is said of it."""
+        hit = bad.any(axis=1)
+        i = int(hit.argmax())
+        j = int(bad[i].argmax())
+        code = int(codes[i, j])
+        how = "which may still be going on" if code >= PENDING else missing_between(RaceError, True)
+        site, name = self.log.site(code & SITE_MASK), self.order.agent_name(agent)
+        return i, j, int(hit.sum()), f" and read by {name} at {site}\n    {how}"
+
+    def warp_name(self, warp: int, viewer: int | np.integer) -> str:
+        """A warp of the cluster, as seen from a lane of the batch."""
+        rank, number = divmod(warp, self.geometry.warps_per_block)
+        if rank == self.geometry.rank_of(viewer):
+            return f"warp {number}"
+        return f"warp {number} of the block of rank {rank}"
+
+    def name_of(self, granule: int, viewer: int | np.integer) -> tuple[str, int]:
+        """What a granule is called, as seen from a lane of the batch, and its address."""
+        block, address = divmod(granule * self.granule, self.stride)
+        if block == self.geometry.block_of(viewer):
+            return f"shared address {address}", address
+        rank = block % self.geometry.cluster
+        return f"shared address {address} of the block of rank {rank}", address
+
+
+class History:
+    """When and where granules were last accessed in one way, a row of them for every warp, and by
+    which of its lanes. Matrix reads are made by all lanes."""
+
+    def __init__(self, size: int, name: str) -> None:
+        self.action = "read" if name != "strong write" else "write"
+        self.codes = np.zeros(size, np.int64)
+        self.masks = None if name == "matrix read" else np.zeros(size, np.uint32)
+        self.newest = 0
+
+
+class Views:
+    """The watcher's arrays seen as rows of the granules of one access width."""
+
+    def __init__(self, marks: Marks, width: int) -> None:
+        def rows(array: np.ndarray) -> np.ndarray:
+            return array if width == 1 else array.reshape(-1, width)
+
+        self.width = width
+        self.written = rows(marks.written)
+        self.writer = rows(marks.writer)
+        self._histories = {
+            history: (rows(history.codes), None if history.masks is None else rows(history.masks))
+            for history in marks.histories.values()
+        }
+        per_warp = len(self.written)
+        self.lane_rows = marks.warp_place.astype(np.int64) * per_warp
+        self.warp_rows = np.arange(marks.geometry.warps_per_cluster) * per_warp
+
+    def of(self, history: History) -> tuple[np.ndarray, np.ndarray | None]:
+        """Codes and masks."""
+        return self._histories[history]
+
+
+def will_write(agent: str | None, site: Site) -> str:
+    """What is said of bytes that an agent, or a cp.async if none, has not written yet."""
+    if agent is None:
+        return f", which the cp.async at {site}\n    will write: its thread has not waited for it"
+    return f", which {agent} at {site}\n    will write: nobody has waited for it"
+
+
+def object_made_at(site: Site) -> str:
+    """What is said of the bytes of an mbarrier object."""
+    return f", where the mbarrier object lives that was made at {site}"
+
+
+def missing_between(kind: type[SimulatorError], by_agent: bool) -> str:
+    """What is missing after an access, by an agent or a lane."""
+    if kind is ProxyError:
+        return "with no fence.proxy.async between them"
+    return f"with no {'wait for it' if by_agent else 'barrier'} between them"
