@@ -111,12 +111,12 @@ def _all_wait(resident: Sequence[Scheduler], memory: DeviceMemory) -> bool:
 
 def _not_resident(waiting: Scheduler, live: int, following: Index) -> NotResidentError:
     machine = waiting.machine
-    lane = int(waiting.live_lanes[0])
+    lane = int(waiting.threads.live_lanes[0])
     thread = machine.geometry.thread(lane)
     return NotResidentError(
         f"block {thread.block} waits for global memory that no resident block will change: {live} "
         f"blocks are resident and all wait, as many as the largest GPU of {machine.launch.target} "
         f"holds; block {following} and later ones begin when one of them has ended",
-        machine.log.site(int(waiting.pc[lane])),
+        machine.log.site(int(waiting.threads.pc[lane])),
         thread,
     )

@@ -1,0 +1,110 @@
+"""A program bound to a machine: what the scheduler calls for each instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flash_helpers.ptx.errors import UnsupportedInstruction
+from flash_helpers.ptx.read.flow import BARRIERS, Block, Ending
+from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.run.execute.barriers import Barrier, decode_barrier
+from flash_helpers.ptx.run.execute.observe import Observation, Observer
+from flash_helpers.ptx.run.execute.spread import Spread
+from flash_helpers.ptx.run.instructions.forms import check_modifiers
+from flash_helpers.ptx.run.instructions.operations import bind, refusing
+from flash_helpers.ptx.run.instructions.wgmma import watched
+from flash_helpers.ptx.run.machine import Action, Machine
+from flash_helpers.ptx.run.memory.regions import Selection
+
+
+class BoundProgram:
+    """The instructions of a program as callables, each by its position.
+
+    actions: of every instruction; that of one which ends a block does nothing, since the scheduler
+    runs it, or refuses it. full: for each block of the program, its actions for all lanes. members:
+    the lanes that must execute an instruction together (`operations.bind`). barriers, choices,
+    taken: of the instructions that end blocks, the barrier, the target by its index, and which
+    lanes have a predicate that holds. sleeps: instructions that wait. sleeping_blocks: blocks of
+    the program with such instructions.
+    """
+
+    def __init__(self, machine: Machine, observer: Observer | None) -> None:
+        self._machine = machine
+        self._observer = observer
+        program = machine.program
+        self.actions: list[Action] = []
+        self.members: dict[int, np.ndarray] = {}
+        self.barriers: dict[int, Barrier] = {}
+        self.taken: dict[int, Callable[[Selection], np.ndarray]] = {}
+        self.choices: dict[int, np.ndarray] = {}
+        for position, instruction in enumerate(program.instructions):
+            machine.position = position
+            block = program.block_at(position)
+            bind_one = self._ending if position == block.body_end else self._inner
+            self.actions.append(bind_one(block, instruction))
+        self.full: list[list[Callable[[], None]]] = [
+            [a.all for a in self.actions[b.start : b.end]] for b in program.blocks
+        ]
+        self.warp_barriers = [
+            position
+            for position in self.members
+            if program.instructions[position].name in BARRIERS
+            and program.instructions[position].has("warp")
+        ]
+        # Taken from the machine: what is bound refers to it.
+        self.sleeps, machine.waits = machine.waits, {}
+        self.sleeping_blocks = {program.block_of[position] for position in self.sleeps}
+
+    def carry_poison(self) -> Spread:
+        """Lets all actions carry poison, from the next one on: the lists that are being run are
+        changed. The last instruction of a block, run by the scheduler, is one of them then."""
+        spread = Spread(self._machine)
+        for position, action in enumerate(self.actions):
+            self.actions[position] = spread.tracked(position, action)
+        for block, runs in zip(self._machine.program.blocks, self.full, strict=True):
+            runs[:] = [a.all for a in self.actions[block.start : block.end]]
+        return spread
+
+    def _inner(self, block: Block, instruction: Instruction) -> Action:
+        """An instruction that does not end its block."""
+        machine, observer = self._machine, self._observer
+        position = machine.position
+        action, members = bind(machine, instruction)
+        if members is not None:
+            self.members[position] = members
+        action = watched(machine, position, action)
+        if observer is None or not observer.wants(instruction):
+            return action
+
+        def run_some(selection: Selection) -> None:
+            action.some(selection)
+            lanes = machine.lanes_of(selection)
+            observer.see(Observation(machine, instruction, block.phase, lanes))
+
+        return machine.from_some(run_some)
+
+    def _ending(self, block: Block, instruction: Instruction) -> Action:
+        """Decodes the instruction that ends a block, for the scheduler."""
+        machine = self._machine
+        position, guard = machine.position, instruction.guard
+        if guard is not None:
+            self.taken[position] = machine.predicate(guard)
+        action = Action(_nothing, _nothing)
+        try:
+            check_modifiers(machine, instruction)
+            if block.ending is Ending.BARRIER:
+                self.barriers[position] = decode_barrier(machine, instruction)
+            elif block.ending is Ending.INDEXED:
+                self.choices[position] = machine.source(instruction.operands[0], "u32")
+            elif block.ending is Ending.EXIT and instruction.operands:
+                raise machine.unsupported(f"{len(instruction.operands)} operands where 0 are due")
+        except UnsupportedInstruction as refusal:
+            action = refusing(machine, refusal)
+            action = machine.guarded(action, guard) if guard else action
+        return watched(machine, position, action)
+
+
+def _nothing(selection: Selection | None = None) -> None:
+    """The action of branches, exits and barriers, which the scheduler runs itself."""

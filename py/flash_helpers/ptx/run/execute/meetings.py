@@ -1,0 +1,83 @@
+"""Lanes of a warp that wait for each other at instructions that they must execute together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.errors import MissingLanesError
+from flash_helpers.ptx.read.flow import BARRIERS
+from flash_helpers.ptx.run.execute.bound import BoundProgram
+from flash_helpers.ptx.run.execute.threads import AT_SYNC, DONE, RUNNING, Threads, for_each
+from flash_helpers.ptx.run.instructions.warps import WHOLE_WARP
+from flash_helpers.ptx.run.machine import Machine, warp_masks
+
+
+class Meetings:
+    """The instructions of a batch at which lanes of a warp meet."""
+
+    def __init__(self, machine: Machine, threads: Threads, bound: BoundProgram) -> None:
+        self.machine = machine
+        self.program = machine.program
+        self.threads = threads
+        self.members = bound.members
+        self.warp_barriers = bound.warp_barriers
+
+    def join(
+        self, position: int, lanes: np.ndarray
+    ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+        """Lanes that may execute a warp-wide instruction now, those among them that have waited for
+        the others of their warp; the rest wait. Also returns the lanes that a bar.warp.sync
+        elsewhere lets go, by its position."""
+        lanes = np.union1d(lanes, self.threads.waiting_at(position))
+        members = self.members[position]
+        instruction = self.program.instructions[position]
+        present = self.machine.masks(lanes)
+        needed = for_each(members, lanes)
+        if instruction.name not in WHOLE_WARP:
+            # A block's last warp may be short: lanes that never were are not waited for.
+            present |= self.machine.absent_lanes
+        elsewhere = None
+        if instruction.name in BARRIERS:
+            # Threads that have ended count as arrived (PTX ISA 9.0, "bar.warp.sync",
+            # "barrier.cluster"); those that wait at another bar.warp.sync of the same mask have.
+            present |= warp_masks(self.threads.status == DONE)
+            if position in self.warp_barriers:
+                elsewhere = self._at_other_warp_barriers(position)
+                for mask in np.unique(needed):
+                    here = lanes[needed == mask]
+                    present[here] |= warp_masks(elsewhere == mask)[here]
+        ready = (needed & ~present[lanes]) == 0
+        self.threads.status[lanes[ready]] = RUNNING
+        waiting = lanes[~ready]
+        self.threads.pc[waiting] = position
+        self.threads.status[waiting] = AT_SYNC
+        let_go: list[tuple[int, np.ndarray]] = []
+        if elsewhere is not None and elsewhere.any():
+            for mask in np.unique(needed[ready]):
+                met = np.flatnonzero(elsewhere == mask)
+                met = met[np.isin(met // WARP, lanes[ready & (needed == mask)] // WARP)]
+                let_go += self.threads.by_position(met)
+        return lanes[ready], let_go
+
+    def _at_other_warp_barriers(self, position: int) -> np.ndarray:
+        """For each lane the mask of the bar.warp.sync at which it waits, except for the one at the
+        position; 0 where it waits at none."""
+        masks = np.zeros(self.machine.lanes, np.uint32)
+        for other in self.warp_barriers:
+            if other != position:
+                lanes = self.threads.waiting_at(other)
+                masks[lanes] = for_each(self.members[other], lanes)
+        return masks
+
+    def report_missing(self, position: int, lanes: np.ndarray) -> None:
+        """Reports that lanes of a warp wait for others that do not come."""
+        needed = int(for_each(self.members[position], lanes)[0])
+        missing = needed & ~int(self.machine.masks(lanes)[lanes[0]])
+        ended = int(warp_masks(self.threads.status == DONE)[lanes[0]]) & missing
+        detail = f"the lanes {needed:#010x} must execute it together, {missing:#010x} do not come"
+        if ended:
+            detail += f" ({ended:#010x} have ended)"
+        self.machine.log.report(
+            MissingLanesError, detail, position, self.machine.geometry.thread(lanes[0])
+        )

@@ -1,0 +1,70 @@
+"""Threads asleep at instructions that wait, and when they go on (`machine.Wait`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from flash_helpers.ptx.run.execute.threads import ASLEEP, RUNNING, Threads, warps_of
+from flash_helpers.ptx.run.machine import Machine, Wait
+
+
+class Sleepers:
+    """The threads of a batch that sleep. waits: by the position of their instructions."""
+
+    def __init__(self, machine: Machine, threads: Threads, waits: Mapping[int, Wait]) -> None:
+        self.waits = waits
+        self._threads = threads
+        self._phases = machine.phases
+        self._transfers = machine.transfers
+        self._blocked = machine.tally.blocked
+        # How things stood when waits gave up, since an mbarrier changed.
+        self._stood_still: list[tuple[int, bytes, bytes]] = []
+
+    def those_ready(self, position: int, lanes: np.ndarray) -> np.ndarray:
+        """Lanes that may execute an instruction that waits; the others fall asleep."""
+        ready = self.waits[position].is_ready(lanes)
+        asleep = lanes[~ready]
+        if asleep.size:
+            self._blocked[position] += warps_of(asleep).size
+            self._threads.pc[asleep] = position
+            self._threads.status[asleep] = ASLEEP
+        return lanes[ready]
+
+    def wake(self) -> bool:
+        """Lets lanes go on that need not sleep any more; whether there are any."""
+        self._phases.wanted.clear()
+        asleep = self._threads.having(ASLEEP)
+        for position, lanes in self._threads.by_position(asleep):
+            self._threads.status[lanes[self.waits[position].is_ready(lanes)]] = RUNNING
+        return bool((self._threads.status[asleep] == RUNNING).any())
+
+    def help(self) -> bool:
+        """Completes a copy that one of those needs who sleep; whether there is one."""
+        return self._transfers.help(self._phases.wanted)
+
+    def give_up(self) -> bool:
+        """Lets lanes go on whose waits have an end, once where nothing else has happened; whether
+        there are any."""
+        state = self._phases.version, self._threads.pc.tobytes(), self._threads.status.tobytes()
+        if not self._stood_still or self._stood_still[0][0] != state[0]:
+            self._stood_still = []
+        if state in self._stood_still:
+            return False
+        self._stood_still.append(state)
+        return self._let_give_up(lambda wait: wait.give_up is not None)
+
+    def _let_give_up(self, which: Callable[[Wait], bool]) -> bool:
+        asleep = self._threads.having(ASLEEP)
+        for position, lanes in self._threads.by_position(asleep):
+            if which(self.waits[position]):
+                self.waits[position].give_up(lanes)
+                self._threads.status[lanes] = RUNNING
+        return bool((self._threads.status[asleep] == RUNNING).any())
+
+    def look_after(self) -> None:
+        """While others run, which may wait for them by spinning."""
+        self.wake()
+        self.help()
+        self._let_give_up(lambda wait: not wait.is_patient)
