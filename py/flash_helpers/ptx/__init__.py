@@ -58,7 +58,8 @@ from flash_helpers.ptx.tensor_map import TensorMap
 if TYPE_CHECKING:
     from flash_helpers.ptx.run.asynchronous.warpgroups import ComputedProduct
     from flash_helpers.ptx.run.execute.observe import Observation, Observer
-    from flash_helpers.ptx.run.kernel import Kernel, PtxModule, Run, load_ptx
+    from flash_helpers.ptx.run.kernel import Kernel, Run
+    from flash_helpers.ptx.run.loading import PtxModule, load_ptx
     from flash_helpers.ptx.run.memory.regions import DeviceMemory
 
 __all__ = [
@@ -118,7 +119,8 @@ __all__ = [
 
 # what runs kernels needs NumPy, which those who only read PTX do not wait for
 _RUNNING = {
-    "kernel": ("Kernel", "PtxModule", "Run", "load_ptx"),
+    "kernel": ("Kernel", "Run"),
+    "loading": ("PtxModule", "load_ptx"),
     "memory.regions": ("DeviceMemory",),
     "execute.observe": ("Observation", "Observer"),
     "asynchronous.warpgroups": ("ComputedProduct",),
