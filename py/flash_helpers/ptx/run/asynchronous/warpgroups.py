@@ -30,71 +30,27 @@ from flash_helpers.ptx.errors import (
 )
 from flash_helpers.ptx.read.flow import Program
 from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.run.asynchronous.products import (
+    Chain,
+    Factors,
+    Issue,
+    Product,
+    lanes_of_warps,
+)
 from flash_helpers.ptx.run.asynchronous.together import WARPS, Together
 from flash_helpers.ptx.run.asynchronous.transfers import CHANCE
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
     WARP_ROWS,
-    as_matrix,
-    matrix_of_d,
-    numbers,
-    per_register,
-    product,
-    registers_of_d,
-    rounded_sum,
 )
-from flash_helpers.ptx.run.asynchronous.wgmma_poison import (
-    codes_of_fragment,
-    counted,
-    store_codes,
-)
-from flash_helpers.ptx.run.asynchronous.wgmma_registers import Fragments, RegisterWatch
+from flash_helpers.ptx.run.asynchronous.wgmma_registers import RegisterWatch
 from flash_helpers.ptx.run.geometry import Geometry
-from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
+from flash_helpers.ptx.run.memory.descriptors import CHUNK
 from flash_helpers.ptx.run.watch.agents import AgentAccess
 from flash_helpers.ptx.run.watch.faults import FaultLog
 from flash_helpers.ptx.run.watch.lints import Lints
 from flash_helpers.ptx.run.watch.order import Knowledge, in_common
-from flash_helpers.ptx.run.watch.poison import Codes, Poison
+from flash_helpers.ptx.run.watch.poison import Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
-
-
-@dataclass(frozen=True)
-class Product:
-    """A wgmma.mma_async, decoded. n: columns of D. d, a: registers, as uint32 over all lanes, with
-    their names; no a where A is in shared memory. a_matrix, b_matrix: how descriptors are read.
-    sign: of the product. d_fragments, a_fragments: of `RegisterWatch`."""
-
-    position: int
-    n: int
-    d_type: str
-    factor_type: str
-    sign: int
-    d: tuple[np.ndarray, ...]
-    d_names: tuple[str, ...]
-    a: tuple[np.ndarray, ...]
-    a_names: tuple[str, ...]
-    a_matrix: MatrixOperand | None
-    b_matrix: MatrixOperand
-    d_fragments: Fragments
-    a_fragments: Fragments
-
-
-@dataclass(frozen=True)
-class Issue:
-    """A product that warps have issued together. For each of them: the group that it belongs to,
-    the bits of the descriptors (those of A are 0 if it is in registers), and whether D is added."""
-
-    product: Product
-    warps: np.ndarray
-    groups: np.ndarray
-    a_bits: np.ndarray
-    b_bits: np.ndarray
-    adds: np.ndarray
-
-    def some(self, which: np.ndarray) -> Issue:
-        """That of some of the warps."""
-        columns = (self.warps, self.groups, self.a_bits, self.b_bits, self.adds)
-        return Issue(self.product, *(column[which] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -137,6 +93,7 @@ class Warpgroups:
         self._shared = shared
         self._poison = poison
         self._log = log
+        self._factors = Factors(geometry, shared, poison)
         self.strict = strict
         self._random = random
         self._lints = lints
@@ -202,7 +159,7 @@ class Warpgroups:
             self._end_reads(owner, int(limits[owner]))
             known = np.zeros((1, self._agent(owner) + 1), np.int64)
             known[0, -1] = self._over[owner]
-            self._shared.order.acquire(_lanes(warps[owners == owner]), [Knowledge(known)])
+            self._shared.order.acquire(lanes_of_warps(warps[owners == owner]), [Knowledge(known)])
 
     def issue(
         self,
@@ -369,13 +326,13 @@ class Warpgroups:
             if chain is None or not chain.goes_on_with(issue):
                 if chain is not None:
                     chain.store()
-                chain = _Chain(issue, self._poison)
-            a, b, which = self._factors(issue)
+                chain = Chain(issue, self._poison)
+            a, b, which = self._factors.values(issue)
             d = chain.add(issue, a, b, which)
             if self.show is not None:
                 self.show(self._computed(issue, a, b[which].transpose(0, 2, 1), d))
             if self._poison.active:
-                chain.add_poison(issue, *self._poison_of_factors(issue))
+                chain.add_poison(issue, *self._factors.codes(issue))
         if chain is not None:
             chain.store()
         return due
@@ -400,77 +357,6 @@ class Warpgroups:
             if due.any():
                 before.append(issue if due.all() else issue.some(due))
         return left, before
-
-    def _factors(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows of A of each warp, (warps, 16, 16); the different matrices B, transposed,
-        (n, N, 16); which of them is that of each warp. In float64."""
-        item, type_name = issue.product, issue.product.factor_type
-        elements = self._shared.data.view(np.uint16).reshape(-1, CHUNK // 2)
-        places, which = self._places(issue, item.b_matrix, issue.b_bits)
-        b = numbers(item.b_matrix.matrix(elements[places]), type_name)
-        if item.a_matrix is None:
-            lanes = _lanes(issue.warps)
-            elements = np.stack([register[lanes] for register in item.a]).view(np.uint16)
-            a = numbers(as_matrix(elements.reshape(len(item.a), -1, 2)), type_name)
-        else:
-            places, of_warp = self._places(issue, item.a_matrix, issue.a_bits)
-            found = numbers(item.a_matrix.matrix(elements[places]), type_name)
-            a = self._rows_of_warps(found, of_warp, issue.warps)
-        return item.sign * a, b, which
-
-    def _poison_of_factors(self, issue: Issue) -> tuple[Codes | None, Codes | None]:
-        """Of each warp's rows of A, (warps, 16), and of the columns of B, (warps, N)."""
-        item = issue.product
-        columns = self._poison_of_lines(issue, item.b_matrix, issue.b_bits)
-        if item.a_matrix is None:
-            codes = codes_of_fragment(self._poison, item.a_names, 2, _lanes(issue.warps))
-            return None if codes is None else codes.max(axis=2), columns
-        rows = self._poison_of_lines(issue, item.a_matrix, issue.a_bits)
-        if rows is not None:
-            rows = self._rows_of_warps(rows, np.arange(len(rows)), issue.warps)
-        return rows, columns
-
-    def _poison_of_lines(
-        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
-    ) -> Codes | None:
-        """The worst of each row of A, or column of B, for each warp."""
-        places, which = self._places(issue, matrix, bits)
-        flat = places.reshape(-1)
-        per_chunk = CHUNK // self._shared.granule
-        unwritten = ~self._shared.marks.is_written(flat[:, None] * per_chunk + np.arange(per_chunk))
-        codes = self._poison.in_memory(
-            issue.product.position,
-            "shared",
-            flat * CHUNK % self._shared.stride,
-            flat,
-            CHUNK,
-            unwritten if unwritten.any() else None,
-        )
-        if codes is None or not codes.any():
-            return None
-        of_elements = codes.T.reshape(*places.shape, CHUNK // 2, 2).max(axis=-1)
-        return counted(matrix.matrix(of_elements).max(axis=-1))[which]
-
-    def _places(
-        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The different matrices that warps read, as indices of their chunks in shared memory (n,
-        as the addresses), and which of them is that of each warp."""
-        blocks = issue.warps % len(self._geometry.blocks)
-        index: dict[tuple[int, int], int] = {}
-        keys = zip(blocks.tolist(), bits.tolist(), strict=True)
-        which = np.array([index.setdefault(key, len(index)) for key in keys])
-        stride = self._shared.stride
-        places = np.stack([block * stride + matrix.addresses(each) for block, each in index])
-        return places // CHUNK, which
-
-    def _rows_of_warps(
-        self, matrices: np.ndarray, which: np.ndarray, warps: np.ndarray
-    ) -> np.ndarray:
-        """The 16 rows of each warp. matrices: (n, 64, ...). which: of them, that of each warp."""
-        number = warps // len(self._geometry.blocks) % WARPS
-        parts = matrices.reshape(len(matrices), WARPS, WARP_ROWS, *matrices.shape[2:])
-        return parts[which, number]
 
     # -- what is said of it ------------------------------------------------------------------------
 
@@ -497,59 +383,3 @@ class Warpgroups:
         """bad: of the warps."""
         thread = self._geometry.thread(warps[bad.argmax()] * WARP)
         self._log.report(kind, text, position, thread, address, int(bad.sum()))
-
-
-class _Chain:
-    """Products that accumulate in the same registers, one after the other: D stays a matrix in
-    between."""
-
-    def __init__(self, first: Issue, poison: Poison) -> None:
-        item = self._product = first.product
-        self._warps = first.warps
-        self._lanes = lanes = _lanes(first.warps)
-        self._poison = poison
-        self._d = matrix_of_d([register[lanes] for register in item.d], item.d_type)
-        self._together = per_register(item.d_type)
-        self._codes: Codes | None = None
-        if poison.active:
-            self._codes = codes_of_fragment(poison, item.d_names, self._together, lanes)
-
-    def goes_on_with(self, issue: Issue) -> bool:
-        """Whether a product is one of these."""
-        mine = self._product
-        same = mine.d_names == issue.product.d_names and mine.d_type == issue.product.d_type
-        return same and np.array_equal(self._warps, issue.warps)
-
-    def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """Computes a product, as `Warpgroups._factors` has it; D with it."""
-        if not issue.adds.all():
-            self._d = np.where(issue.adds[:, None, None], self._d, 0.0)
-        self._d = rounded_sum(self._d, product(a, b, which), self._product.d_type)
-        return self._d
-
-    def add_poison(self, issue: Issue, rows: Codes | None, columns: Codes | None) -> None:
-        """Adds that of a product."""
-        if self._codes is not None:
-            self._codes = np.where(issue.adds[:, None, None], self._codes, 0)
-        for codes in (
-            None if rows is None else rows[:, :, None],
-            None if columns is None else columns[:, None, :],
-        ):
-            if codes is not None:
-                before = 0 if self._codes is None else self._codes
-                shape = np.broadcast_shapes(codes.shape, self._d.shape)
-                self._codes = np.maximum(before, np.broadcast_to(codes, shape))
-
-    def store(self) -> None:
-        """Writes D to its registers."""
-        values = registers_of_d(self._d, self._product.d_type)
-        for register, value in zip(self._product.d, values, strict=True):
-            register[self._lanes] = value
-        if self._poison.active:
-            names = self._product.d_names
-            store_codes(self._poison, names, self._together, self._lanes, self._codes)
-
-
-def _lanes(warps: np.ndarray) -> np.ndarray:
-    """All lanes of warps, one after the other."""
-    return (warps[:, None] * WARP + np.arange(WARP)).reshape(-1)

@@ -10,8 +10,8 @@ import numpy as np
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import MatrixDescriptorError
 from flash_helpers.ptx.read.module import Immediate, Instruction, Operand, Register, Vector
+from flash_helpers.ptx.run.asynchronous.products import Product
 from flash_helpers.ptx.run.asynchronous.register_pool import wanted_count
-from flash_helpers.ptx.run.asynchronous.warpgroups import Product
 from flash_helpers.ptx.run.asynchronous.wgmma_fragments import per_register
 from flash_helpers.ptx.run.instructions.forms import Form
 from flash_helpers.ptx.run.machine import Action, Machine, Wait, pick

@@ -1,0 +1,201 @@
+"""Products of `wgmma`: their factors in shared memory and registers, and their sums in D."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_helpers.gpu import WARP
+from flash_helpers.ptx.run.asynchronous.together import WARPS
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
+    WARP_ROWS,
+    as_matrix,
+    matrix_of_d,
+    numbers,
+    per_register,
+    product,
+    registers_of_d,
+    rounded_sum,
+)
+from flash_helpers.ptx.run.asynchronous.wgmma_poison import codes_of_fragment, counted, store_codes
+from flash_helpers.ptx.run.asynchronous.wgmma_registers import Fragments
+from flash_helpers.ptx.run.geometry import Geometry
+from flash_helpers.ptx.run.memory.descriptors import CHUNK, MatrixOperand
+from flash_helpers.ptx.run.watch.poison import Codes, Poison
+from flash_helpers.ptx.run.watch.shared import WatchedMemory
+
+
+@dataclass(frozen=True)
+class Product:
+    """A wgmma.mma_async, decoded. n: columns of D. d, a: registers, as uint32 over all lanes, with
+    their names; no a where A is in shared memory. a_matrix, b_matrix: how descriptors are read.
+    sign: of the product. d_fragments, a_fragments: of `RegisterWatch`."""
+
+    position: int
+    n: int
+    d_type: str
+    factor_type: str
+    sign: int
+    d: tuple[np.ndarray, ...]
+    d_names: tuple[str, ...]
+    a: tuple[np.ndarray, ...]
+    a_names: tuple[str, ...]
+    a_matrix: MatrixOperand | None
+    b_matrix: MatrixOperand
+    d_fragments: Fragments
+    a_fragments: Fragments
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A product that warps have issued together. For each of them: the group that it belongs to,
+    the bits of the descriptors (those of A are 0 if it is in registers), and whether D is added."""
+
+    product: Product
+    warps: np.ndarray
+    groups: np.ndarray
+    a_bits: np.ndarray
+    b_bits: np.ndarray
+    adds: np.ndarray
+
+    def some(self, which: np.ndarray) -> Issue:
+        """That of some of the warps."""
+        columns = (self.warps, self.groups, self.a_bits, self.b_bits, self.adds)
+        return Issue(self.product, *(column[which] for column in columns))
+
+
+class Factors:
+    """The matrices A and B of products that the warps of a batch have issued."""
+
+    def __init__(self, geometry: Geometry, shared: WatchedMemory, poison: Poison) -> None:
+        self._geometry = geometry
+        self._shared = shared
+        self._poison = poison
+
+    def values(self, issue: Issue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of A of each warp, (warps, 16, 16); the different matrices B, transposed,
+        (n, N, 16); which of them is that of each warp. In float64."""
+        item, type_name = issue.product, issue.product.factor_type
+        elements = self._shared.data.view(np.uint16).reshape(-1, CHUNK // 2)
+        places, which = self._places(issue, item.b_matrix, issue.b_bits)
+        b = numbers(item.b_matrix.matrix(elements[places]), type_name)
+        if item.a_matrix is None:
+            lanes = lanes_of_warps(issue.warps)
+            elements = np.stack([register[lanes] for register in item.a]).view(np.uint16)
+            a = numbers(as_matrix(elements.reshape(len(item.a), -1, 2)), type_name)
+        else:
+            places, of_warp = self._places(issue, item.a_matrix, issue.a_bits)
+            found = numbers(item.a_matrix.matrix(elements[places]), type_name)
+            a = self._rows_of_warps(found, of_warp, issue.warps)
+        return item.sign * a, b, which
+
+    def codes(self, issue: Issue) -> tuple[Codes | None, Codes | None]:
+        """Of each warp's rows of A, (warps, 16), and of the columns of B, (warps, N)."""
+        item = issue.product
+        columns = self._poison_of_lines(issue, item.b_matrix, issue.b_bits)
+        if item.a_matrix is None:
+            codes = codes_of_fragment(self._poison, item.a_names, 2, lanes_of_warps(issue.warps))
+            return None if codes is None else codes.max(axis=2), columns
+        rows = self._poison_of_lines(issue, item.a_matrix, issue.a_bits)
+        if rows is not None:
+            rows = self._rows_of_warps(rows, np.arange(len(rows)), issue.warps)
+        return rows, columns
+
+    def _poison_of_lines(
+        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
+    ) -> Codes | None:
+        """The worst of each row of A, or column of B, for each warp."""
+        places, which = self._places(issue, matrix, bits)
+        flat = places.reshape(-1)
+        per_chunk = CHUNK // self._shared.granule
+        unwritten = ~self._shared.marks.is_written(flat[:, None] * per_chunk + np.arange(per_chunk))
+        codes = self._poison.in_memory(
+            issue.product.position,
+            "shared",
+            flat * CHUNK % self._shared.stride,
+            flat,
+            CHUNK,
+            unwritten if unwritten.any() else None,
+        )
+        if codes is None or not codes.any():
+            return None
+        of_elements = codes.T.reshape(*places.shape, CHUNK // 2, 2).max(axis=-1)
+        return counted(matrix.matrix(of_elements).max(axis=-1))[which]
+
+    def _places(
+        self, issue: Issue, matrix: MatrixOperand, bits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The different matrices that warps read, as indices of their chunks in shared memory (n,
+        as the addresses), and which of them is that of each warp."""
+        blocks = issue.warps % len(self._geometry.blocks)
+        index: dict[tuple[int, int], int] = {}
+        keys = zip(blocks.tolist(), bits.tolist(), strict=True)
+        which = np.array([index.setdefault(key, len(index)) for key in keys])
+        stride = self._shared.stride
+        places = np.stack([block * stride + matrix.addresses(each) for block, each in index])
+        return places // CHUNK, which
+
+    def _rows_of_warps(
+        self, matrices: np.ndarray, which: np.ndarray, warps: np.ndarray
+    ) -> np.ndarray:
+        """The 16 rows of each warp. matrices: (n, 64, ...). which: of them, that of each warp."""
+        number = warps // len(self._geometry.blocks) % WARPS
+        parts = matrices.reshape(len(matrices), WARPS, WARP_ROWS, *matrices.shape[2:])
+        return parts[which, number]
+
+
+class Chain:
+    """Products that accumulate in the same registers, one after the other: D stays a matrix in
+    between."""
+
+    def __init__(self, first: Issue, poison: Poison) -> None:
+        item = self._product = first.product
+        self._warps = first.warps
+        self._lanes = lanes = lanes_of_warps(first.warps)
+        self._poison = poison
+        self._d = matrix_of_d([register[lanes] for register in item.d], item.d_type)
+        self._together = per_register(item.d_type)
+        self._codes: Codes | None = None
+        if poison.active:
+            self._codes = codes_of_fragment(poison, item.d_names, self._together, lanes)
+
+    def goes_on_with(self, issue: Issue) -> bool:
+        """Whether a product is one of these."""
+        mine = self._product
+        same = mine.d_names == issue.product.d_names and mine.d_type == issue.product.d_type
+        return same and np.array_equal(self._warps, issue.warps)
+
+    def add(self, issue: Issue, a: np.ndarray, b: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """Computes a product, as `Factors.values` has it; D with it."""
+        if not issue.adds.all():
+            self._d = np.where(issue.adds[:, None, None], self._d, 0.0)
+        self._d = rounded_sum(self._d, product(a, b, which), self._product.d_type)
+        return self._d
+
+    def add_poison(self, issue: Issue, rows: Codes | None, columns: Codes | None) -> None:
+        """Adds that of a product."""
+        if self._codes is not None:
+            self._codes = np.where(issue.adds[:, None, None], self._codes, 0)
+        for codes in (
+            None if rows is None else rows[:, :, None],
+            None if columns is None else columns[:, None, :],
+        ):
+            if codes is not None:
+                before = 0 if self._codes is None else self._codes
+                shape = np.broadcast_shapes(codes.shape, self._d.shape)
+                self._codes = np.maximum(before, np.broadcast_to(codes, shape))
+
+    def store(self) -> None:
+        """Writes D to its registers."""
+        values = registers_of_d(self._d, self._product.d_type)
+        for register, value in zip(self._product.d, values, strict=True):
+            register[self._lanes] = value
+        if self._poison.active:
+            names = self._product.d_names
+            store_codes(self._poison, names, self._together, self._lanes, self._codes)
+
+
+def lanes_of_warps(warps: np.ndarray) -> np.ndarray:
+    """All lanes of warps, one after the other."""
+    return (warps[:, None] * WARP + np.arange(WARP)).reshape(-1)
