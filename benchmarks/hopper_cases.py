@@ -33,7 +33,8 @@ class Map:
 
 
 Argument = str | Map | bytes
-"""Of a kernel: a buffer's name for its address, a tensor map, or the bytes of anything else."""
+"""An argument of a kernel: a buffer's name for its address, a tensor map, or the bytes of anything
+else."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def i32(*numbers: int) -> bytes:
 
 
 def tiles(buffer: str, array: np.ndarray, dtype: str, *box: int) -> Map:
-    """Of a row-major matrix. box: columns, rows."""
+    """The map of a row-major matrix. box: columns, rows."""
     rows, columns = array.shape
     size = array.itemsize
     fields = {"dtype": dtype, "dims": (columns, rows), "strides": (columns * size,), "box": box}
@@ -169,7 +170,7 @@ def gemm_a_registers(m: int, n: int, k: int) -> Case:
 
 
 def gemm_cluster(dtype: str, m: int, n: int, k: int, clusters: int) -> Case:
-    """Of clusters of two blocks, each of which takes tile after tile."""
+    """The GEMM of clusters of two blocks, each of which takes tile after tile."""
     A, B = normal(m, dtype, m, k), normal(n, dtype, n, k)
     C = np.zeros((m, n), np.uint16)
     return Case(
@@ -278,7 +279,7 @@ TILES = {
     "tile_f16_n24_k_k": ("k", "k", 24),
     "tile_bf16_n24_m_n": ("mn", "mn", 24),
 }
-"""What is major of A and of B, and n."""
+"""The major dimensions of A and of B, and n."""
 
 
 OFFSETS = (
@@ -365,7 +366,7 @@ KINDS = {
 }  # fmt: skip
 """NumPy's types for those of tensor maps."""
 NAN = b"\xf7\x7f"
-"""What "nan" fills the outside of a tensor with, whatever its type."""
+"""The pattern that "nan" fills the outside of a tensor with, for any type."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,7 @@ class Box:
 
     @property
     def map(self) -> Map:
-        """Of the buffer "tensor"."""
+        """The tensor map of the buffer "tensor"."""
         names = ("dtype", "dims", "box", "strides", "element_strides", "swizzle", "fill")
         return Map("tensor", {name: getattr(self, name) for name in names})
 
@@ -405,7 +406,7 @@ class Box:
         return -(-(sum((n - 1) * stride for n, stride in spans) + self.size) // 16) * 16
 
     def offsets(self, is_stored: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Of the box's elements in the order of shared memory: bytes from the first element of the
+        """For the box's elements in the order of shared memory: bytes from the first element of the
         tensor, and whether they are copied: those in it, and of what is stored also those that
         share 16 bytes of a row with one."""
         shape = tuple(-(-n // e) for n, e in zip(self.box, self.element_strides, strict=True))
@@ -432,7 +433,7 @@ class Box:
 
     @property
     def window_bytes(self) -> int:
-        """Of shared memory."""
+        """Bytes of shared memory that a box takes."""
         return self.box_bytes // (self.box[0] * self.size) * self.pitch
 
     def in_shared(self, at: int = 0) -> np.ndarray:
@@ -508,7 +509,7 @@ OPERATIONS: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
-"""Of reductions: what becomes of an element, given what is sent."""
+"""The new value of an element by each reduction, given the value sent."""
 
 
 def reduce_box(box: Box, operation: str) -> Case:
@@ -631,7 +632,7 @@ def scale_tiles() -> Case:
 
 
 def reduce_bytes() -> Case:
-    """Of whole numbers, so that the order does not matter."""
+    """A case of whole numbers, so that the order does not matter."""
     x = np.random.RandomState(0).randint(-99, 99, (6, 256)).astype(np.float32)
     return Case(
         *("hopper_copy", "reduce_bytes", (6, 1, 1), 32),

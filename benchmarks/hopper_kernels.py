@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a GPU makes of the simulator's kernels for Hopper: outputs, and Nsight Compute's counts."""
+"""Results of the simulator's kernels for Hopper on a GPU: outputs, and Nsight Compute's counts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ exit status: 0 all outputs are right, 1 some are not, 2 wrong usage, no GPU or n
 
 @dataclass(frozen=True)
 class Output:
-    """Of one case, beside what NumPy computes. error: of `Case.error`."""
+    """The record of one case, beside what NumPy computes. error: as `Case.error`."""
 
     case: str
     error: float
@@ -163,7 +163,7 @@ def _kernel(module: str, kernel: str, shared_bytes: int) -> LoadedKernel:
 
 
 def launch(case: Case) -> np.ndarray:
-    """What the kernel makes of its output. Raises DriverError, and RuntimeError if it hangs."""
+    """The output of the kernel. Raises DriverError, and RuntimeError if it hangs."""
     buffers = {
         name: torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).cuda()
         for name, array in case.buffers.items()

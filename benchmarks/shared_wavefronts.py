@@ -230,7 +230,7 @@ ACCESSES: Mapping[str, Access] = {
 
 
 def addresses(access: Access, words: Words) -> list[int]:
-    """What a kernel is given for each lane: the offset of its word in bytes, or OFF."""
+    """The argument of a kernel for each lane: the offset of its word in bytes, or OFF."""
     return [OFF if word is None else word * access.size for word in words]
 
 

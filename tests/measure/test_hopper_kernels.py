@@ -1,4 +1,4 @@
-"""What a GPU made of the simulator's kernels for Hopper, as the benchmark recorded it."""
+"""Results of the simulator's kernels for Hopper on a GPU, as the benchmark recorded it."""
 
 from __future__ import annotations
 

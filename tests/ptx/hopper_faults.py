@@ -85,8 +85,8 @@ HALF_WARP = only("%laneid", "lt 16")
 
 @dataclass(frozen=True)
 class Edit:
-    """Of the instructions that come from a line of the .cu file holding `source` and whose opcode
-    matches the regular expression, those of the slice `which` are changed; None for all."""
+    """A change of some instructions: those from a line of the .cu file that holds `source`, whose
+    opcode matches the regular expression. which: a slice of them; None for all."""
 
     source: str
     opcode: str
@@ -124,7 +124,7 @@ def fault(
     at: str,
     which: slice | None = None,
 ) -> Fault:
-    """Of one edit."""
+    """A fault made by one edit."""
     return Fault(case, (Edit(source, opcode, change, which),), error, at)
 
 
@@ -139,7 +139,7 @@ def two_stages(case: Case) -> Case:
 
 
 def wider_stride(case: Case) -> Case:
-    """Of A, from 8 rows to the next: 16 KiB more."""
+    """The stride of A from 8 rows to the next: 16 KiB more."""
     image, out, A, *others = case.arguments
     wider = int.from_bytes(A, "little") + (16384 >> 4 << 32)
     return replace(case, arguments=(image, out, wider.to_bytes(8, "little"), *others))
@@ -569,7 +569,7 @@ HAZARDS: Mapping[str, Mapping[str, Fault]] = {
 
 
 LINTS = frozenset({"zero fill lint", "never read lint", "left arrivals lint"})
-"""What is no error: tests/ptx/test_lints.py runs these."""
+"""Cases that are no errors: tests/ptx/test_lints.py runs these."""
 
 
 @functools.cache

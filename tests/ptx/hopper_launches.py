@@ -10,7 +10,7 @@ from flash_helpers.ptx.tensor_map import TensorMap
 
 
 def launched(case: Case, module: PtxModule, seed: int | None = None) -> np.ndarray:
-    """What the output holds after the launch."""
+    """The output after the launch."""
     memory = DeviceMemory()
     addresses = {name: memory.upload(array) for name, array in case.buffers.items()}
     module.kernel(case.kernel).launch(

@@ -132,7 +132,7 @@ def _with_other_lines(choose: random.Random, text: str, other: str) -> str:
 
 
 def outcome(mutant: Mutant, max_instructions: int) -> str:
-    """What becomes of reading a mutant and running its kernels: "runs", or the name of the
+    """The outcome of reading a mutant and running its kernels: "runs", or the name of the
     documented error. Anything else comes through."""
     ended = "no kernel"
     try:

@@ -1,4 +1,4 @@
-"""What agents of the async proxy do to shared memory, and who knows of it."""
+"""Accesses of the async proxy's agents to shared memory, and who knows of them."""
 
 import numpy as np
 import pytest

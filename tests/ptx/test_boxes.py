@@ -27,7 +27,7 @@ def make(dims, box, dtype="u16", pads=(), **options) -> TensorMap:
 
 
 def elements(tensor_map, coordinates, is_stored=False):
-    """Of each element that is moved, in the order of the box: its coordinates, its address, and
+    """For each element that is moved, in the order of the box: its coordinates, its address, and
     whether it is inside, or shares 16 bytes with one that is."""
     sizes = list(tensor_map.dims)
     while is_stored and sizes[0] * tensor_map.element_bytes % 16:

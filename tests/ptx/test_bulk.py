@@ -49,7 +49,7 @@ WAIT_ALL = "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n
 
 
 def loaded(tensor_map: TensorMap, *coordinates: int, threads: int = 32, **options) -> np.ndarray:
-    """What shared memory holds after a load of one box, uint32."""
+    """Shared memory after a load of one box, uint32."""
     at = ", ".join(map(str, coordinates))
     load = LOAD.replace("2d", f"{len(coordinates)}d")
     body = f"""{MADE}
@@ -235,7 +235,7 @@ class TestStores:
 
 
 class TestGlobalMemory:
-    """What a pending copy reads nobody may write, and what it writes nobody may touch."""
+    """Nobody may write bytes that a pending copy reads, nor touch those that it writes."""
 
     LOADED = f"""{MADE}
     @%p0 {EXPECT} [bar], 512;

@@ -214,7 +214,7 @@ class TestAddresses:
         ("space", "found"), [("shared::cluster", 0b1111), ("shared", 0b0111), ("global", 0b0000)]
     )
     def test_isspacep(self, space, found):
-        """Of the own block by three names, and of the next one."""
+        """Addresses of the own block by three names, and of the next one."""
         body = """
         mapa.u64 %rd3, %rd1, %r1;
         add.u64 %rd4, %rd1, 128;

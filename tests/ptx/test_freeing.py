@@ -1,4 +1,4 @@
-"""What a launch has needed is freed when it returns, not when the garbage collector runs: shared
+"""The memory of a launch is freed when it returns, not when the garbage collector runs: shared
 memory, registers and marks of one batch may be 20 MiB."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ERRORS = {
     each["case"]: each["error"]
     for each in json.loads(RESULTS.with_suffix(".json").read_text())["outputs"]
 }
-"""Of the H200, as `Case.error`."""
+"""The error of each case on the H200, as `Case.error`."""
 
 
 EPS = {"bf16": 2.0**-7, "f16": 2.0**-10}

@@ -206,7 +206,8 @@ def check_mutants(paths: list[Path], seeds: range) -> Counter[str]:
 
 
 class TestMutants:
-    """Of the small kernels here; of all of them and the package's, where that is asked for."""
+    """Mutants of the small kernels here; of all of them and the package's, where that is asked
+    for."""
 
     @pytest.mark.slow
     def test_end_in_documented_errors_or_run(self) -> None:

@@ -1,4 +1,5 @@
-"""What is legal and suspicious: lints, in kernels of Hopper's units with and without mistakes."""
+"""Lints, for what is legal but suspicious, in kernels of Hopper's units with and without
+mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator does not have is refused by its name, with the opcode and the line."""
+"""Features that the simulator lacks are refused by name, with the opcode and the line."""
 
 from __future__ import annotations
 

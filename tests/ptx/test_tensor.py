@@ -123,7 +123,7 @@ def elements(rng: np.random.Generator, type_name: str, shape: tuple[int, ...]) -
 
 
 def values(raw: np.ndarray, type_name: str) -> np.ndarray:
-    """What they are worth."""
+    """The values of the elements."""
     if type_name in FP8:
         return FP8[type_name][raw]
     if type_name == "f16":

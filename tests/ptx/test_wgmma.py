@@ -260,7 +260,7 @@ class TestGroups:
 
 
 class TestSharedMemory:
-    """What the reads of a wgmma are checked against."""
+    """The accesses that the reads of a wgmma are checked against."""
 
     MULTIPLY = fill(0, 4) + FENCE + mma("%A", "%B") + COMMIT
 
@@ -339,7 +339,7 @@ class TestDescriptors:
 
 
 class TestPoison:
-    """What nothing has written, in rows of A, columns of B and registers."""
+    """Bytes that nothing has written, in rows of A, columns of B and registers."""
 
     def run(self, body="", stored=128, columns=range(8), missing=None, inputs=None):
         """Runs with all of shared memory written but 16 bytes at `missing`; stores the columns of D

@@ -306,3 +306,9 @@ def test_what_a_copy_reads_must_stay_until_it_has_been_waited_for(write):
 
 def test_what_a_copy_does_not_read_may_be_written():
     run_copies("cp.async.ca.shared.global [%r3], [%rd1], 4, 0;\nst.global.u32 [%rd1], 1;")
+
+
+def test_a_warp_released_from_one_barrier_waits_at_the_next() -> None:
+    """Warp 1 meets warp 0 at the second instruction, which warp 0 then has still to execute."""
+    body = "setp.ge.u32 %q, %r0, 32;\n@%q bra SECOND;\nbar.sync 0;\nSECOND:\nbar.sync 0;"
+    assert run(body).counters.total.barriers == 3

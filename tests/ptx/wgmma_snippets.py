@@ -14,11 +14,12 @@ COMMIT = "wgmma.commit_group.sync.aligned;"
 WAIT = "wgmma.wait_group.sync.aligned 0;"
 DONE = f"{COMMIT}\n{WAIT}"
 VISIBLE = "fence.proxy.async;\nbar.sync 0;"
-"""What generic stores need before a wgmma reads."""
+"""The fence that generic stores need before a wgmma reads."""
 
 
 def descriptor(start: int, leading: int = 128, stride: int = 256, mode: int = 0) -> int:
-    """Of a K-major matrix without swizzle whose core matrices lie one after the other."""
+    """The descriptor of a K-major matrix without swizzle whose core matrices lie one after the
+    other."""
     return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | mode << 62
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong while PTX is read, launched and run."""
+"""Errors that arise while PTX is read, launched and run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class MisalignedError(SimulatorError):
 
 
 class UninitialisedReadError(SimulatorError):
-    """What was read from shared or local memory that nothing had written reached global memory, an
+    """Bytes read from shared or local memory that nothing had written reached global memory, an
     address, a branch that decides about more than registers, a barrier or the predicate of an
     instruction with a visible effect. address: of that memory.
     """

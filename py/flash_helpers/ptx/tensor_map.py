@@ -18,7 +18,7 @@ from types import MappingProxyType
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 TENSOR_MAP_MAGIC = b"FH-TMAP1"
-"""What the record of a tensor map begins with."""
+"""First bytes of the record of a tensor map."""
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
     {

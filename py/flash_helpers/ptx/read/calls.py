@@ -45,7 +45,7 @@ def without_calls(module: Module, function: Function) -> Function:
 
 
 def called(call: Instruction) -> tuple[Operand | None, list[Operand]]:
-    """What a call names, and its results and arguments, in this order."""
+    """The function that a call names, and its results and arguments, in this order."""
     lists = [o.elements for o in call.operands if isinstance(o, Arguments)]
     callee = next((o for o in call.operands if not isinstance(o, Arguments)), None)
     return callee, [element for elements in lists for element in elements]
@@ -118,7 +118,7 @@ class _Inliner:
     def callee(
         self, call: Instruction, caller: Function, callers: tuple[str, ...]
     ) -> Function | None:
-        """What is called, without calls; None if the module does not define it. Raises
+        """The called function, without calls; None if the module does not define it. Raises
         _CannotInline."""
         target, given = called(call)
         if not isinstance(target, Symbol):

@@ -1,4 +1,4 @@
-"""What the control flow of PTX and of SASS have in common. Standard library only."""
+"""Graph algorithms that the control flow of PTX and of SASS share. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a PTX file holds, as records."""
+"""Records for the contents of a PTX file."""
 
 from __future__ import annotations
 

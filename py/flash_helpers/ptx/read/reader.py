@@ -38,7 +38,7 @@ from flash_helpers.ptx.read.types import OPCODE_TYPES, SCALAR_TYPES, TYPE_NAMES,
 _DEEPEST = 256
 """Braces within braces, and calls inlined into each other, at most."""
 _MOST_REGISTERS = 1 << 18
-"""Of one function: each takes memory before anything runs."""
+"""Limit for one function: each takes memory before anything runs."""
 _LONGEST = 10_000
 """Characters of an instruction."""
 _WIDEST = 1 << 20
@@ -130,7 +130,7 @@ class _Reader:
         self.text = _COMMENT.sub(_blank, text)
         self.position = 0
         self.end = len(self.text)
-        """Of what is being read: the whole text, or a function's head or body."""
+        """The part that is being read: the whole text, or a function's head or body."""
         self.line_starts = [0] + [m.end() for m in re.finditer("\n", self.text)]
         self.function_starts = [m.start() for m in _HEAD_OF_LINE.finditer(self.text)]
         # The .file directives stand at the end of the text, after the functions that use them.
@@ -682,7 +682,7 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def _once(found: _Named, known: Mapping[str, _Named]) -> _Named:
-    """What was found, with a problem if its name is taken."""
+    """The declaration found, with a problem if its name is taken."""
     if found.name not in known:
         return found
     message = f"{found.name} is defined twice, first at line {known[found.name].line}"

@@ -62,7 +62,7 @@ class PtxModule:
 
 
 def _names(symbol: str) -> tuple[str, ...]:
-    """What a symbol is called in C++, without white space: all of it; without result and
+    """Names of a symbol in C++, without white space: all of it; without result and
     parameters; without namespaces."""
     whole = demangled(symbol).removeprefix("void ")
     start, end, depth = 0, len(whole), 0

@@ -105,7 +105,7 @@ class Alu:
 
 @dataclass(frozen=True)
 class Launch:
-    """What all blocks of a launch share.
+    """The data that all blocks of a launch share.
 
     cluster: blocks of a cluster in x, y and z; None for a launch without. shared_bytes: of a block,
     static and dynamic. parameters: their bytes, uint8. symbols: addresses of variables, each in its
@@ -255,7 +255,7 @@ class Machine:
         by_dtype: dict[np.dtype, list[str]] = {}
         registers: dict[str, np.ndarray] = {}
         self.register_files: list[np.ndarray] = []
-        """What all registers are views of, with the lanes last, and some padding."""
+        """The arrays that all registers are views of, with the lanes last, and some padding."""
         for name, type_name in self.program.registers.items():
             if type_name == B128:
                 registers[name] = np.zeros((self.lanes, 2), np.uint64)
@@ -393,7 +393,8 @@ class Machine:
         return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.dtype.itemsize}")
 
     def destinations(self, operand: Operand, *types: str) -> list[np.ndarray]:
-        """Of the two results of `a|b`; of a single operand, the second goes nowhere."""
+        """Destinations of the two results of `a|b`; of a single operand, the second goes
+        nowhere."""
         pair = (operand.first, operand.second) if isinstance(operand, Pair) else (operand, Sink())
         return [self.destination(o, t) for o, t in zip(pair, types, strict=True)]
 

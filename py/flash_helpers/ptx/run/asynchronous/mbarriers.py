@@ -142,8 +142,8 @@ class Mbarrier:
 
     @property
     def state(self) -> int:
-        """What mbarrier.arrive returns, 64 bits: says which object, which phase, and the arrivals
-        that were pending."""
+        """The value that mbarrier.arrive returns, 64 bits: says which object, which phase, and the
+        arrivals that were pending."""
         tag = self.address // MBARRIER_BYTES % (1 << 16)
         phase = self.phase % (1 << _PHASE_BITS)
         return (tag << _PHASE_BITS | phase) << _PENDING_BITS | self.pending

@@ -21,7 +21,7 @@ from flash_helpers.ptx.run.watch.order import Knowledge, join
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 _IMPATIENCE = 0.2
-"""Of each time that lanes are asked whether they may go on, that they give up, at random."""
+"""Probability that lanes give up each time they are asked whether they may go on."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Phases:
         self.wanted: set[int] = set()
         self.version = 0
         self._ended: dict[int, int] = {}
-        """Of objects that mbarrier.inval has ended: by which instruction."""
+        """Objects that mbarrier.inval has ended: by which instruction."""
         self.passed: dict[int, Phased] = {}
         """By lane, the object that it last saw a phase of complete."""
         self._agents: dict[tuple[int, int], int] = {}
@@ -218,7 +218,7 @@ class Phases:
     # -- what lanes ask ----------------------------------------------------------------------------
 
     def is_complete(self, places: np.ndarray, values: np.ndarray, *, parity: bool) -> np.ndarray:
-        """Of each lane, whether what it waits for is complete: the phase of a state, or of a
+        """For each lane, whether what it waits for is complete: the phase of a state, or of a
         parity; also where asking is a fault. Notes what is wanted."""
         complete = np.ones(places.size, bool)
         for where, chosen in _groups(places):
@@ -328,7 +328,7 @@ class Phases:
     # -- words -------------------------------------------------------------------------------------
 
     def waited_for(self, places: np.ndarray, values: np.ndarray, name: Callable[[int], str]) -> str:
-        """What lanes wait for, in words. name: of what is waited for of an object, by the value."""
+        """The objects that lanes wait for, in words. name: what is waited for, by its value."""
         told = []
         for where, chosen in _groups(places):
             found = self.objects[where]
@@ -342,7 +342,8 @@ class Phases:
         return "\n      and ".join(told)
 
     def _explain(self, agent: int, lane: int) -> str:
-        """What a lane has seen of the object whose bytes it should have waited for."""
+        """Text about the phases that a lane has seen of the object whose bytes it should have
+        waited for."""
         where = self._agents.get((self.shared.geometry.cluster_of(lane), agent))
         if where is None or where not in self.objects:
             return ""

@@ -91,7 +91,7 @@ class Factors:
         return item.sign * a, b, which
 
     def codes(self, issue: Issue) -> tuple[Codes | None, Codes | None]:
-        """Of each warp's rows of A, (warps, 16), and of the columns of B, (warps, N)."""
+        """Codes of each warp's rows of A, (warps, 16), and of the columns of B, (warps, N)."""
         item = issue.product
         columns = self._poison_of_lines(issue, item.b_matrix, issue.b_bits)
         if item.a_matrix is None:

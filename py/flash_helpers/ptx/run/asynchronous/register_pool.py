@@ -81,7 +81,7 @@ class RegisterPool:
         return enough
 
     def what_it_lacks(self, warp: int, count: int) -> str:
-        """What is said of a warp for which `has_enough` does not hold."""
+        """Text for a warp for which `has_enough` does not hold."""
         n_blocks = len(self._geometry.blocks)
         block = warp % n_blocks
         held = self._held[block::n_blocks].tolist()

@@ -10,7 +10,7 @@ from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.watch.faults import FaultLog
 
 WARPS = 4
-"""Of a warpgroup: contiguous, the first one's number is a multiple of 4 (PTX ISA 9.0,
+"""Warps of a warpgroup: contiguous, the first one's number is a multiple of 4 (PTX ISA 9.0,
 "Warpgroup")."""
 
 

@@ -1,4 +1,4 @@
-"""What TMA has been told to do and has not done yet, and when it does it.
+"""The copies that TMA has been given and has not completed, and when it completes them.
 
 A copy may complete at any time after it was issued. By default it completes as late as can be: one
 into shared memory when nobody can run and somebody sleeps who needs its bytes; one out of shared
@@ -29,10 +29,10 @@ from flash_helpers.ptx.run.watch.poison import Poison
 from flash_helpers.ptx.run.watch.shared import WatchedMemory
 
 CHANCE = 0.25
-"""Of a step of the threads that pending work is done after it, where that is random."""
+"""Probability that pending work is done after a step of the threads, where that is random."""
 
 _STORED, _REDUCED = 1, 2
-"""Of a byte of global memory: that a copy, or a reduction, may still write it."""
+"""Mark on a byte of global memory: a copy, or a reduction, may still write it."""
 
 Reduction = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -132,7 +132,7 @@ class Transfers:
         """For mbarrier objects, the oldest first."""
         self.groups: dict[int, _Groups] = defaultdict(_Groups)
         self._written = np.zeros(0, np.uint8)
-        """Of each byte of global memory, what stores that were not waited for do to it."""
+        """For each byte of global memory, marks of the stores that were not waited for."""
 
     # -- issuing -----------------------------------------------------------------------------------
 

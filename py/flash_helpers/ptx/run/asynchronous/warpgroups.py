@@ -71,7 +71,7 @@ class ComputedProduct:
 
 
 class Warpgroups:
-    """What the warps of a batch have issued and not retired."""
+    """Products that the warps of a batch have issued and not retired."""
 
     show: Callable[[ComputedProduct], None] | None = None
     """Is shown each product when it is computed."""
@@ -134,7 +134,7 @@ class Warpgroups:
         return ((self.committed[mates] >= target[:, None]) | self._together.ended[mates]).all(1)
 
     def whom_it_awaits(self, warp: int, allowed: int) -> str:
-        """What is said of a warp for which `may_wait` does not hold."""
+        """Text for a warp for which `may_wait` does not hold."""
         target = self.committed[warp] - allowed
         mates = self._together.mates[warp]
         late = mates[self.committed[mates] < target] // len(self._geometry.blocks)
@@ -252,7 +252,7 @@ class Warpgroups:
         return good
 
     def _begin_reads(self, issue: Issue) -> None:
-        """Of B, by all warps that issue together; of A, a warp's own rows."""
+        """Begin the reads of B, by all warps that issue together, and of each warp's rows of A."""
         product, owners = issue.product, self._owner_of[issue.warps]
         each, first = np.unique(owners, return_index=True)
         of_warps = self._shared.order.common_knowledge(issue.warps)

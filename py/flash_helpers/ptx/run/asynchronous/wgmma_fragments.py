@@ -22,7 +22,7 @@ from flash_helpers.ptx.run.numbers.dtypes import dtype_of
 from flash_helpers.ptx.run.numbers.rounding import odd_f32, to_floats
 
 WARP_ROWS = 16
-"""Of A and D that one warp holds."""
+"""Rows of A and D that one warp holds."""
 _LANE = (8, 4)  # g, t
 
 

@@ -18,7 +18,7 @@ def counted(codes: Codes) -> Codes:
 def codes_of_fragment(
     poison: Poison, names: Sequence[str], together: int, lanes: np.ndarray
 ) -> Codes | None:
-    """Of the elements of A or D, (warps, 16, columns); None if all are clean. names: of its
+    """Codes of the elements of A or D, (warps, 16, columns); None if all are clean. names: of its
     registers. together: elements of a register."""
     held = [poison.of(name, lanes) for name in names]
     if all(codes is None for codes in held):

@@ -29,7 +29,7 @@ Fragments = np.ndarray
 
 
 class RegisterWatch:
-    """What the warps of a batch did to the fragments of a program, and when; time counts wgmma
+    """Accesses by the warps of a batch to the fragments of a program, and when; time counts wgmma
     instructions and watched accesses."""
 
     def __init__(self, program: Program, geometry: Geometry, log: FaultLog) -> None:
@@ -194,5 +194,5 @@ class RegisterWatch:
 
 
 def _names(operands: Iterable[Operand]) -> list[str]:
-    """Of the registers among operands."""
+    """Names of the registers among operands."""
     return [o.name for operand in operands for o in parts(operand) if isinstance(o, Register)]

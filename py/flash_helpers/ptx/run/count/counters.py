@@ -17,7 +17,7 @@ from flash_helpers.ptx.run.count.tally import Tally
 Key = TypeVar("Key", bound=Hashable)
 
 ROLES = ("producer", "consumer", "others", "several")
-"""Of warps, as `Counters.by_role` names them."""
+"""Roles of warps, as `Counters.by_role` names them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Role:
 
     @property
     def total(self) -> Counts:
-        """Of all phases."""
+        """The sum over all phases."""
         total = Counts()
         for counts in self.phases.values():
             total.add(counts)

@@ -79,7 +79,7 @@ class Tally:
 
     @property
     def global_requests(self) -> int:
-        """Of all instructions."""
+        """The sum over all instructions."""
         return sum(counts.global_requests for counts in self.accesses)
 
     def shared_access(

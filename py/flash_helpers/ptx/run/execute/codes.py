@@ -28,7 +28,7 @@ def counted(codes: Codes | None) -> Codes | None:
 
 
 def halves(codes: Codes | None) -> Codes | None:
-    """Of four bytes, two rows: each half's poison."""
+    """Codes of the two halves of four bytes, two rows: each half's poison."""
     return None if codes is None else counted(codes.reshape(2, 2, -1).max(axis=1))
 
 
@@ -61,7 +61,8 @@ def over_warps(codes: Codes | None, lanes: np.ndarray) -> Codes | None:
 
 
 def transposed(codes: Codes | None) -> Codes | None:
-    """Of an 8 x 8 matrix of 16-bit elements: lane (g, t) holds columns 2t and 2t + 1 of row g."""
+    """Codes of the transpose of an 8 x 8 matrix of 16-bit elements: lane (g, t) holds columns 2t
+    and 2t + 1 of row g."""
     if codes is None:
         return None
     matrix = codes.T.reshape(-1, 8, 8, 2).swapaxes(1, 2)

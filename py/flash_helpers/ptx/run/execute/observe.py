@@ -49,7 +49,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Observer:
-    """What to look at, and what to do with it.
+    """The instructions to look at, and callbacks that are given them.
 
     wants: asked once for every instruction of the kernel that is not control flow. see: called
     each time that lanes have executed one of those wanted. see_product: called each time that a

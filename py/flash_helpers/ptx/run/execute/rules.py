@@ -51,7 +51,7 @@ from flash_helpers.ptx.run.memory.regions import Selection
 from flash_helpers.ptx.run.watch.poison import CARRY, Codes
 
 Results = Sequence[Codes | None]
-"""Of each destination, in the order of the operands; None: clean."""
+"""Codes of each destination, in the order of the operands; None: clean."""
 Rule = Callable[[Selection], Results]
 
 _CONTROL = BARRIERS | EXITS | {"trap", "brkpt", "bra", "brx", "call"}
@@ -63,7 +63,7 @@ _PACKED = frozenset({"add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex
 
 @dataclass(frozen=True)
 class Plan:
-    """What poison has to do with an instruction.
+    """The part of an instruction that concerns poison.
 
     holds: the guard's value. uses: what must be clean in the lanes that execute: what it is called
     in messages, the operands, and up to which lane of a warp it matters. targets: names of the

@@ -167,7 +167,7 @@ class Spread:
             del self._due[position]
 
     def _selected_by(self, position: int) -> _Selection | None:
-        """What a branch selects; None if it decides about more than registers."""
+        """The registers that a branch selects; None if it decides about more than registers."""
         program = self.machine.program
         branch = program.block_at(position)
         registers: set[str] = set()

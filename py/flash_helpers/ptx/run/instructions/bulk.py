@@ -40,7 +40,7 @@ from flash_helpers.ptx.run.numbers.rounding import flush, on_registers
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap
 
 _BOX_ALIGNMENT = 128
-"""Of a box in shared memory ("Tensors": without an interleaved layout)."""
+"""Alignment of a box in shared memory ("Tensors": without an interleaved layout)."""
 
 _SPACES = ("shared", "shared::cluster", "global")
 _REDUCTIONS: Mapping[str, str] = {
@@ -55,7 +55,7 @@ _REDUCED = " ".join(sorted({name for names in _REDUCTIONS.values() for name in n
 
 
 _Traffic = tuple[int, int]
-"""Of a copy: bytes of shared memory, sectors of global memory."""
+"""The size of a copy: bytes of shared memory, sectors of global memory."""
 
 
 class _Refused(Exception):

@@ -1,4 +1,4 @@
-"""What printf makes of a format and its arguments (C11, 7.21.6.1 "The fprintf function").
+"""The text that printf makes of a format and its arguments (C11, 7.21.6.1 "The fprintf function").
 
 Of that, what device code has: CUDA C++ Programming Guide, "Formatted Output".
 """

@@ -63,8 +63,8 @@ _FLOAT: Mapping[str, Comparison] = {
 
 
 def comparison(machine: Machine, instruction: Instruction) -> Comparison:
-    """What a `setp` or `set` compares: registers of its type; of a packed one both halves,
-    (values, 2)."""
+    """The operands that a `setp` or `set` compares: registers of its type; of a packed one both
+    halves, (values, 2)."""
     type_name = instruction.types[-1]
     if not SCALAR_TYPES[type_name].is_float:
         return _INTEGER[machine.one_of(_INTEGER)]
@@ -76,7 +76,7 @@ def comparison(machine: Machine, instruction: Instruction) -> Comparison:
 
 
 def _combined(machine: Machine, instruction: Instruction) -> Compute:
-    """What `comparison` gives, combined with a predicate if there is one."""
+    """The result of `comparison`, combined with a predicate if there is one."""
     if len(instruction.operands) == 3:
         return lambda result: result
     combine = OPERATIONS[machine.one_of(("and", "or", "xor"))]

@@ -1,4 +1,4 @@
-"""What instructions may look like: their names, modifiers, types and numbers of operands.
+"""Forms of instructions: their names, modifiers, types and numbers of operands.
 
 What none of these tables has is refused rather than ignored. The names are those of the PTX ISA
 9.0, "Instructions", that a builder reads, or that change nothing in the simulator (scopes, memory
@@ -38,7 +38,7 @@ OPERATIONS: Mapping[str, np.ufunc] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
-"""What instructions, atomics and reductions of these names compute."""
+"""The functions that instructions, atomics and reductions of these names compute."""
 
 _MODIFIERS = frozenset(
     word
@@ -89,7 +89,7 @@ _NOT_SIMULATED: Mapping[str, str] = {
         for width in ("", "2", "4")
     ),
 }
-"""What the simulator does not have, by what it is called: opcodes, or how they begin."""
+"""Features that the simulator lacks, by name: opcodes, or how they begin."""
 
 _NOT_SIMULATED_WITH: Mapping[str, str] = {
     "sp": "sparse matrices",

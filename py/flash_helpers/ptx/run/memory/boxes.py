@@ -22,7 +22,7 @@ CHUNK = 16
 SECTOR = 32
 
 _NAN = np.uint16(0x7FF7)
-"""What an H200 fills with, 16 bits after the other, of whatever type."""
+"""The pattern of 16 bits that an H200 fills with, for any type."""
 
 
 class Box:
@@ -70,7 +70,7 @@ class Box:
 
     @cached_property
     def address(self) -> int:
-        """Of the first element inside."""
+        """The address of the first element inside."""
         return self.map.address + sum(
             (start + low * step) * stride
             for start, low, step, stride in zip(
@@ -133,7 +133,7 @@ class Box:
 
     @cached_property
     def _outer(self) -> tuple[list[int], list[int]]:
-        """Of each dimension but 0: elements inside, bytes from one that is moved to the next."""
+        """For each dimension but 0: elements inside, bytes from one that is moved to the next."""
         counts = [high - low for low, high in zip(self.low, self.high, strict=True)]
         pairs = zip(self._strides, self.map.element_strides, strict=True)
         return counts[1:], [stride * step for stride, step in pairs][1:]
@@ -155,7 +155,7 @@ class Box:
         )
 
     def inside(self, data: np.ndarray) -> np.ndarray:
-        """Of data of the whole box, in its order, the part that lies inside, as `view` has it."""
+        """The part of the whole box's data, in its order, that lies inside, as `view` has it."""
         per_element = data.size // (self.map.box_bytes // self.map.element_bytes)
         shape = (*reversed(self.map.moved[1:]), self.map.moved[0] * per_element)
         ranges = list(zip(self.low, self.high, strict=True))

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 
 K = 16
-"""Of one instruction with elements of 16 bits."""
+"""Extent along K of one instruction with elements of 16 bits."""
 CHUNK = 16
 """Bytes."""
 _PER_CHUNK = 8  # elements

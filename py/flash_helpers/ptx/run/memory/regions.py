@@ -21,15 +21,16 @@ WINDOWS: Mapping[str, int] = {
 the kernel's parameters."""
 WINDOW_SIZE = 1 << 32
 RANK_SHIFT = 24
-"""Of a shared address: the bits from here on are the rank of a block of the cluster, and one, in
-what `mapa` gives (PTX ISA 9.0, "mapa"), and zero in an address of the thread's own block."""
+"""First bit of the rank in a shared address: the bits from here on are the rank of a block of the
+cluster, and one, in what `mapa` gives (PTX ISA 9.0, "mapa"), and zero in an address of the thread's
+own block."""
 
 Selection = slice | np.ndarray
 ALL = slice(None)
 
 _ALIGNMENT = 256
 HEAP_BYTES = 8 << 20
-"""What device code can have from malloc at a time (CUDA C++ Programming Guide, "Heap Memory
+"""Bytes that device code can have from malloc at a time (CUDA C++ Programming Guide, "Heap Memory
 Allocation": the default)."""
 _GUARD = 4096
 """Bytes between allocations that belong to none, so that running off an array is seen."""
@@ -87,7 +88,7 @@ class DeviceMemory:
         return self._bytes[offset : offset + size].view(dtype).reshape(shape).copy()
 
     def heap_allocate(self, size: int) -> int:
-        """What the device's malloc returns: the address of `size` bytes, 0 if there are none."""
+        """The result of the device's malloc: the address of `size` bytes, 0 if there are none."""
         if not 0 < size <= self._heap_left:
             return 0
         if self._freed.get(size):
@@ -161,11 +162,11 @@ class DeviceMemory:
         return word_view(self._bytes, size)
 
     def outside(self, address: int, size: int) -> str:
-        """What is said of an access outside every allocation."""
+        """Text for an access outside every allocation."""
         return f"{size} bytes, {self.nearest(address)}"
 
     def misaligned(self, address: int, size: int) -> str:
-        """What is said of an access at an address that is not a multiple of its size."""
+        """Text for an access at an address that is not a multiple of its size."""
         return f"{size} bytes at a global address that is not a multiple of {size}"
 
 
@@ -200,7 +201,7 @@ class Region:
         return word_view(self.data, size)
 
     def outside(self, address: int, size: int) -> str:
-        """What is said of an access outside, or misaligned."""
+        """Text for an access outside, or misaligned."""
         return f"{size} bytes at offset {address} of {self.size} bytes of {self.name}"
 
     misaligned = outside

@@ -39,7 +39,7 @@ class SharedMemory(Region):
         return self.resolve(addresses, lanes)[0] != self.geometry.block_of(lanes)
 
     def beyond(self, address: int, size: int) -> str:
-        """What is said of an access to another block by what cannot reach it."""
+        """Text for an access to another block by what cannot reach it."""
         rank, at = divmod(address, 1 << RANK_SHIFT)
         return (
             f"{size} bytes at shared address {at} of the block of rank {rank - 1}, and only "
@@ -59,7 +59,7 @@ class SharedMemory(Region):
         return super().offsets(addresses, selection)
 
     def outside(self, address: int, size: int) -> str:
-        """What is said of an access outside."""
+        """Text for an access outside."""
         rank, at = divmod(address, 1 << RANK_SHIFT)
         if rank > self.geometry.cluster:
             return (
@@ -77,7 +77,7 @@ class SharedMemory(Region):
         )
 
     def misaligned(self, address: int, size: int) -> str:
-        """What is said of an access at an address that is not a multiple of its size."""
+        """Text for an access at an address that is not a multiple of its size."""
         return (
             f"{size} bytes at shared address {address % (1 << RANK_SHIFT)}, "
             f"which is not a multiple of {size}"

@@ -18,5 +18,5 @@ _DTYPES = {
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Of one value of a PTX type; of B128 it is that of one of two words."""
+    """The dtype of one value of a PTX type; for B128, the dtype of one of its two words."""
     return _DTYPES[name]

@@ -41,7 +41,7 @@ from flash_helpers.ptx.run.watch.presence import Presence
 
 @dataclass(frozen=True)
 class AgentAccess:
-    """What an agent has begun to do to granules (m,) and not ended. action: "read" or "write".
+    """An access that an agent has begun to granules (m,) and not ended. action: "read" or "write".
     lane: for whom it works. block: whose granules they are. issued: what was known to it. code:
     marks its granules until it ends."""
 

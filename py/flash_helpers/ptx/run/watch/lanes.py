@@ -35,8 +35,8 @@ from flash_helpers.ptx.run.watch.order import WEAK, Strength
 
 @dataclass(frozen=True)
 class _Access:
-    """What some lanes do to words of one width. rows: index of each lane's word. is_of_warp: all
-    lanes of each warp do it, whichever of them gives the address."""
+    """An access by some lanes to words of one width. rows: index of each lane's word. is_of_warp:
+    all lanes of each warp do it, whichever of them gives the address."""
 
     action: str
     position: int

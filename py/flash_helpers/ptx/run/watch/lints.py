@@ -1,4 +1,4 @@
-"""What is legal and suspicious about the copies and products of a batch: `errors.Lint`.
+"""Legal but suspicious uses of the copies and products of a batch: `errors.Lint`.
 
 - Bytes of a box that lie outside of its tensor are filled with zeros (PTX ISA 9.0, "Tensors: Tiled
   Mode"); who multiplies or loads them takes them for data.

@@ -124,7 +124,7 @@ class Marks:
         return f"warp {number} of the block of rank {rank}"
 
     def name_of(self, granule: int, viewer: int | np.integer) -> tuple[str, int]:
-        """What a granule is called, as seen from a lane of the batch, and its address."""
+        """The name of a granule, as seen from a lane of the batch, and its address."""
         block, address = divmod(granule * self.granule, self.stride)
         if block == self.geometry.block_of(viewer):
             return f"shared address {address}", address
@@ -167,19 +167,19 @@ class Views:
 
 
 def will_write(agent: str | None, site: Site) -> str:
-    """What is said of bytes that an agent, or a cp.async if none, has not written yet."""
+    """Text for bytes that an agent, or a cp.async if none, has not written yet."""
     if agent is None:
         return f", which the cp.async at {site}\n    will write: its thread has not waited for it"
     return f", which {agent} at {site}\n    will write: nobody has waited for it"
 
 
 def object_made_at(site: Site) -> str:
-    """What is said of the bytes of an mbarrier object."""
+    """Text for the bytes of an mbarrier object."""
     return f", where the mbarrier object lives that was made at {site}"
 
 
 def missing_between(kind: type[SimulatorError], by_agent: bool) -> str:
-    """What is missing after an access, by an agent or a lane."""
+    """Text for the synchronisation that is missing after an access, by an agent or a lane."""
     if kind is ProxyError:
         return "with no fence.proxy.async between them"
     return f"with no {'wait for it' if by_agent else 'barrier'} between them"

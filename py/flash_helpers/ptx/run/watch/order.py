@@ -1,4 +1,5 @@
-"""What happened before what, among the lanes of a cluster and the agents that work for them.
+"""The order of events ("happened before") among the lanes of a cluster and the agents that work for
+them.
 
 Order is tracked with vector clocks (Lamport 1978; FastTrack, Flanagan and Freund 2009). Time is the
 number of synchronising events so far. Everything that a lane did up to some time is known to
@@ -61,7 +62,7 @@ WEAK = Strength()
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What was known at some moment in a cluster, (planes, columns) as `Order` has them: times,
+    """Knowledge at some moment in a cluster, (planes, columns) as `Order` has them: times,
     first of what is known, then of what is known to be visible to agents. fenced: the same, of what
     fences had released; None if they had nothing."""
 
@@ -70,18 +71,19 @@ class Knowledge:
 
 
 def join(several: Sequence[Knowledge]) -> Knowledge:
-    """What somebody knows who knows all of these, of which there is at least one."""
+    """The union of several pieces of knowledge, at least one."""
     fenced = [k.fenced for k in several if k.fenced is not None]
     return Knowledge(_latest([k.known for k in several]), _latest(fenced) if fenced else None)
 
 
 def in_common(several: Sequence[Knowledge]) -> Knowledge:
-    """What all of those know who know one of these each, from one `Order.common_knowledge`."""
+    """The part that several pieces of knowledge have in common, from one
+    `Order.common_knowledge`."""
     return Knowledge(np.min([k.known for k in several], axis=0))
 
 
 class Order:
-    """What each lane of a batch knows of the lanes and agents of its cluster.
+    """The knowledge that each lane of a batch has of the lanes and agents of its cluster.
 
     `_table[0, r, c]` is the time up to which row r knows all of column c; `_table[1]`, made by the
     first proxy fence, that up to which it knows that to be visible to agents. There is a row for
@@ -199,7 +201,7 @@ class Order:
     # -- what is taken along -----------------------------------------------------------------------
 
     def knowledge(self, lanes: np.ndarray) -> Knowledge:
-        """What any of lanes of the batch, all of one cluster, knows now, and what they did: what a
+        """All that any of the lanes, which are of one cluster, knows now, and what they did: what a
         release by them tells."""
         warps, alone = _whole_warps(lanes)
         if alone.size:
@@ -219,7 +221,7 @@ class Order:
         return Knowledge(known)
 
     def common_knowledge(self, warps: np.ndarray) -> list[Knowledge]:
-        """What all lanes of each of whole warps know now, and what the warp did: what an
+        """All that every lane of each whole warp knows now, and what the warp did: what an
         instruction may rely on that they execute together. `in_common`: what several warps do."""
         rows = self._row_of[_lanes_of_warps(warps)]
         if (rows == rows[:, :1]).all():
@@ -241,7 +243,8 @@ class Order:
         self._learn(lanes, join(several))
 
     def arrive(self, lanes: np.ndarray) -> Knowledge:
-        """What warps of one block know, of which lanes arrive at a barrier, and what they did."""
+        """The knowledge of warps of one block, of which lanes arrive at a barrier, and what they
+        did."""
         warps = np.unique(lanes // WARP)
         return self._taken(lanes, self._own[1][warps])
 
@@ -338,7 +341,7 @@ class Order:
         return name if self.geometry.cluster == 1 else f"{name} of the block of rank {rank}"
 
     def agent_knowledge(self, agent: int, issued: Knowledge | None = None) -> Knowledge:
-        """What somebody knows who has waited for all that an agent did until now. issued: what it
+        """The knowledge gained by a wait for all that an agent did until now. issued: what it
         was issued with, where that is handed on."""
         known = np.zeros((1, self._n_columns), np.int64)
         if issued is not None:
@@ -462,7 +465,7 @@ class Order:
         self._table[part] = np.maximum(self._table[part], known)
 
     def _all_known(self, lanes: np.ndarray) -> np.ndarray:
-        """What lanes of the batch know and did, (planes, n, columns)."""
+        """The knowledge and actions of lanes of the batch, (planes, n, columns)."""
         self._give_columns(self._place[lanes])
         self._tell_of_mates(lanes)
         known = self._table[:, self._row_of[lanes]]

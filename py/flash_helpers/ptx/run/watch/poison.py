@@ -52,7 +52,7 @@ COUNTS = 2 * _POISON
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known of memory. size, granule: in bytes. is_written: of granules by their index."""
+    """Knowledge of one memory. size, granule: in bytes. is_written: of granules by their index."""
 
     size: int
     granule: int
@@ -60,7 +60,7 @@ class Memory:
 
 
 class Carrier(Protocol):
-    """What knows how instructions pass poison on (`spread.Spread`)."""
+    """The rules by which instructions pass poison on (`spread.Spread`)."""
 
     def load(self, position: int, selection: Selection, codes: Codes) -> None:
         """Words that the instruction at a position has read are its results."""
@@ -142,7 +142,7 @@ class Poison:
         selection: Selection,
         unwritten: np.ndarray | None,
     ) -> None:
-        """What lanes do to words of `size` bytes, as `LaneWatch.note` has it. unwritten: which
+        """An access by lanes to words of `size` bytes, as `LaneWatch.note` has it. unwritten: which
         granules of each word nothing has written, (lanes, granules of a word); None for none."""
         if not self.active:
             if unwritten is None:
@@ -195,7 +195,7 @@ class Poison:
         addresses: np.ndarray,
         unwritten: np.ndarray | None,
     ) -> Codes:
-        """Of granules of shared memory that a copy reads, (n,), as `copied_out` has them."""
+        """Codes of granules of shared memory that a copy reads, (n,), as `copied_out` has them."""
         codes = np.zeros(granules.size, np.int64)
         if "shared" in self._memory:
             codes = self._memory["shared"][granules]
