@@ -73,7 +73,7 @@ def run_batches(
                 ended(len(scheduler.machine.geometry.blocks))
         if not left or not resident:
             continue
-        # Who counts how often he asked does not come back to where he was.
+        # A thread that counts how often it asked does not come back to where it was.
         if not all(s.is_late for s in resident) and not _all_wait(resident, memory):
             patience *= 2
             continue

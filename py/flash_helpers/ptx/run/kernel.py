@@ -212,7 +212,7 @@ class Kernel:
         A kernel that synchronises its grid (it reads %envreg1 and 2, as cooperative groups do) is
         launched cooperatively: all of its blocks are resident together.
 
-        Raises LaunchError for a launch that cannot exist, of which nothing has run;
+        Raises LaunchError for a launch that cannot exist, before anything has run;
         UnsupportedInstruction as soon as a thread reaches an instruction that is not known, so that
         what is written before that stays in memory; SimulatorError for a fault of the kernel,
         unless keep_going.

@@ -1,8 +1,9 @@
 """The mbarrier objects of a batch: what lanes and copies do to them, and who learns of it.
 
-An object holds what those know who arrive; whoever sees a phase complete learns it (PTX ISA 9.0,
-"Parallel Synchronization and Communication Instructions: mbarrier": arrive-on releases, test_wait
-and try_wait acquire). Objects are named by where in the shared memory of the batch they stand.
+An object holds the knowledge of the lanes that arrive; a lane that sees a phase complete
+learns it (PTX ISA 9.0, "Parallel Synchronization and Communication Instructions: mbarrier":
+arrive-on releases, test_wait and try_wait acquire). Objects are named by where they
+stand in the shared memory of the batch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _IMPATIENCE = 0.2
 class Phased:
     """An mbarrier object since its mbarrier.init.
 
-    made: when, by which lane, by which instruction, and as which agent (whoever knows it of that
-    time may use the object). arrived: lane and instruction of the last
+    made: when, by which lane, by which instruction, and as which agent (a lane that knows it of
+    that time may use the object). arrived: lane and instruction of the last
     arrival, if there was one. seen: of each lane that saw a phase complete, how many phases were,
     and at which instruction.
     """

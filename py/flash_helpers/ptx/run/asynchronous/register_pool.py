@@ -2,8 +2,8 @@
 
 A block begins with as many for each thread as ptxas gave the kernel, and none to spare.
 setmaxnreg.dec gives some back to the block's pool, setmaxnreg.inc waits until the pool has enough.
-Warps that end give nothing back. How many registers a thread uses is not visible in PTX, so nobody
-is told here who uses more than he has.
+Warps that end give nothing back. How many registers a thread uses is not visible in PTX, so a
+warp that uses more than it has is not reported.
 """
 
 from __future__ import annotations

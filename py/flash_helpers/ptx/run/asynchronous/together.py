@@ -33,7 +33,7 @@ class Together:
         """Whether a warp has ended, or is none."""
         self._done = np.zeros(warps.size, np.int64)
         self._longest = np.zeros(int(self.group_of.max()) + 1, np.int64)
-        # Of each warpgroup only the first mistake is told: what follows from it tells nothing.
+        # Only the first mistake of each warpgroup is reported: those after it follow from it.
         self._reported = np.zeros(self._longest.size, bool)
         self._sequence = np.zeros((self._longest.size, 64, 1 + values), np.uint64)
 

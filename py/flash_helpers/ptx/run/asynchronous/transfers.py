@@ -309,7 +309,7 @@ class Transfers:
                         self._write(store)
                         if not store.target.is_outside:
                             self._marks(store.target)[...] = 0
-            # Those of which nothing is left to wait for.
+            # Without the stores that nothing is left to wait for.
             kept = [[s for s in group if not s.is_written] for group in done]
             self.groups[lane].committed = kept + groups[len(done) :]
 

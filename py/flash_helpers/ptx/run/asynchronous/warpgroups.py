@@ -106,7 +106,7 @@ class Warpgroups:
         if strict:
             self._owner_of = np.arange(geometry.warps)
         self._issued: list[Issue] = []
-        # Those that were computed early, until somebody has waited for them.
+        # Products computed early, until a warp has waited for them.
         self._early: list[Issue] = []
         self._reads: dict[int, list[tuple[int, AgentAccess]]] = defaultdict(list)
         # Up to when the reads of each owner are over.

@@ -1,7 +1,7 @@
 """Races with agents (`order`): units that read or write shared memory while threads go on.
 
 What agents do takes time: it begins, and touches the same granules until it ends. Bytes that an
-agent is writing are nobody's to touch, and those that it is reading nobody's to write; then it
+agent is writing may not be touched, and bytes that it is reading may not be written. Later that
 depends on who knows the agent.
 """
 
@@ -42,8 +42,8 @@ from flash_helpers.ptx.run.watch.presence import Presence
 @dataclass(frozen=True)
 class AgentAccess:
     """An access that an agent has begun to granules (m,) and not ended. action: "read" or "write".
-    lane: for whom it works. block: whose granules they are. issued: what was known to it. code:
-    marks its granules until it ends."""
+    lane: the one that it works for. block: the owner of the granules. issued: the knowledge of its
+    issuer. code: marks its granules until it ends."""
 
     action: str
     position: int
@@ -93,8 +93,8 @@ class AgentWatch:
     ) -> list[AgentAccess]:
         """Checks and records n writes that agents begin; until they `end` their bytes are pending.
 
-        agents: (n,), columns of `order`. lanes: (n,), for whom they work. issued: what each knows
-        of what was before: what those know who issue it. granules: (n, m), from `granules_at`, of
+        agents: (n,), columns of `order`. lanes: (n,), which they work for. issued: what the issuer
+        of each knows of what was before. granules: (n, m), from `granules_at`, of
         one block each.
         """
         access = self._accesses("write", position, agents, lanes, issued, granules)

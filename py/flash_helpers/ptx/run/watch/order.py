@@ -116,7 +116,8 @@ class Order:
         self._observed: np.ndarray | None = None
         # Of words of shared memory, by the first granule: who released it last, and what he knew.
         self._released: dict[int, tuple[int, np.ndarray]] = {}
-        # By rank, columns that say that a block has begun: whoever knows anything of it knows this.
+        # By rank, columns that say that a block has begun: a lane that knows anything of the block
+        # knows this.
         self._begun = self._new_columns(geometry.cluster if geometry.cluster > 1 else 0)
         if self._begun.size:
             self._table[0, self._own[0], self._begun[geometry.rank_of(lanes[::WARP])]] = 1
@@ -357,7 +358,7 @@ class Order:
 
     def proxy_fence(self, lanes: np.ndarray) -> None:
         """Lanes of the batch execute `fence.proxy.async`: all that they know and did is visible to
-        agents for whoever knows of the fence."""
+        agents for all that know of the fence."""
         self._table = _fit(self._table, (2, 0, 0))
         warps, alone = _whole_warps(lanes)
         if alone.size:

@@ -2,8 +2,8 @@
 
 "Accessing data in distributed shared memory requires all the thread blocks to exist" (CUDA C++
 Programming Guide, "Distributed Shared Memory"): an access has to come after the block has begun and
-before it ends. It does in every order of the threads if whoever makes it knows something of the
-block (`order`), and if some thread of the block knows of the access before it ends.
+before it ends. It does in every order of the threads if the thread that makes it knows something of
+the block (`order`), and if some thread of the block knows of the access before it ends.
 """
 
 from __future__ import annotations
