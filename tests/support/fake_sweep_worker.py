@@ -17,7 +17,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from flash_helpers.measure.results import FLASH, Measurement, read_record
+import msgspec
+
+from flash_helpers.measure.results import FLASH, Measurement
 from flash_helpers.tune.process import Request, WorkerInfo
 
 FLASH_TFLOPS = 300.0
@@ -102,7 +104,7 @@ def main():
     say(asdict(WorkerInfo(os.environ["FAKE_GPU"], capability, 227 * 1024, driver, "2.13.0")))
     spoilt = False
     for line in sys.stdin:
-        spoilt = answer(read_record(Request, json.loads(line)), spoilt)
+        spoilt = answer(msgspec.json.decode(line, type=Request), spoilt)
     return 0
 
 

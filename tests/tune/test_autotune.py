@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from benchmark_results import FakeSensor, FakeTimer
@@ -37,7 +38,7 @@ from flash_helpers.kernel_configs import (
     read_configs,
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
-from flash_helpers.measure.results import FLASH, read_record
+from flash_helpers.measure.results import FLASH
 from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
 from flash_helpers.registry.hopper import HOPPER, LONG_TILE
 from flash_helpers.registry.launch import Launch
@@ -264,7 +265,8 @@ def worker(monkeypatch):
 
 
 def test_a_request_survives_the_way() -> None:
-    assert read_record(Request, json.loads(json.dumps(asdict(request())))) == request()
+    text = json.dumps(asdict(request()))
+    assert msgspec.json.decode(text, type=Request) == request()
 
 
 def test_a_worker_says_what_it_runs_on_and_answers(worker) -> None:

@@ -11,12 +11,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import Progress
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import Config, find_config
-from flash_helpers.measure.results import read_record
 from flash_helpers.sass.analyse.occupancy import kernel_occupancy
 from flash_helpers.sass.analyse.phases import count_phases, main_loop
 from flash_helpers.sass.analyse.products import Gaps, product_gaps
@@ -24,7 +25,6 @@ from flash_helpers.sass.read import reader
 from flash_helpers.sass.read.records import Compiler, Kernel, SassError
 
 FORMAT = 1
-_MAY_BE_UNKNOWN = ("blocks_per_sm", "stack_bytes", "spill_store_bytes", "spill_load_bytes")
 
 
 @dataclass(frozen=True)
@@ -141,39 +141,35 @@ class Baseline:
         write_if_different(path, self.to_json())
 
 
+@dataclass(frozen=True)
+class _Section:
+    compiler: Compiler
+    kernels: tuple[KernelFigures, ...]
+
+
+@dataclass(frozen=True)
+class _Document:
+    format: int
+    compilers: tuple[_Section, ...]
+
+
 def load_baseline(path: Path) -> Baseline:
     """Read what `Baseline.save` wrote.
 
     Raises SassError if it is not there, cannot be read, or holds something else.
     """
     try:
-        document = json.loads(path.read_text())
-        if document["format"] != FORMAT:
-            raise ValueError(f"format {document['format']} is not {FORMAT}")
-        figures = {}
-        for section in document["compilers"]:
-            name, version = section["compiler"]["name"], section["compiler"]["version"]
-            figures[Compiler(name, tuple(version), "")] = by_kernel(
-                map(_figures, section["kernels"])
-            )
-        return Baseline(figures)
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        if document.format != FORMAT:
+            raise ValueError(f"format {document.format} is not {FORMAT}")
+        return Baseline({s.compiler: by_kernel(s.kernels) for s in document.compilers})
     except FileNotFoundError as error:
         raise SassError(f"{path} is not there: --update makes a baseline") from error
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise SassError(
             f"{path} holds no baseline ({type(error).__name__}: {error}): restore it, or remove it "
             "and make it anew with --update"
         ) from error
-
-
-def _figures(row: dict[str, Any]) -> KernelFigures:
-    figures = read_record(KernelFigures, row)
-    for name, value in row.items():
-        wanted = str if name in ("kernel", "architecture") else int
-        unknown = name in _MAY_BE_UNKNOWN and value is None
-        if not unknown and type(value) is not wanted:
-            raise ValueError(f"{name} {value!r} of {row['kernel']!r} is no {wanted.__name__}")
-    return figures
 
 
 def by_kernel(found: Iterable[KernelFigures]) -> dict[tuple[str, str], KernelFigures]:

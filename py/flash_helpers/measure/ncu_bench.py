@@ -116,8 +116,6 @@ class KernelCounters:
     kv_heads: int | None = None
     causal: bool = False
 
-    MAY_LACK: ClassVar[tuple[str, ...]] = ("kv_heads", "causal")
-
     @property
     def problem(self) -> AttentionForward:
         """What was computed, but for its dtype."""

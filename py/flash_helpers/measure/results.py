@@ -7,10 +7,12 @@ import itertools
 import json
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
 
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.tables import csv_text
@@ -24,7 +26,6 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.sass.read.opcodes import tensor_peak
 
-T = TypeVar("T")
 Own = TypeVar("Own", bound="RecordFile")
 
 RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
@@ -71,17 +72,21 @@ CSV_COLUMNS = (
 
 
 @dataclass(frozen=True)
+class _Head:
+    format: int | None = None
+
+
+@dataclass(frozen=True)
 class RecordFile:
     """A JSON file of ours: a few entries, and lists of records, each on a line, so that differences
     can be read.
 
-    FORMAT: its number. HOLDS: what it holds, in words. NOT_READ, of any record: entries that follow
-    from others. MAY_LACK, of any record: fields that older files do not have, with their defaults.
+    FORMAT: its number. HOLDS: its contents, in words. A field with a default may be absent, as in
+    older files; entries that are no fields, such as those that follow from others, are not read.
     """
 
     FORMAT: ClassVar[int]
     HOLDS: ClassVar[str]
-    NOT_READ: ClassVar[tuple[str, ...]] = ("format",)
 
     def document(self) -> dict[str, Any]:
         """The entries, in order."""
@@ -107,50 +112,13 @@ class RecordFile:
         """Read what `save` wrote. Raises OSError, and ValueError that names the file for anything
         else."""
         try:
-            data = json.loads(path.read_text(), parse_constant=_refuse_constant)
-            found = data.get("format") if isinstance(data, dict) else None
+            text = path.read_bytes()
+            found = msgspec.json.decode(text, type=_Head).format
             if found != cls.FORMAT:
                 raise ValueError(f"format {found} is not {cls.FORMAT}: measure again")
-            return read_record(cls, data)
+            return msgspec.json.decode(text, type=cls)
         except ValueError as error:
             raise ValueError(f"{path} holds no {cls.HOLDS}: {error}") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-def read_record(kind: type[T], value: Any, place: str = "$") -> T:
-    """What JSON has of a dataclass, as that, and all that it is made of.
-
-    Raises ValueError, which says where, for a field that is missing, unless the record MAY_LACK it,
-    unknown, or of another type.
-    """
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
-    arguments = get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        absent = {*getattr(kind, "MAY_LACK", ())} - {*value}
-        names = [field.name for field in fields(kind) if field.name not in absent]
-        if odd := {*names} ^ ({*value} - {*getattr(kind, "NOT_READ", ())}):
-            raise ValueError(f"{place} lacks or does not know the fields {', '.join(sorted(odd))}")
-        kinds = _kinds(kind)
-        return kind(**{n: read_record(kinds[n], value[n], f"{place}.{n}") for n in names})
-    if get_origin(kind) is tuple and isinstance(value, list):
-        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
-        if len(kinds) == len(value):
-            items = enumerate(zip(kinds, value, strict=True))
-            return tuple(read_record(k, item, f"{place}[{n}]") for n, (k, item) in items)
-    if get_origin(kind) is Mapping and isinstance(value, dict):
-        return {key: read_record(arguments[1], v, f"{place}.{key}") for key, v in value.items()}
-    if NoneType in arguments:
-        return None if value is None else read_record(arguments[0], value, place)
-    raise ValueError(f"{place} is {json.dumps(value)[:50]}, which is no {kind.__name__}")
-
-
-@functools.cache
-def _kinds(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -173,9 +141,6 @@ class Measurement:
         max_abs_bound, relative_bound: what was allowed there.
     failure: why there are no samples to trust; empty if the output was right before and after.
     """
-
-    NOT_READ: ClassVar[tuple[str, ...]] = ("derived",)
-    MAY_LACK: ClassVar[tuple[str, ...]] = ("kv_heads", "causal")
 
     name: str
     ran: str
@@ -384,8 +349,6 @@ class Protocol:
         overwritten before each launch, outside of its time.
     mantissa_bits: of inputs, at most; fp16 has 10, bf16 has 7.
     """
-
-    MAY_LACK: ClassVar[tuple[str, ...]] = ("mantissa_bits",)
 
     rounds: int = 7
     min_rounds: int = 3

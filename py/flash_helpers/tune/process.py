@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from flash_helpers.compile.compiler import kill_group
-from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord, read_record
+from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord
 
 WORKER_COMMAND = (sys.executable, "-m", "flash_helpers.tune.worker")
 START_TIMEOUT_S = 300.0  # PyTorch and CUDA, from a cold disk
@@ -117,7 +119,7 @@ class WorkerProcess:
         except OSError as error:
             raise WorkerNotStarted(f"{self._command[0]} cannot be run: {error}") from error
         try:
-            return read_record(WorkerInfo, self._read_line(self._start_timeout_s))
+            return msgspec.convert(self._read_line(self._start_timeout_s), WorkerInfo)
         except WorkerError as error:
             raise WorkerNotStarted(str(error)) from error
 
@@ -134,7 +136,7 @@ class WorkerProcess:
         with contextlib.suppress(OSError):  # it has died: reading says how
             self._process.stdin.write(f"{json.dumps(asdict(request))}\n".encode())
             self._process.stdin.flush()
-        return read_record(Answer, self._read_line(timeout_s))
+        return msgspec.convert(self._read_line(timeout_s), Answer)
 
     def _read_line(self, timeout_s: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
+
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
 from flash_helpers.measure.results import (
@@ -32,7 +34,6 @@ from flash_helpers.measure.results import (
     Load,
     Measurement,
     Protocol,
-    read_record,
 )
 from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.registry.selection import first_refusal
@@ -110,7 +111,7 @@ class Journal:
         for line in path.read_text().splitlines() if path.is_file() else ():
             # a line cut short, or of an older format: measure again
             with contextlib.suppress(ValueError):
-                entry = read_record(JournalEntry, json.loads(line))
+                entry = msgspec.json.decode(line, type=JournalEntry)
                 self._entries[entry.key] = entry
 
     def find(self, key: str) -> JournalEntry | None:

@@ -76,8 +76,6 @@ class BestConfig:
     "turns" was samples of 10 ms, one contender's right after another's.
     """
 
-    MAY_LACK: ClassVar[tuple[str, ...]] = ("causal", "at_lengths", "load")
-
     step: str
     dtype: str
     config: str
@@ -137,7 +135,6 @@ class BestConfigs(GpuFile):
 
     FORMAT: ClassVar[int] = 2
     HOLDS: ClassVar[str] = "best configs"
-    NOT_READ: ClassVar[tuple[str, ...]] = (*RecordFile.NOT_READ, "configs")
 
     best: tuple[BestConfig, ...]
 

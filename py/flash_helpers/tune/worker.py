@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import torch
 
 from flash_helpers.kernel_configs import AttentionForward, config_from_short_form
@@ -35,7 +36,7 @@ from flash_helpers.measure.benchmark import (
     skipped_record,
 )
 from flash_helpers.measure.machine import GpuSensor, driver_version
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord, read_record
+from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
 from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.registry.launch import WORKSPACE
@@ -149,7 +150,7 @@ def serve(requests: TextIO, answers: TextIO) -> int:
         worker = Worker(device)
         say(asdict(worker_info(device)))
         for line in requests:
-            say(asdict(worker.answer(read_record(Request, json.loads(line)))))
+            say(asdict(worker.answer(msgspec.json.decode(line, type=Request))))
     except Exception as error:
         text = str(error).strip().splitlines() or ["no message"]
         say({"error": f"{type(error).__name__}: {text[0]}"})

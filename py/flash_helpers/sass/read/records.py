@@ -150,7 +150,7 @@ class Compiler:
 
     name: str
     version: tuple[int, ...]
-    options: str
+    options: str = ""
 
     def __str__(self) -> str:
         if not self.name:
