@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import pytest
 from fake_backend import ROOT
 
-from flash_helpers.measure import simulator_check
-from flash_helpers.measure.counter_check import CountedLaunch
-from flash_helpers.measure.execution_check import ONE_FOR_ONE
-from flash_helpers.measure.simulator_check import simulated_counts
+from flash_helpers.measure import counts as compared_counts
+from flash_helpers.measure.counts import ONE_FOR_ONE, CountedKernel
+from flash_helpers.measure.predictions import simulated_counts
 from flash_helpers.ptx import Counters, DeviceMemory, TensorMap, load_ptx
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -138,8 +137,8 @@ class TestAttention:
 
     def test_counters(self, name) -> None:
         counts = simulated_counts(simulate(name))
-        compared = [q for q in simulator_check.QUANTITIES if q.tolerance == 0]
-        record = CountedLaunch(
+        compared = [q for q in compared_counts.QUANTITIES if q.tolerance == 0]
+        record = CountedKernel(
             name=name,
             batch=1,
             n_heads=1,

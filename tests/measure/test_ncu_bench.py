@@ -6,13 +6,12 @@ import csv
 import io
 import itertools
 import json
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from fake_backend import fake_backend, load_tool
+from fake_ncu import FakeNcu
 
 from flash_helpers.kernel_configs import (
     AttentionForward,
@@ -32,7 +31,7 @@ from flash_helpers.measure.ncu_bench import (
     ncu_table,
     profile_kernels,
 )
-from flash_helpers.measure.nsight import NsightCompute, ProfilerDenied, ProfilerError, parse_csv
+from flash_helpers.measure.nsight import ProfilerDenied, ProfilerError, parse_csv
 from flash_helpers.measure.results import FLASH
 from flash_helpers.measure.shapes import default_shape
 
@@ -56,8 +55,7 @@ def stall(reason: str) -> str:
 
 
 def symbol(config) -> str:
-    name = config.short_form()
-    return f"void forward_kernel<{name}>(ForwardKernelArgs)"
+    return f"void forward_kernel<{config.short_form()}>(ForwardKernelArgs)"
 
 
 # Two launches of v1, one of v2, as `ncu --csv --page raw --print-units base` prints.
@@ -80,34 +78,16 @@ FLASH_RAW = f"""\
 """
 
 
-class FakeNcu:
-    """Answers with the given tables, by the pattern of the kernels' names."""
-
-    def __init__(self, tables: dict[str, str], lacks: Sequence[str] = ()) -> None:
-        self.tables, self.lacks = tables, lacks
-        self.commands: list[Sequence[str]] = []
-
-    def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        if "--query-metrics" in command:
-            names = sorted({m.partition(".")[0] for m in METRICS if m not in self.lacks})
-            names = [name for name in names if not name.startswith("launch__")]
-            return subprocess.CompletedProcess(command, 0, "\n".join(names), "")
-        if "--version" in command:
-            return subprocess.CompletedProcess(command, 0, "NVIDIA\nVersion 2025.3\n", "")
-        self.commands.append(command)
-        options = dict(itertools.pairwise(command))
-        pattern = options["--kernel-name"].removeprefix("regex:")
-        Path(options["--log-file"]).write_text(self.tables[pattern])
-        return subprocess.CompletedProcess(command, 0, "", "")
+def faked(tables: dict[str, str]) -> FakeNcu:
+    return FakeNcu(METRICS, tables=tables)
 
 
 def profiled(ncu: FakeNcu, configs=(V1, V2), libraries=(), runs: int = 2):
-    profiler = NsightCompute("ncu", run=ncu)
-    return profile_kernels(configs, libraries, SHAPE, runs, profiler, ["python", "run.py"])
+    return profile_kernels(configs, libraries, SHAPE, runs, ncu.profiler(), ["python", "run.py"])
 
 
 def test_the_launches_of_a_kernel_are_averaged() -> None:
-    (v1, v2), failures = profiled(FakeNcu({"forward_kernel": RAW}))
+    (v1, v2), failures = profiled(faked({"forward_kernel": RAW}))
     assert failures == []
     assert (v1.name, v1.kernel, v1.runs) == (V1.short_form(), V1.short_form(), 2)
     assert v1.values["duration_us"] == pytest.approx(1100)
@@ -120,26 +100,26 @@ def test_the_launches_of_a_kernel_are_averaged() -> None:
 
 
 def test_speed_is_taken_at_the_mean_duration() -> None:
-    (v1, _), _ = profiled(FakeNcu({"forward_kernel": RAW}))
+    (v1, _), _ = profiled(faked({"forward_kernel": RAW}))
     flops = 4 * 2 * 16 * 512**2 * 128
     assert v1.tflops == pytest.approx(flops / 1.1e-3 / 1e12)
 
 
 def test_of_several_names_of_a_counter_the_first_that_the_gpu_has_is_taken() -> None:
-    (v1, v2), _ = profiled(FakeNcu({"forward_kernel": RAW}))
+    (v1, v2), _ = profiled(faked({"forward_kernel": RAW}))
     assert v1.values["tensor_pipe_percent"] == pytest.approx(21)
     assert v2.values["tensor_pipe_percent"] == pytest.approx(61.5)
 
 
 def test_stalls_come_largest_first_and_those_of_nothing_are_not_shown() -> None:
-    (v1, v2), _ = profiled(FakeNcu({"forward_kernel": RAW}))
+    (v1, v2), _ = profiled(faked({"forward_kernel": RAW}))
     assert list(v1.stalls) == ["mio_throttle", "wait", "barrier", "gmma"]
     assert v1.stall_text() == "mio_throttle 4.00, wait 1.00, barrier 0.60"
     assert v2.stall_text() == "wait 0.80, barrier 0.20, mio_throttle 0.10"
 
 
 def test_kernels_are_launched_by_name_and_clocks_left_alone() -> None:
-    ncu = FakeNcu({"forward_kernel": RAW})
+    ncu = faked({"forward_kernel": RAW})
     profiled(ncu, runs=3)
     (command,) = ncu.commands
     options = dict(itertools.pairwise(command))
@@ -150,7 +130,7 @@ def test_kernels_are_launched_by_name_and_clocks_left_alone() -> None:
 
 
 def test_a_library_is_counted_beside_the_kernels_in_their_dtype() -> None:
-    ncu = FakeNcu({"forward_kernel": RAW, "flash_fwd": FLASH_RAW})
+    ncu = faked({"forward_kernel": RAW, "flash_fwd": FLASH_RAW})
     (flash, *_), failures = profiled(ncu, libraries=["flash"])
     assert failures == []
     assert (flash.name, flash.kernel) == (f"{FLASH} bf16", "pytorch_flash::flash_fwd_kernel")
@@ -162,14 +142,13 @@ def test_a_kernel_that_was_launched_for_another_is_counted_for_it() -> None:
     # 8 heads are not the rows that v16 was compiled for
     general = V16.general()
     raw = RAW.replace(V2.short_form(), general.short_form())
-    profiler = NsightCompute("ncu", run=FakeNcu({"forward_kernel": raw}))
-    shape = AttentionForward(2, 8, 512)
+    profiler, shape = faked({"forward_kernel": raw}).profiler(), AttentionForward(2, 8, 512)
     (found,), _ = profile_kernels([V16], [], shape, 1, profiler, ["run.py"])
     assert (found.name, found.kernel) == (V16.short_form(), general.short_form())
 
 
 def test_a_kernel_that_ncu_did_not_see_is_told_and_stops_no_other() -> None:
-    found, (failure,) = profiled(FakeNcu({"forward_kernel": RAW}), configs=(V1, V16))
+    found, (failure,) = profiled(faked({"forward_kernel": RAW}), configs=(V1, V16))
     assert [kernel.name for kernel in found] == [V1.short_form()]
     assert f"{V16.short_form()}: ncu saw no launch of it" in failure.replace(
         f"of {V16.short_form()}", "of it"
@@ -177,8 +156,7 @@ def test_a_kernel_that_ncu_did_not_see_is_told_and_stops_no_other() -> None:
 
 
 def test_metrics_that_the_gpu_lacks_are_not_asked_for() -> None:
-    ncu = FakeNcu({}, lacks=[stall("gmma"), TENSOR])
-    wanted = NsightCompute("ncu", run=ncu).available(METRICS)
+    wanted = FakeNcu(METRICS, lacks=[stall("gmma"), TENSOR]).profiler().available(METRICS)
     assert set(METRICS) - set(wanted) == {stall("gmma"), TENSOR}
     assert REGISTERS in wanted  # which --query-metrics does not list
 
@@ -186,7 +164,7 @@ def test_metrics_that_the_gpu_lacks_are_not_asked_for() -> None:
 def test_without_permission_that_is_said_in_a_line_with_the_way_out() -> None:
     denied = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters\n"
     with pytest.raises(ProfilerDenied, match="run as root, or let all users") as error:
-        profiled(FakeNcu({"forward_kernel": denied}))
+        profiled(faked({"forward_kernel": denied}))
     assert "\n" not in str(error.value)
 
 
@@ -244,11 +222,9 @@ def test_json_has_what_it_was_counted_on() -> None:
 def tool(monkeypatch):
     """The tool, with a GPU and an ncu that are faked."""
     module = load_tool("tools/benchmark/ncu_bench.py")
-    ncu = FakeNcu({"forward_kernel": RAW, "flash_fwd": FLASH_RAW})
+    ncu = faked({"forward_kernel": RAW, "flash_fwd": FLASH_RAW})
     monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
-    monkeypatch.setattr(
-        module.NsightCompute, "find", classmethod(lambda cls, raw: cls("ncu", raw, ncu))
-    )
+    monkeypatch.setattr(module.NsightCompute, "find", ncu.profiler)
     module.ncu = ncu
     return module
 
@@ -293,10 +269,10 @@ def test_a_size_that_is_not_positive_is_wrong_usage(tool, capsys, option: str) -
 
 
 def test_without_ncu_that_is_said_in_a_line(tool, monkeypatch, capsys) -> None:
-    def absent(cls, raw):
+    def absent(raw):
         raise ProfilerError("ncu (Nsight Compute) was found neither in PATH nor beside CUDA")
 
-    monkeypatch.setattr(tool.NsightCompute, "find", classmethod(absent))
+    monkeypatch.setattr(tool.NsightCompute, "find", absent)
     assert tool.main([]) == 2
     assert capsys.readouterr().err.startswith("ncu (Nsight Compute) was found neither")
 

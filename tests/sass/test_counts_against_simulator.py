@@ -11,7 +11,7 @@ from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, progression_kernels
 
 from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.measure.execution_check import predict_launch
+from flash_helpers.measure.predictions import predict_launch
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel, run_kernel

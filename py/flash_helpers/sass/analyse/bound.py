@@ -10,7 +10,7 @@ resident warps takes at least
     max(w * cycles of the busiest pipe, w * cycles of issuing, latency of a warp)
 
 Predicated instructions are counted as if their guard were true. Filler is issued, as the counters
-of an H100 show (tools/analysis/check_executed_counts.py), but is taken to occupy no pipe.
+of an H100 show (tools/analysis/check_counts.py), but is taken to occupy no pipe.
 
 Standard library only.
 """

@@ -1,0 +1,225 @@
+"""Counts of what a launch executes: predicted from the SASS, or counted in the simulator."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.measure.counts import (
+    FILLER,
+    ONE_FOR_ONE,
+    PIPES,
+    WORK,
+    CountedKernel,
+    OutputComparison,
+)
+from flash_helpers.measure.machine_code import trips
+from flash_helpers.ptx import Counters
+from flash_helpers.runtime.library import ptx_path
+from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_buckets
+from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions
+from flash_helpers.sass.read import opcodes
+from flash_helpers.sass.read.records import Kernel
+
+if TYPE_CHECKING:
+    import torch
+
+    from flash_helpers.ptx import Run
+    from flash_helpers.runtime.backend import Backend
+
+_TMA = "cp.async.bulk.tensor"
+# PTX opcodes begin with one of these; each becomes one SASS instruction.
+_FAMILIES = {
+    "mma": ("mma.",),
+    "ldmatrix": ("ldmatrix.",),
+    "cp.async": ("cp.async.ca.", "cp.async.cg."),
+    "shared store": ("st.shared",),
+    "shared load": ("ld.shared",),
+    "global store": ("st.global",),
+}
+_WGMMA_FAMILIES = {
+    "wgmma": ("wgmma.mma_async.",),
+    "TMA load": tuple(f"{_TMA}.{n}d.shared::cluster.global." for n in range(1, 6)),
+    "TMA store": tuple(f"{_TMA}.{n}d.global.shared::cta." for n in range(1, 6)),
+    "stmatrix": ("stmatrix.",),
+}
+_ROLES_COUNTED = {"wgmma": "HGMMA", "TMA loads": "UTMALDG", "TMA stores": "UTMASTG"}
+
+
+def shape_for(config: Config, seq_len: int) -> AttentionForward:
+    """A problem for which a config itself is launched: one head, or as many as give it its row
+    stride; then the sequence is shorter by the square root of the heads, so that all take the same
+    time."""
+    d_head, block = config.supports.d_heads[0], config.supports.whole
+    one = AttentionForward(1, 1, block, d_head, config.dtype)
+    heads = config.own_row_stride(one) // d_head
+    shorter = max(block, int(seq_len / heads**0.5) // block * block)
+    return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=config.supports.causal)
+
+
+def _named(config: Config, shape: AttentionForward) -> dict[str, Any]:
+    return {
+        "name": config.short_form(),
+        "batch": shape.batch,
+        "n_heads": shape.heads,
+        "seq_len": shape.len_q,
+    }
+
+
+# -- from the SASS ---------------------------------------------------------------------------------
+
+
+def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> CountedKernel:
+    """Counts of all warps of a launch, from the text alone, or, of a kernel on wgmma, of the
+    opcodes of ONE_FOR_ONE.
+
+    The warps of a kernel on wgmma have roles, and spin where they wait: of them those opcodes are
+    predicted that ptxas makes one for one of PTX, as often as the simulator executes that.
+
+    Raises NotDeterminedError where nothing can be predicted, and as `run_kernel` does.
+    """
+    if any(instruction.base in opcodes.GROUP_TENSOR for instruction in kernel.instructions):
+        return _predict_roles(kernel, config, shape)
+    times = block_executions(kernel, trips(kernel, config, shape.len_q))
+    launches = config.launch(shape, shape.strides())
+    warps = sum(launch.n_blocks * launch.n_warps for launch in launches)
+    by_base: Counter[str] = Counter()
+    for instruction in kernel.instructions:
+        by_base[instruction.base] += times[instruction.block]
+    return CountedKernel(
+        **_named(config, shape),
+        compiler=str(kernel.compiler),
+        predicted={name: warps * n for name, n in _counts_of_warp(kernel, times).items()},
+        predicted_opcodes={name: warps * n for name, n in sorted(by_base.items()) if n},
+    )
+
+
+def _counts_of_warp(kernel: Kernel, times: Sequence[int]) -> dict[str, int]:
+    """Work and filler, each class of opcodes, and each pipe, to which filler does not count.
+
+    times: executions of each block.
+    """
+    counts = count_executed(kernel, times)
+    pipes: Counter[str] = Counter()
+    for instruction, kind in with_buckets(kernel):
+        if kind in (Bucket.EXECUTED, Bucket.PREDICATED):
+            pipes[instruction.pipe] += times[instruction.block]
+    # from 8.6 on the heavy half is a part of the FMA pipe
+    pipes["fma"] += pipes["fmaheavy"]
+    return {
+        WORK: counts.work,
+        FILLER: counts.by_bucket[Bucket.FILLER],
+        **{name: counts.by_class.get(name, 0) for name in opcodes.CLASSES},
+        **{f"{pipe} pipe": pipes[pipe] for pipe in PIPES},
+    }
+
+
+def _predict_roles(kernel: Kernel, config: Config, shape: AttentionForward) -> CountedKernel:
+    """Counts by opcode, without opcodes that occur in the machine code another number of times than
+    in the PTX, or, in `predicted_opcodes`, under a predicate: a GPU counts an instruction whose
+    predicate is false, too."""
+    from flash_helpers.runtime.simulator import load_kernel
+
+    ptx = load_kernel(config, ptx_path(config))
+    run, _ = _simulated(config, shape)
+    executed = run.counters.by_opcode()
+    in_text = Counter(instruction.base for instruction in kernel.instructions)
+    predicated = {instruction.base for instruction in kernel.instructions if instruction.predicate}
+    counts = {
+        opcode: sum(c.instructions for name, c in executed.items() if re.match(pattern, name))
+        for opcode, pattern in ONE_FOR_ONE.items()
+        if in_text[opcode]
+        == sum(bool(re.match(pattern, i.opcode)) for i in ptx.program.instructions)
+    }
+    if not counts:
+        raise NotDeterminedError(
+            f"{config.short_form()} has no opcode that occurs as often in its machine code as in "
+            "its PTX: the counts cannot be predicted"
+        )
+    return CountedKernel(
+        **_named(config, shape),
+        compiler=str(kernel.compiler),
+        predicted={n: counts[opcode] for n, opcode in _ROLES_COUNTED.items() if opcode in counts},
+        predicted_opcodes={name: n for name, n in counts.items() if name not in predicated},
+    )
+
+
+# -- from the simulator ----------------------------------------------------------------------------
+
+
+def _simulated(config: Config, shape: AttentionForward) -> tuple[Run, dict[str, torch.Tensor]]:
+    import torch
+
+    from flash_helpers.check.inputs import make_inputs, tensors_for
+    from flash_helpers.runtime.simulator import load_kernel, run_kernel
+
+    inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
+    tensors = tensors_for(config, *inputs)
+    return run_kernel(config, load_kernel(config, ptx_path(config)), tensors), tensors
+
+
+def simulated_counts(counters: Counters) -> dict[str, int]:
+    """The simulator's counts by name, of other families of instructions for a kernel on `wgmma`."""
+    by_opcode, total = counters.by_opcode(), counters.total
+    counts = {"instructions": total.instructions}
+    if total.wgmma:
+        counts["bytes of wgmma operands"] = total.wgmma_bytes
+    for family, prefixes in (_WGMMA_FAMILIES if total.wgmma else _FAMILIES).items():
+        found = [count for opcode, count in by_opcode.items() if opcode.startswith(prefixes)]
+        counts[f"{family} instructions"] = sum(c.instructions for c in found)
+        counts[f"{family} conflicts"] = sum(c.bank_conflicts for c in found)
+        counts[f"{family} wavefronts"] = sum(c.shared_wavefronts for c in found)
+        counts[f"{family} sectors"] = sum(c.global_sectors + c.tma_sectors for c in found)
+    return counts
+
+
+def simulate_launch(
+    config: Config, shape: AttentionForward, backend: Backend | None = None
+) -> CountedKernel:
+    """Counts of one kernel in the simulator; with a GPU as the backend its outputs on the same
+    inputs are compared, too.
+
+    shape: one for which the config itself is launched.
+    """
+    import torch
+
+    run, tensors = _simulated(config, shape)
+    outputs = None
+    if backend is not None:
+        on_device = [tensors[name].contiguous().to(backend.device) for name in ("q", "k", "v")]
+        output = torch.full_like(on_device[0], torch.nan)
+        backend.forward(config, *on_device, output)
+        backend.synchronize()
+        outputs = compare_outputs(output.cpu(), tensors["o"])
+    return CountedKernel(
+        **_named(config, shape), predicted=simulated_counts(run.counters), outputs=outputs
+    )
+
+
+def compare_outputs(one: torch.Tensor, other: torch.Tensor) -> OutputComparison:
+    """Compare two tensors of one 16-bit dtype and shape. Raises ValueError if these differ."""
+    import torch
+
+    if one.dtype != other.dtype or one.shape != other.shape or one.element_size() != 2:
+        raise ValueError(
+            f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)} are not "
+            "tensors of one 16-bit dtype and shape"
+        )
+    difference = (one.double() - other.double()).abs()
+    _, exponent = torch.frexp(one.double().abs().amax(-1, keepdim=True))
+    unit = torch.finfo(one.dtype).eps * torch.exp2((exponent - 1).double())
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        """Neighbouring floats as neighbouring integers; both zeros are 0."""
+        bits = x.contiguous().view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return OutputComparison(
+        bit_equal=(one.view(torch.int16) == other.view(torch.int16)).double().mean().item(),
+        max_ulps=int((ordered(one) - ordered(other)).abs().max()),
+        max_row_ulps=(difference / unit).max().item(),
+        max_abs=difference.max().item(),
+    )
