@@ -9,7 +9,7 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from flash_helpers.console.command_line import (
     add_commit_argument,
@@ -22,6 +22,7 @@ from flash_helpers.console.command_line import (
     write_or_check,
 )
 from flash_helpers.console.progress import bar, progress_bar
+from flash_helpers.course.glossary import link_first_uses, read_terms
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.counts import (
@@ -43,6 +44,9 @@ from flash_helpers.sass.analyse.phases import NotDeterminedError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {source: Path(f"benchmarks/results/{source}_h100.json") for source in (SASS, SIMULATOR)}
+HOPPER_RESULTS = {
+    source: Path(f"benchmarks/results/{source}_hopper_h200.json") for source in (SASS, SIMULATOR)
+}
 PAGES = {source: Path(f"docs/{source}.md") for source in (SASS, SIMULATOR)}
 LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"
 
@@ -185,11 +189,15 @@ def update_pages(arguments: argparse.Namespace) -> int:
     """Write or check the pages; returns the exit status. Raises OSError and ValueError."""
     status = 0
     sources = [arguments.source] if arguments.source else list(SOURCES)
-    for path in [arguments.json] if arguments.json else [ROOT / RESULTS[s] for s in sources]:
+    shown = [ROOT / name for s in sources for name in (RESULTS[s], HOPPER_RESULTS[s])]
+    terms = read_terms(ROOT)
+    for path in [arguments.json] if arguments.json else shown:
         check = CountCheck.load(path)
         page = arguments.docs or ROOT / PAGES[check.source]
         old = page.read_text(encoding="utf-8")
         new = replace_between_markers(old, check.tables(), *check.markers)
+        if page.resolve().is_relative_to(ROOT):
+            new = link_first_uses(new, PurePosixPath(page.resolve().relative_to(ROOT)), terms)
         status |= write_or_check(page, old, new, arguments.check)
     return status
 
