@@ -85,7 +85,6 @@ from flash_helpers.measure.results import (
     CONTROL,
     CUDNN,
     FA3,
-    FAMILY_RESULTS,
     FLASH,
     FLASH_ATTN,
     LIBRARY_NAMES,
@@ -1518,7 +1517,7 @@ def test_a_family_measured_elsewhere_shows_its_own_results(repository: Path) -> 
         provenance=replace(found, gpu="NVIDIA H200"),
         measurements=(*full_results().measurements, *flash),
     )
-    path = repository / FAMILY_RESULTS["hopper"]
+    path = repository / "benchmarks/results/hopper_h200.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     own.save(path)
     assert update_tables(repository) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +30,6 @@ from flash_helpers.sass.read.opcodes import tensor_peak
 Own = TypeVar("Own", bound="RecordFile")
 
 RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
-# The same for families that were measured elsewhere: see `results_by_family`.
-FAMILY_RESULTS = {"hopper": Path("benchmarks/results/hopper_h200.json")}
 
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
@@ -663,15 +662,16 @@ def load_results(path: Path) -> BenchmarkResults:
 
 
 def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
-    """Those that tables, plots and pages show of each family, by its name: the given ones, unless
-    the family was measured elsewhere and the repository at root has that.
+    """Results that tables, plots and pages show for each family, by its name: the given ones,
+    unless the repository at root has a file FAMILY_GPU.json for a GPU such as h200.
 
     Raises as `load_results` does.
     """
     own = {
-        family: load_results(root / path)
-        for family, path in FAMILY_RESULTS.items()
-        if (root / path).is_file()
+        family: load_results(path)
+        for family in FAMILIES
+        for path in sorted((root / RESULTS).parent.glob(f"{family}_*.json"))
+        if re.fullmatch(r"[a-z]+\d+", path.stem.removeprefix(f"{family}_"))
     }
     return dict.fromkeys(FAMILIES, results) | own
 

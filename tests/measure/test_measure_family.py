@@ -1,0 +1,58 @@
+"""benchmarks/measure_family.py: every command that it runs is one that pt_bench.py takes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from fake_backend import ROOT, load_tool
+
+from flash_helpers.compile.codegen import configs_to_build
+from flash_helpers.kernel_configs import FAMILIES, DType
+from flash_helpers.registry.selection import parse_dtypes, select_kernels
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import measure_family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_command_measures_built_kernels_at_lengths_that_they_take(
+    family, tmp_path, capsys
+) -> None:
+    options = [family, str(tmp_path), "h200", "--list", "--commit", "abc"]
+    assert measure_family.main(options) == 0
+    assert not list(tmp_path.iterdir())
+    tool, built, files = load_tool("tools/benchmark/pt_bench.py"), configs_to_build(ROOT), []
+    for line in capsys.readouterr().out.splitlines():
+        asked = tool.parse_arguments(shlex.split(line)[2:])
+        assert (asked.commit, asked.resume) == ("abc", True)
+        files.append(Path(asked.json).name)
+        shapes = [
+            tool.default_shape(n, heads=asked.heads, kv_heads=asked.kv_heads, causal=asked.causal)
+            for n in asked.seq
+        ]
+        configs = select_kernels(built, asked.kernel, parse_dtypes(asked.dtype), problem=shapes[0])
+        assert len(configs) == len(asked.kernel)
+        assert all(config.supports.causal == asked.causal for config in configs)
+        for shape in shapes:
+            tool.require_taken(configs, shape)
+    assert len({*files}) == len(files)
+    assert f"{family}_h200.json" == files[-1]
+    assert all(name.startswith(family) and name.endswith("_h200.json") for name in files)
+    fixed = {c.short_form() for c in FAMILIES[family].progression() if c.dtype == DType.BF16}
+    assert fixed <= {*asked.kernel}  # the last file has all steps
+
+
+def test_a_run_that_fails_ends_the_others(monkeypatch, tmp_path) -> None:
+    ran = []
+
+    def run(command: list[str], **options: object) -> type:
+        ran.append(command)
+        return type("Ended", (), {"returncode": 2})
+
+    monkeypatch.setattr(measure_family.subprocess, "run", run)
+    assert measure_family.main(["hopper", str(tmp_path), "h200"]) == 2
+    assert len(ran) == 1
