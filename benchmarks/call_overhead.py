@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a call takes of the host's time, beside PyTorch's own attention."""
+"""Measure the host time of a call, beside PyTorch's own attention."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ exit status: 0 it was measured, 2 wrong usage or no GPU; 130 interrupted
 
 
 def contenders(device: torch.device) -> dict[str, Contender]:
-    """What is timed, by the names of CALL_NAMES."""
+    """The timed calls, by the names of CALL_NAMES."""
     import torch  # which --help does not wait for
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

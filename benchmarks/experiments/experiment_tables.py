@@ -1,4 +1,4 @@
-"""What was measured of the experiments, and what was read from their machine code, as tables."""
+"""Tables of the experiments' speeds and of the facts of their machine code."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def loop_table(code: MachineCode) -> Table:
 
 
 def provenance_line(results: BenchmarkResults) -> str:
-    """What was measured, on what, when."""
+    """Problems, machine and date of the measurement."""
     found, dtype = results.provenance, DTYPE.short
     rate = results.rate(MMA_SYNC, dtype)
     shapes = sorted({(m.seq_len, m.batch, m.n_heads) for m in results.measurements})

@@ -41,7 +41,7 @@ class Experiment:
     namespace: str
 
     def source(self, dtype: DType = DTYPE) -> Source:
-        """What is compiled."""
+        """The compiled unit."""
         config = CONFIG.replace(dtype=dtype)
         return Source(
             self.name, config, kernel_unit(config, self.name, self.header, self.namespace)
@@ -67,7 +67,7 @@ EXPERIMENTS = (
 
 
 def resources(cubin: Cubin) -> ResourceRecord:
-    """What an experiment's kernel takes on the architecture that it was compiled for."""
+    """Resources of an experiment's kernel on the architecture that it was compiled for."""
     config, report = cubin.config, cubin.report
     held = occupancy(
         report.architecture,

@@ -1,4 +1,4 @@
-"""What ptxas made of the experiments: facts of their main loops, read from the machine code."""
+"""Facts of the experiments' main loops, read from the machine code."""
 
 from __future__ import annotations
 

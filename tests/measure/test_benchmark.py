@@ -1139,7 +1139,7 @@ def test_the_step_table_shows_both_staircases() -> None:
 
 
 def under(load: str, results: BenchmarkResults) -> BenchmarkResults:
-    """What was measured under one load."""
+    """Results under one load."""
     return replace(results, measurements=tuple(m for m in results.measurements if m.load == load))
 
 
@@ -1370,7 +1370,7 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
 
 
 def length_rows(text: str) -> list[dict[str, list[str]]]:
-    """Of each table the cells behind the label, by it."""
+    """Cells of each table by the label in front."""
     tables = [part for part in text.split("\n\n") if part.startswith("|")]
     return [{row[0]: row[1:] for row in rows_of(table)} for table in tables]
 

@@ -1,4 +1,4 @@
-"""What a call takes of the host's time: how it is measured, written and shown."""
+"""Host time of a call: how it is measured, written and shown."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def test_a_block_that_a_branch_may_skip_is_not_always_executed() -> None:
 
 
 def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
-    """Of the given TFLOP/s, by name and length."""
+    """Results of the given TFLOP/s, by name and length."""
 
     def of(name: str, seq_len: int, tflops: float) -> Measurement:
         shape = default_shape(seq_len)

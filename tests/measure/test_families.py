@@ -37,7 +37,7 @@ from flash_helpers.registry.supports import Supports
 
 @dataclass(frozen=True)
 class OtherConfig(FlashForwardKernelConfig):
-    """Of a made-up family whose kernels are like those of the first."""
+    """Config of a made-up family whose kernels are like those of the first."""
 
     example: ClassVar[str] = "o1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
 
@@ -49,7 +49,7 @@ class OtherConfig(FlashForwardKernelConfig):
 
 
 class WideConfig(OtherConfig):
-    """Of the same family, with tiles of 192 rows and 80 keys."""
+    """Config of the same family, with tiles of 192 rows and 80 keys."""
 
     @property
     def supports(self) -> Supports:

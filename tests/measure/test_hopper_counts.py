@@ -133,7 +133,7 @@ def test_a_launch(name) -> None:
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if name.startswith("attention")])
 class TestAttention:
-    """What the checks compare of family hopper, in other kernels of that design."""
+    """Quantities that are compared in family hopper, in other kernels of that design."""
 
     def test_counters(self, name) -> None:
         counts = simulated_counts(simulate(name))

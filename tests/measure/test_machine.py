@@ -1,4 +1,4 @@
-"""What the driver tells of a GPU while it is measured, and that without one nothing is missed."""
+"""Readings of a GPU from the driver, and measuring without them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_driver_that_knows_no_momentary_power_is_asked_for_the_mean(nvml, sile
 
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
-    """What was slept; the clock goes on by it alone."""
+    """Sleeps; the clock advances by them alone."""
     slept: list[float] = []
     monkeypatch.setattr(machine.time, "sleep", slept.append)
     monkeypatch.setattr(machine.time, "monotonic", lambda: sum(slept))

@@ -1,4 +1,4 @@
-"""What is timed, without the device that times it."""
+"""Timed works, without the device that times them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch) -> Callable[[], list[str]]:
-    """What the compiler and the worker were asked for since the last call."""
+    """Requests to the compiler and the worker since the last call."""
     path = tmp_path / "log"
     monkeypatch.setenv("FAKE_LOG", str(path))
 
@@ -512,7 +512,7 @@ def speeds(monkeypatch, *pairs: tuple[str, float]) -> None:
 
 
 def requests_in(lines: list[str]) -> list[str]:
-    """What the worker was asked for."""
+    """Requests to the worker."""
     return [line for line in lines if " " in line]
 
 

@@ -129,7 +129,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seq",
         type=int,
         default=SEQ_LEN,
-        help=f"length of the launch whose time is told ({SEQ_LEN})",
+        help=f"length of the launch whose time is shown ({SEQ_LEN})",
     )
     parser.add_argument(
         "--results",

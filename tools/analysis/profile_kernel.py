@@ -126,7 +126,7 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
 
 
 def profile(arguments: argparse.Namespace) -> str:
-    """What is to be printed. Raises ValueError, and RuntimeError if a kernel is at fault."""
+    """The text to print. Raises ValueError, and RuntimeError if a kernel is at fault."""
     import flash_attention  # and torch, which --help does not wait for
 
     shape = AttentionForward(

@@ -60,9 +60,9 @@ noise. Clock, power and temperature are read at each sample. Outputs are compare
 before and after. Of 16 heads the batch is 16, or what 65536 tokens leave; of more heads it is as
 much smaller; d_head is 128. A length that does not fit in memory is skipped, and a kernel is left
 out of problems that it does not take. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations;
-of causal problems, of which a file has no others, only the pairs of a query and a key that it sees.
+for causal problems, only the pairs of a query and a key that it sees; a file holds no others then.
 The chip's own rates, of a large matrix product and of mma.sync on registers, are measured along
-with them. Of an H100 and an H200 the share of the tensor cores' peak is told too, at the clock that
+with them. For an H100 or H200 the share of the tensor cores' peak is shown too, at the clock that
 was read: TFLOP/s / (4096 FLOP per SM and cycle * SMs * SM clock).
 """
 

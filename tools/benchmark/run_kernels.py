@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def launches(
     arguments: argparse.Namespace, backend: Backend, shape: AttentionForward
 ) -> list[tuple[DType, Callable[..., object]]]:
-    """What to call with q, k, v and o of a dtype, for each kernel or dtype asked for. Raises
+    """Dtype and function of q, k, v and o for each kernel or dtype asked for. Raises
     UsageError."""
     dtypes = parse_dtypes(arguments.dtype)
     if arguments.library:

@@ -1,1 +1,1 @@
-"""What kernels cost: time, counters, machine code; and how results are kept and shown."""
+"""Cost of kernels in time, counters and machine code; and how results are kept and shown."""

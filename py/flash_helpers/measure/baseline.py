@@ -1,4 +1,4 @@
-"""What each kernel takes, kept in a file, so that a change that makes one worse is seen."""
+"""Resources of each kernel, kept in a file, so that a change that makes one worse is seen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KernelFigures:
 
     kernel: its config's short form. architecture: such as "sm_90". registers, stack_bytes and
     spill bytes: a thread; None as in `Resources`. smem_bytes: a block, static and dynamic.
-    blocks_per_sm: resident at a time; None for an architecture of which the limits are not known.
+    blocks_per_sm: resident at a time; None for an architecture whose limits are not known.
     loop_instructions: those in the text of the main loop that are executed or predicated;
     loop_hmma: the tensor instructions among them. Both are 0 in a kernel without a loop.
     between_hgmma, moves_between_hgmma: as in `product_gaps`, of the main loop; 0 without HGMMA.
@@ -60,8 +60,8 @@ class KernelFigures:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is compared. is_worse: whether a change from the first value to the second is for the
-    worse; asked only of values that differ, of which neither is None."""
+    """A compared number. is_worse: whether a change from the first value to the second is for the
+    worse; asked only of values that differ and are not None."""
 
     label: str
     value: Callable[[KernelFigures], Any]
@@ -89,12 +89,13 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the kernels took, by compiler and by (kernel, architecture)."""
+    """Figures of the kernels, by compiler and by (kernel, architecture)."""
 
     figures: dict[Compiler, dict[tuple[str, str], KernelFigures]] = field(default_factory=dict)
 
     def of(self, compiler: Compiler) -> dict[tuple[str, str], KernelFigures]:
-        """What one compiler made; empty if the baseline does not tell, or if it is not known."""
+        """Figures of one compiler's kernels; empty if the baseline lacks the compiler or it is
+        not known."""
         return self.figures.get(compiler, {}) if compiler.name else {}
 
     def nearest(self, compiler: Compiler) -> Compiler:
@@ -184,7 +185,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def figures_of(kernel: Kernel, config: Config) -> KernelFigures:
-    """What a kernel takes, launched as its config says."""
+    """Figures of a kernel, launched as its config says."""
     loop, main = count_phases(kernel).main_loop, main_loop(kernel)
     gaps = product_gaps(kernel, main) if main else Gaps()
     resources = kernel.resources
@@ -245,8 +246,7 @@ def read_library(
 
 @dataclass(frozen=True)
 class _Read:
-    """What a library was built with, as its figures show: it may leave out architectures and
-    steps."""
+    """Architectures and steps that a library was built with, as its figures show."""
 
     architectures: frozenset[str]
     steps: frozenset[str]
@@ -291,7 +291,7 @@ class Comparison:
     compared: kernels on both sides, each architecture counted. differences: the worse ones first.
     missing: kernels and architectures that the baseline has and the library not, although it has
     the architecture and others of the step. new: those that the baseline does not have. left_out:
-    architectures and steps of the baseline of which nothing was read.
+    architectures and steps of the baseline that were not read.
     """
 
     compared: int
@@ -302,12 +302,12 @@ class Comparison:
 
     @property
     def worse(self) -> list[Difference]:
-        """What got worse."""
+        """Differences for the worse."""
         return [difference for difference in self.differences if difference.is_worse]
 
     @property
     def better(self) -> list[Difference]:
-        """What got better."""
+        """Differences for the better."""
         return [difference for difference in self.differences if not difference.is_worse]
 
     @property
@@ -319,7 +319,7 @@ class Comparison:
 def compare(
     before: Mapping[tuple[str, str], KernelFigures], after: Sequence[KernelFigures]
 ) -> Comparison:
-    """What changed in the architectures and steps of `after`."""
+    """Differences in the architectures and steps of `after`."""
     found, read = by_kernel(after), _Read.of(after)
     differences = []
     for key in found.keys() & before.keys():

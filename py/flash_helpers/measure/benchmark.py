@@ -1,4 +1,4 @@
-"""How fast is each kernel, beside PyTorch's own, in one process.
+"""Speed of each kernel beside PyTorch's own, in one process.
 
 Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
 one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
@@ -203,7 +203,7 @@ class _Verification:
 
 
 class _Entry:
-    """What is known of one contender on one problem so far. outputs: where the work that is timed
+    """State of one contender on one problem. outputs: where the work that is timed
     leaves the result of each input set. taken: by name of the load."""
 
     def __init__(self, contender: Contender, sets: Sequence[InputSet], timer: CudaTimer) -> None:
@@ -217,7 +217,7 @@ class _Entry:
     def attempt(self, step: Callable[[], None]) -> None:
         """Take a step; whatever goes wrong is this contender's failure and no other's.
 
-        Raises torch.cuda.OutOfMemoryError: the problem is too large, whoever comes across it.
+        Raises torch.cuda.OutOfMemoryError: the problem is too large for every contender.
         """
         try:
             step()
@@ -368,7 +368,7 @@ def measure_problem(
 
 
 def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
-    """Of a problem that `measure_problem` found no room for."""
+    """Record of a problem that `measure_problem` found no room for."""
     reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
     return SkippedRecord(dtype.short, seq_len, reason)
 
@@ -386,7 +386,7 @@ def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) ->
 
 @dataclass(frozen=True)
 class BenchmarkRun:
-    """What one run found, in the order in which it was measured; called as in BenchmarkResults."""
+    """Findings of one run, in the order of measurement, named as in BenchmarkResults."""
 
     rates: tuple[RateRecord, ...] = ()
     skipped: tuple[SkippedRecord, ...] = ()
@@ -414,7 +414,7 @@ def run_benchmark(
     keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:
     """Measure the contenders of each dtype at every length under each load; dtypes of one length
-    one after the other, lest what changes during a run look like one of them.
+    one after the other, so that a change during the run does not look like one of them.
 
     rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose

@@ -91,7 +91,7 @@ def supports_table() -> str:
 
 
 def _taken(family: Family, step: Step) -> dict[str, str]:
-    """What a step's fixed config and its variants take, in words."""
+    """Problems that a step's fixed config and its variants take, in words."""
     config = family.fixed_config(step, DType.from_name(MAIN_DTYPE))
     causal = any(variant.supports.causal for variant in config.variants())
     return replace(config.supports, causal=causal).described()
@@ -218,7 +218,7 @@ def report_text(results: BenchmarkResults) -> str:
 
 
 def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
-    """What was left out of which lengths, and why."""
+    """Contenders that were left out, at which lengths, and why."""
     return _lines_by_reason(
         (f"{s.name}, {s.dtype}," if s.name else s.dtype, s.seq_len, f"skipped: {s.reason}")
         for s in skipped
@@ -226,7 +226,7 @@ def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
 
 
 def _lines_by_reason(found: Iterable[tuple[str, int, str]]) -> list[str]:
-    """Of what, at which length and why: a line for all lengths of the same."""
+    """A line per subject and reason, with all lengths."""
     lengths: dict[tuple[str, str], list[int]] = {}
     for what, seq_len, reason in found:
         lengths.setdefault((what, reason), []).append(seq_len)
@@ -288,7 +288,7 @@ def _problems_text(found: Sequence[Measurement]) -> str:
 
 
 def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Sequence[str]) -> str:
-    """What stands below a table of these dtypes and loads."""
+    """The line below a table of these dtypes and loads."""
     found, protocol = results.provenance, results.protocol
     own = [m for m in results.measurements if m.dtype in dtypes and m.load in loads]
     return found.sentence(
@@ -310,8 +310,8 @@ def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Se
 
 
 def header_lines(results: BenchmarkResults, step: Step) -> str:
-    """What was measured of a step at its tiles, as comment lines for its kernel file; "" if nothing
-    was."""
+    """Speed and cost of a step at its tiles, as comment lines for its kernel file; "" for a step
+    that was not measured."""
     fixed = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE))
     found = results.provenance
     lines = [

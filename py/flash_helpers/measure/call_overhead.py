@@ -1,4 +1,4 @@
-"""What a call takes of the host's time: the records, how they are taken, and their table."""
+"""Host time of a call: the records, how they are taken, and their table."""
 
 from __future__ import annotations
 

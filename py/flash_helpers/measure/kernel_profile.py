@@ -1,4 +1,4 @@
-"""What kernels execute, counted in the simulator: side by side, by opcode and by source line."""
+"""Counts of the simulator: kernels side by side, by opcode and by source line."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _count_rows(each: Sequence[Counts]) -> Iterable[tuple[str, list[float | None
 def _role_rows(
     profiles: Sequence[KernelProfile], name: str
 ) -> Iterable[tuple[str, list[float | None]]]:
-    """Of one role: its warps, what they count in all, and in the main loop."""
+    """Rows of one role: its warps, their counts in all, and in the main loop."""
     each = [profile.roles.get(name, Role((), {})) for profile in profiles]
     none = [None] * len(profiles)
     yield f"[{name}]", none

@@ -1,4 +1,4 @@
-"""What a GPU is and does while something is measured, as NVML, PyTorch and git tell it.
+"""State of a GPU and of the sources during a measurement, from NVML, PyTorch and git.
 
 NVML is the driver's management library, which nvidia-smi asks too (NVIDIA, "NVML API Reference
 Guide"). Without a driver all that it would tell is left out. torch is imported when it is asked.
@@ -55,7 +55,7 @@ def _handle(device: torch.device) -> Any:
 
 
 def driver_version(device: torch.device) -> str:
-    """Of the driver of a CUDA device; "" where it does not tell."""
+    """A fact from the driver of a CUDA device; "" where it does not tell."""
     _handle(device)
     return _ask(pynvml.nvmlSystemGetDriverVersion) or ""
 
@@ -69,7 +69,7 @@ class Reading(NamedTuple):
 
 
 def _milliwatts(handle: Any) -> int:
-    """What the GPU draws now; where the driver tells only the mean of the last second, that."""
+    """Power of the GPU now; where the driver tells only the mean of the last second, that."""
     fields = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_POWER_INSTANT])
     if fields and fields[0].nvmlReturn == pynvml.NVML_SUCCESS:
         return fields[0].value.uiVal
@@ -77,7 +77,7 @@ def _milliwatts(handle: Any) -> int:
 
 
 def read_gpu(device: torch.device) -> Reading | None:
-    """What a CUDA device does now; None unless it tells all three. It takes microseconds."""
+    """Reading of a CUDA device; None unless it tells all three. It takes microseconds."""
     handle = _handle(device)
     try:
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -97,7 +97,7 @@ class GpuSensor:
         self._resting_w = REST_POWER * limit / 1000 if limit else math.inf
 
     def read(self) -> Reading | None:
-        """What the device does now, if it tells."""
+        """A reading now, if the device tells."""
         return read_gpu(self._device)
 
     def rest(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class GpuSensor:
 
 
 def resource_record(config: Config, device: torch.device) -> ResourceRecord:
-    """What a built kernel takes on a CUDA device."""
+    """Resources of a built kernel on a CUDA device."""
     from flash_helpers.runtime.call import resources
 
     found = resources(config, device)
@@ -133,7 +133,7 @@ def git_commit(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git prints; "" if it is not there or fails."""
+    """Output of git; "" if it is not there or fails."""
     command = ["git", "-C", str(root), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

@@ -120,7 +120,7 @@ def readable_name(symbol: str) -> str:
 
 
 def kernel_names(selectors: Iterable[str]) -> list[str]:
-    """What chooses kernels in a file, as `sass.read.choice` takes it: steps, which may be numbers
+    """Choice of kernels in a file, as `sass.read.choice` takes it: steps, which may be numbers
     or ranges, become their namespaces."""
     names = []
     for selector in selectors:
@@ -155,7 +155,7 @@ def file_facts(
     launch: Launch | None = None,
     progress: Progress | None = None,
 ) -> KernelFacts:
-    """What is known of a kernel of a file; of one of this library, what is known of its config.
+    """Facts of a kernel of a file; for one of this library, of its config.
 
     architecture, names: as for `reader.load_kernel`, besides the name in `where`, and it raises as
     that does. results: as for `config_facts`. launch: None takes that of the config, if it is one.
@@ -207,7 +207,7 @@ def launch_of(config: Config, problem: AttentionForward | None = None) -> Launch
 
 
 def unit_of(config: Config) -> Unit:
-    """What the loops of a kernel handle."""
+    """Work of a kernel's loops."""
     return Unit("block of K and V", config.mma_per_key_block)
 
 
@@ -236,7 +236,7 @@ def predict_config(
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts(KernelFacts):
-    """What is known of a kernel of this library."""
+    """Facts of a kernel of this library."""
 
     config: Config
 
@@ -266,7 +266,7 @@ def timed_launch(
 def config_facts(
     config: Config, kernel: Kernel, results: BenchmarkResults | None, seq_len: int = SEQ_LEN
 ) -> ConfigFacts:
-    """What is known of a kernel, beside the time of its launch for a length.
+    """Facts of a kernel, beside the time of its launch for a length.
 
     results: of a benchmark; those of another architecture than the kernel's are left aside.
     """
@@ -309,8 +309,8 @@ def facts_matrix(
 
 
 def _short_names(rows: Sequence[KernelFacts]) -> list[str]:
-    """Of a config of the installed library, its step; of a kernel of a file, its own name, or else
-    the file's, or else both, the first that tells all of the comparison apart."""
+    """Titles: for a config of the installed library its step; for a kernel of a file its own name,
+    the file's, or both, the first that tells all of the comparison apart."""
     own = [f for f in rows if isinstance(f, ConfigFacts) and f.where is None]
     steps = dict(zip(map(id, own), names_of([f.config for f in own]), strict=True))
     files = [(f.where, f.kernel.symbol) for f in rows if f.where is not None]

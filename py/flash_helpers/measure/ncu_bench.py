@@ -118,7 +118,7 @@ class KernelCounters:
 
     @property
     def problem(self) -> AttentionForward:
-        """What was computed, but for its dtype."""
+        """The problem, without its dtype."""
         return AttentionForward(
             self.batch,
             self.n_heads,
@@ -204,7 +204,7 @@ def _averages(launches: Sequence[ProfiledLaunch], metric: str) -> float | None:
 def average_launches(
     name: str, shape: AttentionForward, launches: Sequence[ProfiledLaunch]
 ) -> KernelCounters:
-    """The means of one kernel's launches, of which there is at least one."""
+    """The means of one kernel's launches, at least one."""
     values: dict[str, float | None] = {}
     for counter in COUNTERS:
         means = (_averages(launches, metric) for metric in counter.metrics)

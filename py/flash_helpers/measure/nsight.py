@@ -55,7 +55,7 @@ class ProfiledLaunch:
 
 
 def _number(text: str) -> float | None:
-    """Of a cell such as "1,024 (HMMA: 512)"; None for one without a number, such as n/a."""
+    """The number in a cell such as "1,024 (HMMA: 512)"; None without one, such as n/a."""
     try:
         found = float(text.partition(" (")[0].replace(",", ""))
     except ValueError:
@@ -162,7 +162,7 @@ class NsightCompute:
             (self.raw / name).write_text(text)
 
     def version(self) -> str:
-        """What it calls itself, "" if it does not say."""
+        """Its own name and version, "" if it does not say."""
         lines = self.run([self.executable, "--version"]).stdout.strip().splitlines()
         return lines[-1].strip() if lines else ""
 

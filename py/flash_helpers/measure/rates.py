@@ -41,7 +41,7 @@ def mma_sync_work(dtype: DType, device: torch.device) -> RateWork:
 
 
 def default_rate_works(device: torch.device) -> dict[str, MakeRateWork]:
-    """What the rates of RATE_NAMES are measured with on a CUDA device."""
+    """Works that measure the rates of RATE_NAMES on a CUDA device."""
     return {
         MATMUL: lambda dtype: matmul_work(dtype, device),
         MMA_SYNC: lambda dtype: mma_sync_work(dtype, device),

@@ -166,7 +166,7 @@ class Measurement:
 
     @property
     def problem(self) -> AttentionForward:
-        """That it is of."""
+        """The measured problem."""
         return AttentionForward(
             *(self.batch, self.n_heads, self.seq_len, self.d_head, DType.from_name(self.dtype)),
             kv_heads=self.kv_heads,
@@ -234,8 +234,7 @@ class LibraryRecord:
 
 @dataclass(frozen=True)
 class SkippedRecord:
-    """What was not measured of a problem, and why. name: of the contender that was left out; empty
-    if all were."""
+    """A contender that was left out of a problem, and why. name: empty if all were left out."""
 
     dtype: str
     seq_len: int
@@ -245,7 +244,7 @@ class SkippedRecord:
 
 @dataclass(frozen=True)
 class ResourceRecord:
-    """What a kernel takes on the GPU that was measured.
+    """Resources of a kernel on the GPU that was measured.
 
     registers, local_bytes: per thread. smem_bytes: per block. blocks_per_sm: resident at a time.
     """
@@ -259,7 +258,7 @@ class ResourceRecord:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was measured, on what, when. A text is empty where the machine does not tell.
+    """Machine, software and date of a measurement. A text is empty where the machine does not tell.
 
     commit: of the sources, with "-dirty" if they differ from it. max_sm_mhz, power_limit_w: as
     nvidia-smi prints them.
@@ -280,8 +279,8 @@ class Provenance:
     library: str
 
     def sentence(self, *facts: str, clock: str = "") -> str:
-        """What stands below a table: GPU, driver, the facts and the sources, those that are
-        known. clock: its place is behind the GPU."""
+        """The line below a table: GPU, driver, the facts and the sources, without unknown ones.
+        clock: its place is behind the GPU."""
         driver = f"driver {self.driver}" if self.driver else ""
         commit = f"commit {self.commit}" if self.commit else ""
         parts = (self.gpu, clock, driver, *facts, self.date, commit)
@@ -297,7 +296,7 @@ class Provenance:
 
     @property
     def built_with(self) -> str:
-        """What the kernels were built with, as one of the facts."""
+        """The compiler of the kernels, as one of the facts."""
         return f"kernels built with {self.library}" if self.library else ""
 
 
@@ -320,7 +319,7 @@ class Load:
 
     @property
     def slice_ms(self) -> float:
-        """Of the wall clock that a sample takes, if no launch is longer."""
+        """Wall-clock milliseconds of a sample, if no launch is longer."""
         return self.lead_ms + self.sample_ms * (1 + self.rest)
 
 
@@ -461,7 +460,7 @@ class BenchmarkResults(RecordFile):
     def fastest(
         self, names: Iterable[str], dtype: str, seq_len: int, load: str | None = None
     ) -> Measurement | None:
-        """That of the fastest of some contenders at one length, if one was measured."""
+        """The measurement of the fastest of some contenders at one length, if one was measured."""
         found = (self.find(name, dtype, seq_len, load) for name in names)
         return max(filter(None, found), key=lambda m: m.tflops, default=None)
 
@@ -600,7 +599,7 @@ class BenchmarkResults(RecordFile):
         return own / other if own and other else None
 
     def derived(self, m: Measurement) -> dict[str, float | str | None]:
-        """What follows from a valid measurement and its neighbours, by CSV column."""
+        """Numbers that follow from a valid measurement and its neighbours, by CSV column."""
         place = (m.name, m.dtype, m.seq_len, m.load)
         shares = {"flash": self.of_flash(*place)}
         if found := self.pairs(m.name, FLASH, *place[1:]):
@@ -645,7 +644,7 @@ class BenchmarkResults(RecordFile):
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """What the middle 80% of the values lie in.
+    """The interval of the middle 80% of the values.
 
     Of few rounds that is nearly all of them: a dip of one in three is shown, while one in twenty
     does not make the interval. The quartiles of three rounds would hide it.

@@ -1,5 +1,5 @@
 """Time on a device: samples of launches, from CUDA graphs or one by one, in interleaved rounds,
-under a load that is told: bursts of a rested chip, or without a pause."""
+under a given load: bursts of a rested chip, or without a pause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Work = Callable[[], object]
 
 
 class CudaTimer:
-    """What measures time: graphs and events of one CUDA device, which must be the current one.
+    """Graphs and events that measure time on one CUDA device, which must be the current one.
 
     timing: one of TIMING_CHOICES; "events" records no graph. flushes: it overwrites the last cache
     before each launch.
@@ -121,7 +121,7 @@ def make_timer(device: torch.device, protocol: Protocol) -> CudaTimer:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is timed together: a work so many times.
+    """A timed unit: a work so many times.
 
     n_launches: of what is measured, in all of it. lead: times that the work is done untimed before.
     """
@@ -180,7 +180,7 @@ def interleaved_rounds(
 ) -> list[list[Taken]]:
     """Each sample as it was taken in each round, in the order of `heats`.
 
-    reference: index of the sample that is taken in each heat; what is told of it is the mean of a
+    reference: index of the sample that is taken in each heat; its result is the mean of a
     round's, and its last reading. may_continue: called with the number of rounds done before each
     round.
     """
@@ -274,7 +274,7 @@ def record(work: Work, n_launches: int, timer: CudaTimer, protocol: Protocol) ->
     timer.synchronize()
     once = max(timer.start(work)(), SHORTEST_MS)
     shortest_ms = min(GRAPH_MS, *(load.sample_ms for load in protocol.loads))
-    # whoever flushes the cache does so before each launch
+    # a flushed cache is flushed before each launch
     n_works = 1 if timer.flushes else max(1, math.ceil(shortest_ms / once))
     replay = timer.record(repeated)
     # the host may have been what the work took its time for

@@ -134,7 +134,8 @@ def _winners(
     causal: bool,
     in_order: Callable[[BestConfig], list[Config]],
 ) -> list[Config]:
-    """Of the files of this GPU, then of others of its compute capability, each in some order."""
+    """Winners in the files of this GPU, then of others of its compute capability, each in some
+    order."""
     gpu = _gpu(device)
     if gpu is None:
         return []

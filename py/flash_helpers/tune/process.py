@@ -1,4 +1,4 @@
-"""Keeps a measuring process: asks it, waits no longer than agreed, and replaces it when it dies.
+"""A kept measuring process: asked, waited for no longer than agreed, replaced when it dies.
 
 What talks to a GPU is the process (flash_helpers.tune.worker), not this.
 """
@@ -38,7 +38,7 @@ class WorkerNotStarted(WorkerError):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker runs on. smem_bytes: shared memory that a thread block may have."""
+    """GPU and software of a worker. smem_bytes: shared memory that a thread block may have."""
 
     gpu: str
     compute_capability: str
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker measured, and the lengths that do not fit in the GPU's memory."""
+    """Measurements of a worker, and the lengths that do not fit in the GPU's memory."""
 
     measurements: tuple[Measurement, ...]
     skipped: tuple[SkippedRecord, ...]

@@ -66,7 +66,7 @@ Progress = Callable[["SweepRow"], object]
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What became of one candidate.
+    """Outcome of one candidate.
 
     outcome: TIMED, DROPPED, FAILED or NOT_RUN; reason: of all but the first.
     registers, spill_bytes (stores and loads): per thread, as ptxas says; None if it was not
@@ -94,7 +94,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """What became of one question to the measuring process. failure: why the measurements are not
+    """Outcome of one question to the measuring process. failure: why the measurements are not
     to be trusted, or empty."""
 
     key: str
@@ -115,7 +115,7 @@ class Journal:
                 self._entries[entry.key] = entry
 
     def find(self, key: str) -> JournalEntry | None:
-        """What was noted under the key, if anything was."""
+        """The entry under the key, if there is one."""
         return self._entries.get(key)
 
     def note(self, entry: JournalEntry) -> None:
@@ -166,7 +166,7 @@ def _at_lengths(
 
 
 def kernel_of(config: Config, step: str = "") -> tuple[str, DType, bool]:
-    """What one config is chosen for: its step, or another that it competes for, its dtype, and
+    """The contest of one config: its step, or another that it competes for, its dtype, and
     whether problems are causal."""
     return step or config.step.id, config.dtype, config.supports.causal
 
@@ -295,7 +295,7 @@ class Sweep:
         )
 
     def rows(self) -> list[SweepRow]:
-        """What became of every candidate, in the order of the configs."""
+        """Outcomes of all candidates, in the order of the configs."""
         return [self._rows[config] for config in sorted(self._rows)]
 
     def _keep(self, row: SweepRow, progress: Progress) -> None:
@@ -370,7 +370,7 @@ class Sweep:
     def _measure(
         self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol
     ) -> JournalEntry:
-        """What the journal has of it, or else the worker's answer, which is noted."""
+        """The journal's entry, or else the worker's answer, which is noted."""
         names = [cubin.config.short_form() for cubin in cubins]
         asked = [
             [cubin.code for cubin in cubins],

@@ -1,4 +1,4 @@
-"""What sweeps have found, a pair of files for each GPU: the fastest configs, which the generator
+"""Findings of sweeps, a pair of files per GPU: the fastest configs, which the generator
 and `flash_attention.best_config` read, and all candidates (flash_helpers.tune.sweep)."""
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def sweep_file(folder: Path, gpu: str) -> Path:
 
 @dataclass(frozen=True)
 class GpuFile(RecordFile):
-    """What was found on one GPU; a subclass adds one tuple of records, each of a step and a
-    dtype."""
+    """Findings on one GPU; a subclass adds one tuple of records, each of a step and a dtype."""
 
     gpu: str
     compute_capability: str
@@ -139,7 +138,7 @@ class BestConfigs(GpuFile):
     best: tuple[BestConfig, ...]
 
     def find(self, step: str, dtype: str, causal: bool = False) -> BestConfig | None:
-        """What is known of a step in a dtype, on causal problems or on others."""
+        """The winner of a step in a dtype, on causal problems or on others."""
         wanted = (step, dtype, causal)
         return next((e for e in self.best if (e.step, e.dtype, e.causal) == wanted), None)
 

@@ -73,7 +73,7 @@ def cubin_contender(kernel: KernelFile) -> Contender:
 
 
 def worker_info(device: torch.device) -> WorkerInfo:
-    """What this process runs on."""
+    """The GPU and software of this process."""
     properties = torch.cuda.get_device_properties(device)
     return WorkerInfo(
         gpu=properties.name,
