@@ -26,6 +26,7 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
+from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import report_text
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
@@ -46,7 +47,7 @@ from flash_helpers.registry.selection import (
     require_taken,
     select_kernels,
 )
-from flash_helpers.runtime.backend import KernelsNotRun, find_backend
+from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,6 +181,33 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def protocol_of(arguments: argparse.Namespace) -> Protocol:
+    """The protocol that was asked for."""
+    return Protocol(
+        rounds=arguments.rounds,
+        loads=tuple(load for load in LOADS.values() if arguments.load in (load.name, "both")),
+        timing=arguments.timing,
+        cache=arguments.cache,
+        mantissa_bits=arguments.mantissa_bits,
+    )
+
+
+def choose(
+    arguments: argparse.Namespace, backend: Backend, shapes: Sequence[AttentionForward]
+) -> list[Config]:
+    """The chosen kernels, one of which takes each problem. Raises PlotError and UsageError."""
+    first = shapes[0]
+    if arguments.plot:
+        if first != default_shape(first.len_q):
+            raise UsageError("--plot draws the steps at their usual problems: leave it out")
+        require_plotting()
+    dtypes = parse_dtypes(arguments.dtype)
+    configs = select_kernels(backend.kernels, arguments.kernel or [ALL], dtypes, problem=first)
+    for shape in shapes:
+        require_taken(configs, shape)
+    return configs
+
+
 def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     """Measure what was asked for.
 
@@ -196,38 +224,14 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     from flash_helpers.measure.rates import default_rate_works
     from flash_helpers.measure.timing import make_timer
 
-    protocol = Protocol(
-        rounds=arguments.rounds,
-        loads=tuple(load for load in LOADS.values() if arguments.load in (load.name, "both")),
-        timing=arguments.timing,
-        cache=arguments.cache,
-        mantissa_bits=arguments.mantissa_bits,
-    )
-    seq_lens = sorted(set(arguments.seq))
+    protocol = protocol_of(arguments)
     backend = find_backend("cuda")
     found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     if arguments.json:
         refuse_another_gpu(arguments.json, found.gpu)
-    shape_for = partial(
-        default_shape,
-        heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        causal=arguments.causal,
-        batch=arguments.batch,
-    )
-    first = shape_for(seq_lens[0])
-    if arguments.plot:
-        if first != default_shape(first.len_q):
-            raise UsageError("--plot draws the steps at their usual problems: leave it out")
-        require_plotting()
-    configs = select_kernels(
-        backend.kernels,
-        arguments.kernel or [ALL],
-        parse_dtypes(arguments.dtype),
-        problem=first,
-    )
-    for seq_len in seq_lens:
-        require_taken(configs, shape_for(seq_len))
+    problem = {name: getattr(arguments, name) for name in ("heads", "kv_heads", "causal", "batch")}
+    shapes = {n: default_shape(n, **problem) for n in sorted(set(arguments.seq))}
+    configs = choose(arguments, backend, [*shapes.values()])
     dtypes = sorted({config.dtype for config in configs})
     contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
 
@@ -250,18 +254,14 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         before.require_same_run(results_of(BenchmarkRun()), arguments.json)
         measured = BenchmarkRun(before.rates, before.skipped, before.measurements)
     steps = sum(n_steps(len(each), protocol) for each in contenders.values())
-    with bar(total=len(seq_lens) * steps, desc="benchmark", unit="step") as shown:
+    with bar(total=len(shapes) * steps, desc="benchmark", unit="step") as shown:
         run = run_benchmark(
-            contenders,
-            seq_lens,
-            backend.device,
-            make_timer(backend.device, protocol),
-            protocol,
-            GpuSensor(backend.device),
+            *(contenders, [*shapes], backend.device, make_timer(backend.device, protocol)),
+            *(protocol, GpuSensor(backend.device)),
             rate_works=default_rate_works(backend.device),
             time_budget_s=arguments.time_budget,
             advance=shown.update,
-            shape_for=shape_for,
+            shape_for=partial(default_shape, **problem),
             measured=measured,
             keep=keep,
         )

@@ -394,9 +394,19 @@ class BenchmarkRun:
 
     @property
     def problems(self) -> set[tuple[str, int]]:
-        """dtype and length of those that it is done with."""
-        nobody = {(s.dtype, s.seq_len) for s in self.skipped if not s.name}
-        return nobody | {(m.dtype, m.seq_len) for m in self.measurements}
+        """dtype and length of the problems that are done."""
+        empty = {(s.dtype, s.seq_len) for s in self.skipped if not s.name}
+        return empty | {(m.dtype, m.seq_len) for m in self.measurements}
+
+    def require_problems(self, shape_for: Callable[[int], AttentionForward]) -> None:
+        """Raise ValueError unless the measured problem of each length is the given one."""
+        for found in self.measurements:
+            asked = replace(shape_for(found.seq_len), dtype=found.problem.dtype)
+            if found.problem != asked:
+                raise ValueError(
+                    f"what was measured is {found.problem}, and this is {asked}: go on with that, "
+                    "or name another file"
+                )
 
 
 def run_benchmark(
@@ -434,13 +444,7 @@ def run_benchmark(
             for rate in measure_rates(rate_works, dtype, timer, protocol, sensor)
         )
     )
-    for found in run.measurements:
-        asked = replace(shape_for(found.seq_len), dtype=found.problem.dtype)
-        if found.problem != asked:
-            raise ValueError(
-                f"what was measured is {found.problem}, and this is {asked}: go on with that, or "
-                "name another file"
-            )
+    run.require_problems(shape_for)
     done = run.problems
     problems = [(dtype, shape_for(seq_len)) for seq_len in seq_lens for dtype in contenders]
     new = [(dtype, shape) for dtype, shape in problems if (dtype.short, shape.len_q) not in done]
@@ -450,15 +454,14 @@ def run_benchmark(
         now = time.monotonic()
         share = (begin + time_budget_s - now) / (len(new) - index)
         left = n_steps(len(contenders[dtype]), protocol)
+        reasons = {c.name: c.refusal(shape.in_dtype(dtype)) for c in contenders[dtype]}
+        taking = [c for c in contenders[dtype] if not reasons[c.name]]
         measurements: list[Measurement] = []
-        skipped: list[SkippedRecord] = []
-        taking: list[Contender] = []
-        for contender in contenders[dtype]:
-            if reason := contender.refusal(shape.in_dtype(dtype)):
-                found = SkippedRecord(dtype.short, shape.len_q, reason, contender.name)
-                skipped.append(found)
-            else:
-                taking.append(contender)
+        skipped = [
+            SkippedRecord(dtype.short, shape.len_q, reason, name)
+            for name, reason in reasons.items()
+            if reason
+        ]
 
         def step() -> None:
             nonlocal left
