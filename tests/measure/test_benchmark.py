@@ -42,6 +42,7 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure import benchmark, rates, timing
 from flash_helpers.measure.benchmark import (
+    BenchmarkRun,
     Contender,
     InputSet,
     contenders_for,
@@ -471,16 +472,21 @@ def contenders_of(step: str) -> dict[DType, list[Contender]]:
     return {dtype: contenders_for(configs, dtype, fake_backend()) for dtype in DType}
 
 
-def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustained() -> None:
-    run = run_benchmark(
-        contenders_of("v1"),
-        (64, 128),
-        CPU,
-        FakeTimer(),
-        Protocol(rounds=2),
-        FakeSensor(),
+TWO_ROUNDS = Protocol(rounds=2)
+
+
+def run_small(
+    contenders: dict[DType, list[Contender]], seq_lens: Sequence[int], **options
+) -> BenchmarkRun:
+    return run_benchmark(
+        *(contenders, seq_lens, CPU, FakeTimer(), TWO_ROUNDS, FakeSensor()),
         shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
+        **options,
     )
+
+
+def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustained() -> None:
+    run = run_small(contenders_of("v1"), (64, 128))
     assert [(m.load, m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
         (load, dtype, seq_len)
         for seq_len in (64, 128)
@@ -499,25 +505,15 @@ NOT_INSTALLED = {
 
 def test_a_kernel_is_left_out_of_the_lengths_that_its_tile_does_not_divide() -> None:
     steps: list[int] = []
-    protocol = Protocol(rounds=2)
     contenders = contenders_for([BF16[6], LARGE_TILE_7], DType.BF16, fake_backend())
-    run = run_benchmark(
-        {DType.BF16: contenders},
-        (64, 128),
-        CPU,
-        FakeTimer(),
-        protocol,
-        FakeSensor(),
-        advance=steps.append,
-        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
-    )
+    run = run_small({DType.BF16: contenders}, (64, 128), advance=steps.append)
     small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
     measured = {(m.name, m.seq_len) for m in run.measurements if m.ran}
     assert measured == {(small, 64), (small, 128), (large, 128)}
     (skipped,) = (s for s in run.skipped if s.name not in (FLASH_ATTN, FA3))
     assert (skipped.name, skipped.dtype, skipped.seq_len) == (large, "bf16", 64)
     assert "seq_len 64 is not a multiple of B_r 128" in skipped.reason
-    assert sum(steps) == 2 * n_steps(len(contenders), protocol)
+    assert sum(steps) == 2 * n_steps(len(contenders), TWO_ROUNDS)
 
 
 def test_what_is_left_of_the_time_is_shared_out_by_what_a_round_takes(monkeypatch) -> None:
@@ -547,23 +543,14 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
             raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB\nand more")
 
     steps: list[int] = []
-    protocol = Protocol(rounds=2)
-    run = run_benchmark(
-        {DType.BF16: contenders_for(BF16[:1], DType.BF16, fake_backend(exhaust))},
-        (64, 128, 192),
-        CPU,
-        FakeTimer(),
-        protocol,
-        FakeSensor(),
-        advance=steps.append,
-        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
-    )
+    contenders = contenders_for(BF16[:1], DType.BF16, fake_backend(exhaust))
+    run = run_small({DType.BF16: contenders}, (64, 128, 192), advance=steps.append)
     assert {m.seq_len for m in run.measurements} == {64, 192}
     (skipped,) = (s for s in run.skipped if not s.name)
     assert (skipped.dtype, skipped.seq_len) == ("bf16", 128)
     assert "Tried to allocate 9 GiB" in skipped.reason and "\n" not in skipped.reason
     # the progress bar comes to its end
-    assert sum(steps) == 3 * n_steps(1 + len(library_contenders()), protocol)
+    assert sum(steps) == 3 * n_steps(len(contenders), TWO_ROUNDS)
 
 
 # The chip's own rates
@@ -575,16 +562,7 @@ def test_rates_are_measured_in_every_dtype_of_the_run_under_each_load() -> None:
     def make(dtype: DType) -> RateWork:
         return RateWork(10**9, lambda: launched.append(dtype))
 
-    run = run_benchmark(
-        contenders_of("v1"),
-        (64,),
-        CPU,
-        FakeTimer(),
-        Protocol(rounds=2),
-        FakeSensor(),
-        rate_works={MMA_SYNC: make},
-        shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
-    )
+    run = run_small(contenders_of("v1"), (64,), rate_works={MMA_SYNC: make})
     assert [(r.name, r.load, r.dtype, len(r.samples_ms)) for r in run.rates] == [
         (MMA_SYNC, load, dtype, 2) for dtype in ("fp16", "bf16") for load in (BURST, SUSTAINED)
     ]
@@ -1592,15 +1570,28 @@ def pt_bench(monkeypatch):
     return tool
 
 
+@pytest.fixture
+def bench(pt_bench, tmp_path: Path):
+    """Runs the tool on short problems, one round unless told otherwise; returns its results."""
+
+    def run(*options: str, status: int = 0) -> BenchmarkResults:
+        path = tmp_path / "out.json"
+        given = {*options}
+        usual = {"--kernel": "2", "--seq": "64", "--load": BURST, "--rounds": "1"}
+        filled = itertools.chain(*(pair for pair in usual.items() if pair[0] not in given))
+        assert pt_bench.main([*filled, *options, "--json", str(path)]) == status
+        return load_results(path)
+
+    return run
+
+
 def test_the_tool_writes_the_files_and_prints_the_tables(
-    pt_bench, tmp_path: Path, terminal, capsys
+    bench, tmp_path: Path, terminal, capsys
 ) -> None:
-    json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
-    arguments = ["--kernel", "2", "--seq", "128", "64", "--heads", "1", "--rounds", "2"]
-    arguments += ["--commit", "abc"]
-    status = pt_bench.main([*arguments, "--json", str(json_path), "--csv", str(csv_path)])
-    assert status == 0
-    results = load_results(json_path)
+    csv_path = tmp_path / "out.csv"
+    arguments = ["--kernel", "2", "--seq", "128", "64", "--load", "both", "--rounds", "2"]
+    arguments += ["--heads", "1", "--commit", "abc", "--csv", str(csv_path)]
+    results = bench(*arguments)
     assert results.seq_lens == [64, 128]
     assert results.names("bf16") == [FLASH, CUDNN, CONTROL, BF16[1].short_form()]
     assert results.loads == [BURST, SUSTAINED]
@@ -1608,7 +1599,7 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     assert results.protocol.rounds == 2
     assert results.provenance.commit == "abc"
     assert results.provenance.command == (
-        f"pt_bench.py {' '.join(arguments)} --json {json_path.name} --csv {csv_path.name}"
+        f"pt_bench.py {' '.join(arguments[:-1])} {csv_path.name} --json out.json"
     )
     assert len(csv_path.read_text().splitlines()) == 1 + len(results.measurements)
     captured = capsys.readouterr()
@@ -1616,11 +1607,27 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     assert "benchmark" in captured.err  # the progress bar
 
 
-def test_the_batch_may_be_given(pt_bench, tmp_path: Path) -> None:
-    asked = ["--kernel", "2", "--seq", "64", "--heads", "1", "--load", "burst", "--rounds", "1"]
-    assert pt_bench.main([*asked, "--batch", "3", "--json", str(tmp_path / "out.json")]) == 0
-    measured = load_results(tmp_path / "out.json").measurements
-    assert {(m.batch, m.n_heads, m.seq_len) for m in measured} == {(3, 1, 64)}
+@pytest.mark.parametrize(
+    ("options", "found", "expected"),
+    [
+        (
+            ["--heads", "1", "--batch", "3"],
+            lambda r: {(m.batch, m.n_heads, m.seq_len) for m in r.measurements},
+            {(3, 1, 64)},
+        ),
+        (
+            ["--timing", "events", "--cache", "flush"],
+            lambda r: (r.protocol.timing, r.protocol.cache, {m.input_sets for m in r.measurements}),
+            ("events", "flush", {1}),
+        ),
+        *(
+            (["--load", load], lambda r: (r.loads, r.protocol.loads), ([load], (LOADS[load],)))
+            for load in (BURST, SUSTAINED)
+        ),
+    ],
+)
+def test_the_tool_keeps_what_was_asked_for(bench, options, found, expected) -> None:
+    assert found(bench(*options)) == expected
 
 
 def test_a_benchmark_that_was_ended_goes_on_where_it_was(
@@ -1657,25 +1664,6 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
     assert {s.seq_len for s in both.skipped} == {64, 128}
 
 
-def test_the_tool_keeps_how_launches_were_timed(pt_bench, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["--kernel", "2", "--seq", "64", "--timing", "events", "--cache", "flush"]
-    assert pt_bench.main([*arguments, "--json", str(path)]) == 0
-    results = load_results(path)
-    assert (results.protocol.timing, results.protocol.cache) == ("events", "flush")
-    assert {m.input_sets for m in results.measurements} == {1}
-
-
-@pytest.mark.parametrize("load", [BURST, SUSTAINED])
-def test_the_tool_measures_under_one_load_alone(pt_bench, tmp_path: Path, load: str) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["--kernel", "2", "--seq", "64", "--heads", "1", "--load", load]
-    arguments += ["--json", str(path)]
-    assert pt_bench.main(arguments) == 0
-    results = load_results(path)
-    assert results.loads == [load] and results.protocol.loads == (LOADS[load],)
-
-
 def test_the_tool_does_not_write_over_results_of_another_gpu(
     pt_bench, tmp_path: Path, capsys
 ) -> None:
@@ -1687,24 +1675,17 @@ def test_the_tool_does_not_write_over_results_of_another_gpu(
     assert path.read_text() == before
 
 
-def test_a_length_that_one_kernel_takes_is_measured_without_the_others(
-    pt_bench, tmp_path: Path, capsys
-) -> None:
-    path = tmp_path / "out.json"
-    options = ["--seq", "64", "--rounds", "1", "--load", BURST, "--json", str(path)]
-    assert pt_bench.main(["--kernel", "2", LARGE_TILE_7.short_form(), *options]) == 0
-    assert LARGE_TILE_7.short_form() not in load_results(path).names("bf16")
+def test_a_length_that_one_kernel_takes_is_measured_without_the_others(bench, capsys) -> None:
+    large = LARGE_TILE_7.short_form()
+    assert large not in bench("--kernel", "2", large).names("bf16")
     said = capsys.readouterr().out
-    assert f"{LARGE_TILE_7.short_form()}, bf16, at 64 skipped: seq_len 64 is not" in said
+    assert f"{large}, bf16, at 64 skipped: seq_len 64 is not" in said
     assert "fa3, bf16, at 64 skipped: the package fa3_fwd is not installed" in said
 
 
-def test_the_tool_measures_causal_problems_and_grouped_heads(pt_bench, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    options = ["--seq", "40", "--rounds", "1", "--load", BURST, "--json", str(path)]
-    asked = ["--causal", "--heads", "4", "--kv-heads", "2"]
-    assert pt_bench.main(["--kernel", "h21", "1", *asked, *options]) == 0
-    results = load_results(path)
+def test_the_tool_measures_causal_problems_and_grouped_heads(bench) -> None:
+    asked = ["--causal", "--heads", "4", "--kv-heads", "2", "--seq", "40"]
+    results = bench("--kernel", "h21", "1", *asked)
     names = [name for name in results.names("bf16") if name not in LIBRARY_NAMES]
     # of h21 the causal config alone; v1 takes no such problem
     assert [name.partition("_")[0] for name in names] == ["h21"] and names[0].endswith("_causal")
@@ -1714,16 +1695,13 @@ def test_the_tool_measures_causal_problems_and_grouped_heads(pt_bench, tmp_path:
     assert {(m.n_heads, m.kv_heads, m.causal) for m in measured} == {(4, 2, True)}
 
 
-def test_the_tool_leaves_causal_kernels_out_of_other_problems(pt_bench, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    options = ["--seq", "40", "--rounds", "1", "--load", BURST, "--json", str(path)]
+def test_the_tool_leaves_causal_kernels_out_of_other_problems(bench) -> None:
     causal = FAMILIES["hopper"].fixed_config(STEPS["h21"], DType.BF16).replace(causal=True)
-    assert pt_bench.main(["--kernel", "h21", *options]) == 0
-    found = load_results(path)
+    found = bench("--kernel", "h21", "--seq", "40")
     assert causal.short_form() not in {*found.names("bf16"), *(s.name for s in found.skipped)}
     # one that is named is told why it is left out
-    assert pt_bench.main(["--kernel", "h21", causal.short_form(), *options]) == 0
-    (skipped,) = (s for s in load_results(path).skipped if s.name == causal.short_form())
+    found = bench("--kernel", "h21", causal.short_form(), "--seq", "40")
+    (skipped,) = (s for s in found.skipped if s.name == causal.short_form())
     assert "not causal is not supported" in skipped.reason
 
 
