@@ -46,6 +46,7 @@ from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
 from flash_helpers.tune import worker as sweep_worker
 from flash_helpers.tune.best import best_config
+from flash_helpers.tune.measurer import Journal, JournalEntry
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -60,8 +61,6 @@ from flash_helpers.tune.sweep import (
     NOT_RUN,
     SCREEN_PROTOCOL,
     TIMED,
-    Journal,
-    JournalEntry,
     SweepRow,
     in_search_order,
     load_sweep,

@@ -43,10 +43,10 @@ from flash_helpers.registry.selection import (
     parse_steps,
     require_taken,
 )
+from flash_helpers.tune.measurer import Journal, Measurer
 from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProcess
 from flash_helpers.tune.sweep import (
     SCREEN_SEQ_LENS,
-    Journal,
     Sweep,
     SweepRow,
     kernel_of,
@@ -232,13 +232,10 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
             arguments.jobs,
             COMPILE_TIMEOUT_S,
         ),
-        worker=worker,
-        info=info,
-        journal=Journal(work / "journal.jsonl"),
+        measurer=Measurer(worker, info, Journal(work / "journal.jsonl"), arguments.timeout),
         seq_lens=sorted(set(arguments.seq)),
         screen_seq_lens=sorted(set(arguments.screen_seq)),
         spill_bytes=arguments.allow_spills,
-        kernel_s=arguments.timeout,
         deadline=begin + arguments.budget,
         date=datetime.now(timezone.utc).date().isoformat(),
         commit=arguments.commit or git_commit(arguments.root),
@@ -254,7 +251,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     if winners:
         best.updated(winners).save(best_file(folder, info.gpu))
     print(outcomes_text(sweep.rows()))
-    print("\n".join([*sweep.notes, *map(winner_text, winners)]))
+    print("\n".join([*sweep.measurer.notes, *map(winner_text, winners)]))
     missing = [
         f"{step} {dtype.short}{' causal' if causal else ''}"
         for (step, dtype, causal), winner in chosen.items()

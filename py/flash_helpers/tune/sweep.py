@@ -12,18 +12,13 @@ What was measured is in a journal as soon as it is known: a sweep that was stopp
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
-
-import msgspec
 
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
@@ -37,14 +32,7 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.registry.selection import first_refusal
-from flash_helpers.tune.process import (
-    KernelFile,
-    Request,
-    WorkerError,
-    WorkerInfo,
-    WorkerNotStarted,
-    WorkerProcess,
-)
+from flash_helpers.tune.measurer import Measurer
 from flash_helpers.tune.winners import BestAtLength, BestConfig, GpuFile
 
 N_FINALISTS = 5
@@ -90,44 +78,6 @@ class SweepRow:
     final_of_flash: float | None
     date: str
     commit: str
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """Outcome of one question to the measuring process. failure: why the measurements are not
-    to be trusted, or empty."""
-
-    key: str
-    failure: str
-    measurements: tuple[Measurement, ...]
-
-
-class Journal:
-    """Answers of the measuring process by what was asked, in a file that is only appended to."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._entries: dict[str, JournalEntry] = {}
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            # a line cut short, or of an older format: measure again
-            with contextlib.suppress(ValueError):
-                entry = msgspec.json.decode(line, type=JournalEntry)
-                self._entries[entry.key] = entry
-
-    def find(self, key: str) -> JournalEntry | None:
-        """The entry under the key, if there is one."""
-        return self._entries.get(key)
-
-    def note(self, entry: JournalEntry) -> None:
-        """Keep what was measured; it is on the disk when this returns."""
-        self._entries[entry.key] = entry
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        is_whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
-        text = json.dumps(asdict(entry), allow_nan=False)
-        with self._path.open("a") as file:
-            file.write(f"{'' if is_whole else chr(10)}{text}\n")
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def mean_tflops(measurements: Iterable[Measurement], name: str) -> float | None:
@@ -186,26 +136,20 @@ def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> 
 class Sweep:
     """One search, on the GPU of one worker.
 
-    worker must have been started: info is what it said. seq_lens: of the final round. spill_bytes:
-    stores and loads of a thread that are allowed. kernel_s: seconds that one kernel's measurement
-    may take. deadline: of `time.monotonic`, after which no candidate is begun. date, commit: what
-    rows are marked with. step: the one that all configs compete for; "" for each its own. notes:
-    what to tell of it.
+    seq_lens: of the final round. spill_bytes: stores and loads of a thread that are allowed.
+    deadline: of `time.monotonic`, after which no candidate is begun. date, commit: marks of the
+    rows. step: the one that all configs compete for; "" for each its own.
     """
 
     compiler: CubinCompiler
-    worker: WorkerProcess
-    info: WorkerInfo
-    journal: Journal
+    measurer: Measurer
     seq_lens: Sequence[int]
     screen_seq_lens: Sequence[int]
     spill_bytes: int
-    kernel_s: float
     deadline: float
     date: str
     commit: str
     step: str = ""
-    notes: list[str] = field(default_factory=list, init=False)
     _champions: frozenset[Config] = field(default_factory=frozenset, init=False)
     _cubins: dict[Config, Cubin] = field(default_factory=dict, init=False)
     _by_code: dict[str, SweepRow] = field(default_factory=dict, init=False)
@@ -241,13 +185,13 @@ class Sweep:
 
     def _obstacle(self, config: Config) -> str:
         """Why a config cannot be measured here; "" if it can."""
-        capability = divmod(self.info.architecture, 10)
-        if reason := config.family.refusal_on(self.info.gpu, capability):
+        capability = divmod(self.measurer.info.architecture, 10)
+        if reason := config.family.refusal_on(self.measurer.info.gpu, capability):
             return reason
-        if config.smem_bytes > self.info.smem_bytes:
+        if config.smem_bytes > self.measurer.info.smem_bytes:
             return (
                 f"needs {config.smem_bytes} bytes of shared memory a block, "
-                f"{self.info.gpu} has {self.info.smem_bytes}"
+                f"{self.measurer.info.gpu} has {self.measurer.info.smem_bytes}"
             )
         shapes = (tuning_shape(config, n) for n in {*self.seq_lens, *self.screen_seq_lens})
         return first_refusal(config, shapes)
@@ -286,9 +230,9 @@ class Sweep:
             seq_lens=tuple(lengths),
             date=self.date,
             commit=self.commit,
-            driver=self.info.driver,
+            driver=self.measurer.info.driver,
             compiler=".".join(map(str, self.compiler.toolchain.version)),
-            torch=self.info.torch,
+            torch=self.measurer.info.torch,
             causal=causal,
             at_lengths=tuple(_at_lengths(measurements, winner, right)),
             load=FINAL_PROTOCOL.loads[0].name,
@@ -343,7 +287,7 @@ class Sweep:
         self._cubins[config] = cubin
         if (known := self._by_code.get(cubin.code)) is not None:
             return replace(known, name=config.short_form(), same_as=known.name)
-        found = self._measure([cubin], self.screen_seq_lens, SCREEN_PROTOCOL)
+        found = self.measurer.measure([cubin], self.screen_seq_lens, SCREEN_PROTOCOL)
         ratio = None if found.failure else _ratio(found.measurements, config.short_form())
         outcome = FAILED if ratio is None else TIMED
         row = self._row(config, cubin, outcome, found.failure, ratio)
@@ -355,7 +299,7 @@ class Sweep:
         if not finalists:
             return []
         cubins = [self._cubins[config] for config in finalists]
-        found = self._measure(cubins, self.seq_lens, FINAL_PROTOCOL)
+        found = self.measurer.measure(cubins, self.seq_lens, FINAL_PROTOCOL)
         if found.failure and len(finalists) > 1:
             # One of them took all along: each by itself, beside the flash backend.
             return [m for config in finalists for m in self._final([config])]
@@ -366,62 +310,6 @@ class Sweep:
                     self._rows[config], outcome=FAILED, reason=f"final round: {reason}"
                 )
         return [] if found.failure else list(found.measurements)
-
-    def _measure(
-        self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol
-    ) -> JournalEntry:
-        """The journal's entry, or else the worker's answer, which is noted."""
-        names = [cubin.config.short_form() for cubin in cubins]
-        asked = [
-            [cubin.code for cubin in cubins],
-            names if len(names) > 1 else [],  # one may be noted for another name of the same code
-            asdict(self.info),
-            list(seq_lens),
-            asdict(protocol),
-        ]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-        if (noted := self.journal.find(key)) is not None:
-            if len(names) > 1:
-                return noted
-            own = (replace(m, name=names[0]) if m.ran else m for m in noted.measurements)
-            return replace(noted, measurements=tuple(own))
-        kernels = tuple(
-            KernelFile(name, str(cubin.path), cubin.symbol)
-            for name, cubin in zip(names, cubins, strict=True)
-        )
-        request = Request(kernels, tuple(seq_lens), protocol)
-        found = self._ask(key, request)
-        if any(m.failure for m in found.measurements if m.name == FLASH):
-            # what the kernel before this one did to memory may be why
-            found = self._ask(key, request)
-        self.journal.note(found)
-        return found
-
-    def _ask(self, key: str, request: Request) -> JournalEntry:
-        n_kernels = len(request.kernels)
-        timeout_s = self.kernel_s * (1 + n_kernels * len(request.seq_lens))
-        try:
-            answer = self.worker.ask(request, timeout_s)
-        except WorkerNotStarted:
-            raise
-        except WorkerError as error:
-            return JournalEntry(key, str(error), ())
-        for skipped in answer.skipped:
-            note = f"{skipped.dtype} at {skipped.seq_len} skipped: {skipped.reason}"
-            if note not in self.notes:
-                self.notes.append(note)
-        wrong = [m for m in answer.measurements if m.failure]
-        if wrong:
-            # a kernel that writes where it should not may have spoilt what the next one reads
-            self.worker.end()
-        failure = ""
-        if not answer.measurements:
-            failure = "no length fits in the GPU's memory"
-        elif any(m.name == FLASH for m in wrong):
-            failure = f"the flash backend beside it failed: {wrong[0].failure}"
-        elif wrong and n_kernels == 1:
-            failure = wrong[0].failure
-        return JournalEntry(key, failure, answer.measurements)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""Questions to the measuring process, whose answers a journal keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from flash_helpers.compile.cubins import Cubin
+from flash_helpers.measure.results import FLASH, Measurement, Protocol
+from flash_helpers.tune.process import (
+    KernelFile,
+    Request,
+    WorkerError,
+    WorkerInfo,
+    WorkerNotStarted,
+    WorkerProcess,
+)
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """Outcome of one question to the measuring process. failure: why the measurements are not
+    to be trusted, or empty."""
+
+    key: str
+    failure: str
+    measurements: tuple[Measurement, ...]
+
+
+class Journal:
+    """Answers of the measuring process by what was asked, in a file that is only appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: dict[str, JournalEntry] = {}
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            # a line cut short, or of an older format: measure again
+            with contextlib.suppress(ValueError):
+                entry = msgspec.json.decode(line, type=JournalEntry)
+                self._entries[entry.key] = entry
+
+    def find(self, key: str) -> JournalEntry | None:
+        """The entry under the key, if there is one."""
+        return self._entries.get(key)
+
+    def note(self, entry: JournalEntry) -> None:
+        """Keep what was measured; it is on the disk when this returns."""
+        self._entries[entry.key] = entry
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        is_whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
+        text = json.dumps(asdict(entry), allow_nan=False)
+        with self._path.open("a") as file:
+            file.write(f"{'' if is_whole else chr(10)}{text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """One worker and its journal.
+
+    worker must have been started: info is its answer. kernel_s: seconds that one kernel's
+    measurement may take. notes: lengths that were skipped, and why.
+    """
+
+    worker: WorkerProcess
+    info: WorkerInfo
+    journal: Journal
+    kernel_s: float
+    notes: list[str] = field(default_factory=list, init=False)
+
+    def measure(
+        self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol
+    ) -> JournalEntry:
+        """The journal's entry, or else the worker's answer, which is noted."""
+        names = [cubin.config.short_form() for cubin in cubins]
+        asked = [
+            [cubin.code for cubin in cubins],
+            names if len(names) > 1 else [],  # one may be noted for another name of the same code
+            asdict(self.info),
+            list(seq_lens),
+            asdict(protocol),
+        ]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        if (noted := self.journal.find(key)) is not None:
+            if len(names) > 1:
+                return noted
+            own = (replace(m, name=names[0]) if m.ran else m for m in noted.measurements)
+            return replace(noted, measurements=tuple(own))
+        kernels = tuple(
+            KernelFile(name, str(cubin.path), cubin.symbol)
+            for name, cubin in zip(names, cubins, strict=True)
+        )
+        request = Request(kernels, tuple(seq_lens), protocol)
+        found = self._ask(key, request)
+        if any(m.failure for m in found.measurements if m.name == FLASH):
+            # what the kernel before this one did to memory may be why
+            found = self._ask(key, request)
+        self.journal.note(found)
+        return found
+
+    def _ask(self, key: str, request: Request) -> JournalEntry:
+        n_kernels = len(request.kernels)
+        timeout_s = self.kernel_s * (1 + n_kernels * len(request.seq_lens))
+        try:
+            answer = self.worker.ask(request, timeout_s)
+        except WorkerNotStarted:
+            raise
+        except WorkerError as error:
+            return JournalEntry(key, str(error), ())
+        for skipped in answer.skipped:
+            note = f"{skipped.dtype} at {skipped.seq_len} skipped: {skipped.reason}"
+            if note not in self.notes:
+                self.notes.append(note)
+        wrong = [m for m in answer.measurements if m.failure]
+        if wrong:
+            # a kernel that writes where it should not may have spoilt what the next one reads
+            self.worker.end()
+        failure = ""
+        if not answer.measurements:
+            failure = "no length fits in the GPU's memory"
+        elif any(m.name == FLASH for m in wrong):
+            failure = f"the flash backend beside it failed: {wrong[0].failure}"
+        elif wrong and n_kernels == 1:
+            failure = wrong[0].failure
+        return JournalEntry(key, failure, answer.measurements)
