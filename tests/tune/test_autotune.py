@@ -52,7 +52,6 @@ from flash_helpers.tune.process import (
     Request,
     WorkerError,
     WorkerInfo,
-    WorkerNotStarted,
     WorkerProcess,
 )
 from flash_helpers.tune.sweep import (
@@ -295,15 +294,6 @@ def test_a_kernel_that_takes_the_process_along_is_told_and_the_next_gets_another
     assert worker.ask(request(V7), timeout_s=60).measurements
 
 
-def test_without_a_gpu_there_is_no_worker(monkeypatch) -> None:
-    monkeypatch.delenv("FAKE_GPU", raising=False)
-    with (
-        WorkerProcess(WORKER) as process,
-        pytest.raises(WorkerNotStarted, match="no CUDA device was found"),
-    ):
-        process.start()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_real_worker_says_that_there_is_no_gpu(capsys) -> None:
     import io
@@ -538,19 +528,6 @@ def test_the_fastest_config_wins_and_the_whole_table_is_kept(
     assert "best 1.250 of flash" in captured.err
 
 
-def test_a_candidate_that_spills_is_dropped_before_it_is_run(sweep, monkeypatch, log) -> None:
-    monkeypatch.setenv("FAKE_SPILLS", "Br128")
-    speeds(monkeypatch, ("Br128", 1.25))
-    assert sweep([V7, LARGE]) == 0
-    row = sweep.rows()[LARGE]
-    assert (row.outcome, row.spill_bytes, row.registers) == (DROPPED, 56, 168)
-    assert "spills: 24 bytes stored and 32 loaded" in row.reason
-    assert not any(LARGE.short_form() in line for line in requests_in(log()))
-    assert sweep([V7, LARGE], "--allow-spills", "56") == 0
-    assert sweep.rows()[LARGE].outcome == TIMED
-    assert sweep.best().best[0].config == LARGE.short_form()
-
-
 def test_a_candidate_that_does_not_fit_is_dropped_before_it_is_compiled(
     sweep, monkeypatch, log
 ) -> None:
@@ -639,30 +616,26 @@ def test_a_family_of_another_architecture_is_passed_over_with_the_reason(
     assert not any(H7.short_form() in line for line in log())
 
 
-def test_of_steps_that_the_gpu_does_not_run_nothing_is_tuned(sweep, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("FAKE_CAPABILITY", "10.0")
-    assert sweep([H7]) == 2
-    assert "runs none of the chosen steps: choose others with --steps" in capsys.readouterr().err
+SERIALIZED = "Potential Performance Loss: wgmma.mma_async instructions are serialized"
 
 
-def test_a_candidate_of_which_a_length_is_not_whole_blocks_is_dropped(sweep) -> None:
-    assert sweep([V7, LARGE], "--seq", "192", "--screen-seq", "192") == 0
-    assert "seq_len 192 is not a multiple of B_r 128" in sweep.rows()[LARGE].reason
-    assert sweep.rows()[V7].outcome == TIMED
-
-
-def test_a_candidate_whose_wgmma_ptxas_serializes_is_dropped(sweep) -> None:
-    loss = "Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    (sweep.root / STEPS["h7"].source).write_text(f"// PTXAS (C7510) {loss}\n")
-    assert sweep([V7, H7]) == 1  # h7 has no winner
-    assert sweep.rows()[H7].reason == loss
-
-
-def test_a_candidate_that_does_not_compile_is_dropped(sweep) -> None:
-    (sweep.root / STEPS["v8"].source).write_text("FAIL\n")
-    assert sweep([V7, V8]) == 1  # v8 has no winner
-    assert sweep.rows()[V8].outcome == DROPPED
-    assert "FAIL is not C++" in sweep.rows()[V8].reason
+@pytest.mark.parametrize(
+    ("step", "source", "configs", "options", "reason"),
+    [
+        ("v7", None, [V7, LARGE], ["--seq", "192", "--screen-seq", "192"], "multiple of B_r 128"),
+        ("v8", "FAIL\n", [V7, V8], [], "FAIL is not C++"),
+        ("h7", f"// PTXAS (C7510) {SERIALIZED}\n", [V7, H7], [], SERIALIZED),
+    ],
+)  # fmt: skip
+def test_a_candidate_that_cannot_be_run_is_dropped_with_the_reason(
+    sweep, step, source, configs, options, reason
+) -> None:
+    if source:
+        (sweep.root / STEPS[step].source).write_text(source)
+    assert sweep(configs, *options) == int(step != "v7")  # v8 and h7 have no winner
+    rows = sweep.rows()
+    assert (rows[V7].outcome, rows[configs[1]].outcome) == (TIMED, DROPPED)
+    assert reason in rows[configs[1]].reason
     assert [entry.step for entry in sweep.best().best] == ["v7"]
 
 
@@ -754,35 +727,27 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was(sweep, monkeypatch, lo
     assert {path: path.read_text() for path in before} == before
 
 
-def test_a_kernel_that_has_changed_is_measured_again(sweep, log) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("", ""), ("FAKE_DRIVER", "590.1"), ("FAKE_GPU", "NVIDIA H200")],
+    ids=["kernel", "driver", "GPU"],
+)
+def test_with_another_kernel_driver_or_gpu_all_is_measured_again(
+    sweep, monkeypatch, log, variable, value
+) -> None:
     assert sweep([V7]) == 0
     log()
-    (sweep.root / STEPS["v7"].source).write_text("// faster\n")
+    if variable:
+        monkeypatch.setenv(variable, value)
+    else:
+        (sweep.root / STEPS["v7"].source).write_text("// faster\n")
     assert sweep([V7]) == 0
     assert len(requests_in(log())) == 2
-
-
-def test_with_another_driver_all_is_measured_again(sweep, monkeypatch, log) -> None:
-    assert sweep([V7]) == 0
-    log()
-    monkeypatch.setenv("FAKE_DRIVER", "590.1")
-    assert sweep([V7]) == 0
-    assert len(requests_in(log())) == 2
-    assert sweep.best().best[0].driver == "590.1"
-
-
-def test_what_another_gpu_measured_is_not_taken_for_this_ones(sweep, monkeypatch, log) -> None:
-    assert sweep([V7]) == 0
-    log()
-    monkeypatch.setenv("FAKE_GPU", "NVIDIA H200")
-    assert sweep([V7]) == 0
-    assert len(requests_in(log())) == 2
-    assert {path.name for path in (sweep.root / "configs").iterdir()} == {
-        "best_h100_80gb_hbm3.json",
-        "best_h200.json",
-        "sweep_h100_80gb_hbm3.json",
-        "sweep_h200.json",
+    gpus = [H100, value] if variable == "FAKE_GPU" else [H100]
+    assert {*(sweep.root / "configs").iterdir()} == {
+        file(sweep.root / "configs", gpu) for gpu in gpus for file in (best_file, sweep_file)
     }
+    assert sweep.best(gpus[-1]).best[0].driver == (value if "DRIVER" in variable else "580.1")
 
 
 def test_files_of_another_gpu_are_refused(sweep, capsys) -> None:
@@ -821,13 +786,19 @@ def test_a_smaller_sweep_keeps_the_winners_of_the_others_and_challenges_its_own(
 
 
 def test_a_winner_that_spills_is_not_lost_to_a_sweep_that_allows_no_spills(
-    sweep, monkeypatch
+    sweep, monkeypatch, log
 ) -> None:
     monkeypatch.setenv("FAKE_SPILLS", "Br128")
     speeds(monkeypatch, ("Br128", 1.25))
-    assert sweep([V7, LARGE], "--allow-spills", "56") == 0
     assert sweep([V7, LARGE]) == 0
-    assert sweep.best().best[0].config == LARGE.short_form()
+    row = sweep.rows()[LARGE]
+    assert (row.outcome, row.spill_bytes, row.registers) == (DROPPED, 56, 168)
+    assert "spills: 24 bytes stored and 32 loaded" in row.reason
+    assert not any(LARGE.short_form() in line for line in requests_in(log()))
+    for options in (["--allow-spills", "56"], []):
+        assert sweep([V7, LARGE], *options) == 0
+        assert sweep.rows()[LARGE].outcome == TIMED
+        assert sweep.best().best[0].config == LARGE.short_form()
 
 
 def test_a_winner_that_the_registry_has_no_more_is_left_out(sweep) -> None:
@@ -884,10 +855,22 @@ def test_a_file_of_something_else_is_wrong_usage(sweep, tmp_path, capsys) -> Non
     assert f"{file}: expected a list of configs" in capsys.readouterr().err
 
 
-def test_without_a_gpu_nothing_is_run(sweep, monkeypatch, capsys) -> None:
-    monkeypatch.delenv("FAKE_GPU")
-    assert sweep([V7]) == 2
-    assert "the sweep cannot be run: no CUDA device was found" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("FAKE_GPU", None, "the sweep cannot be run: no CUDA device was found"),
+        ("FAKE_CAPABILITY", "10.0", "runs none of the chosen steps: choose others with --steps"),
+    ],
+)
+def test_without_a_gpu_that_runs_a_step_nothing_is_run(
+    sweep, monkeypatch, capsys, variable, value, said
+) -> None:
+    if value:
+        monkeypatch.setenv(variable, value)
+    else:
+        monkeypatch.delenv(variable)
+    assert sweep([H7]) == 2
+    assert said in capsys.readouterr().err
 
 
 # Files
