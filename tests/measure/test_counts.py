@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -450,13 +449,6 @@ def test_predictions_are_printed_without_a_gpu(capsys, source, said):
     assert tool("--predict", *options, "--kernel", "1", "--dtype", "bf16") == 0
     printed = capsys.readouterr().out
     assert V1.short_form() in printed and said in printed
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path, capsys):
-    assert tool("--source", SASS, "--json", str(tmp_path / "x.json")) == 2
-    assert "no CUDA device" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("options", [[], ["--source", SASS, "--no-profiler"]])

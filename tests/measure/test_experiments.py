@@ -494,12 +494,6 @@ def test_bad_input_is_one_line_and_2(gpu, tmp_path, monkeypatch, capsys, options
     assert not Path("new.json").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tool, capsys) -> None:
-    assert run(tool) == 2
-    assert capsys.readouterr().err == ("the kernels were not run: no CUDA device was found\n")
-
-
 def test_no_compiler_is_a_usage_error(tool, monkeypatch, capsys) -> None:
     def none(architectures: tuple[int, ...]) -> Toolchain:
         raise BuildError("no nvcc")

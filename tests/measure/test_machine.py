@@ -111,29 +111,25 @@ def waits(monkeypatch) -> list[float]:
     return slept
 
 
-def test_a_rest_lasts_until_the_power_is_low(nvml: FakeNvml, waits: list[float]) -> None:
-    limit_w = 700
-    nvml.milliwatts = [650_000, 400_000, int(1000 * REST_POWER * limit_w) - 1]
+@pytest.mark.parametrize(
+    ("milliwatts", "silent", "readings"),
+    [
+        ([650_000, 400_000, int(1000 * REST_POWER * 700) - 1], "", 2),  # until the power is low
+        ([130_000], "", 0),
+        *(([650_500], silent, 0) for silent in ("init", "limit", "clock")),
+    ],
+)
+def test_a_rest_is_as_long_as_asked_for_and_until_the_power_is_low_if_the_gpu_tells(
+    nvml: FakeNvml, waits: list[float], milliwatts: list[int], silent: str, readings: int
+) -> None:
+    nvml.milliwatts, nvml.silent = milliwatts, (silent,)
     GpuSensor(GPU).rest(0.02)
-    assert waits == [0.02, machine.READING_INTERVAL_S, machine.READING_INTERVAL_S]
-
-
-def test_a_rest_is_as_long_as_asked_for_if_the_power_is_low(nvml, waits: list[float]) -> None:
-    nvml.milliwatts = [130_000]
-    GpuSensor(GPU).rest(0.02)
-    assert waits == [0.02]
+    assert waits == [0.02, *[machine.READING_INTERVAL_S] * readings]
 
 
 def test_a_rest_ends_if_the_power_stays(nvml: FakeNvml, waits: list[float]) -> None:
     GpuSensor(GPU).rest(0.02)
     assert 0.02 + MAX_REST_S <= sum(waits) < 0.1 + MAX_REST_S
-
-
-@pytest.mark.parametrize("silent", ["init", "limit", "clock"])
-def test_a_gpu_that_tells_nothing_rests_as_long_as_asked_for(nvml, waits, silent: str) -> None:
-    nvml.silent = (silent,)
-    GpuSensor(GPU).rest(0.02)
-    assert waits == [0.02]
 
 
 def test_provenance_names_driver_and_limits_as_nvidia_smi_prints_them(nvml: FakeNvml) -> None:
