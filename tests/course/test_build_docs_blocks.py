@@ -289,7 +289,7 @@ def test_stairs_tell_what_a_step_gained_at_each_tile(show: Show, evidence: Evide
         change = value(evidence, f"clock.{name}.change_mean")
         assert f"**{share}** of [flash](" in text
         assert f"#{tile}-tile) ({change} against v8)" in text
-    assert "against v8" in text and "](images/stairs/stairs_v9.svg)" in text
+    assert "against v8" in text and "](images/stairs/ampere.svg#step-v9)" in text
     assert "against" not in show("stairs 1")
     assert "no change against v16" in show("stairs o1")  # at the large tile, the only one it has
 
@@ -509,11 +509,9 @@ def test_a_key_that_is_none_is_refused_by_name(evidence: Evidence, key: str) -> 
         value(evidence, key)
 
 
-@pytest.mark.parametrize(
-    ("step", "stairs"), [("v9", "staircases at both tiles"), ("h1", "staircase")]
-)
+@pytest.mark.parametrize(("step", "family"), [("v9", "ampere"), ("h1", "hopper")])
 def test_a_page_of_a_step_without_measurements_says_so(
-    evidence: Evidence, monkeypatch: pytest.MonkeyPatch, step: str, stairs: str
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch, step: str, family: str
 ) -> None:
     found = evidence.results_of(STEPS[step])
     others = tuple(m for m in found.measurements if not m.name.startswith(f"{step}_"))
@@ -527,7 +525,7 @@ def test_a_page_of_a_step_without_measurements_says_so(
     )
     text = render(evidence, "stairs", step, page)
     assert text.endswith(f"\n\n{step} was not measured on the GPU of the other steps.")
-    assert f"![The {stairs} with step {step} lit]" in text
+    assert f"![The {family} staircase with step {step} lit]" in text
 
 
 def test_the_target_is_named_that_the_kernel_was_compiled_for(show: Show) -> None:

@@ -1,84 +1,136 @@
-"""The pictures of the staircases show what was measured."""
+"""The staircases show what was measured, and light a step by its name."""
 
 from __future__ import annotations
 
-import re
+import io
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
-from drawn_picture import DrawnPicture
+from browser import open_browser
+from fake_backend import load_tool
+from PIL import Image
 
-from flash_helpers.course.pictures.stairs import (
+from flash_helpers.course.stairs import (
+    LARGE,
+    OWN,
+    stairs_link,
+    stairs_numbers,
     stairs_path,
-    stairs_picture,
-    stale_stairs,
+    stairs_svg,
     tile_configs,
 )
-from flash_helpers.kernel_configs import FAMILIES, STEPS, DType
+from flash_helpers.kernel_configs import FAMILIES, STEPS
 from flash_helpers.measure.results import (
     CUDNN,
     FA3,
-    FLASH,
     RESULTS,
     BenchmarkResults,
     load_results,
     results_by_family,
 )
+from flash_helpers.registry.family import Family
 
-SVG = "{http://www.w3.org/2000/svg}"
+TOOL = "tools/docs/draw_pictures.py"
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> BenchmarkResults:
-    return load_results(root / RESULTS)
+def by_family(root: Path) -> dict[str, BenchmarkResults]:
+    return results_by_family(root, load_results(root / RESULTS))
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_the_lit_step_has_its_numbers(root: Path, step: str) -> None:
-    results = results_by_family(root, load_results(root / RESULTS))[STEPS[step].family]
-    tree = ElementTree.fromstring(stairs_picture(step, results).to_svg("name"))
-    (lit,) = (e for e in tree.iter(f"{SVG}rect") if e.get("data-lit"))
-    assert lit.get("data-lit") == step
-    texts = {e.get("data-tile"): e.text or "" for e in tree.iter(f"{SVG}text")}
-    fixed = FAMILIES[STEPS[step].family].fixed_config(STEPS[step], DType.BF16)
-    for tile, config in tile_configs(fixed).items():
-        share = config and results.of_flash(config.short_form(), "bf16")
-        absent = "not measured there" if config else "not there"
-        assert (f"{100 * share:.1f}%" if share else absent) in texts[tile]
-
-
-def test_a_family_for_one_architecture_has_a_staircase_of_its_own(
-    results: BenchmarkResults,
+@every_family
+def test_a_staircase_has_the_measured_height_of_each_step(
+    by_family: dict[str, BenchmarkResults], family: Family
 ) -> None:
-    def steps(lit: str) -> list[str]:
-        tree = ElementTree.fromstring(stairs_picture(lit, results).to_svg("name"))
-        below = (e.text or "" for e in tree.iter(f"{SVG}text") if e.get("font-size") == "12.5")
-        return [text for text in below if re.fullmatch(r"[a-z]?\d+", text)]
+    results = by_family[family.name]
+    numbers = stairs_numbers(family, results)
+    assert numbers["steps"] == [*family.steps]
+    for tile, heights in numbers["heights"].items():
+        for step, height in zip(family.steps.values(), heights, strict=True):
+            config = tile_configs(step)[tile]
+            share = config and results.of_flash(config.short_form(), "bf16")
+            assert height == (round(100 * share, 1) if share else None)
+    assert any(height for heights in numbers["heights"].values() for height in heights)
 
-    assert steps("h1") == [str(s.number) for s in FAMILIES["hopper"].steps.values()]
-    assert steps("v1") == steps("o1") == [*map(str, range(1, 17)), *FAMILIES["overlap"].steps]
-    own = FAMILIES["hopper"].fixed_config(STEPS["h1"], DType.BF16)
-    measured = [replace(m, name=own.short_form()) for m in results.measurements if m.name == FLASH]
-    results = replace(results, measurements=(*results.measurements, *measured))
-    picture = stairs_picture("h1", results).to_svg("name")
-    assert "100.0% of flash" in picture
-    assert "FA3" not in picture and "cuDNN" in picture
+
+def test_tiles_are_those_that_the_steps_take(by_family: dict[str, BenchmarkResults]) -> None:
+    tiles = {
+        name: [*stairs_numbers(family, by_family[name])["heights"]]
+        for name, family in FAMILIES.items()
+        if name in ("ampere", "overlap", "hopper")
+    }
+    assert tiles == {"ampere": ["fixed", "large"], "overlap": [LARGE], "hopper": [OWN]}
+
+
+def test_the_faster_library_stands_beside_a_family_for_one_architecture(
+    by_family: dict[str, BenchmarkResults],
+) -> None:
+    family, results = FAMILIES["hopper"], by_family["ampere"]
+    assert [*stairs_numbers(family, results)["lines"]] == ["flash", "cuDNN"]
     fa3 = [replace(m, name=FA3) for m in results.measurements if m.name == CUDNN]
     faster = [replace(m, samples_ms=tuple(ms / 2 for ms in m.samples_ms)) for m in fa3]
     results = replace(results, measurements=(*results.measurements, *faster))
-    picture = stairs_picture("h1", results).to_svg("name")
-    assert "FA3" in picture and "cuDNN" not in picture  # the faster one alone
+    assert [*stairs_numbers(family, results)["lines"]] == ["flash", "FA3"]
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_numbers_of_steps_do_not_touch(root: Path, step: str) -> None:
-    texts = DrawnPicture(root / stairs_path(step)).texts
-    for one, other in combinations(texts, 2):
-        assert not one.box.meets(other.box, -1.0), (one.text, other.text)
+@every_family
+def test_every_step_has_a_place_to_light_and_a_label(root: Path, family: Family) -> None:
+    tree = ElementTree.parse(root / stairs_path(family.name))
+    ids = {element.get("id") for element in tree.iter()}
+    assert {f"step-{step}" for step in family.steps} <= ids
+    texts = {(element.text or "").strip() for element in tree.iter() if element.text}
+    prefix = family.prefix if len(family.steps) > 20 else ""
+    assert {step.removeprefix(prefix) for step in family.steps} <= texts
 
 
-def test_the_committed_ones_are_current(root: Path) -> None:
-    assert stale_stairs(root) == {}
+def test_a_browser_lights_the_step_that_a_link_names(root: Path, tmp_path: Path) -> None:
+    step = STEPS["h12"]
+    green = {}
+    with open_browser(tmp_path / "profile") as browser:
+        for link in (stairs_path(step.family), stairs_link(step)):
+            page = tmp_path / "page.html"
+            page.write_text(f"<body style='background:#fff'><img src='file://{root / link}'>")
+            browser.get(page.as_uri())
+            browser.execute_async_script(
+                "const done = arguments[0]; document.images[0].decode().then(() => "
+                "requestAnimationFrame(() => requestAnimationFrame(done)))"
+            )
+            shot = np.asarray(
+                Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+            )
+            red, green_, blue = (shot[..., n].astype(int) for n in range(3))
+            green[link] = ((green_ > red + 30) & (green_ > blue + 20)).sum()
+    unlit, lit = green.values()
+    assert unlit == 0 and lit > 500
+
+
+def test_the_committed_ones_are_current(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_tool(TOOL).main(["--root", str(root), "--check"]) == 0
+    assert capsys.readouterr().out == "all is up to date\n"
+
+
+def test_the_tool_draws_what_is_stale_and_nothing_else(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").symlink_to(root / "benchmarks")
+    tool = load_tool(TOOL)
+    arguments = ["--root", str(tmp_path)]
+    assert tool.main([*arguments, "--check"]) == 1
+    assert capsys.readouterr().out.count("is absent or shows other numbers") == len(FAMILIES)
+    assert tool.main(arguments) == 0
+    path = tmp_path / stairs_path("ampere")
+    path.write_text(path.read_text().replace("16.4", "16.5"))
+    capsys.readouterr()
+    assert tool.main([*arguments, "--check"]) == 1
+    assert tool.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{stairs_path('ampere')} written"
+    assert tool.main([*arguments, "--check"]) == 0
+
+
+def test_the_same_numbers_give_the_same_file(by_family: dict[str, BenchmarkResults]) -> None:
+    numbers = stairs_numbers(FAMILIES["ampere"], by_family["ampere"])
+    assert stairs_svg(numbers) == stairs_svg(numbers)

@@ -17,9 +17,10 @@ from flash_helpers.course.arguments import (
 )
 from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image, relative
+from flash_helpers.course.metric import metric_of, share, speed
 from flash_helpers.course.pages import GLOSSARY, page_of_step
-from flash_helpers.course.pictures.stairs import TILES, has_tiles, stairs_path, tile_configs
-from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
+from flash_helpers.course.stairs import OWN, has_tiles, stairs_link, tile_configs
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import (
     TABLE_SEQ_LEN,
     lengths_table,
@@ -29,7 +30,6 @@ from flash_helpers.measure.benchmark_tables import (
 )
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
-    FLASH,
     LIBRARY_NAMES,
     LOAD_TEXTS,
     RESULTS,
@@ -107,20 +107,20 @@ def _is_measured(results: BenchmarkResults, step: Step) -> bool:
 
 def _measured_table(results: BenchmarkResults, step: Step) -> str:
     *before, own = with_parent(step)
-    headers = ["sequence length", *(f"{config.step.id}, TFLOP/s" for config in (*before, own))]
+    metric = metric_of(own.family)
+    headers = ["sequence length", *(f"{c.step.id}, {metric.unit}" for c in (*before, own))]
     if before:
         headers += ["change", "80% of the rounds", "verdict"]
     rows = []
     for seq_len in (*results.seq_lens, None):
-        cells = [number(_speed(results, config, seq_len)) for config in (*before, own)]
+        cells = [number(speed(results, config, seq_len)) for config in (*before, own)]
         if before and seq_len is None:
             cells += [percent(mean_change(results, before[0], own), signed=True), "", ""]
         elif before:
             cells += _change_cells(speedup(results, before[0], own, seq_len))
-        of_flash = results.of_flash(own.short_form(), own.dtype.short, seq_len)
         length = "harmonic mean" if seq_len is None else str(seq_len)
-        rows.append([length, *cells, percent(of_flash)])
-    return Table([*headers, "of flash"], rows, "lrrrrlr" if before else "l").markdown()
+        rows.append([length, *cells, percent(share(results, own, own.dtype.short, seq_len))])
+    return Table([*headers, metric.heading], rows, "lrrrrlr" if before else "l").markdown()
 
 
 def _change_cells(found: Speedup | None) -> list[str]:
@@ -130,22 +130,18 @@ def _change_cells(found: Speedup | None) -> list[str]:
     return [median, f"{low} … {high}", found.verdict]
 
 
-def _speed(results: BenchmarkResults, config: Config, seq_len: int | None = None) -> float | None:
-    return results.tflops(config.short_form(), config.dtype.short, seq_len)
-
-
 def _measured_note(results: BenchmarkResults, step: Step) -> str:
-    found = results.provenance
+    found, metric = results.provenance, metric_of(FAMILIES[step.family])
     note = (
         f"Measured on {found.gpu}, {found.date}, CUDA {found.cuda}, PyTorch {found.torch}, "
-        f"{DTYPE.short}, at the fixed config, {LOAD_TEXTS[results.main_load]}; flash is "
-        f"{LIBRARY_NAMES[FLASH]} in the same process."
+        f"{DTYPE.short}, at the fixed config, {LOAD_TEXTS[results.main_load]}; "
+        f"{metric.short} is {metric.title} in the same process."
     )
     if step.parent is not None:
         note += (
             " Both are timed in every round: the change is the median of the ratios within a "
-            "round, so that a drifting clock cancels, and counts where it is more than flash "
-            "timed twice differs from itself."
+            "round, so that a drifting clock cancels, and counts where it is more than "
+            f"{metric.short} timed twice differs from itself."
         )
     return note
 
@@ -159,13 +155,15 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
     rows = [
         [
             label,
-            number(_speed(results, config, TABLE_SEQ_LEN)),
-            number(_speed(results, config)),
-            percent(results.of_flash(config.short_form(), dtype)),
+            number(speed(results, config, TABLE_SEQ_LEN)),
+            number(speed(results, config)),
+            percent(share(results, config, dtype)),
         ]
         for label, config in zip(names_of(configs), configs, strict=True)
     ]
-    headers = ["config", f"TFLOP/s at {TABLE_SEQ_LEN}", "harmonic mean", "of flash, mean"]
+    metric = metric_of(fixed.family)
+    headers = ["config", f"{metric.unit} at {TABLE_SEQ_LEN}", "harmonic mean"]
+    headers.append(f"{metric.heading}, mean")
     yield "Every config of this step that was measured, the fixed one first:"
     yield Table(headers, rows).markdown()
 
@@ -189,27 +187,27 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 
 
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The staircases with the step lit, and what it gained, in one sentence."""
+    """The staircase of a step's family with the step lit, and what the step gained, in one
+    sentence."""
     step = arguments.step()
     told = ", ".join(
         _stairs_told(evidence.results_of(step), step, relative(GLOSSARY, arguments.page))
     )
     sentence = f"{step.id}: {told}." if told else NOT_MEASURED.format(step.id)
-    at_both = "staircases at both tiles" if has_tiles(step) else "staircase"
-    alt = f"The {at_both} with step {step.id} lit"
-    return f"{image(stairs_path(step.id), alt, arguments.page)}\n\n{sentence}"
+    alt = f"The {step.family} staircase with step {step.id} lit"
+    return f"{image(stairs_link(step), alt, arguments.page)}\n\n{sentence}"
 
 
 def _stairs_told(results: BenchmarkResults, step: Step, glossary: str) -> Iterator[str]:
-    fixed = fixed_config(step)
-    for tile, config in tile_configs(fixed).items():
-        share = config and results.of_flash(config.short_form(), DTYPE.short)
-        if share is None:
+    metric = metric_of(FAMILIES[step.family])
+    for tile, config in tile_configs(step).items():
+        found = config and share(results, config, DTYPE.short)
+        if found is None:
             continue
         parent = parent_at_tile(config)
         gained = parent and mean_change(results, parent, config)
-        told = f"**{percent(share)}** of [flash]({glossary}#flash-backend)"
-        if tile in TILES:
+        told = f"**{percent(found)}** of [{metric.short}]({glossary}#{metric.term})"
+        if tile != OWN:
             told += f" at the [{tile} tile]({glossary}#{tile}-tile)"
         if gained is not None:
             equal = results.is_equal(config.short_form(), parent.short_form(), DTYPE.short)
@@ -232,14 +230,13 @@ def staircase_block(evidence: Evidence, arguments: Arguments) -> str:
         measured = [
             f"{height:.0f}% at step {step}"
             for step, height in heights
-            if height and has_tiles(STEPS[step]) == shared
+            if height and has_tiles(FAMILIES[STEPS[step].family]) == shared
         ]
         if measured:
             ends.append(f"{measured[0]} to {measured[-1]} {where}")
-    alt = (
-        f"Percent of {LIBRARY_NAMES[FLASH]} by step on {evidence.results.provenance.gpu}: "
-        f"{'; '.join(ends)}"
-    )
+    title = metric_of(next(iter(FAMILIES.values()))).title
+    gpu = evidence.results.provenance.gpu
+    alt = f"Percent of {title} by step on {gpu}: {'; '.join(ends)}"
     return image(STAIRCASE, alt, arguments.page)
 
 
@@ -264,27 +261,21 @@ def _named_results(evidence: Evidence, arguments: Arguments) -> BenchmarkResults
 
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A row a step: its page, its idea, and percent of flash at both tiles; then those of the
-    families that have no such tiles."""
+    """A row for each step: its page, its idea, and its speed in percent at each tile; a table for
+    families with the same tiles and metric."""
     rows: dict[tuple[str, ...], list[list[str]]] = {}
     for step in STEPS.values():
         page = page_of_step(step.id)
         name = f"[{step.id}]({relative(page.path, arguments.page)})" if page else step.id
-        configs = tile_configs(fixed_config(step))
-        shares = (
-            evidence.results_of(step).of_flash(c.short_form(), DTYPE.short) if c else None
-            for c in configs.values()
-        )
+        heading = metric_of(FAMILIES[step.family]).heading
+        tiles = tile_configs(step)
+        shares = (c and share(evidence.results_of(step), c, DTYPE.short) for c in tiles.values())
         cells = ["" if s is None else percent(s, 0) for s in shares]
-        rows.setdefault(tuple(configs), []).append([name, step.idea, *cells])
+        headings = (heading if tile == OWN else f"{tile} tile" for tile in tiles)
+        rows.setdefault(tuple(headings), []).append([name, step.idea, *cells])
     return "\n\n".join(
-        Table(["step", "idea", *map(_tile_heading, tiles)], own, "ll").markdown()
-        for tiles, own in rows.items()
+        Table(["step", "idea", *headings], own, "ll").markdown() for headings, own in rows.items()
     )
-
-
-def _tile_heading(tile: str) -> str:
-    return f"{tile} tile" if tile in TILES else tile
 
 
 def progression_block(evidence: Evidence, arguments: Arguments) -> str:

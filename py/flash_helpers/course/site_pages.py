@@ -18,6 +18,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
+from sphinx.writers.html5 import HTML5Translator
 
 from flash_helpers.course.glossary import Term, search_index
 from flash_helpers.course.pages import GLOSSARY
@@ -54,6 +55,7 @@ class SitePages:
 
     def connect(self, app: Sphinx) -> None:
         """Take part in a build."""
+        app.add_node(nodes.image, override=True, html=(_visit_image, None))
         app.connect("doctree-read", self._read, priority=_BEFORE_SPHINX)
         app.connect("html-collect-pages", self._more_pages)
         app.connect("html-page-context", self._written)
@@ -112,6 +114,7 @@ class SitePages:
         copy = self.source / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((self.targets.root / path).read_bytes())
+        image["fragment"] = urlsplit(image["uri"]).fragment
         image["uri"] = str(path)
 
     def _more_pages(self, app: Sphinx) -> Iterator[tuple[str, Mapping[str, Any], str]]:
@@ -130,6 +133,14 @@ class SitePages:
             tables = {"SEARCH_TEXTS": self._texts, "GLOSSARY": search_index(self.terms)}
             path = Path(app.outdir) / "_static" / SEARCH_TEXTS
             path.write_text("".join(starmap(_script_constant, tables.items())), encoding="utf-8")
+
+
+def _visit_image(translator: HTML5Translator, image: nodes.image) -> None:
+    """Write an image as Sphinx does, with the fragment of its address, which Sphinx drops."""
+    type(translator).visit_image(translator, image)
+    if image["fragment"]:
+        address = f'src="{image["uri"]}'
+        translator.body[-1] = translator.body[-1].replace(address, f"{address}#{image['fragment']}")
 
 
 def _script_constant(name: str, value: object) -> str:

@@ -41,11 +41,11 @@ MILESTONE_GAIN = 1.05  # a step is drawn by length if its mean is so much over a
 
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 _WIDTH, _PANEL_HEIGHT = 9.0, 4.2  # inches
-_TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark background
+TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark background
 _GRID = "#7a828b40"
-_BLUE, _ORANGE = "#2f81f7", "#db6d28"
+BLUE, ORANGE = "#2f81f7", "#db6d28"
 _LIBRARY_COLORS = MappingProxyType(
-    {FLASH: _TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a", FA3: "#8a7d1f"}
+    {FLASH: TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a", FA3: "#8a7d1f"}
 )
 _DRAWN_LIBRARIES = tuple(_LIBRARY_COLORS)
 _RATE_TITLES = MappingProxyType({r: f"{name} of the chip" for r, name in RATE_NAMES.items()})
@@ -56,7 +56,7 @@ _STEP_COLORS = (
     "#2f81f7",
     "#a371f7",
     "#b08800",
-    _ORANGE,
+    ORANGE,
     "#e5534b",
 )
 _STYLE = MappingProxyType(
@@ -66,7 +66,7 @@ _STYLE = MappingProxyType(
         "font.size": 10.5,
         **dict.fromkeys(
             ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"),
-            _TEXT,
+            TEXT,
         ),
         "axes.edgecolor": _GRID,
         "axes.spines.top": False,
@@ -211,26 +211,43 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
     """
     if not panels:
         raise PlotError("there is nothing to draw: no kernel was measured at every length")
-    require_plotting()
-    import matplotlib
-    from matplotlib.figure import Figure
 
     said = description(results, panels)
     numbers = json.loads(said)
-    with matplotlib.rc_context(dict(_STYLE)):
-        figure = Figure(figsize=(_WIDTH, _PANEL_HEIGHT * len(panels)), layout="constrained")
-        figure.patch.set_alpha(0)
-        for axes, panel in zip(
-            figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
-        ):
-            axes.patch.set_alpha(0)
-            axes.grid(axis="y", color=_GRID, linewidth=0.8)
-            axes.set_axisbelow(True)
-            axes.tick_params(length=0)
+
+    def draw(*rows: Axes) -> None:
+        for axes, panel in zip(rows, panels, strict=True):
             _DRAW[panel](axes, numbers[panel])
             load = LOAD_TEXTS[numbers[panel]["load"]]
             title = f"{_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}, {load}"
             axes.set_title(title, loc="left", fontsize=11.5)
+
+    return figure_svg(draw, said, (_WIDTH, _PANEL_HEIGHT), len(panels))
+
+
+def figure_svg(
+    draw: Callable[..., None], said: str, size: tuple[float, float], n_panels: int = 1
+) -> str:
+    """Text of an SVG file with one panel below the other, each of that size in inches, in the style
+    of this module. draw: called with the axes of all panels. said: the description.
+
+    Raises PlotError without matplotlib.
+    """
+    require_plotting()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(dict(_STYLE)):
+        width, height = size
+        figure = Figure(figsize=(width, height * n_panels), layout="constrained")
+        figure.patch.set_alpha(0)
+        panels = figure.subplots(n_panels, squeeze=False)[:, 0]
+        for axes in panels:
+            axes.patch.set_alpha(0)
+            axes.grid(axis="y", color=_GRID, linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.tick_params(length=0)
+        draw(*panels)
         text = io.StringIO()
         figure.savefig(
             text,
@@ -251,20 +268,20 @@ _TITLES = MappingProxyType(
 def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     steps, fixed, large, read = (numbers[name] for name in ("steps", "fixed", "large", "read"))
     edges = [place - 0.5 for place in range(len(steps) + 1)]
-    for values, color, label in ((fixed, _BLUE, "fixed tile"), (large, _ORANGE, "large tile")):
+    for values, color, label in ((fixed, BLUE, "fixed tile"), (large, ORANGE, "large tile")):
         heights = [float("nan") if value is None else value for value in values]
         axes.stairs(heights, edges, color=color, linewidth=2.2, baseline=None, label=label)
         axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
     for place, (blue, orange) in enumerate(zip(fixed, large, strict=True)):
         if blue is not None:
-            _number(axes, place, blue, _BLUE, -13)
+            _number(axes, place, blue, BLUE, -13)
         if orange is not None:
-            _number(axes, place, orange, _ORANGE, 4 if blue is None or orange > blue else -13)
+            _number(axes, place, orange, ORANGE, 4 if blue is None or orange > blue else -13)
     treads = [(place, value) for place, value in enumerate(read) if value is not None]
     for nth, (place, value) in enumerate(treads):
         axes.hlines(
             *(value, place - 0.4, place + 0.4),
-            color=_ORANGE,
+            color=ORANGE,
             linewidth=1.4,
             linestyle=(0, (2, 2)),
             label="" if nth else "large tile, stride read at run time",
@@ -273,13 +290,13 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
     top = 1.12 * max(v for v in (*fixed, *large, *lines.values()) if v is not None)
     groups: list[list[str]] = []
     for label, height in sorted(lines.items(), key=lambda line: -line[1]):
-        axes.axhline(height, color=_TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.axhline(height, color=TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
         if groups and lines[groups[-1][-1]] - height < top / 17:
             groups[-1].append(label)  # there is no room for its own letters
         else:
             groups.append([label])
     for group in groups:
-        axes.text(edges[0] + 0.1, lines[group[0]] + top / 80, ", ".join(group), color=_TEXT)
+        axes.text(edges[0] + 0.1, lines[group[0]] + top / 80, ", ".join(group), color=TEXT)
     axes.legend(loc="lower right", frameon=False)
     axes.set_ylim(0, top)
     axes.set_xlim(edges[0], edges[-1])
@@ -318,8 +335,8 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
         )
         ends.append(([value for value in speeds if value is not None][-1], label, color))
     for label, rate in numbers["rates"].items():
-        axes.axhline(rate, color=_TEXT, linewidth=1, linestyle=(0, (1, 2)))
-        ends.append((rate, label, _TEXT))
+        axes.axhline(rate, color=TEXT, linewidth=1, linestyle=(0, (1, 2)))
+        ends.append((rate, label, TEXT))
     top = 1.08 * max(height for height, _, _ in ends) or 1.0
     last = len(lengths) - 1
     for (height, label, color), place in zip(

@@ -48,7 +48,7 @@ class Stair:
 def large_tile(config: Config) -> Config | None:
     """The config at LARGE_TILE; None if its step does not take it or its family has other tiles."""
     known = {field.name for field in fields(config)}
-    if "n_warps" not in known:
+    if not known >= {"B_r", "B_c", "n_warps"}:
         return None
     try:
         return config.replace(**{k: value for k, value in LARGE_TILE.items() if k in known})

@@ -1,0 +1,58 @@
+"""Speed of a kernel as the pages tell it: in the unit of its operation, and beside the library that
+is 100% there. All pages ask here, and nothing else of the course names a unit or a library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flash_helpers.kernel_configs import Config
+from flash_helpers.measure.results import CUDNN, FA3, FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.registry.family import Family
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How the speed of an operation's kernels is told.
+
+    unit: of a speed. library: contender that is 100%. short: its name in tables. term: anchor of
+    the short name in the glossary. beside: short names of further libraries, by contender, of which
+    the fastest is drawn beside kernels that need one architecture's own instructions.
+    """
+
+    unit: str
+    library: str
+    short: str
+    term: str
+    beside: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """The library's full name."""
+        return LIBRARY_NAMES[self.library]
+
+    @property
+    def heading(self) -> str:
+        """Heading of a column in percent."""
+        return f"of {self.short}"
+
+
+ATTENTION = Metric("TFLOP/s", FLASH, "flash", "flash-backend", {CUDNN: "cuDNN", FA3: "FA3"})
+
+
+def metric_of(family: Family) -> Metric:
+    """The metric of a family's operation."""
+    return ATTENTION
+
+
+def speed(results: BenchmarkResults, config: Config, length: int | None = None) -> float | None:
+    """Speed in the metric's unit: at one length, or the harmonic mean over all; None where it was
+    not measured."""
+    return results.tflops(config.short_form(), config.dtype.short, length)
+
+
+def share(
+    results: BenchmarkResults, contender: Config | str, dtype: str, length: int | None = None
+) -> float | None:
+    """Speed over that of the metric's library, of a config or of a library's contender."""
+    name = contender if isinstance(contender, str) else contender.short_form()
+    return results.of_flash(name, dtype, length)
