@@ -18,7 +18,6 @@ from flash_helpers.course.arguments import parse_kernel
 from flash_helpers.course.blocks import KINDS, render
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.evidence import PUBLISHED, Evidence, Published, count_kernel
-from flash_helpers.course.site_plots import site_plots
 from flash_helpers.course.sources import code_diff, without_comments
 from flash_helpers.course.values import value, value_lines
 from flash_helpers.kernel_configs import (
@@ -374,11 +373,6 @@ def test_a_step_that_was_not_measured_has_no_number_in_a_sentence(unmeasured: Ev
     for quantity in ("tflops", "of_flash_mean", "change", "change_mean", "verdict"):
         with pytest.raises(UsageError, match="was not measured"):
             value(unmeasured, f"clock.16.{quantity}")
-
-
-def test_a_step_that_was_not_measured_leaves_a_gap_in_the_sites_plot(unmeasured: Evidence) -> None:
-    table = site_plots(unmeasured.results, {})["docs/images/progression.svg"]
-    assert re.search("<td>Step v16: [^<]*</td><td></td><td></td>", table)
 
 
 def test_published_figures_of_a_step_are_there_for_every_gpu(root: Path) -> None:

@@ -17,14 +17,12 @@ import pytest
 from browser import open_browser, requested_urls, waiting
 from built_site import BuiltSite
 
-from flash_helpers.course.glossary import read_terms
 from flash_helpers.course.pages import COURSE, PAGES, page_of_step
 from flash_helpers.course.site_views import view_name
 from flash_helpers.course.stairs import has_tiles
-from flash_helpers.kernel_configs import FAMILIES, STEPS, DType
-from flash_helpers.measure.results import RESULTS, load_results
-from flash_helpers.measure.staircases import stairs
-from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.kernel_configs import FAMILIES, STEPS
+from flash_helpers.measure.plots import PLOT_TITLES
+from flash_helpers.measure.results import FLASH, RESULTS, load_results
 from flash_helpers.registry.family import Step
 
 pytestmark = pytest.mark.slow
@@ -34,7 +32,7 @@ MIDDLE = {"width": 1100, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 LOW = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
 NARROW = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 SCREENS = {"narrow": NARROW, "middle": MIDDLE, "wide": WIDE}
-RIGHT, ENTER, TAB = "\ue014", "\ue007", "\ue004"
+ENTER = "\ue007"
 STEP = STEPS["v7"]  # whose page and view are looked at
 
 
@@ -44,6 +42,10 @@ def menu(text: str) -> list[tuple[str, str]]:
     tree = tree[: tree.index("</div>")]
     found = re.findall(r'<a [^>]*?href="([^"]*)"[^>]*>(.*?)</a>', tree)
     return [(address, html.unescape(title)) for address, title in found]
+
+
+def page_of(step: Step) -> str:
+    return next(f"{page.path.stem}.html" for page in PAGES if page.step == step.id)
 
 
 class TestRepository:
@@ -112,35 +114,24 @@ class TestRepository:
         tiles = {re.search(r"_Br\d+_Bc\d+_w\d+", k["symbol"])[0] for k in index["kernels"]}
         assert len(tiles) == 1
 
-    def test_plots_hold_what_was_measured(self, built: BuiltSite, root: Path) -> None:
+    def test_measurements_have_plots_and_tables_of_their_numbers(
+        self, built: BuiltSite, root: Path
+    ) -> None:
+        text = built.text("measurements.html")
+        pictures = re.findall(r'<img alt="([^"]+)" src="_images/(\w+).svg"', text)
+        assert pictures == [(title, name) for name, title in PLOT_TITLES.items()]
         results = load_results(root / RESULTS)
-        found = re.findall(
-            r'<figure class="plot".*?json">(.*?)</script>.*?</figure>',
-            built.text("measurements.html"),
-            re.DOTALL,
-        )
-        staircase, lines = (json.loads(text) for text in found)
-        tiles = {step: (own.fixed, own.large) for step, own in stairs("bf16").items()}
-        for point in staircase["points"]:
-            for value, config in zip(point["values"], tiles[point["x"]], strict=True):
-                share = config and results.of_flash(config.short_form(), "bf16")
-                assert value == pytest.approx(100 * share, abs=0.051) if share else value is None
-        flash = lines["series"].index("PyTorch's flash backend")
-        for point in lines["points"]:
-            speed = results.tflops("pytorch_flash", "bf16", int(point["x"]))
-            assert point["values"][flash] == pytest.approx(speed, abs=0.051)
+        for length in results.seq_lens:
+            assert f"<td><p>{results.tflops(FLASH, 'bf16', length):.0f}</p></td>" in re.sub(
+                r"<(td|p)\b[^>]*>", r"<\1>", text
+            )
 
-    def test_plots_have_a_table_with_all_their_numbers(self, built: BuiltSite) -> None:
-        figures = re.findall(
-            r'<figure class="plot".*?</figure>', built.text("measurements.html"), re.DOTALL
-        )
-        for figure in figures:
-            data = json.loads(re.search(r"json\">(.*?)</script>", figure)[1])
-            table = figure[figure.index("<table") :]
-            rows = re.findall(r"<tr>(.*?)</tr>", table)[1:]
-            for row, point in zip(rows, data["points"], strict=True):
-                cells = re.findall(r"<td>(.*?)</td>", row)[1:]
-                assert [float(c) if c else None for c in cells] == point["values"]
+    @pytest.mark.parametrize("step", STEPS)
+    def test_the_page_of_a_step_shows_its_staircase_with_the_step_lit(
+        self, built: BuiltSite, step: str
+    ) -> None:
+        address = f'src="_images/{STEPS[step].family}.svg#step-{step}"'
+        assert address in built.text(page_of(STEPS[step]))
 
 
 @pytest.fixture(scope="module")
@@ -269,10 +260,6 @@ def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
         yield found
 
 
-def page_of(step: Step) -> str:
-    return next(f"{page.path.stem}.html" for page in PAGES if page.step == step.id)
-
-
 @dataclass(frozen=True)
 class Visit:
     """What is seen of a page. widths: of all there is to scroll to, by screen. pictures: widths of
@@ -338,66 +325,30 @@ class TestPages:
 
 
 class TestSearch:
-    def look_for(self, reader: Reader, words: str) -> dict[str, Any]:
-        """The results, by the pages that they open."""
+    """Sphinx's search, which needs no server."""
+
+    def look_for(self, reader: Reader, words: str) -> list[str]:
+        """The pages that are found."""
         from selenium.common.exceptions import WebDriverException
 
         reader.open("index.html")
         reader.find("input.sidebar-search").send_keys(words, ENTER)
-        # who looks while the browser goes to another page is "aborted by navigation"
+        # a look while the browser goes to another page is "aborted by navigation"
         waiting(reader.driver, WebDriverException).until(
-            lambda _: "Search finished" in reader.find("#search-results").text
+            lambda _: reader.find("#search-results p.search-summary").text.startswith("Search f")
         )
-        results = reader.all("#search-results ul.search > li")
-        links = reader.js("return arguments[0].map((li) => li.querySelector('a').href)", results)
-        names = [link.split("/")[-1].split("#")[0] for link in links]
-        return dict(zip(names, results, strict=True))
-
-    def test_finds_a_word_and_opens_it(self, reader: Reader) -> None:
-        first = next(iter(self.look_for(reader, "wavefront").values()))
-        assert reader.at == "search.html"
-        marked = first.find_element("css selector", ".search-excerpt mark")
-        assert marked.text.lower() == "wavefront"
-        first.find_element("css selector", "a").click()
-        assert reader.at != "search.html"
-        assert reader.wait("article .highlighted").text.lower().startswith("wavefront")
+        links = [a.get_attribute("href") for a in reader.all("#search-results ul.search > li > a")]
+        return [link.split("/")[-1].split("#")[0].split("?")[0] for link in links]
 
     def test_finds_what_stands_in_text_in_code_and_in_tables(self, reader: Reader) -> None:
         assert {"01_base.html", "02_swizzle.html"} <= set(self.look_for(reader, "ldmatrix"))
+        assert reader.at == "search.html"
 
-    @pytest.mark.parametrize(
-        ("words", "title"),
-        [
-            ("bank conflicts", "Bank conflict"),
-            ("LSU", "lsu"),
-            ("b_r", "B_r"),
-            ("Bound by", "Bound by"),
-            ("s04", "Stall count"),
-            ("[?]", "Uncertain cost"),  # no words: Sphinx finds nothing
-        ],
-    )
-    def test_a_term_comes_first_with_the_beginning_of_its_definition(
-        self, reader: Reader, root: Path, words: str, title: str
-    ) -> None:
-        self.look_for(reader, words)
-        first, *others = reader.all("#search-results ul.search > li")
-        link = first.find_element("css selector", "a")
-        assert link.text == f"Glossary: {title}"
-        titles = reader.js("return arguments[0].map((li) => li.innerText.split('\\n')[0])", others)
-        assert title not in [other.split(" > ")[-1] for other in titles]
-        sentences = {term.title: term.sentence for term in read_terms(root)}
-        shown = first.find_element("css selector", ".search-excerpt").text
-        assert shown == sentences[title]
-        link.click()
-        assert reader.at == "glossary.html"
-        section = "return document.querySelector(location.hash).closest('section')"
-        heading = reader.js(f"{section}.querySelector('h3').textContent")
-        assert heading.removesuffix("#").removesuffix("¶") == title
-
-    def test_other_words_are_no_term(self, reader: Reader) -> None:
-        self.look_for(reader, "wavefronts of ldmatrix")
-        first = reader.find("#search-results ul.search > li > a").text
-        assert not first.startswith("Glossary:")
+    def test_opens_a_page_with_the_word_marked(self, reader: Reader) -> None:
+        assert "glossary.html" in self.look_for(reader, "wavefront")
+        reader.find("#search-results ul.search > li > a").click()
+        assert reader.at != "search.html"
+        assert reader.wait("article .highlighted").text.lower().startswith("wavefront")
 
     def test_says_when_there_is_nothing(self, reader: Reader) -> None:
         reader.open("index.html")
@@ -553,95 +504,6 @@ class TestView:
             assert reader.js("return document.documentElement.scrollWidth") <= NARROW["width"]
 
 
-class TestPlots:
-    @pytest.fixture
-    def plots(self, reader: Reader) -> Reader:
-        reader.open("measurements.html")
-        reader.wait("#plot-seq_len .column")
-        return reader
-
-    def tip(self, reader: Reader, plot: str) -> str:
-        """What is shown beside the pointer; nothing if nothing is."""
-        return reader.find(f"#plot-{plot} .tip").text
-
-    def test_the_staircase_tells_the_step_pointed_at(self, plots: Reader, root: Path) -> None:
-        results = load_results(root / RESULTS)
-        config = AMPERE.fixed_config(STEPS["v2"], DType.BF16)
-        assert self.tip(plots, "progression") == ""
-        plots.point(plots.all("#plot-progression .column")[1])
-        share = 100 * results.of_flash(config.short_form(), "bf16")
-        assert "Step v2: XOR swizzle" in self.tip(plots, "progression")
-        assert f"{share:.1f} %" in self.tip(plots, "progression")
-        plots.point(plots.find("h1"))
-        assert self.tip(plots, "progression") == ""
-
-    def test_arrow_keys_move_from_point_to_point(self, plots: Reader) -> None:
-        plots.js("document.querySelector('#plot-seq_len .column').focus()")
-        assert "Sequence length 512" in self.tip(plots, "seq_len")
-        plots.press(RIGHT, RIGHT)
-        assert "Sequence length 2048" in self.tip(plots, "seq_len")
-        label = plots.js("return document.activeElement.getAttribute('aria-label')")
-        assert label.startswith("Sequence length 2048: ") and "TFLOP/s" in label
-        plots.press("\ue00c")  # Escape
-        assert self.tip(plots, "seq_len") == ""
-
-    def test_the_tab_key_stops_once_a_plot(self, plots: Reader) -> None:
-        stops = plots.js(
-            "return [...document.querySelectorAll('figure.plot')]"
-            ".map((figure) => figure.querySelectorAll('.column[tabindex=\"0\"]').length)"
-        )
-        assert stops == [1, 1]
-
-    @pytest.mark.parametrize("theme", ["light", "dark"])
-    def test_lines_look_as_in_the_legend_and_unlike_one_another(
-        self, plots: Reader, theme: str
-    ) -> None:
-        plots.system_theme(theme)
-        lines = plots.js(
-            "return [...document.querySelectorAll('#plot-seq_len .series')].map((line) => "
-            "[getComputedStyle(line).stroke, getComputedStyle(line).strokeDasharray !== 'none'])"
-        )
-        keys = plots.js(
-            """
-            return [...document.querySelectorAll("#plot-seq_len .legend .swatch")].map((key) => {
-              const { backgroundColor, backgroundImage } = getComputedStyle(key, "::before");
-              const isDashed = backgroundImage !== "none";
-              const own = isDashed ? backgroundImage.match(/rgb\\([^)]*\\)/)[0] : backgroundColor;
-              return [own, isDashed];
-            });
-            """
-        )
-        assert keys == lines
-        assert len({colour for colour, _ in lines}) == len(lines)
-        assert {is_dashed for _, is_dashed in lines} == {True, False}
-
-    def test_lines_can_be_hidden(self, plots: Reader) -> None:
-        lines = len(plots.all("#plot-seq_len .series"))
-        key = plots.find("#plot-seq_len .legend button")
-        label = key.text
-        plots.click(key)
-        assert key.get_attribute("aria-pressed") == "false"
-        assert len(plots.all("#plot-seq_len .series")) == lines - 1
-        plots.point(plots.all("#plot-seq_len .column")[0])
-        assert label not in self.tip(plots, "seq_len")
-
-    @pytest.mark.parametrize("metrics", [WIDE, NARROW], ids=["wide", "narrow"])
-    def test_the_tip_stays_inside(self, plots: Reader, metrics: dict[str, Any]) -> None:
-        plots.screen(metrics)
-        for column in plots.all("#plot-progression .column")[::15]:
-            plots.point(column)
-            left, right = plots.js(
-                "const box = document.querySelector('#plot-progression .tip')"
-                ".getBoundingClientRect(); return [box.left, box.right]"
-            )
-            assert 0 <= left < right <= metrics["width"]
-
-    def test_a_table_holds_the_numbers(self, plots: Reader) -> None:
-        details = plots.find("#plot-progression details")
-        plots.click(details.find_element("css selector", "summary"))
-        assert details.find_element("css selector", 'a[href="01_base.html"]').is_displayed()
-
-
 class TestThemes:
     def test_the_button_is_remembered_everywhere(self, reader: Reader) -> None:
         reader.open("index.html")
@@ -706,7 +568,7 @@ class TestThemes:
             };
             const texts = ["--color-foreground-primary", "--color-foreground-secondary",
               "--color-foreground-muted", "--color-brand-content", "--color-brand-visited",
-              "--plot-soft", "--plot-main", "--plot-best", "--hunk"];
+              "--hunk"];
             const found = Object.fromEntries(
               texts.map((text) => [text, against(text, "--color-background-primary")]));
             probe.remove();

@@ -16,7 +16,6 @@ from flash_helpers.course.glossary import (
     link_first_uses,
     parse_terms,
     read_terms,
-    search_index,
 )
 from flash_helpers.course.markers import FENCED
 from flash_helpers.course.pages import GLOSSARY, all_pages
@@ -146,13 +145,6 @@ class TestGlossary:
         assert "Nothing of a [bank conflict](#bank-conflict)." in text
         assert "an [SM](#sm) has one" in text
         assert "*also:* conflict\n" in text and "[ldmatrix]" not in text
-
-    def test_names_and_sentences_are_found_in_small_letters(self) -> None:
-        index = search_index(TERMS)
-        assert index["conflict"] == index["bank conflict"]
-        assert index["ring"][1] == "ring" and index["fragment ring"][0] == "Ring"
-        assert index["sm"] == ("SM", "sm", "Runs warps: 132.")
-        assert index["ldmatrix.x4"][2] == "Loads from cp.async; an SM has one."
 
     @pytest.mark.parametrize(
         ("text", "told"),

@@ -148,15 +148,11 @@ class TestPages:
 
     def test_pictures_are_copied(self, repository: Path) -> None:
         (repository / "docs/images/a.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
-        text = self.page(repository, "![A square](images/a.svg)")
-        found = re.search(r'<img [^>]*src="([^"]*)"', text)
-        assert found and (repository.parent / "site" / found[1]).is_file()
-        assert 'alt="A square"' in text
-
-    def test_plots_take_the_place_of_their_pictures(self, repository: Path) -> None:
-        text = self.page(repository, "![The steps](images/progression.svg)")
-        assert "<img" not in text
-        assert '<figure class="plot" id="plot-progression">' in text
+        text = self.page(repository, "![A square](images/a.svg) ![Lit](images/a.svg#step-1)")
+        plain, lit = re.findall(r'<img alt="([^"]*)" src="([^"]*)"', text)
+        assert (plain[0], lit[0]) == ("A square", "Lit")
+        assert (repository.parent / "site" / plain[1]).is_file()
+        assert lit[1] == f"{plain[1]}#step-1"
 
 
 class TestFaults:

@@ -248,12 +248,3 @@ def _ways_to_write(spelling: str) -> Iterator[str]:
     for start in (first, first.upper()) if first.islower() else (first,):
         for plural in ("", "s", "es") if spelling[-1].isalpha() else ("",):
             yield f"{start}{spelling[1:]}{plural}"
-
-
-def search_index(terms: Sequence[Term]) -> Mapping[str, tuple[str, str, str]]:
-    """Title, anchor and first sentence of each term, by all its names in small letters."""
-    return {
-        name.lower(): (term.title, term.anchor, term.sentence)
-        for term in terms
-        for name in term.names
-    }

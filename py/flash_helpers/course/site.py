@@ -18,10 +18,14 @@ from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.glossary import read_terms
 from flash_helpers.course.pages import FOLDER, PAGES, README, all_pages
 from flash_helpers.course.site_links import LinkTargets, broken_links
-from flash_helpers.course.site_plots import PLOTTED, site_plots
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.benchmark_tables import progression_table
+from flash_helpers.measure.benchmark_tables import (
+    lengths_table,
+    main_dtype,
+    progression_table,
+)
+from flash_helpers.measure.plots import PLOT_TITLES
 from flash_helpers.measure.results import BenchmarkResults
 
 ASSETS = PurePosixPath("docs/assets")
@@ -152,8 +156,10 @@ def _without_markers(path: PurePosixPath, text: str) -> str:
 
 def _made_pages(results: BenchmarkResults) -> list[_Source]:
     """The pages that only the site has."""
-    pictures = [f"![]({PurePosixPath(path).relative_to(FOLDER)})" for path in PLOTTED]
-    measurements = "\n\n".join(["# Measurements", *pictures, progression_table(results)])
+    pictures = [f"![{title}](images/{name}.svg)" for name, title in PLOT_TITLES.items()]
+    lengths = lengths_table(results, main_dtype(results), results.main_load)
+    parts = ["# Measurements", *pictures, progression_table(results), lengths]
+    measurements = "\n\n".join(parts)
     return [
         _Source(MEASUREMENTS, FOLDER / f"{MEASUREMENTS}.md", measurements),
         _Source(VIEWS_PAGE, FOLDER / f"{VIEWS_PAGE}.md", views_markdown()),
@@ -238,7 +244,6 @@ class _Build:
             ),
             paths={name: path for path, name in names.items()},
             menus=_menus(set(names.values())),
-            plots=site_plots(self.evidence.results, steps),
             cards={name: card_html(STEPS[step]) for step, name in steps.items()},
             terms=read_terms(root),
             on_page=on_page,
@@ -284,12 +289,12 @@ class _Build:
             "html_theme": "furo",
             "html_static_path": [str(self.evidence.root / ASSETS)],
             "html_css_files": ["site.css"],
-            "html_js_files": [(name, {"defer": "defer"}) for name in ("site.js", "plots.js")],
+            "html_js_files": [("site.js", {"defer": "defer"})],
             "html_copy_source": False,
             "html_show_copyright": False,
             "html_use_index": False,
             "html_domain_indices": False,
-            "html_show_search_summary": False,  # it is fetched, which no page from a file may do
+            "html_show_search_summary": False,  # a page from a file may not fetch it
         }
 
 

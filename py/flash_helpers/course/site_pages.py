@@ -1,15 +1,12 @@
-"""What Sphinx does not do by itself: links as GitHub has them, plots in the place of pictures, the
-way to a step's view, the menu, what the glossary says of a link to it, and the texts that search
-results show."""
+"""Additions to Sphinx: links as GitHub has them, pictures with a step lit, the way to a step's
+view, the menu, and the definition of a term at the links to it."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import starmap
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,12 +17,10 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
-from flash_helpers.course.glossary import Term, search_index
+from flash_helpers.course.glossary import Term
 from flash_helpers.course.pages import GLOSSARY
 from flash_helpers.course.site_links import LinkError, LinkTargets
 from flash_helpers.course.site_sources import SourcePages
-
-SEARCH_TEXTS = "search_texts.js"
 
 _BEFORE_SPHINX = 100  # its own handlers have 500
 _COMMENT = re.compile(r"\s*<!--.*?-->\s*", re.DOTALL)
@@ -38,20 +33,17 @@ class SitePages:
 
     source: the folder that Sphinx reads. targets: of the links. paths: the files of the pages by
     name, relative to the root of the repository. menus: title and name of each page, by caption.
-    plots: HTML by the path of the picture that it replaces. cards: HTML to stand below the title of
-    a page, by its name. terms: of the glossary. on_page: called once for each page that was read
-    and each that is written.
+    cards: HTML to stand below the title of a page, by its name. terms: of the glossary. on_page:
+    called once for each page that was read and each that is written.
     """
 
     source: Path
     targets: LinkTargets
     paths: Mapping[str, PurePosixPath]
     menus: Mapping[str, Sequence[tuple[str, str]]]
-    plots: Mapping[str, str]
     cards: Mapping[str, str]
     terms: Sequence[Term]
     on_page: Callable[[], object]
-    _texts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def connect(self, app: Sphinx) -> None:
         """Take part in a build."""
@@ -59,11 +51,9 @@ class SitePages:
         app.connect("doctree-read", self._read, priority=_BEFORE_SPHINX)
         app.connect("html-collect-pages", self._more_pages)
         app.connect("html-page-context", self._written)
-        app.connect("build-finished", self._finished)
 
     def _read(self, app: Sphinx, document: nodes.document) -> None:
         name = app.env.docname
-        self._texts[name] = dict(_section_texts(document))
         for section in list(document.findall(nodes.section)):
             below = section.children[1:]
             if below and all(map(_is_comment, below)) and section.parent is not document:
@@ -108,9 +98,6 @@ class SitePages:
             _log.warning(str(error), location=image)
             image.replace_self(nodes.Text(image.get("alt", "")))
             return
-        if str(path) in self.plots:
-            _replace_block(image, _raw(self.plots[str(path)]))
-            return
         copy = self.source / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((self.targets.root / path).read_bytes())
@@ -122,17 +109,8 @@ class SitePages:
             yield name, {"title": title, "body": f'<div class="source">{body}</div>'}, "page.html"
 
     def _written(self, app: Sphinx, name: str, *_: object) -> None:
-        if name == "search":
-            app.add_js_file(SEARCH_TEXTS)
-            app.add_js_file("search.js")
         if name in self.paths:
             self.on_page()
-
-    def _finished(self, app: Sphinx, error: Exception | None) -> None:
-        if error is None:
-            tables = {"SEARCH_TEXTS": self._texts, "GLOSSARY": search_index(self.terms)}
-            path = Path(app.outdir) / "_static" / SEARCH_TEXTS
-            path.write_text("".join(starmap(_script_constant, tables.items())), encoding="utf-8")
 
 
 def _visit_image(translator: HTML5Translator, image: nodes.image) -> None:
@@ -143,24 +121,12 @@ def _visit_image(translator: HTML5Translator, image: nodes.image) -> None:
         translator.body[-1] = translator.body[-1].replace(address, f"{address}#{image['fragment']}")
 
 
-def _script_constant(name: str, value: object) -> str:
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return f"const {name} = {text};\n"
-
-
 def _is_comment(node: nodes.Node) -> bool:
     return isinstance(node, nodes.raw) and _COMMENT.fullmatch(node.astext()) is not None
 
 
 def _raw(html: str) -> nodes.raw:
     return nodes.raw("", html, format="html")
-
-
-def _replace_block(image: nodes.image, plot: nodes.raw) -> None:
-    """Put a plot in the place of a picture, and of the paragraph that holds nothing else."""
-    parent = image.parent
-    alone = isinstance(parent, nodes.paragraph) and len(parent.children) == 1
-    (parent if alone else image).replace_self(plot)
 
 
 def _toctree(name: str, caption: str, entries: Sequence[tuple[str, str]]) -> addnodes.toctree:
@@ -179,16 +145,3 @@ def _toctree(name: str, caption: str, entries: Sequence[tuple[str, str]]) -> add
         numbered=0,
         titlesonly=True,
     )
-
-
-def _section_texts(document: nodes.document) -> Iterator[tuple[str, str]]:
-    """The text of each section without those inside it, by the anchor that Sphinx's search names:
-    none for the page itself."""
-    for section in document.findall(nodes.section):
-        anchor = "" if section.parent is document else f"#{section['ids'][0]}"
-        texts = (
-            child.astext()
-            for child in section.children
-            if not isinstance(child, nodes.section | nodes.title | nodes.raw)
-        )
-        yield anchor, " ".join(" ".join(texts).split())

@@ -219,7 +219,7 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
         for axes, panel in zip(rows, panels, strict=True):
             _DRAW[panel](axes, numbers[panel])
             load = LOAD_TEXTS[numbers[panel]["load"]]
-            title = f"{_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}, {load}"
+            title = f"{PLOT_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}, {load}"
             axes.set_title(title, loc="left", fontsize=11.5)
 
     return figure_svg(draw, said, (_WIDTH, _PANEL_HEIGHT), len(panels))
@@ -257,7 +257,7 @@ def figure_svg(
     return text.getvalue()
 
 
-_TITLES = MappingProxyType(
+PLOT_TITLES: Mapping[str, str] = MappingProxyType(
     {
         PROGRESSION: "Percent of FlashAttention-2, harmonic mean over lengths",
         SEQ_LEN: "TFLOP/s by sequence length",
