@@ -32,7 +32,7 @@ def book(root: Path, tmp_path: Path) -> Book:
 
 
 class BuiltEvidence(Evidence):
-    """What an installed library cannot have skips the test, with the reason."""
+    """Evidence that skips a test, with the reason, where the installed library lacks its code."""
 
     def require_built(self, architectures: Collection[str]) -> None:
         try:

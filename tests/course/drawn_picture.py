@@ -1,4 +1,4 @@
-"""What stands in a picture's file: texts, rectangles and lines, with the space that they take."""
+"""Contents of a picture's file: texts, rectangles and lines, with the space that they take."""
 
 from __future__ import annotations
 

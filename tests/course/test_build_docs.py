@@ -28,11 +28,6 @@ def test_what_stands_between_markers_is_replaced_and_nothing_else_is(book: Book)
     assert "old" not in text
 
 
-def test_a_value_stands_within_a_line(book: Book) -> None:
-    text = book.built("of <!-- build:value diff.2.changed -->?<!-- /build --> lines\n")
-    assert re.fullmatch(r"of <!-- build:value diff.2.changed -->\d+<!-- /build --> lines\n", text)
-
-
 def test_building_twice_writes_nothing_the_second_time(
     book: Book, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,11 +72,11 @@ def test_one_block_that_cannot_be_made_keeps_every_page_from_being_written(
         ("a\n<!-- build:facts 8 -->\n<!-- build:nav -->\n<!-- /build -->\n", 3, "line 2 opens"),
         ("a\n\n<!-- /build -->\n", 3, "closes nothing"),
         ("  <!-- build:facts 8 -->\n<!-- /build -->\n", 1, "at the margin"),
-        ("a <!-- build:facts 8 --><!-- /build -->\n", 1, "on lines of their own"),
-        ("<!-- build:value a.b -->\n<!-- /build -->\n", 1, "within one line"),
+        ("a <!-- build:facts 8 --><!-- /build -->\n", 1, "lines of their own"),
         ("<!--build:facts 8-->\n<!-- /build -->\n", 1, "is no pair of markers"),
-        ("a <!-- build:value sass.8.x --><!-- /build -->\n", 1, "'x' is not one of registers"),
-        ("<!-- build:value none.8 --><!-- /build -->\n", 1, "begins with clock., sass."),
+        ("<!-- build:numbers 8 -->\n<!-- /build -->\n", 1, "give one of sass, bound, counters"),
+        ("<!-- build:numbers 8 sass=NONE -->\n<!-- /build -->\n", 1, "no row of sass matches"),
+        ("<!-- build:numbers 8 sass=( -->\n<!-- /build -->\n", 1, "'(' is no regular expression"),
         ("```console nope\n$ true\n```\n", 1, "it takes gpu or exit=N"),
         ("\n```console\ntrue\n```\n", 2, "needs a line that begins with '$ '"),
     ],

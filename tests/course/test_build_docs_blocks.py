@@ -1,4 +1,4 @@
-"""What each kind of block shows, against what is known of it elsewhere."""
+"""Each kind of block shows the facts that its source holds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flash_helpers.course.arguments import parse_kernel
 from flash_helpers.course.blocks import KINDS, render
 from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.evidence import PUBLISHED, Evidence, Published, count_kernel
+from flash_helpers.course.metric import share
 from flash_helpers.course.sources import code_diff, without_comments
-from flash_helpers.course.values import value, value_lines
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
     STEPS,
@@ -58,7 +58,7 @@ def test_every_kind_can_be_shown(show: Show) -> None:
     arguments = {
         "picture": 'swizzle "alt text"',
         "listing": "2 LDSM",
-        "value": "diff.2.added",
+        "numbers": "2 sass=registers",
         "excerpt": "2 smem_offset",
         "loads": "rows_256_h200",
         "lengths": "rows_256_h200",
@@ -135,12 +135,11 @@ def test_every_step_has_a_diff_without_comments(show: Show, step: str) -> None:
     assert f"namespace {step}" not in text
 
 
-def test_counters_show_what_the_swizzle_is_for(show: Show, evidence: Evidence) -> None:
+def test_counters_show_what_the_swizzle_is_for(show: Show) -> None:
     table = show("counters 2")
     loads = numbers(table, "warp instructions, of ldmatrix")[0]
     # of each of the 4 matrices of an ldmatrix.x4, 8 rows lie in the same banks: 7 wavefronts more
-    assert value(evidence, "counters.1.ldmatrix.conflicts") == f"{loads * 4 * 7:,}"
-    assert value(evidence, "counters.2.conflicts") == "0"
+    assert numbers(table, "shared-memory bank conflicts, of ldmatrix")[:2] == [loads * 4 * 7, 0]
     of_all = numbers(table, "shared-memory bank conflicts")
     assert of_all[1] == 0
     assert of_all[2] == -of_all[0]
@@ -284,10 +283,11 @@ def test_a_footnote_stands_once_a_page(evidence: Evidence) -> None:
 def test_stairs_tell_what_a_step_gained_at_each_tile(show: Show, evidence: Evidence) -> None:
     text = show("stairs 9")
     for tile, name in (("fixed", "9"), ("large", "9:large")):
-        share = value(evidence, f"clock.{name}.of_flash_mean")
-        change = value(evidence, f"clock.{name}.change_mean")
-        assert f"**{share}** of [flash](" in text
-        assert f"#{tile}-tile) ({change} against v8)" in text
+        config, before = parse_kernel(name), parse_kernel(name.replace("9", "8"))
+        found = share(evidence.results, config, "bf16")
+        change = mean_change(evidence.results, before, config)
+        assert f"**{100 * found:.1f}%** of [flash](" in text
+        assert f"#{tile}-tile) ({100 * change:+.1f}% against v8)" in text
     assert "against v8" in text and "](images/stairs/ampere.svg#step-v9)" in text
     assert "against" not in show("stairs 1")
     assert "no change against v16" in show("stairs o1")  # at the large tile, the only one it has
@@ -369,12 +369,6 @@ def test_a_step_that_was_not_measured_leaves_gaps(unmeasured: Evidence, block: s
     assert "measured ms" not in text
 
 
-def test_a_step_that_was_not_measured_has_no_number_in_a_sentence(unmeasured: Evidence) -> None:
-    for quantity in ("tflops", "of_flash_mean", "change", "change_mean", "verdict"):
-        with pytest.raises(UsageError, match="was not measured"):
-            value(unmeasured, f"clock.16.{quantity}")
-
-
 def test_published_figures_of_a_step_are_there_for_every_gpu(root: Path) -> None:
     published = Published.load(root / PUBLISHED)
     keys = [gpu.key for gpu in published.gpus]
@@ -425,7 +419,7 @@ def test_a_family_measured_elsewhere_has_the_numbers_of_that_run(show: Show) -> 
     assert "NVIDIA H200" in show("clock h5")
     assert "NVIDIA H100" in show("clock o5")
     assert "not measured" not in show("stairs h5")
-    assert float(show("value clock.h5.tflops").replace(",", "")) > 0
+    assert float(cells(show("numbers h5 clock=TFLOP/s"), "harmonic mean")[1]) > 0
 
 
 def test_the_staircase_is_linked_from_any_page(show: Show) -> None:
@@ -449,58 +443,26 @@ def test_kernels_are_named_by_step_variant_or_short_form() -> None:
         parse_kernel("7..9")
 
 
-def listed_keys() -> list[str]:
-    """The keys that --values prints, one of each form spelled out for v8."""
-    forms = [line.split()[0] for line in value_lines() if re.match(r"\w+\.\S", line)]
-    keys = []
-    for form in forms:
-        for before, after in (
-            ("KERNEL", "8"), (".N.", ".8."), ("OPCODE", "LDSM"), ("QUANTITY", "instructions")
-        ):  # fmt: skip
-            form = form.replace(before, after)
-        choices = [part[1:-1].split(",") if part[0] == "{" else [part] for part in re.split(
-            r"(\{[^}]*\})", form) if part]  # fmt: skip
-        keys += ["".join(parts) for parts in itertools.product(*choices)]
-    return keys
-
-
-@pytest.mark.parametrize("key", listed_keys())
-def test_every_listed_key_has_a_value(evidence: Evidence, key: str) -> None:
-    unmeasured = {f"clock.{name}" for name in ("flash_attn", "fa3", "matmul", "mma_sync")}
-    try:
-        text = value(evidence, key)
-    except UsageError as error:
-        assert key.rpartition(".")[0] in unmeasured
-        assert "was not measured" in str(error)
-    else:
-        assert text.strip()
-        assert "\n" not in text
-
-
-def test_values_agree_with_the_tables(show: Show, evidence: Evidence) -> None:
-    assert (
-        value(evidence, "sass.8.loop") == cells(show("sass 8"), "instructions of the main loop")[1]
+def test_numbers_are_rows_of_the_other_tables(show: Show) -> None:
+    """Equal ones too, which are folded there; and opcodes by phase."""
+    table = show(
+        'numbers 8 sass="main loop$|^registers|^main loop, HMMA" bound="least of measured" '
+        'counters="^mma$" clock="^of flash, at"'
     )
-    assert (
-        value(evidence, "sass.8@sm_80.registers")
-        == cells(show("facts 8"), "registers per thread, sm_80")[1]
-    )
-    assert value(evidence, "clock.8.change") == cells(show("clock 8"), "4096")[2]
-    assert value(evidence, "published.8.a100_mean") == "88.9%"
-    assert value(evidence, "counters.8.per_mma") == cells(show("counters 8"), "of them per mma")[1]
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "clock", "clock.8", "clock.8.speed", "clock.1.change", "sass.8.main.NOOPCODE",
-        "sass.8@sm_70.loop", "counters.8.x.conflicts", "counters.8", "diff.1.changed",
-        "published.8.h100", "published.99.a100", "bound.8.x.y",
-    ],
-)  # fmt: skip
-def test_a_key_that_is_none_is_refused_by_name(evidence: Evidence, key: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(repr(key))):
-        value(evidence, key)
+    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    loop, registers = "instructions of the main loop", "registers per thread"
+    assert labels == [
+        registers, loop, "main loop, HMMA", "least of measured", "mma", "of flash, at 4096"
+    ]  # fmt: skip
+    for block, label in (
+        ("sass 8", loop),
+        ("sass 8", registers),
+        ("bound 8", "least of measured"),
+        ("counters 8", "mma"),
+    ):
+        assert cells(table, label)[:2] == cells(show(block), label)[:2], label
+    assert cells(table, "main loop, HMMA")[:2] == cells(show("sass 8"), "HMMA")[:2]
+    assert cells(table, "of flash, at 4096")[1] == cells(show("clock 8"), "4096")[-1]
 
 
 @pytest.mark.parametrize(("step", "family"), [("v9", "ampere"), ("h1", "hopper")])

@@ -231,7 +231,7 @@ class Reader:
                 self.turn_theme()
 
     def faults(self) -> list[str]:
-        """What the console warned of, and what was asked of any other place than a file."""
+        """Warnings of the console, and requests to any other place than a file."""
         entries = self.driver.get_log("browser")
         said = [e["message"] for e in entries if e["level"] in ("WARNING", "SEVERE")]
         asked = {url for url in requested_urls(self.driver) if not url.startswith("file:")}
@@ -262,7 +262,7 @@ def reader(browser: Any, built: BuiltSite) -> Iterator[Reader]:
 
 @dataclass(frozen=True)
 class Visit:
-    """What is seen of a page. widths: of all there is to scroll to, by screen. pictures: widths of
+    """A page in the browser. widths: of all there is to scroll to, by screen. pictures: widths of
     their files, 0 for one that is not shown."""
 
     widths: dict[str, int]
@@ -384,7 +384,7 @@ class TestView:
         assert reader.all("[data-pane=cuda] .row.lit, [data-pane=cuda] .row.near")
 
     def share_of_code(self, reader: Reader) -> float:
-        """Of the screen's height, in the pane used last."""
+        """Share of the screen's height that the pane used last gives to code."""
         return reader.js(
             "return document.querySelector('.pane.active .code').clientHeight / innerHeight"
         )

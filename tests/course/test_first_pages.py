@@ -1,4 +1,4 @@
-"""What a newcomer reads first, README and quick start: short, and it runs as it stands."""
+"""README and quick start, the first pages of a newcomer, are short and run as they stand."""
 
 from __future__ import annotations
 

@@ -76,10 +76,8 @@ def test_words_that_are_not_folded_are_counted_and_nothing_else() -> None:
     assert error.startswith(f"{MOST_WORDS + 1} words")
 
 
-def test_a_link_counts_as_its_text_and_a_value_as_a_word() -> None:
+def test_a_link_counts_as_its_text() -> None:
     assert words("see [two words](a/b.md#c) of 1,024 16-byte chunks") == 7
-    text = "of <!-- build:value sass.9.loop -->490<!-- /build --> here\n"
-    assert words(unfolded_prose(parse(text))) == 3
 
 
 def test_evidence_is_folded() -> None:

@@ -109,7 +109,7 @@ class TestFirstUse:
             "<summary>A bank</summary>",
             "<!-- benchmark:begin -->\na bank\n<!-- benchmark:end -->\n",
             "<!-- build:facts 8 -->\n\na bank\n\n<!-- /build -->\n",
-            "of <!-- build:value a.b -->bank<!-- /build --> x\n",
+            "of <!-- a bank --> x\n",
             "bankrupt, databank, bank-like, bank.md, in/bank, https://x.org/bank",
             "a ring, an sm",
         ],

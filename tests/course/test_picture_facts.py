@@ -1,5 +1,5 @@
-"""What the pictures of the course state is true of the kernels: their files carry each fact as a
-data attribute, which is compared with the simulator, the sources, the costs of instructions and the
+"""The pictures of the course are true of the kernels: their files carry each fact as a data
+attribute, which is compared with the simulator, the sources, the costs of instructions and the
 measurements."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def numbers(cell: Shape, *names: str) -> tuple[int, ...]:
 
 
 def counted_wavefronts(addresses: list[int]) -> int:
-    """What the simulator counts for one 16-byte access of the lanes that give these addresses."""
+    """Wavefronts in the simulator of one 16-byte access of the lanes with these addresses."""
     tally = Tally(SimpleNamespace(instructions=[SimpleNamespace(name="ldmatrix")]))
     tally.shared_access(0, np.array(addresses), 16, np.arange(len(addresses)))
     return tally.accesses[0].shared_wavefronts
@@ -271,7 +271,7 @@ def test_registers_hold_the_elements_of_the_tiles() -> None:
 
 @cache
 def by_operation(config: Config, seq_len: int) -> dict[str, Counts]:
-    """What a launch for one head executes in the simulator, by opcode without modifiers."""
+    """Instructions of a launch for one head in the simulator, by opcode without modifiers."""
     inputs = make_inputs("normal", AttentionForward(1, 1, seq_len), torch.bfloat16)
     _, run = flash_attention.simulate(config, *inputs)
     found: dict[str, Counts] = defaultdict(Counts)
@@ -371,7 +371,7 @@ MMA, LOAD, EX2 = cost("HMMA.16816.F32.BF16"), cost("LDSM.16.M88.4"), cost("MUFU.
 
 
 def bars_of(name: str, lane: str) -> list[tuple[str, int, int]]:
-    """What a lane of a timeline shows: label, start and end, panel by panel."""
+    """Bars of a lane of a timeline: label, start and end, panel by panel."""
     found = [b for b in drawn(name).with_data("lane") if b.data["lane"] == lane]
     return [(b.data["what"], *numbers(b, "start", "end")) for b in found]
 
@@ -668,7 +668,7 @@ def test_causal_tiles_that_begin_together_load_different_blocks() -> None:
 
 
 def test_two_heads_of_a_cluster_see_the_same_blocks() -> None:
-    """Of two heads, three tiles of 128 queries and as many blocks of keys."""
+    """Two heads, each of three tiles of 128 queries and as many blocks of keys."""
     picture = drawn("head_pairs")
     cells = [
         numbers(c, "step", "turn", "head", "tile", "block")
@@ -699,8 +699,7 @@ def test_the_phases_of_a_ring_alternate_and_end_when_the_slot_is_full_or_empty()
 
 
 def test_a_slot_of_q_goes_back_when_it_does_in_the_kernels() -> None:
-    """Of tiles A, B and C: behind the softmax of h27, before that of h28, and in both when O was
-    read."""
+    """Tiles A, B and C: behind the softmax of h27, before that of h28, in both after O was read."""
     begins = []
     for panel, step in enumerate(("h27", "h28")):
 

@@ -25,7 +25,6 @@ from flash_helpers.course.build import (
 from flash_helpers.course.commands import TIME_LIMIT
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import absent_pages, all_pages
-from flash_helpers.course.values import value_lines
 from flash_helpers.registry.selection import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +43,6 @@ Kinds (N is a step, 9 or v9; KERNEL is a step, 7:large or 16:large, or a short f
 blanks stands in quotation marks, and there are no escapes):
 
 {kinds_text()}
-
-Within a line: <!-- build:value clock.8.of_flash --><!-- /build -->
 
 Commands stand in ```console blocks, in lines that begin with "$ " (a backslash at the end goes on
 in the next line); the other lines are what they print, and are written anew if the block stands
@@ -67,8 +64,6 @@ examples:
     python tools/docs/build_docs.py docs/08_integer_instructions.md --no-commands
   is everything up to date, and does every command run? (a diff and exit 1 if not)
     python tools/docs/build_docs.py --check
-  which numbers can stand in a sentence:
-    python tools/docs/build_docs.py --values
 
 exit status: 0 all is up to date, 1 --check found something stale or a command failed, 2 a marker,
 a page or an argument is wrong, 130 interrupted
@@ -86,7 +81,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="write nothing, run the commands; print a diff and exit 1 if something is stale",
     )
     mode.add_argument("--list", action="store_true", help="print the pages and their blocks")
-    mode.add_argument("--values", action="store_true", help="print the keys of build:value")
     parser.add_argument(
         "--no-commands",
         action="store_true",
@@ -200,9 +194,6 @@ def build(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write, check or list; returns the exit status."""
     arguments = parse_arguments(argv)
-    if arguments.values:
-        print_text("\n".join([*value_lines(), ""]))
-        return 0
     return run_tool(lambda: build(arguments), ValueError, OSError)
 
 

@@ -17,9 +17,8 @@ from flash_helpers.course.site import SiteWarningsError, build_site
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Build the pages of docs/ as a static site: menu, search, plots that tell their values, and for each
-step the CUDA, PTX and SASS of the installed library, linked line by line. The site needs neither a
-server nor a network.
+Build the pages of docs/ as a static site: menu, search, and for each step the CUDA, PTX and SASS of
+the installed library, linked line by line. The site needs neither a server nor a network.
 """
 
 EXAMPLES = """\

@@ -6,7 +6,7 @@ A page is Markdown. Whatever can be counted or measured stands between two comme
     <!-- /build -->
 
 and is written, and checked, from the machine code of the installed library, the simulator and the
-committed measurements. `blocks.KINDS` holds every kind with its arguments, `values` the numbers for
-the middle of a sentence, `commands` what a ```console block may hold, and `pages.PAGES` the order
-of the pages, which the site takes, too. `build_docs.py --help` tells writers all of it.
+committed measurements. `blocks.KINDS` holds every kind with its arguments, `commands` the rules of
+a ```console block, and `pages.PAGES` the order of the pages, which the site takes, too.
+`build_docs.py --help` tells writers all of it.
 """

@@ -1,7 +1,8 @@
-"""What is written behind the kind of a block: words, options, and the names of kernels."""
+"""Arguments of a block: words, options, and the names of kernels."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,14 @@ def parse_arguments(
         else:
             found[name] = value
     return Arguments(tuple(words), found, page, set() if said is None else said)
+
+
+def compiled_pattern(text: str) -> re.Pattern[str]:
+    """A regular expression. Raises UsageError for a text that is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{text!r} is no regular expression: {error}") from error
 
 
 def parse_step(word: str) -> Step:

@@ -21,11 +21,10 @@ from flash_helpers.course.counter_blocks import counters_block
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
 from flash_helpers.course.links import nav_block, next_block, picture_block
-from flash_helpers.course.markers import INLINE_KIND
+from flash_helpers.course.number_blocks import SOURCES, numbers_block
 from flash_helpers.course.sass_blocks import bound_block, listing_block, sass_block
 from flash_helpers.course.short_forms import short_forms_block
 from flash_helpers.course.step_blocks import diff_block, facts_block
-from flash_helpers.course.values import value
 from flash_helpers.registry.selection import UsageError
 
 OUTPUT_KIND = "output"  # its text is what commands print: see `commands`
@@ -37,8 +36,11 @@ PICTURE_KIND = "picture"
 
 @dataclass(frozen=True)
 class Kind:
-    """usage: the arguments as a reader is told of them. meaning: what the block shows. render:
-    makes its text. fewest, most: words; None is any number. options: names before "="."""
+    """One kind of block.
+
+    usage: its arguments. meaning: its contents. render: makes its text. fewest, most: number of
+    words; None is any number. options: names before "=".
+    """
 
     usage: str
     meaning: str
@@ -66,6 +68,16 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "diff": _about_a_step("the code that a step changed, without comments", diff_block),
         "counters": _about_kernels("what the simulator counts", counters_block, arch=False),
         "sass": _about_kernels("instructions by phase and class", sass_block),
+        "numbers": Kind(
+            "KERNEL [KERNEL ...] [sass=REGEX] [counters=REGEX] [bound=REGEX] [clock=REGEX] "
+            "[arch=sm_80]",
+            "rows of these tables by their labels, and of sass opcodes of a phase, such as "
+            '"main loop, LDSM"',
+            numbers_block,
+            1,
+            None,
+            (*SOURCES, "arch"),
+        ),
         "bound": _about_kernels("static lower bounds", bound_block),
         "listing": Kind(
             "KERNEL [REGEX] [at=REGEX] [lines=12] [phase=main|prologue|epilogue] [arch=sm_80]",
@@ -104,13 +116,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
         "nav": Kind("", "links to the pages before and after", nav_block),
         "next": _about_a_step("a link to the page after that of a step", next_block),
-        INLINE_KIND: Kind(
-            "KEY",
-            "a number within a line; build_docs.py --values lists the keys",
-            lambda evidence, arguments: value(evidence, arguments.words[0]),
-            1,
-            1,
-        ),
     }
 )
 

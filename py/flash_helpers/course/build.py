@@ -35,7 +35,7 @@ _COMPILER = re.compile(r"\bptxas \d+(?:\.\d+)+")
 
 
 class PageError(ValueError):
-    """What is wrong with pages: a line each, with the page and its line."""
+    """Faults of pages: a line each, with the page and its line."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class SourcePage:
         return [part for part in self.parts if isinstance(part, Block)]
 
     def commands(self, until_output: bool = False) -> list[Command]:
-        """Those that run without a GPU, in order. until_output: none after the last output block,
-        whose commands may need what those before it left."""
+        """Commands that run without a GPU, in order. until_output: none after the last output
+        block, whose commands may need files that earlier ones left."""
         last = len(self.parts)
         if until_output:
             last = max((n for n in self.consoles if isinstance(self.parts[n], Block)), default=-1)
@@ -102,8 +102,8 @@ def build_pages(
     repository as it is, JOBS pages at a time.
 
     run: the commands; without it output blocks stay as they are. check: run them all, not only
-    those that an output block needs; and what the installed library cannot tell, because it was
-    built for other architectures, stays as it is.
+    the commands that an output block needs; and blocks of architectures that the installed library
+    was not built for stay as they are.
 
     Raises PageError with all that is wrong, if something is, GlossaryError, and OSError where there
     is no room for a copy.
@@ -167,7 +167,7 @@ class BuiltPage:
 
     @property
     def new(self) -> str:
-        """What was written, with links to the glossary."""
+        """The written text, with links to the glossary."""
         return link_first_uses("".join(self._texts), self.path, self._terms)
 
     def commands(self, until_output: bool) -> list[Command]:
@@ -201,7 +201,7 @@ class BuiltPage:
             on_block()
 
     def check_form(self) -> None:
-        """Of what was written."""
+        """Check the form of the written text."""
         if any(page.step and page.path == self.path for page in PAGES):
             self.form = [f"{self.path}: {error}" for error in form_errors(parse(self.new))]
 
@@ -210,7 +210,7 @@ class BuiltPage:
 
     def _text(self, part: Block) -> str:
         if part.kind == blocks.OUTPUT_KIND:
-            _lines_shown(part, self.path)  # what is wrong is told before commands have run
+            _lines_shown(part, self.path)  # faults are reported before commands have run
             return part.body
         if part.kind == blocks.PICTURE_KIND:
             words = parse_arguments(part.arguments, (), self.path).words
@@ -231,7 +231,7 @@ class BuiltPage:
 
 
 def _lines_shown(part: Block, page: PurePosixPath) -> int:
-    """Of an output block. Raises UsageError."""
+    """Number of lines that an output block shows. Raises UsageError."""
     arguments = parse_arguments(part.arguments, ("lines",), page)
     if arguments.words:
         raise UsageError(

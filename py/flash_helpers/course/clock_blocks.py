@@ -169,7 +169,7 @@ def _other_configs(results: BenchmarkResults, step: Step) -> Iterator[str]:
 
 
 def _published(published: Published, step: Step) -> Iterator[str]:
-    """What was published of the step, if anything was."""
+    """Published figures of the step, if there are any."""
     names = [config.step.id for config in with_parent(step)]
     if not any(published.find(step.id, gpu.key) for gpu in published.gpus):
         return

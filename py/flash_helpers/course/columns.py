@@ -1,6 +1,6 @@
 """Tables with a column for each kernel, and with the change where there are two.
 
-Of two kernels the rows that differ are shown; those that do not are folded below.
+Of two kernels the rows that differ are shown, and equal rows are folded below.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from flash_helpers.sass.analyse.counts import count_changes
 INDENT = "&nbsp;&nbsp;"  # before the label of a row that is a part of the one above
 
 
-def columns_table(configs: Sequence[Config], rows: Iterable[list[str]]) -> str:
-    """Markdown. rows: of `row`, or a label and a cell for each kernel."""
+def columns_table(
+    configs: Sequence[Config], rows: Iterable[list[str]], *, folds: bool = True
+) -> str:
+    """Markdown. rows: of `row`, or a label and a cell for each kernel. folds: equal rows."""
     headers = ["", *names_of(configs), *(["change"] if len(configs) == 2 else [])]
     padded = [cells + [""] * (len(headers) - len(cells)) for cells in rows]
+    if not folds:
+        return Table(headers, padded).markdown()
     return folded_table(headers, padded, len(configs))
 
 
 def folded_table(headers: Sequence[str], rows: Sequence[Sequence[str]], n_kernels: int) -> str:
     """Markdown. The cells behind a row's label are those of the kernels. Of two, the rows in which
     both have the same are folded; an indented row says of what it is a part."""
-    named = [*zip(_with_owners(rows), rows, strict=True)]
+    named = [*zip(with_owners(rows), rows, strict=True)]
     if n_kernels != 2:
         return Table(headers, rows).markdown()
     changed = [own for own, cells in named if cells[1] != cells[2]]
@@ -40,8 +44,8 @@ def folded_table(headers: Sequence[str], rows: Sequence[Sequence[str]], n_kernel
     return "\n\n".join([Table(headers, changed).markdown(), folded] if changed else [folded])
 
 
-def _with_owners(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
-    """The rows, those that are indented below another with its label before their own."""
+def with_owners(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
+    """The rows; an indented one has the label of the row above it before its own."""
     owner = ""
     for label, *cells in rows:
         if label.startswith(INDENT):

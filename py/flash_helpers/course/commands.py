@@ -64,7 +64,7 @@ class Command:
 
     @property
     def architectures(self) -> list[str]:
-        """What it asks the library for."""
+        """Architectures that it needs in the library."""
         return re.findall(r"--arch[ =](sm_\w+)", self.text)
 
 
@@ -81,7 +81,7 @@ class Console:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command. output: what a reader sees; errors: what it said besides."""
+    """Outcome of a command. output: text that a reader sees; errors: further messages."""
 
     command: Command
     status: int
@@ -307,7 +307,7 @@ class Runner:
         """The status that a process ends with; None if it has not by then."""
         if isinstance(process, BaseProcess):
             wait([process.sentinel], time_limit)
-            # A status can be read once, and whoever starts a process reads those of all others.
+            # A status can be read once, and each start of a process reads the status of all others.
             with self._lock:
                 return process.exitcode
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -325,7 +325,7 @@ class Runner:
 def _run_file(
     words: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path
 ) -> None:
-    """What `python` does with these words, in a process that is there for nothing else."""
+    """Run these words as `python` does, in a process of their own."""
     os.setsid()
     for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
         with path.open("ab") as file:
@@ -345,7 +345,7 @@ def _run_file(
 
 
 def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
-    """End a process and those that it started: it leads a session of its own."""
+    """End a process and its children: it leads a session of its own."""
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

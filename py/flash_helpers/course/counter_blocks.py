@@ -11,7 +11,7 @@ from flash_helpers.course.evidence import SEQ_LEN, Evidence, KernelCounts
 from flash_helpers.course.links import words_note
 from flash_helpers.ptx import Counts
 
-# Opcodes of PTX by the name that pages use: those that begin with the text.
+# Beginning of PTX opcodes, by the name that pages use.
 OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "ldmatrix": "ldmatrix",
@@ -54,10 +54,8 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
     """A column for each kernel, and the change if there are two."""
     configs = arguments.kernels()
     found = [evidence.counts(config) for config in configs]
-    rows = [cells for name in _SHOWN for cells in _rows(name, found)]
-    rows += _main_loop_rows(found)
     parts = [
-        columns_table(configs, rows),
+        columns_table(configs, counter_rows(found)),
         *arguments.once(
             f"Counted in the simulator: {SEQ_LEN} rows of one head, {configs[0].dtype.short}, row "
             f"stride {found[0].row_stride} elements. An instruction of PTX counts once for each "
@@ -70,6 +68,12 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
     return "\n\n".join(parts)
 
 
+def counter_rows(found: Sequence[KernelCounts]) -> list[list[str]]:
+    """Every quantity, those of groups of opcodes indented below it, and those of the main loop."""
+    rows = [cells for name in _SHOWN for cells in _rows(name, found)]
+    return [*rows, *_main_loop_rows(found)]
+
+
 def of_group(counts: KernelCounts, group: str) -> Counts:
     """The counts of one of OPCODE_GROUPS."""
     found = Counts()
@@ -80,7 +84,7 @@ def of_group(counts: KernelCounts, group: str) -> Counts:
 
 
 def per_mma(loop: Counts, quantity: str = "instructions", instruction: str = "mma") -> float | None:
-    """What is counted in the main loop for each mma, or wgmma; None without any."""
+    """A quantity of the main loop per mma, or wgmma; None without any."""
     products = getattr(loop, instruction)
     return getattr(loop, quantity) / products if products else None
 

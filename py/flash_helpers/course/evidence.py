@@ -40,7 +40,11 @@ HEADS = 16  # of its tensors, of which one is computed: those of the benchmark
 
 @dataclass(frozen=True)
 class PublishedGpu:
-    """key: in names of values. official_tflops: of the official FlashAttention-2 at `seq_len`."""
+    """One GPU of the publication.
+
+    key: names it in `PublishedStep`. official_tflops: speed of the official FlashAttention-2 at
+    `seq_len`.
+    """
 
     key: str
     name: str
@@ -59,7 +63,7 @@ class PublishedStep:
 
 @dataclass(frozen=True)
 class Published(RecordFile):
-    """What was published of these ideas for other GPUs.
+    """Published figures of these ideas on other GPUs.
 
     source: who published it, and where. seq_len: of `PublishedStep.percent`. shortest, longest:
     sequence lengths of the mean.
@@ -76,13 +80,13 @@ class Published(RecordFile):
     steps: tuple[PublishedStep, ...]
 
     def find(self, step: str, gpu: str) -> PublishedStep | None:
-        """What was published of a step for the GPU of that key, if anything was."""
+        """Published figures of a step on the GPU of that key, if there are any."""
         return next((s for s in self.steps if (s.step, s.gpu) == (step, gpu)), None)
 
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """What the simulator counts of a kernel.
+    """Counts of a kernel in the simulator.
 
     total: of all instructions. main_loop: of those in it. by_opcode: of PTX. row_stride: elements.
     """
@@ -131,7 +135,7 @@ class Evidence:
 
     @cached_property
     def results(self) -> BenchmarkResults:
-        """What was measured on the H100."""
+        """Measurements on the H100."""
         return load_results(self.root / RESULTS)
 
     @cached_property
@@ -139,12 +143,12 @@ class Evidence:
         return results_by_family(self.root, self.results)
 
     def results_of(self, step: Step) -> BenchmarkResults:
-        """Those that a step was measured in."""
+        """Results that hold a step's measurements."""
         return self._by_family[step.family]
 
     @cached_property
     def published(self) -> Published:
-        """What was published for other GPUs."""
+        """Published figures of other GPUs."""
         return Published.load(self.root / PUBLISHED)
 
     def require_built(self, architectures: Collection[str]) -> None:
@@ -183,14 +187,14 @@ class Evidence:
         return self._kernels[config, target]
 
     def step_diff(self, step: Step) -> CodeDiff:
-        """What a step changed in its parent's code. Raises UsageError for one without a parent."""
+        """Changes of a step to its parent's code. Raises UsageError for one without a parent."""
         if step.parent is None:
             raise UsageError(f"step {step.id} has no parent: there is nothing to compare it with")
         return code_diff(STEPS[step.parent], step, self.root)
 
 
 def target_of(family: Family, architecture: str) -> str:
-    """What a family's kernels are compiled for, for an architecture such as "sm_90".
+    """Target that a family's kernels are compiled for on an architecture such as "sm_90".
 
     Raises UsageError if they are not made for it.
     """

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from flash_helpers.course.arguments import Arguments, parse_step
+from flash_helpers.course.arguments import Arguments, compiled_pattern, parse_step
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import relative
 from flash_helpers.registry.selection import UsageError, find_steps
@@ -41,7 +41,7 @@ def dedented(lines: Sequence[str]) -> str:
 
 
 def _file(word: str, root: Path) -> PurePosixPath:
-    """What a step, or the name of a header in INCLUDES, stands for. Raises UsageError."""
+    """File of a step, or of a header in INCLUDES. Raises UsageError."""
     path = PurePosixPath(parse_step(word).source) if find_steps(word) else INCLUDES / word
     if not (root / path).is_file():
         raise UsageError(f"{word!r} is neither a step, such as 9 or o2, nor a header in {INCLUDES}")
@@ -61,10 +61,7 @@ def _ranges(
 
 
 def _match(lines: Sequence[str], pattern: str) -> int:
-    try:
-        searched = re.compile(pattern)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}") from error
+    searched = compiled_pattern(pattern)
     for n, line in enumerate(lines):
         if searched.search(line):
             return n

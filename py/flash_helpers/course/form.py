@@ -1,12 +1,12 @@
-"""What the page of a step looks like: its sections in order, and how much of it is prose that a
-reader has to read. Standard library only."""
+"""Form of a step's page: its sections in order, and the length of the prose that stands open.
+Standard library only."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 
-from flash_helpers.course.markers import FENCED, INLINE_KIND, Block, Prose
+from flash_helpers.course.markers import FENCED, Block, Prose
 
 MOST_WORDS = 900  # a person reads a page in ten minutes, code and pictures included
 
@@ -30,12 +30,9 @@ _NO_PROSE = re.compile(r"<!--(?s:.*?)-->|^\|.*$|^#.*$|^!\[.*$", re.MULTILINE)
 
 
 def unfolded_prose(parts: Sequence[Prose | Block]) -> str:
-    """What a reader reads who opens nothing: no code, table, picture or heading, and nothing that
-    was generated but values within a line."""
-    text = "".join(
-        part.text if isinstance(part, Prose) else part.body if part.kind == INLINE_KIND else ""
-        for part in parts
-    )
+    """The text that stands open to a reader: no code, table, picture or heading, and nothing that
+    was generated."""
+    text = "".join(part.text for part in parts if isinstance(part, Prose))
     text = FENCED.sub("", text)
     while (folded := _FOLDED.sub("", text)) != text:
         text = folded
@@ -48,7 +45,7 @@ def words(text: str) -> int:
 
 
 def form_errors(parts: Sequence[Prose | Block]) -> Iterator[str]:
-    """What is wrong with the page of a step, a line each."""
+    """Faults of a step's page, a line each."""
     inside: dict[str, list[str]] = {}
     found: list[str] = []
     for part in parts:

@@ -59,7 +59,7 @@ class Term:
 
     @property
     def anchor(self) -> str:
-        """Of the heading, as GitHub and the site have it."""
+        """Anchor of the heading, as GitHub and the site have it."""
         return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
 
     @cached_property
@@ -70,7 +70,7 @@ class Term:
 
     @property
     def names(self) -> list[str]:
-        """What a reader may look for."""
+        """Names that a reader may look for."""
         return list(dict.fromkeys([self.title, *(s.strip("`") for s in self.spellings)]))
 
 

@@ -4,8 +4,8 @@
     ...
     <!-- /build -->
 
-The two stand on lines of their own, at the margin; a pair of the kind `value` stands within a line.
-Markers in fenced code blocks and in code spans are text like any other.
+The two stand on lines of their own, at the margin. Markers in fenced code blocks and in code spans
+are text like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-INLINE_KIND = "value"
 END = "<!-- /build -->"
 # A fenced code block; the end of the text closes one that nothing else does.
 FENCED = re.compile(
@@ -26,7 +25,6 @@ CODE_SPAN = r"(?<!`)(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
 _CODE = re.compile(f"{FENCED.pattern}|{CODE_SPAN}", re.MULTILINE)
 _BEGIN = re.compile(r"<!-- build:(?P<kind>\w+)(?: +(?P<arguments>(?:(?!-->).)*?))? *-->")
 _ALONE = re.compile(rf"^(?:{_BEGIN.pattern}|{END})[ \t]*$", re.MULTILINE)
-_INLINE = re.compile(rf"{_BEGIN.pattern}(?P<body>(?:(?!<!--).)*){END}")
 _APART = re.compile(
     rf"^{_BEGIN.pattern}[ \t]*\n(?P<body>(?:(?!<!-- /?build\b).*\n)*){END}[ \t]*$", re.MULTILINE
 )
@@ -53,14 +51,12 @@ class Block:
     def written(self, text: str) -> str:
         """The markers with `text` between them."""
         begin = f"<!-- build:{' '.join(part for part in (self.kind, self.arguments) if part)} -->"
-        if self.kind == INLINE_KIND:
-            return f"{begin}{text}{END}"
         return f"{begin}\n\n{text.strip()}\n\n{END}"
 
 
 @dataclass(frozen=True)
 class Prose:
-    """What stands outside of markers. line: that it begins in, from 1."""
+    """Text outside of markers. line: of its beginning, from 1."""
 
     text: str
     line: int
@@ -75,21 +71,10 @@ def parse(text: str) -> list[Prose | Block]:
     visible = _CODE.sub(lambda code: re.sub(".", "\0", code[0]), text)
     parts: list[Prose | Block] = []
     at = 0
-    pairs = [*_APART.finditer(visible), *_INLINE.finditer(visible)]
-    for pair in sorted(pairs, key=lambda pair: pair.start()):
-        if pair.start() < at:  # inside another one
-            continue
+    for pair in _APART.finditer(visible):
         _refuse_traces(visible, at, pair.start())
         line = _line(visible, pair.start())
         kind, arguments, body = (text[slice(*pair.span(n))] for n in ("kind", "arguments", "body"))
-        if kind == INLINE_KIND and pair.re is _APART:
-            raise MarkerError(line, f"a {INLINE_KIND} and its {END} stand within one line of text")
-        if kind != INLINE_KIND and pair.re is _INLINE:
-            raise MarkerError(
-                line,
-                f"build:{kind} and its {END} stand on lines of their own; within a line "
-                f"there is only build:{INLINE_KIND}",
-            )
         parts.append(Prose(text[at : pair.start()], _line(visible, at)))
         parts.append(Block(kind, arguments, body.removesuffix("\n"), line))
         at = pair.end()
@@ -120,6 +105,5 @@ def _refuse_traces(visible: str, begin: int, end: int) -> None:
     raise MarkerError(
         line,
         f"{found!r} is no pair of markers: write <!-- build:KIND ARGUMENTS --> and {END} on "
-        f"lines of their own, at the margin, or <!-- build:{INLINE_KIND} KEY -->{END} within a "
-        "line",
+        "lines of their own, at the margin",
     )

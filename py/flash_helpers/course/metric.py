@@ -12,7 +12,7 @@ from flash_helpers.registry.family import Family
 
 @dataclass(frozen=True)
 class Metric:
-    """How the speed of an operation's kernels is told.
+    """Unit and comparison of an operation's speeds.
 
     unit: of a speed. library: contender that is 100%. short: its name in tables. term: anchor of
     the short name in the glossary. beside: short names of further libraries, by contender, of which

@@ -40,7 +40,7 @@ class Page:
 
 
 def file_stem(step: Step) -> str:
-    """What the names of files about a step begin with: "09" for v9, as for all steps of the first
+    """Beginning of the names of files about a step: "09" for v9, as for all steps of the first
     family, "o3" for one of another."""
     return f"{step.number:02}" if step.family == next(iter(FAMILIES)) else step.id
 

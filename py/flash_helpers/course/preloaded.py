@@ -1,4 +1,4 @@
-"""What the commands of pages begin with, imported once: see `commands.Runner`."""
+"""Imports that the commands of pages share, done once: see `commands.Runner`."""
 
 from __future__ import annotations
 

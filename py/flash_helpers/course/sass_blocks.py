@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from flash_helpers.console.tables import DASH, number, percent
-from flash_helpers.course.arguments import Arguments, parse_kernel
+from flash_helpers.course.arguments import Arguments, compiled_pattern, parse_kernel
 from flash_helpers.course.columns import INDENT, changes, columns_table, folded_table, row
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import words_note
@@ -51,7 +50,7 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
     found = [evidence.facts(config, architecture) for config in configs]
     return "\n\n".join(
         [
-            columns_table(configs, _count_rows(found)),
+            columns_table(configs, count_rows(found)),
             *(_change_sentences(*found) if len(found) == 2 else ()),
             *(arguments.once(PER_HMMA_NOTE) if any(map(_has_wgmma, found)) else ()),
             *arguments.once(compiled_for(found[-1], architecture)),
@@ -61,7 +60,8 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
     )
 
 
-def _count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
+def count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
+    """Registers, blocks, and instructions by phase and class."""
     yield row("registers per thread", [facts.kernel.resources.registers for facts in found])
     spills = [spills_text(facts) for facts in found]
     if set(spills) != {"0"}:
@@ -108,6 +108,29 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
     """Lower bounds of an iteration of all resident warps, and of the measured launch."""
     architecture, configs = arguments.architecture(), arguments.kernels()
     found = [evidence.facts(config, architecture) for config in configs]
+    rows = bound_rows(found)
+    notes = [
+        *words_note(arguments),
+        *arguments.once(compiled_for(found[-1], architecture)),
+        *arguments.once(
+            "The bounds leave out bank conflicts, the latency of memory, and instructions whose "
+            "cost no source tells."
+        ),
+    ]
+    if _is_measured(found):
+        last = found[-1].prediction
+        assert last is not None
+        problem, chip = last.launch.problem, last.chip
+        notes += arguments.once(
+            f"The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
+            f"{problem['seq_len']}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
+        )
+    headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
+    return "\n\n".join([folded_table(headers, rows, len(configs)), *notes])
+
+
+def bound_rows(found: Sequence[KernelFacts]) -> list[list[str]]:
+    """Cycles at least by limit, and of a launch if all were measured."""
     each = [facts.bound_cycles or {} for facts in found]
     limits = (ISSUE, LATENCY)
     names = [*dict.fromkeys(n for cycles in each for n in cycles if n not in limits), *limits]
@@ -117,30 +140,20 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
         ["warps of an SM", *(str(facts.occupancy.warps) for facts in found)],
         ["instructions of unknown cost", *(str(f.loop.unknown if f.loop else "") for f in found)],
     ]
-    notes = [
-        *words_note(arguments),
-        *arguments.once(compiled_for(found[-1], architecture)),
-        *arguments.once(
-            "The bounds leave out bank conflicts, the latency of memory, and instructions whose "
-            "cost no source tells."
-        ),
-    ]
-    predictions = [facts.prediction for facts in found if facts.prediction]
-    measured = [facts.measurement for facts in found if facts.measurement]
-    if len(predictions) == len(measured) == len(found):
+    if _is_measured(found):
+        predictions = [facts.prediction for facts in found if facts.prediction]
+        measured = [facts.measurement for facts in found if facts.measurement]
         rows += [
             ["a launch: ms at least", *(number(p.least_ms, 3) for p in predictions)],
             ["its limit", *(_limit(p.binding) for p in predictions)],
             ["measured ms", *(number(m.median_ms, 3) for m in measured)],
             ["least of measured", *(percent(facts.of_bound) for facts in found)],
         ]
-        problem, chip = predictions[-1].launch.problem, predictions[-1].chip
-        notes += arguments.once(
-            f"The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
-            f"{problem['seq_len']}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
-        )
-    headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
-    return "\n\n".join([folded_table(headers, rows, len(configs)), *notes])
+    return rows
+
+
+def _is_measured(found: Sequence[KernelFacts]) -> bool:
+    return all(facts.prediction and facts.measurement for facts in found)
 
 
 def _limit(name: str) -> str:
@@ -153,8 +166,8 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
     architecture = arguments.architecture()
     phase = arguments.choice("phase", PHASES, "main")
     facts = evidence.facts(config, architecture)
-    pattern = _pattern(" ".join(arguments.words[1:]))
-    where = _pattern(arguments.options.get("at", ""))
+    pattern = compiled_pattern(" ".join(arguments.words[1:]))
+    where = compiled_pattern(arguments.options.get("at", ""))
     source = SourceText(evidence.root)
     file = str(config.step.source)
     title = PHASES[phase].replace("_", " ")
@@ -185,13 +198,6 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
             *(f"\n{note}" for note in arguments.once(LISTING_NOTE)),
         ]
     )
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"{text!r} is no regular expression: {error}") from error
 
 
 def _instructions(facts: KernelFacts, phase: str) -> Iterator[Instruction]:

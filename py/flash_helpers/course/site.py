@@ -70,7 +70,7 @@ def build_site(
     """Build the site of the repository `root` into the folder `output`; returns its warnings.
 
     strict: a warning fails the build. repo_url: where the files of the repository can be seen, such
-    as https://host/owner/name/blob/main; without it those that are linked are copied into the site.
+    as https://host/owner/name/blob/main; without it the linked ones are copied into the site.
     A build that fails leaves the site that was there.
 
     Raises SiteError where no site can be built, SiteWarningsError for warnings if strict, and
@@ -90,7 +90,7 @@ def build_site(
 
 
 def _require_replaceable(output: Path) -> None:
-    """What is not a site is not deleted for a slip of the pen."""
+    """Raise SiteError for a folder that holds anything but a site."""
     if output.is_dir() and ((output / _SITE_FILE).is_file() or not any(output.iterdir())):
         return
     if output.exists():
@@ -145,8 +145,6 @@ def _without_markers(path: PurePosixPath, text: str) -> str:
     for part in parts:
         if isinstance(part, markers.Prose):
             kept.append(part.text)
-        elif part.kind == markers.INLINE_KIND:
-            kept.append(part.body)
         elif part.kind in _NEIGHBOURS:
             kept.append("<!-- neighbours -->" + "\n" * (part.body.count("\n") + 2))
         else:
@@ -249,7 +247,7 @@ class _Build:
             on_page=on_page,
         )
         try:
-            # these undo what Sphinx teaches docutils, for whoever builds again in this process
+            # these undo Sphinx's changes to docutils, for a later build in this process
             with patch_docutils(), docutils_namespace():
                 app = Sphinx(
                     srcdir=self._source,

@@ -40,7 +40,7 @@ class LinkTargets:
     wanted: deque[PurePosixPath] = field(default_factory=deque)
 
     def file(self, page: PurePosixPath, link: str) -> PurePosixPath:
-        """What a relative link of the page at `page` names, relative to the root.
+        """Target of a relative link of the page at `page`, relative to the root.
 
         Raises LinkError if it is not there.
         """
@@ -50,7 +50,7 @@ class LinkTargets:
         return path
 
     def address(self, page: PurePosixPath, link: str) -> str:
-        """What a relative link of a page is in the site, where all pages lie side by side.
+        """Address of a relative link in the site, where all pages lie side by side.
 
         Raises LinkError if what it names is not there.
         """
@@ -90,7 +90,7 @@ class _Page(HTMLParser):
 
 
 def broken_links(site: Path) -> list[str]:
-    """What the pages of a site link that is not there, and what they load from elsewhere; a line
+    """Links of a site's pages that lead nowhere, and files that they load from elsewhere; a line
     each."""
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     found = []

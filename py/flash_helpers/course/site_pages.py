@@ -88,7 +88,7 @@ class SitePages:
 
     @cached_property
     def _hints(self) -> Mapping[str, str]:
-        """What the pointer shows over a link to a term, by the link's address."""
+        """Text that the pointer shows over a link to a term, by the link's address."""
         return {f"{GLOSSARY.stem}.html#{term.anchor}": term.sentence for term in self.terms}
 
     def _image(self, name: str, image: nodes.image) -> None:

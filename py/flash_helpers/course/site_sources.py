@@ -27,7 +27,7 @@ class SourcePages:
 
     @cached_property
     def _files(self) -> frozenset[PurePosixPath]:
-        """The files that belong to the repository: with git those that it does not ignore."""
+        """Files of the repository: with git all that it does not ignore."""
         root = self._targets.root
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         try:

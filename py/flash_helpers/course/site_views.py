@@ -44,7 +44,7 @@ def view_name(step: Step) -> PurePosixPath:
 
 
 def view_title(step: Step) -> str:
-    """What the page shows."""
+    """Title of a step's page."""
     return f"CUDA, PTX and SASS of {_beside(step)}"
 
 

@@ -1,4 +1,4 @@
-"""What changed between the files of two steps: the code alone, without comments. Standard library
+"""Changes between the files of two steps: the code alone, without comments. Standard library
 only."""
 
 from __future__ import annotations

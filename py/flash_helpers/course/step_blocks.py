@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flash_helpers.console.tables import number
 from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, Arguments, with_parent
@@ -10,6 +10,7 @@ from flash_helpers.course.columns import folded_table
 from flash_helpers.course.evidence import Evidence, target_of
 from flash_helpers.course.sources import code_lines
 from flash_helpers.gpu import capability_of
+from flash_helpers.kernel_configs import Config
 from flash_helpers.sass.analyse.matrix import KernelFacts
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
@@ -39,12 +40,17 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
         rows += [
             [f"{label}, {architecture}", *map(text, found)] for label, text in facts_text.items()
         ]
-    rows.append(["shared memory per block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)])
+    rows.append(shared_memory_row(configs))
     headers = ["", *(config.step.id for config in configs)]
     if len(configs) > 1:
         headers[1] += " (parent)"
     table = folded_table(headers, rows, len(configs))
     return "\n\n".join([table, *arguments.once(compiled_by(found[-1]))])
+
+
+def shared_memory_row(configs: Sequence[Config]) -> list[str]:
+    """Shared memory of a thread block of each config."""
+    return ["shared memory per block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)]
 
 
 def spills_text(facts: KernelFacts) -> str:

@@ -174,7 +174,7 @@ _NUMBERS: Mapping[str, Callable[[BenchmarkResults, str], Numbers]] = MappingProx
 
 
 def description(results: BenchmarkResults, panels: Sequence[str]) -> str:
-    """What a picture of the panels says of itself: the GPU and the numbers that it shows, as JSON.
+    """Description of a picture of the panels: the GPU and the numbers that it shows, as JSON.
 
     Raises PlotError if there are none, ValueError if nothing was measured at all.
     """
@@ -353,8 +353,8 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
 
 
 def _apart(heights: Sequence[float], distance: float) -> list[float]:
-    """The heights with neighbours `distance` apart at least; those that were closer become a group
-    around their own mean."""
+    """The heights with neighbours `distance` apart at least; closer ones become a group around
+    their own mean."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     groups: list[list[int]] = []
 

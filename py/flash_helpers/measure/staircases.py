@@ -36,7 +36,7 @@ class Stair:
 
     @property
     def configs(self) -> list[Config]:
-        """Those that there are."""
+        """All configs of the stair."""
         return [c for c in (self.fixed, self.large, self.read) if c is not None]
 
     @property
