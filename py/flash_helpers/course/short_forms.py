@@ -1,4 +1,4 @@
-"""The block that tells what the parts of a short form mean."""
+"""The block with the meaning of each part of a short form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.family import Family
 from flash_helpers.registry.selection import UsageError
 
-# By the name of the field, in Markdown for the page of the glossary.
+# By the name of the field, in Markdown for the page of the glossary. A field that is not here has
+# the comment that its config gives it.
 _MEANINGS: Mapping[str, str] = MappingProxyType(
     {
-        "version": "number of the [step](#step) of family ampere",
-        "overlap": "number of the [step](#step) of family overlap",
-        "hopper": "number of the [step](#step) of family hopper",
         "dtype": "format of the elements, [bf16 or fp16](#bf16)",
         "d_head": "columns of Q, K, V and O, [d_head](#d_head)",
         "B_r": "rows of Q per thread block, [B_r](#b_r)",
@@ -54,9 +52,12 @@ def _rows(family: Family) -> Iterator[tuple[str, str, str]]:
     """Name, part and meaning of each field; the part is that of the last step that has it in its
     fixed config. A flag that none sets has its word."""
     for field in fields(family.config):
-        if field.name not in _MEANINGS:
-            raise UsageError(f"{family.name}: nobody has told what {field.name} means")
         part = field.metadata["short"]
+        meaning = _MEANINGS.get(field.name, field.metadata["comment"])
+        if part == family.prefix:
+            meaning = f"number of the [step](#step) of family {family.name}"
+        if not meaning:
+            raise UsageError(f"{family.name}: field {field.name} has no comment")
         for step in family.steps.values():
             part = family.fixed_config(step, DTYPE).part(field.name) or part
-        yield field.name, part, _MEANINGS[field.name]
+        yield field.name, part, meaning
