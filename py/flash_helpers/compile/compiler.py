@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -59,7 +59,7 @@ def run_compilers(
     folder: Path,
     jobs: int,
     timeout_s: float = math.inf,
-) -> Iterator[Finished[T]]:
+) -> Generator[Finished[T], None, None]:
     """Run a command for each item, `jobs` at a time, in `root`; what became of each, as it ends.
 
     command: of an item and a fresh folder for it, which is made in `folder`.

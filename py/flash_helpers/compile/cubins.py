@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,7 +137,7 @@ class CubinCompiler:
         # The sources of a step are the same for all of its configs.
         self._source_digests: dict[tuple[str, ...], str] = {}
 
-    def compile_all(self, sources: Sequence[Source]) -> Iterator[Compiled]:
+    def compile_all(self, sources: Sequence[Source]) -> Generator[Compiled, None, None]:
         """What becomes of each source, as it becomes known; those that are there already first.
 
         Compilers run on between two results. They are ended if the iterator is closed.

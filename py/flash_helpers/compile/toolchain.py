@@ -125,9 +125,9 @@ def _first_nvcc(environ: Mapping[str, str], default_home: Path) -> Path | None:
             return nvcc
     if on_path := shutil.which("nvcc", path=environ.get("PATH", "")):
         return Path(on_path)
-    for home in (default_home, _pypi_folder()):
-        if home is not None and (home / "bin" / "nvcc").is_file():
-            return home / "bin" / "nvcc"
+    for folder in (default_home, _pypi_folder()):
+        if folder is not None and (folder / "bin" / "nvcc").is_file():
+            return folder / "bin" / "nvcc"
     return None
 
 

@@ -134,11 +134,13 @@ def run_tool(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _print_warning
+            warnings.showwarning = _print_warning  # type: ignore[assignment]
             return work() or 0
     except errors as error:
-        named = isinstance(error, OSError) and error.filename
-        print(f"{error.filename}: {error.strerror}" if named else error, file=sys.stderr)
+        if isinstance(error, OSError) and error.filename:
+            print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        else:
+            print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

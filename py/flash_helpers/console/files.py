@@ -10,8 +10,8 @@ from pathlib import Path
 
 def text_diff(name: str, old: str, new: str) -> str:
     """Unified diff from a generated file's text to what it should be; "" if it is that."""
-    lines = (text.splitlines(keepends=True) for text in (old, new))
-    return "".join(difflib.unified_diff(*lines, name, f"{name} (generated)"))
+    before, after = (text.splitlines(keepends=True) for text in (old, new))
+    return "".join(difflib.unified_diff(before, after, name, f"{name} (generated)"))
 
 
 def write_if_different(path: Path, text: str) -> bool:
