@@ -72,6 +72,7 @@ class PlatformDistribution(Distribution):
 setup(
     version=__version__,
     packages=[PACKAGE],
+    package_data={PACKAGE: ["py.typed"]},
     install_requires=["torch>=2.4", f"flash_helpers=={__version__}"],
     distclass=PlatformDistribution,
     cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": PlatformWheel},

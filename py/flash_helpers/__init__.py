@@ -4,4 +4,4 @@ Importing this package imports nothing else. `registry`, `compile` and `kernel_c
 the standard library, so that setup.py can use them before anything is installed.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -593,7 +593,8 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
             (tree / step.source).parent.mkdir(parents=True, exist_ok=True)
             (tree / step.source).write_text("// a kernel\n")
     (tree / "flash_attention").mkdir()
-    shutil.copy(root / "flash_attention" / "__init__.py", tree / "flash_attention")
+    for name in ("__init__.py", "py.typed"):
+        shutil.copy(root / "flash_attention" / name, tree / "flash_attention")
     environ = {**os.environ, "CUDA_HOME": str(cuda_home), "NVCC_CCBIN": shutil.which("true")}
     subprocess.run(
         [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path / "dist"],
@@ -603,10 +604,11 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
         capture_output=True,
     )
     (wheel,) = (tmp_path / "dist").iterdir()
-    assert wheel.name.startswith("flash_attention-0.1.0-py3-none-linux_")
+    assert wheel.name.startswith(f"flash_attention-{flash_attention.__version__}-py3-none-linux_")
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert files == {
         "flash_attention/__init__.py",
+        "flash_attention/py.typed",
         "flash_attention/libflash_attention.so",
         *(f"flash_attention/ptx/{config.short_form()}.ptx" for config in get_kernels_to_build()),
         *(f"flash_attention/ptxas/{config.short_form()}.log" for config in get_kernels_to_build()),
