@@ -82,8 +82,7 @@ def compile_unit():
     source = Path(after("-fatbin" if "-fatbin" in sys.argv else "-c"))
     inputs, text = read_unit(source)
     keep = Path(after("--keep-dir"))
-    markers = [f'# 1 "{path}" 1\n' for path in (*inputs, "/usr/include/stdio.h")]
-    (keep / f"{source.stem}.cpp1.ii").write_text("".join(markers))
+    Path(after("-MF")).write_text(f"{after('-MT')} : {' '.join(map(str, inputs))}\n")
     codes = [arg for arg in sys.argv if arg.startswith("arch=")]
     for code in codes:
         number = re.search(r"arch=compute_(\d+)", code)[1]

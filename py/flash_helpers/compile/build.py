@@ -1,22 +1,18 @@
-"""Builds the kernel library: one fatbin a kernel, in parallel, and only what has changed.
+"""Build of the kernel library by ninja: a fatbin per kernel, in parallel, if it has changed.
 
-Everything between is kept below the root of the repository: in `build/maps` each family's map, in
-`build/kernels` `<kernel>.cu`, `.fatbin`, `.ptx`, `.log` (what ptxas -v said) and `.json` (what the
-fatbin was made from), the host's object, and what embeds the fatbins. Standard library only.
+Intermediate files are kept below the root of the repository: the map of each family in
+`build/maps`; in `build/kernels` `<kernel>.cu`, `.fatbin`, `.ptx` and `.log` (output of ptxas -v),
+the host's object, the unit that embeds the fatbins, and build.ninja. Standard library only, and the
+program ninja.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +27,11 @@ from flash_helpers.compile.codegen import (
     kernel_unit,
     registration_unit,
 )
-from flash_helpers.compile.compiler import Finished, run_compilers
 from flash_helpers.compile.ptxas import performance_losses
 from flash_helpers.compile.toolchain import (
     BuildError,
     Toolchain,
+    find_ninja,
     find_toolchain,
     requested_architectures,
 )
@@ -70,6 +66,27 @@ _LINK_FLAGS = (
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")  # of PTX
 # Hidden visibility alone lets through what the C++ library's headers mark as default.
 _EXPORTS = "{ global: flash_*; local: *; };\n"
+_SCRATCH = "build/kernels/.compiling"
+# A command's output is moved to its place when it is whole. Paths are relative to the root, where
+# nvcc runs: they end up in the line tables.
+_RULES = f"""\
+builddir = build/kernels
+mode = -c
+rule compile
+  command = rm -rf $scratch && mkdir -p $scratch && $
+    $nvcc $flags -MD -MF $scratch/d -MT $out --keep --keep-dir $scratch $mode $in $
+    -o $scratch/output >$scratch/log 2>&1 || {{ cat $scratch/log; exit 1; }}; $
+    grep -i warning $scratch/log; $
+    if [ -n "$ptx" ]; then mv $scratch/$ptx build/kernels/$name.ptx || exit 1; fi; $
+    mv $scratch/log build/kernels/$name.log && mv $scratch/d $out.d && $
+    mv $scratch/output $out && rm -rf $scratch
+  depfile = $out.d
+  description = $name
+rule link
+  command = mkdir -p {_SCRATCH} && $nvcc $flags $in -o {_SCRATCH}/library && $
+    mv {_SCRATCH}/library $out
+  description = {LIBRARY}
+"""
 
 
 @dataclass(frozen=True)
@@ -129,12 +146,6 @@ def requested_jobs(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def preprocessed_files(preprocessed: str) -> set[str]:
-    """The files that a preprocessor has put together, by its line markers
-    (https://gcc.gnu.org/onlinedocs/cpp/Preprocessor-Output.html)."""
-    return set(re.findall(r'^# \d+ "([^<"][^"]*)"', preprocessed, re.MULTILINE))
-
-
 class LibraryBuild:
     """One build of the library in the repository at `root`.
 
@@ -164,22 +175,25 @@ class LibraryBuild:
 
         Raises BuildError, with the compiler's output, when a unit does not compile.
         """
-        units = self._units()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stale = [unit for unit in units if not self._is_fresh(unit)]
-        if len(stale) < len(units):
-            self.report(f"{len(units) - len(stale)} of {len(units)} units are up to date")
-        with contextlib.closing(
-            run_compilers(stale, self._compile_command, self.root, self.folder, self.jobs)
-        ) as finished:
-            for done, compiled in enumerate(finished, start=1):
-                self._keep(compiled)
-                self._report_unit(compiled, f"[{done:{len(str(len(stale)))}}/{len(stale)}]")
-        self._link(units, package)
-        kernels = [unit.name for unit in units if unit.is_kernel]
-        self._publish(kernels, "ptx", package / PTX_FOLDER)
-        self._publish(kernels, "log", package / LOG_FOLDER)
-        self._publish_best_configs(package / CONFIG_FOLDER)
+        host, *kernels = self._units()
+        write_if_different(self._file("library", "exports"), _EXPORTS)
+        write_if_different(self._file("toolchain", "txt"), self.toolchain.identity)
+        library = package.resolve() / LIBRARY
+        write_if_different(self._file("build", "ninja"), self._rules(host, kernels, library))
+        try:
+            self._ninja([self._output(unit) for unit in (host, *kernels)])
+            for unit in kernels:
+                self._refuse_losses(unit)
+            registered = [self._kernel(unit) for unit in kernels]
+            write_if_different(self._file("registration", "cpp"), registration_unit(registered))
+            self._ninja([str(library)])
+        finally:
+            shutil.rmtree(self.root / _SCRATCH, ignore_errors=True)
+        names = [unit.name for unit in kernels]
+        _mirror({f"{name}.ptx": self._ptx(name) for name in names}, package / PTX_FOLDER)
+        logs = {f"{name}.log": self._file(name, "log").read_text() for name in names}
+        _mirror(logs, package / LOG_FOLDER)
+        _mirror_best_configs(self.root / CONFIG_FOLDER, package / CONFIG_FOLDER)
 
     def _units(self) -> list[Unit]:
         """Write what the generator makes of the configs, and list what there is to compile."""
@@ -206,165 +220,117 @@ class LibraryBuild:
     def _file(self, name: str, suffix: str) -> Path:
         return self.folder / f"{name}.{suffix}"
 
-    def _output(self, unit: Unit) -> Path:
-        return self._file(unit.name, unit.suffix)
-
     def _in_repository(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
-    def _flags(self, unit: Unit) -> list[str]:
-        return [*COMPILE_FLAGS, *gencode_flags(unit.targets), *unit.flags]
+    def _output(self, unit: Unit) -> str:
+        return self._in_repository(self._file(unit.name, unit.suffix))
 
-    def _key(self, flags: Sequence[str], inputs: Iterable[str]) -> str | None:
-        """Digest of all that an output depends on; None if an input is gone."""
-        digest = hashlib.sha256(json.dumps([self.toolchain.identity, *flags]).encode())
-        for name in inputs:
-            path = self.root / name
-            if not path.is_file():
-                return None
-            data = path.read_bytes()
-            digest.update(f"\n{name} {len(data)}\n".encode() + data)
-        return digest.hexdigest()
-
-    def _stamp_matches(self, name: str, flags: Sequence[str], outputs: Iterable[Path]) -> bool:
-        if not all(path.is_file() for path in outputs):
-            return False
-        try:
-            stamp = json.loads(self._file(name, "json").read_text())
-            return stamp["key"] == self._key(flags, stamp["inputs"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return False  # no stamp, or not one of ours: build again
-
-    def _write_stamp(self, name: str, flags: Sequence[str], inputs: Sequence[str]) -> None:
-        stamp = {"inputs": list(inputs), "key": self._key(flags, inputs)}
-        write_if_different(self._file(name, "json"), json.dumps(stamp, indent=1))
-
-    def _suffixes(self, unit: Unit) -> tuple[str, ...]:
-        return (unit.suffix, "log", *(("ptx",) if unit.is_kernel else ()))
-
-    def _is_fresh(self, unit: Unit) -> bool:
-        outputs = [self._file(unit.name, suffix) for suffix in self._suffixes(unit)]
-        return self._stamp_matches(unit.name, self._flags(unit), outputs)
-
-    def _compile_command(self, unit: Unit, scratch: Path) -> list[str]:
-        # Paths are relative to the root, where nvcc runs: they end up in the line tables.
-        keep = self._in_repository(scratch)
-        return [
-            str(self.toolchain.nvcc),
-            *self._flags(unit),
-            *("--keep", "--keep-dir", keep),
-            *("-fatbin" if unit.is_kernel else "-c", unit.source, "-o", f"{keep}/output"),
+    def _rules(self, host: Unit, kernels: Sequence[Unit], library: Path) -> str:
+        """The text of build.ninja: a compilation for each unit, and one link."""
+        fatbins = [self._output(unit) for unit in kernels]
+        toolchain, exports, registration = (
+            self._in_repository(self._file(*name))
+            for name in (("toolchain", "txt"), ("library", "exports"), ("registration", "cpp"))
+        )
+        folders = [f"-L{folder}" for folder in self.toolchain.library_folders]
+        version_script = ["-Xlinker", f"--version-script={exports}"]
+        texts = [_RULES, f"nvcc = {_words([self.toolchain.nvcc])}"]
+        for unit in (host, *kernels):
+            flags = [*COMPILE_FLAGS, *gencode_flags(unit.targets), *unit.flags]
+            also = [
+                self._file(unit.name, suffix) for suffix in ("log", "ptx")[: 1 + unit.is_kernel]
+            ]
+            outputs = [self._output(unit), "|", *map(self._in_repository, also)]
+            texts += [
+                f"build {' '.join(outputs)}: compile {unit.source} | {toolchain}",
+                f"  name = {unit.name}",
+                f"  scratch = {_SCRATCH}/{unit.name}",
+                f"  flags = {_words(flags)}",
+            ]
+            if unit.is_kernel:
+                texts += ["  mode = -fatbin", f"  ptx = {_kept_ptx(unit)}"]
+        needs = " ".join([exports, toolchain, *REGISTRATION_HEADERS, *fatbins])
+        texts += [
+            f"build {_path(library)}: link {self._output(host)} {registration} | {needs}",
+            f"  flags = {_words([*_LINK_FLAGS, *version_script, *folders])}",
         ]
+        return "\n".join(texts) + "\n"
 
-    def _keep(self, compiled: Finished[Unit]) -> None:
-        unit, scratch = compiled.item, compiled.scratch
-        if compiled.status:
-            raise BuildError(
-                f"{unit.name}: nvcc failed with exit status {compiled.status}\n"
-                f"{shlex.join(compiled.command)}\n{compiled.log}"
-            )
-        if losses := performance_losses(compiled.log):
+    def _ninja(self, targets: Sequence[str]) -> None:
+        """Make the targets that are stale, and report each. Raises BuildError if one fails."""
+        file = self._in_repository(self._file("build", "ninja"))
+        process = subprocess.Popen(
+            [find_ninja(), "-f", file, "-j", str(self.jobs), *targets],
+            cwd=self.root,
+            env={**os.environ, "NINJA_STATUS": "[%f/%t] "},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        failure: list[str] = []
+        try:
+            for line in process.stdout:
+                if failure or line.startswith(("FAILED: ", "ninja: error: ")):
+                    failure.append(line)
+                else:
+                    self.report(line.rstrip())
+        except BaseException:
+            process.terminate()  # ninja ends its compilers
+            raise
+        finally:
+            status = process.wait()
+        if status:
+            raise BuildError("".join(failure) or f"ninja ended with status {status}")
+
+    def _refuse_losses(self, unit: Unit) -> None:
+        if losses := performance_losses(self._file(unit.name, "log").read_text()):
             raise BuildError(
                 f"{unit.name}: ptxas did not compile it as it is written; find out what it needs "
                 "(registers, a wgmma.fence, constant indices of accumulators), or choose a smaller "
-                f"tile\n{shlex.join(compiled.command)}\n" + "\n".join(losses)
+                "tile\n" + "\n".join(losses)
             )
-        inputs = self._inputs_in_repository(unit, scratch)
-        # Without its stamp a unit is stale: never is there an old stamp beside a new output.
-        self._file(unit.name, "json").unlink(missing_ok=True)
-        (scratch / "output").replace(self._output(unit))
-        write_if_different(self._file(unit.name, "log"), compiled.log)
-        if unit.is_kernel:
-            write_if_different(self._file(unit.name, "ptx"), self._ptx(unit, scratch))
-        self._write_stamp(unit.name, self._flags(unit), inputs)
 
-    def _inputs_in_repository(self, unit: Unit, scratch: Path) -> list[str]:
-        # -MD would have a kernel's unit preprocessed for the host, too.
-        texts = (path.read_text(errors="replace") for path in scratch.glob("*.ii"))
-        names = set().union(*map(preprocessed_files, texts))
-        if unit.source not in names:
-            raise BuildError(
-                f"{unit.name}: {self.toolchain.nvcc} --keep left nothing preprocessed in {scratch}"
-            )
-        paths = {(self.root / name).resolve() for name in names}
-        return sorted(self._in_repository(path) for path in paths if path.is_relative_to(self.root))
-
-    def _ptx(self, unit: Unit, scratch: Path) -> str:
-        # nvcc puts the architecture in the name only if there are several
-        for name in (f"{unit.name}.compute_{unit.targets[0]}.ptx", f"{unit.name}.ptx"):
-            if (scratch / name).is_file():
-                # The sources in it are named as seen from the root, wherever that was.
-                return (
-                    (scratch / name).read_text().replace(f'"{self.root}/', '"').replace('"./', '"')
-                )
-        raise BuildError(f"{unit.name}: {self.toolchain.nvcc} --keep left no PTX in {scratch}")
-
-    def _report_unit(self, compiled: Finished[Unit], place: str) -> None:
-        self.report(f"{place} {compiled.item.name} {compiled.seconds:.1f} s")
-        for line in compiled.log.splitlines():
-            if "warning" in line.lower():
-                self.report(line)
+    def _ptx(self, name: str) -> str:
+        """The PTX of a kernel, its sources named as seen from the root, wherever that was."""
+        text = self._file(name, "ptx").read_text()
+        return text.replace(f'"{self.root}/', '"').replace('"./', '"')
 
     def _kernel(self, unit: Unit) -> BuiltKernel:
         (symbol,) = _ENTRY.findall(self._file(unit.name, "ptx").read_text())
-        return BuiltKernel(unit.name, self._in_repository(self._output(unit)), symbol)
-
-    def _link(self, units: Sequence[Unit], package: Path) -> None:
-        exports = self._file("library", "exports")
-        write_if_different(exports, _EXPORTS)
-        host, *kernel_units = units
-        kernels = [self._kernel(unit) for unit in kernel_units]
-        registration = self._file("registration", "cpp")
-        write_if_different(registration, registration_unit(kernels))
-        given = [self._in_repository(path) for path in (self._output(host), registration)]
-        inputs = [self._in_repository(exports), *given, *REGISTRATION_HEADERS]
-        inputs += (kernel.fatbin for kernel in kernels)
-        library = package / LIBRARY
-        if self._stamp_matches("library", _LINK_FLAGS, [library]) and self._linked() == inputs:
-            return
-        package.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=package, prefix=".linking-") as scratch:
-            linked = Path(scratch) / LIBRARY
-            command = [
-                str(self.toolchain.nvcc),
-                *_LINK_FLAGS,
-                *("-Xlinker", f"--version-script={self._in_repository(exports)}"),
-                *(f"-L{folder}" for folder in self.toolchain.library_folders),
-                *given,
-                *("-o", str(linked)),
-            ]
-            result = subprocess.run(
-                command, cwd=self.root, capture_output=True, text=True, check=False
-            )
-            if result.returncode:
-                raise BuildError(
-                    f"{LIBRARY}: linking failed with exit status {result.returncode}\n"
-                    f"{shlex.join(command)}\n{result.stdout}{result.stderr}"
-                )
-            linked.replace(library)
-        self._write_stamp("library", _LINK_FLAGS, inputs)
-        self.report(f"{LIBRARY} {time.monotonic() - started:.1f} s")
-
-    def _linked(self) -> list[str]:
-        return json.loads(self._file("library", "json").read_text())["inputs"]
-
-    def _publish(self, kernels: Sequence[str], suffix: str, folder: Path) -> None:
-        _mirror([self._file(name, suffix) for name in kernels], folder)
-
-    def _publish_best_configs(self, folder: Path) -> None:
-        _mirror(sorted((self.root / CONFIG_FOLDER).glob(BEST_PATTERN)), folder)
+        return BuiltKernel(unit.name, self._output(unit), symbol)
 
 
-def _mirror(files: Sequence[Path], folder: Path) -> None:
-    """Make `folder` hold these text files and nothing else."""
+def _path(path: Path) -> str:
+    """A path as build.ninja writes it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def _words(words: Iterable[object]) -> str:
+    """Words of a command line as build.ninja writes them."""
+    return shlex.join(map(str, words)).replace("$", "$$")
+
+
+def _kept_ptx(unit: Unit) -> str:
+    """File that `nvcc --keep` leaves: its name has the architecture only if there are several."""
+    is_alone = gencode_flags(unit.targets).count("-gencode") == 1
+    return f"{unit.name}.ptx" if is_alone else f"{unit.name}.compute_{unit.targets[0]}.ptx"
+
+
+def _mirror(texts: Mapping[str, str], folder: Path) -> None:
+    """Make `folder` hold these files, by name, and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(files):
-        write_if_different(folder / file.name, file.read_text())
-    names = {file.name for file in files}
+    for name, text in texts.items():
+        write_if_different(folder / name, text)
     for path in folder.iterdir():
-        if path.name not in names:
+        if path.name not in texts:
             path.unlink()
+
+
+def _mirror_best_configs(source: Path, folder: Path) -> None:
+    _mirror({path.name: path.read_text() for path in sorted(source.glob(BEST_PATTERN))}, folder)
 
 
 def requested_configs(root: Path, environ: Mapping[str, str]) -> list[Config]:
@@ -409,4 +375,4 @@ def copy_built_files(package: Path, destination: Path) -> None:
     for name in (PTX_FOLDER, LOG_FOLDER):
         shutil.rmtree(destination / name, ignore_errors=True)
         shutil.copytree(package / name, destination / name)
-    _mirror(sorted((package / CONFIG_FOLDER).glob(BEST_PATTERN)), destination / CONFIG_FOLDER)
+    _mirror_best_configs(package / CONFIG_FOLDER, destination / CONFIG_FOLDER)

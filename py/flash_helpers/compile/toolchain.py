@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,8 @@ _PYPI_FOLDER = "cu13"  # below site-packages/nvidia, where the 13.x packages lan
 
 _HOW_TO_GET_NVCC = (
     f"install a CUDA toolkit, {LOWEST_CUDA[0]}.{LOWEST_CUDA[1]} or later, and set CUDA_HOME to its "
-    f"folder, or: python -m pip install setuptools {' '.join(map(repr, PYPI_TOOLCHAIN))} and give "
-    "--no-build-isolation to the pip that builds this package"
+    f"folder, or: python -m pip install setuptools ninja {' '.join(map(repr, PYPI_TOOLCHAIN))} and "
+    "give --no-build-isolation to the pip that builds this package"
 )
 
 
@@ -205,6 +206,14 @@ def find_toolchain(
             f'"{_joined(accepted)}", or use another CUDA toolkit through CUDA_HOME'
         )
     return Toolchain(nvcc, version, f"{banner}\n{host_compiler}", library_folders)
+
+
+def find_ninja() -> str:
+    """The ninja of this Python's environment, or the one on PATH. Raises BuildError without one."""
+    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    if found := shutil.which("ninja", path=places):
+        return found
+    raise BuildError("there is no ninja, which runs the compilers: python -m pip install ninja")
 
 
 def toolchain_requirements(
