@@ -1,48 +1,39 @@
-"""Runs compilers, several at a time. Standard library only."""
+"""Compilers of which each is run on the side, several at a time. Standard library only.
+
+The library is built by ninja. A sweep is not: it takes each kernel as it is compiled, gives up one
+that takes too long, and goes on after one that fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
-
-_POLL_SECONDS = 0.02
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Finished(Generic[T]):
-    """What became of one item.
+    """Outcome of the command of one item.
 
-    scratch: the folder that its command was told, gone when the next item is asked for.
-    command: as it was run. status: its exit status; None if it took too long. log: what it said.
+    scratch: the item's folder, gone when the next item is asked for. status: exit status of the
+    command; None if it took too long. log: output of the command.
     """
 
     item: T
     scratch: Path
-    command: list[str]
     status: int | None
     log: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Running(Generic[T]):
-    item: T
-    scratch: Path
-    command: list[str]
-    process: subprocess.Popen[bytes]
-    started: float
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -58,58 +49,54 @@ def run_compilers(
     root: Path,
     folder: Path,
     jobs: int,
-    timeout_s: float = math.inf,
+    timeout_s: float,
 ) -> Generator[Finished[T], None, None]:
-    """Run a command for each item, `jobs` at a time, in `root`; what became of each, as it ends.
+    """Run a command for each item, `jobs` at a time, in `root`; yield each outcome as it is known.
 
     command: of an item and a fresh folder for it, which is made in `folder`.
 
-    All processes are ended and their folders gone when the iterator is closed, or left early.
+    All processes are ended and their folders gone when the generator is closed, or left early.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = list(reversed(list(items)))
-    running: list[_Running[T]] = []
+    running: set[subprocess.Popen[bytes]] = set()
+    is_closed = threading.Event()
 
-    def is_late(job: _Running[T]) -> bool:
-        return time.monotonic() - job.started > timeout_s
-
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop(), command, root, folder))
-            job = next((j for j in running if j.process.poll() is not None or is_late(j)), None)
-            if job is None:
-                time.sleep(_POLL_SECONDS)
-                continue
-            status = job.process.poll()
-            if status is None:
-                kill_group(job.process)
-            log = (job.scratch / "log").read_text(errors="replace")
-            seconds = time.monotonic() - job.started
-            yield Finished(job.item, job.scratch, job.command, status, log, seconds)
-            running.remove(job)
-            shutil.rmtree(job.scratch)
-    finally:
-        for job in running:
-            kill_group(job.process)
-            shutil.rmtree(job.scratch, ignore_errors=True)
-
-
-def _start(
-    item: T, command: Callable[[T, Path], list[str]], root: Path, folder: Path
-) -> _Running[T]:
-    scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".compiling-"))
-    try:
-        words = command(item, scratch)
-        with (scratch / "log").open("wb") as log:
+    def run(item: T, scratch: Path) -> Finished[T]:
+        scratch.mkdir()
+        log = scratch / "log"
+        with log.open("wb") as output:
             process = subprocess.Popen(
-                words,
+                command(item, scratch),
                 cwd=root,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that nvcc's own children can be ended with it
             )
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    return _Running(item, scratch, words, process, time.monotonic())
+        running.add(process)
+        if is_closed.is_set():  # too late for the loop that ends what is running
+            kill_group(process)
+        status: int | None = None
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            kill_group(process)
+        running.discard(process)
+        return Finished(item, scratch, status, log.read_text(errors="replace"))
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as scratch:
+        pool = ThreadPoolExecutor(max_workers=jobs)
+        try:
+            futures = [
+                pool.submit(run, item, Path(scratch, str(number)))
+                for number, item in enumerate(items)
+            ]
+            for future in as_completed(futures):
+                finished = future.result()
+                yield finished
+                shutil.rmtree(finished.scratch)
+        finally:
+            is_closed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(running):
+                kill_group(process)
+            pool.shutdown()
