@@ -23,7 +23,7 @@ from flash_helpers.console.command_line import (
     run_tool,
     typed_command,
 )
-from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.kernel_configs import AttentionForward, Element
 from flash_helpers.measure.call_overhead import (
     ADD_COMPILED,
     CALL_NAMES,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/call_overhead_h200.json"
-PROBLEM = AttentionForward(1, 16, 128, dtype=DType.BF16)
+PROBLEM = AttentionForward(1, 16, 128, dtype=Element.BF16)
 CALLS = 200  # fewer than the driver queues before it makes the host wait
 
 DESCRIPTION = f"""\

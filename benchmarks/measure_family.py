@@ -13,8 +13,8 @@ from pathlib import Path
 
 from flash_helpers.compile.codegen import configs_to_build
 from flash_helpers.console.command_line import make_parser, output_folder, run_tool
-from flash_helpers.kernel_configs import FAMILIES, Config, DType
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.kernel_configs import FAMILIES, Config, Element
+from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.family import Family
 from flash_helpers.tune.winners import load_best
 
@@ -54,7 +54,7 @@ class Kind:
     lengths: tuple[int, ...]
     options: tuple[str, ...] = ("--load", "sustained")
     steps: int | None = 3
-    dtypes: tuple[DType, ...] = (DType.BF16,)
+    dtypes: tuple[Element, ...] = (Element.BF16,)
     causal: bool = False
     winners: bool = True
 
@@ -79,7 +79,7 @@ class Kind:
 
     def command(self, family: Family, folder: Path, gpu: str) -> list[str]:
         """Arguments of pt_bench.py, without the kernels."""
-        dtype = "both" if len(self.dtypes) > 1 else self.dtypes[0].short
+        dtype = "all" if len(self.dtypes) > 1 else self.dtypes[0].short
         name = "_".join(filter(None, (family.name, self.name, gpu)))
         causal = ["--causal"] if self.causal else []
         lengths = map(str, self.lengths)
@@ -95,15 +95,17 @@ KINDS = (
     Kind("alone", ALONE, (*_SUSTAINED, "--batch", "1")),
     Kind("grouped", LENGTHS, (*_SUSTAINED, "--heads", "32", "--kv-heads", "8"), causal=True),
     Kind("causal", LENGTHS, steps=6, causal=True),
-    Kind("causal_fp16", LENGTHS, dtypes=(DType.FP16,), causal=True),
-    Kind("mantissa", WHOLE, (*_SUSTAINED, "--mantissa-bits", "7"), 1, tuple(DType), winners=False),
-    Kind("last_dtypes", WHOLE, dtypes=tuple(DType)),
+    Kind("causal_fp16", LENGTHS, dtypes=(Element.FP16,), causal=True),
+    Kind(
+        "mantissa", WHOLE, (*_SUSTAINED, "--mantissa-bits", "7"), 1, tuple(Element), winners=False
+    ),
+    Kind("last_dtypes", WHOLE, dtypes=tuple(Element)),
     Kind("odd", ODD, steps=1),
     Kind("", WHOLE, (), None),
 )
 
 
-def winners(family: Family, dtypes: Sequence[DType], causal: bool) -> Iterator[Config]:
+def winners(family: Family, dtypes: Sequence[Element], causal: bool) -> Iterator[Config]:
     """The configs of the family's last step with winners that sweeps found on any GPU."""
     files = sorted((ROOT / "configs").glob("best_*.json"))
     entries = [entry for path in files for entry in load_best(path).best if entry.causal == causal]

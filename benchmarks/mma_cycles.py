@@ -21,7 +21,7 @@ from flash_helpers.console.command_line import (
     typed_command,
 )
 from flash_helpers.console.tables import Table, number
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.measure.results import Provenance, RecordFile
@@ -30,6 +30,7 @@ from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results/mma_cycles_h100.json"
 LAUNCHES = 3
+MMA_TYPES = (Element.FP16, Element.BF16)
 INSTRUCTIONS = "sm__inst_executed_pipe_tensor.sum"
 CYCLES = "sm__cycles_active.sum"  # of all SMs: clocks do not matter
 
@@ -92,7 +93,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=f"what was counted (default: {RESULTS})",
     )
-    parser.add_argument("--launch", choices=[d.short for d in DType], help="what ncu is to look at")
+    parser.add_argument(
+        "--launch", choices=[d.short for d in MMA_TYPES], help="what ncu is to look at"
+    )
     add_commit_argument(parser)
     return parser.parse_args(argv)
 
@@ -104,7 +107,7 @@ def launch(dtype: str) -> int:
     from flash_helpers.runtime.mma_loop import MmaLoop
 
     device = torch.device("cuda", torch.cuda.current_device())
-    loop = MmaLoop(DType.from_name(dtype), device)
+    loop = MmaLoop(Element.from_name(dtype), device)
     for _ in range(LAUNCHES):
         loop.launch()
     torch.cuda.synchronize(device)
@@ -127,7 +130,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     if arguments.launch:
         return launch(arguments.launch)
     profiler = NsightCompute.find()
-    launches = [each for dtype in DType for each in count(profiler, dtype.short)]
+    launches = [each for dtype in MMA_TYPES for each in count(profiler, dtype.short)]
     found = MmaCycles(
         provenance(backend, command, arguments.commit or git_commit(ROOT)),
         f"Nsight Compute {profiler.version()}",

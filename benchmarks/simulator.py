@@ -19,13 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.check.problems import SMALL_SHAPE
 from flash_helpers.console.command_line import make_parser, output_file, run_tool, typed_command
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import Table
+from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.ptx import DeviceMemory, Run, TensorMap, load_ptx
 from flash_helpers.runtime.backend import find_backend
 
@@ -90,17 +91,17 @@ def measure(config: Config, shape: AttentionForward) -> dict[str, Any]:
     import torch  # which --help does not wait for
 
     import flash_attention
-    from flash_helpers.check.inputs import make_inputs
+    from flash_helpers.operations.attention_forward.inputs import make_inputs
 
     inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
-    launches = config.launch(shape, shape.strides())
+    call = config.call(shape, shape.strides(), largest_device(config.family.capabilities[0]))
     return {
-        "config": launches[0].config.short_form(),
+        "config": config.runs_as(shape.strides()).short_form(),
         "batch": shape.batch,
         "n_heads": shape.heads,
         "seq_len": shape.len_q,
         "d_head": shape.d_head,
-        "blocks": sum(launch.n_blocks for launch in launches),
+        "blocks": call.n_blocks,
         **timed(lambda: flash_attention.simulate(config, *inputs)[1]),
     }
 
@@ -151,7 +152,7 @@ def run(command: str, path: Path) -> None:
 
     backend = find_backend("cpu")
     configs = get_kernel_progression_configs()
-    work = [(config, SMALL_SHAPE) for config in configs]
+    work = [(config, OPERATION.small) for config in configs]
     work += [(configs[-1], shape) for shape in SCALING_SHAPES]
     hopper = measure_hopper()  # first, so that the peak is its own
     records = [measure(*item) for item in bar(work, desc="simulator", unit="kernel")]
@@ -172,7 +173,7 @@ def run(command: str, path: Path) -> None:
     columns = ("config", "batch", "n_heads", "seq_len", "blocks", "seconds", "peak_mib")
     rows = [[str(record[c]) for c in columns] for record in (*records, hopper)]
     print(Table(columns, rows).text())
-    print(f"{len(small)} kernels at {SMALL_SHAPE}: {document['seconds_for_all']} s")
+    print(f"{len(small)} kernels at {OPERATION.small}: {document['seconds_for_all']} s")
     write_if_different(path, json.dumps(document, indent=1) + "\n")
 
 

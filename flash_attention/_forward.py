@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from flash_helpers.kernel_configs import Config
+from flash_helpers.gpu import Device
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.ptx import Run
 from flash_helpers.runtime.call import compute, prepare
 from flash_helpers.runtime.library import resolve
-from flash_helpers.runtime.tensors import Laid, check_shapes, check_types, posed_problem
+from flash_helpers.runtime.tensors import (
+    Laid,
+    check_problem,
+    check_types,
+    element_of,
+    posed_problem,
+)
 from flash_helpers.tune.best import choose_config
 
 # -- operators -------------------------------------------------------------------------------------
@@ -20,7 +28,8 @@ from flash_helpers.tune.best import choose_config
 # of which take longer than all that is done here.
 
 _LIBRARY = torch.library.Library("flash_attention", "FRAGMENT")
-_NAMES = ("q", "k", "v", "o", "lse")  # of tensors, in the order in which operators take them
+_NAMES = tuple(AttentionForward.axes)  # of tensors, in the order in which operators take them
+_ELEMENTS = (Element.FP16, Element.BF16)
 _KEYS = torch._C.DispatchKey
 # All but those of a call on plain tensors that nobody traces, transforms or watches.
 _OTHER_KEYS = ~functools.reduce(
@@ -79,10 +88,22 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     return operator
 
 
+def _asked(cfg: str, softmax_scale: float | None) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    return cfg, (("softmax_scale", softmax_scale),)
+
+
 def _compute(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
-    return compute((cfg, softmax_scale), q, k, v)
+    return compute(_config(cfg), _asked(cfg, softmax_scale), (q, k, v, None))[3]
+
+
+def _config(cfg: str) -> type[AttentionForward]:
+    """Return the problem class of a config's operation, which must be attention."""
+    operation = resolve(cfg).family.operation
+    if operation.problem is not AttentionForward:
+        raise ValueError(f"{cfg} computes {operation.name}, not {AttentionForward.operation}")
+    return AttentionForward
 
 
 def _compute_out(
@@ -94,7 +115,8 @@ def _compute_out(
     softmax_scale: float | None,
     lse: torch.Tensor | None,
 ) -> None:
-    compute((cfg, softmax_scale), q, k, v, o, lse)
+    given = (q, k, v, o) if lse is None else (q, k, v, o, lse)
+    compute(_config(cfg), _asked(cfg, softmax_scale), given)
     for output in (o, lse):  # autograd would see that a tensor it has saved was overwritten
         if output is not None and not output.is_inference():
             torch.autograd.graph.increment_version(output)
@@ -103,14 +125,16 @@ def _compute_out(
 def _compute_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
-    return compute((causal, softmax_scale), q, k, v, choose=_choose)
+    asked = None, (("causal", causal), ("softmax_scale", softmax_scale))
+    return compute(AttentionForward, asked, (q, k, v, None), _choose)[3]
 
 
 def _compute_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = _new_lse(q)
-    return compute((causal, softmax_scale), q, k, v, lse=lse, choose=_choose), lse
+    asked = None, (("causal", causal), ("softmax_scale", softmax_scale))
+    _, _, _, o, lse = compute(AttentionForward, asked, (q, k, v, None, _new_lse(q)), _choose)
+    return o, lse
 
 
 def _new_lse(q: torch.Tensor) -> torch.Tensor:
@@ -119,15 +143,19 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
     return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
 
 
-def _choose(asked: tuple[bool, float | None], given: Mapping[str, Laid]) -> Config:
-    """The config that attention() computes with. asked: causal, softmax_scale."""
-    return choose_config(posed_problem(given, *asked), given["q"].device)
+def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[str, Laid]) -> Config:
+    """Return the config that attention() computes with. asked: None, and the options."""
+    element = element_of("q", given["q"], _ELEMENTS)
+    problem = posed_problem(AttentionForward, element, given, **dict(asked[1]))
+    return choose_config(problem, given["q"].device)
 
 
 def _fake(
     cfg: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
 ) -> torch.Tensor:
-    check_shapes(resolve(cfg), {"q": q, "k": k, "v": v}, softmax_scale)
+    _config(cfg)
+    given = {"q": q, "k": k, "v": v}
+    check_problem(resolve(cfg), given, softmax_scale=softmax_scale)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -140,15 +168,17 @@ def _fake_out(
     softmax_scale: float | None,
     lse: torch.Tensor | None,
 ) -> None:
+    _config(cfg)
     given = {"q": q, "k": k, "v": v, "o": o}
-    check_shapes(resolve(cfg), given if lse is None else {**given, "lse": lse}, softmax_scale)
+    given = given if lse is None else {**given, "lse": lse}
+    check_problem(resolve(cfg), given, softmax_scale=softmax_scale)
 
 
 def _fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> torch.Tensor:
     given = {"q": q, "k": k, "v": v}
-    check_shapes(_choose((causal, softmax_scale), given), given, softmax_scale)
+    _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -156,7 +186,7 @@ def _fake_attention_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = {"q": q, "k": k, "v": v, "lse": _new_lse(q)}
-    check_shapes(_choose((causal, softmax_scale), given), given, softmax_scale)
+    _choose((None, (("causal", causal), ("softmax_scale", softmax_scale))), given)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), given["lse"]
 
 
@@ -293,6 +323,7 @@ def forward_timed(
     inputs = {"q": q, "k": k, "v": v}
     check_types(inputs if o is None else {**inputs, "o": o})
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
+    _config(name)
     call = prepare(name, q, k, v, o)
     if call.is_simulated:
         raise RuntimeError(
@@ -308,6 +339,44 @@ def forward_timed(
     return call.output, begin.elapsed_time(end)
 
 
+def run(
+    cfg: Config | str, *tensors: torch.Tensor | None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Compute any operation by the kernel of `cfg`; return its outputs by name.
+
+    cfg: a config, or its short form, that the library was built with (`kernels()`); its operation
+        says what tensors there are, such as x and y of the softmax of rows.
+    tensors: inputs, then outputs, in the operation's order. An output that is None or left out is
+        allocated, contiguous; one that is given is written, and overlaps nothing.
+    options: of the operation, such as softmax_scale.
+
+    Runs where `forward` does, but is no torch operator: torch.compile does not see it, and there is
+    no backward pass. Raises what `forward` raises.
+    """
+    config = resolve(cfg)
+    operation = config.family.operation
+    axes = operation.problem.axes
+    if len(tensors) > len(axes):
+        raise ValueError(
+            f"{operation.name} takes at most {len(axes)} tensors ({', '.join(axes)}): not "
+            f"{len(tensors)}"
+        )
+    given = {name: x for name, x in zip(axes, tensors, strict=False) if x is not None}
+    if not given:
+        raise ValueError(f"{operation.name} takes {', '.join(axes)}: pass the inputs among them")
+    if unknown := options.keys() - {f.name for f in fields(operation.problem)}:
+        raise TypeError(f"{operation.name} has no option {', '.join(sorted(unknown))}")
+    check_types(given)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+        raise RuntimeError(
+            "flash_attention has no backward pass: call it under torch.no_grad(), or on "
+            f"{next(iter(given))}.detach()"
+        )
+    call = prepare(config, *tensors, **options)
+    call.run()
+    return call.outputs
+
+
 def simulate(
     cfg: Config | str,
     q: torch.Tensor,
@@ -318,10 +387,13 @@ def simulate(
     softmax_scale: float | None = None,
     lse: torch.Tensor | None = None,
     keep_going: bool = False,
+    device: Device | None = None,
 ) -> tuple[torch.Tensor, Run]:
-    """As `forward` on CPU tensors, and what the simulator counted.
+    """As `forward` on CPU tensors; return the simulated run, too.
 
-    keep_going: collect the faults of the kernel in `Run.faults` rather than raise the first one.
+    keep_going: collect the faults of the kernel in `Run.faults` instead of raising the first one.
+    device: the GPU that the launches are made for, by default the largest of the first architecture
+        that the kernel is compiled for.
 
     Raises what `forward` raises, and ValueError for tensors that are not on the CPU.
     """
@@ -330,8 +402,9 @@ def simulate(
     if q.device.type != "cpu":
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    call = prepare(name, q, k, v, o, softmax_scale=softmax_scale, lse=lse)
-    return call.output, call.simulate(keep_going)
+    _config(name)
+    call = prepare(name, q, k, v, o, lse, softmax_scale=softmax_scale)
+    return call.output, call.simulate(keep_going, device)
 
 
 def _check_tensors(*args: object) -> None:

@@ -1,17 +1,16 @@
-// The C ABI: find a kernel of any family by its name, check the device, launch.
+// The C ABI: find or register a kernel by its name, check the device, launch.
 //
-// Every function returns 0, or an error whose text flash_last_error() gives. What a launch consists
-// of is the caller's to say (py/flash_helpers/registry/launch.py), and shapes, types and alignment
-// are the caller's to check (py/flash_helpers/runtime): nothing here knows what a kernel computes.
-// Checking takes Python longer than launching, so that a call that was checked once can be repeated
-// from here (flash_ready), for tensors that differ from those in their addresses alone.
+// Every function returns 0, or an error whose text flash_last_error() gives. Which launches a call
+// consists of is the caller's to say (py/flash_helpers/registry/call.py), and shapes, types and
+// alignment are the caller's to check (py/flash_helpers/runtime): nothing here knows what a kernel
+// computes. A tensor is rank, element type, shape, strides and address. Checking takes Python
+// longer than launching, so that a call that was checked once can be repeated from here
+// (flash_ready), for tensors that differ from those in their addresses alone.
 
 #include "dlpack_exchange.h"
 #include "flash_attention.cuh"
 #include "flash_kernels.cuh"
-#include "hopper_kernels.cuh"
 #include "mma_rate.cuh"
-#include "overlap_kernels.cuh"
 #include "python_abi.h"
 
 #include <array>
@@ -19,11 +18,16 @@
 #include <cstring>
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <deque>
 #include <map>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
-#include <string_view>
 #include <vector>
+
+#if CUDART_VERSION < 12080 // which has no cudaLibraryLoadData
+#include "registered_kernel.h"
+#endif
 
 // One launch. The kernel's one parameter follows it in memory: a caller has only the stream and the
 // addresses to write into bytes that are otherwise ready, and hands over one pointer.
@@ -32,56 +36,70 @@ struct FlashLaunch {
     int kernel; // its number, as of flash_kernel_name
     int device;
     unsigned int grid[3], cluster[3]; // blocks in x, y, z
-    unsigned int n_threads; // a block
-    unsigned int shared_bytes; // dynamic, a block
+    unsigned int n_threads; // per block
+    unsigned int shared_bytes; // dynamic, per block
+};
+
+constexpr int kMaxRank = 8;
+
+// A tensor that a launch is ready for.
+struct FlashTensor {
+    DLDataType dtype;
+    int rank;
+    int is_output;
+    int64_t shape[kMaxRank];
+    int64_t strides[kMaxRank]; // elements
+    uint64_t span_bytes; // from the first byte to the one behind the last
+    uint64_t member; // where its address belongs, from the FlashLaunch on; 0 for none
 };
 
 // Boxes of a tensor for TMA: what cuTensorMapEncodeTiled takes. rank: of dims and box; there are
 // rank - 1 strides.
 struct FlashTensorMap {
     unsigned int rank;
-    unsigned int dtype; // of the enum DType
+    unsigned int type; // a CUtensorMapDataType
     unsigned int swizzle; // bytes: 0, 32, 64 or 128
     unsigned int box[5]; // elements
     uint64_t dims[5]; // elements, innermost first
     uint64_t strides[4]; // bytes, of all dimensions but the innermost
 };
 
-// A tensor map of q, k, v or o, by its number, and where it belongs, from the FlashLaunch on.
+// A tensor map of one of the tensors, by its number, and where it belongs, from the FlashLaunch on.
 struct FlashBoundMap {
     uint64_t member;
     uint64_t tensor;
     FlashTensorMap map;
 };
 
-// A launch that is ready, and the q, k, v and o that it is ready for. The FlashLaunch and the
-// kernel's parameter follow in memory.
+// A launch that is ready. In memory follow n_tensors FlashTensor, n_maps FlashBoundMap, the
+// FlashLaunch and the kernel's parameter.
 struct FlashReady {
-    const DLPackExchangeAPI *exchange; // what describes the tensors
+    const DLPackExchangeAPI *exchange; // describes the tensors
     DLDevice device;
-    int dtype; // of the enum DType
-    unsigned int chunk_bytes; // what tensors begin at multiples of
-    int64_t shapes[4][4];
-    int64_t strides[4][4]; // elements
-    uint64_t span_bytes[4]; // from the first byte to the one behind the last
-    uint64_t members[4]; // where their addresses belong, from the FlashLaunch on
-    uint64_t launch_bytes; // of the FlashLaunch and the parameter
+    unsigned int alignment; // bytes that tensors begin at multiples of
+    unsigned int n_tensors;
     uint64_t n_maps;
-    FlashBoundMap maps[4];
+    uint64_t launch_bytes; // of the FlashLaunch and the parameter
+
+    const FlashTensor *tensors() const { return reinterpret_cast<const FlashTensor *>(this + 1); }
+    const FlashBoundMap *maps() const {
+        return reinterpret_cast<const FlashBoundMap *>(tensors() + n_tensors);
+    }
+    const char *launch() const { return reinterpret_cast<const char *>(maps() + n_maps); }
 };
 
 struct FlashKernelResources {
-    int registers; // a thread
-    int static_smem_bytes; // a block
-    int dynamic_smem_bytes; // a block
-    int local_bytes; // a thread
-    int max_threads; // a block
+    int registers; // per thread
+    int static_smem_bytes; // per block
+    int dynamic_smem_bytes; // per block
+    int local_bytes; // per thread
+    int max_threads; // per block
     int resident_blocks_per_sm;
 };
 
 struct FlashMmaLoop {
     int n_blocks;
-    int n_threads; // a block
+    int n_threads; // per block
     int64_t operations; // floating-point, of one launch
 };
 
@@ -129,58 +147,116 @@ class DeviceGuard {
 
 constexpr int kRememberedDevices = 64; // on those beyond, a kernel is prepared at every launch
 
-struct BuiltKernel {
-    const void *function;
+// A kernel from a map, a sweep or a compiler.
+class FlashKernel {
+  public:
+    explicit FlashKernel(const Kernel &kernel) : kernel_(kernel) {}
+
+    // What the runtime launches. A kernel is loaded when it is asked for first.
+    int function(const void **found) {
+        const std::lock_guard lock(mutex_);
+        if (function_ == nullptr) {
+            if (int error = load()) {
+                return error;
+            }
+        }
+        *found = function_;
+        return 0;
+    }
+    const char *name() const { return kernel_.name; }
+
     // By device: the most dynamic shared memory that a launch may ask for, as `prepare` set it.
     std::array<std::atomic<unsigned int>, kRememberedDevices> allowed_bytes = {};
+
+  private:
+#if CUDART_VERSION >= 12080
+    int load() {
+        cudaLibrary_t library;
+        if (int error = check(cudaLibraryLoadData(&library, kernel_.image, nullptr, nullptr, 0,
+                                                  nullptr, nullptr, 0),
+                              "cudaLibraryLoadData")) {
+            return error;
+        }
+        cudaKernel_t function;
+        if (int error = check(cudaLibraryGetKernel(&function, library, kernel_.symbol),
+                              "cudaLibraryGetKernel")) {
+            return error;
+        }
+        function_ = function; // for as long as the process lives: CUDA graphs keep it
+        return 0;
+    }
+#else
+    int load() {
+        static std::deque<RegisteredKernel> registered;
+        static std::mutex one_at_a_time;
+        const std::lock_guard lock(one_at_a_time);
+        function_ = &registered.emplace_back(kernel_.image, kernel_.symbol);
+        return 0;
+    }
+#endif
+
+    Kernel kernel_;
+    std::mutex mutex_;
+    const void *function_ = nullptr;
 };
 
-using Kernels = std::map<std::string_view, BuiltKernel>;
-
-template <typename Map>
-void add_to(Kernels &found, const Map &kernels) {
-    for (const auto &[config, kernel] : kernels) {
-        found[kernel.name].function = kernel.function;
-    }
-}
-
-// The kernels of all families by name.
-Kernels &all_kernels() {
-    static Kernels kernels = [] {
-        Kernels found;
-        add_to(found, ampere_kernels);
-        add_to(found, overlap_kernels);
-        add_to(found, hopper_kernels);
-        return found;
-    }();
-    return kernels;
-}
-
-// The kernels in the order of their names, by which they are numbered from 0.
-const std::vector<Kernels::value_type *> &numbered_kernels() {
-    static const std::vector<Kernels::value_type *> kernels = [] {
-        std::vector<Kernels::value_type *> found;
-        for (auto &kernel : all_kernels()) {
-            found.push_back(&kernel);
+// All kernels, numbered from 0 in the order in which they came: those of the maps by their names,
+// then those that were registered.
+class Registry {
+  public:
+    Registry() {
+        std::map<std::string, Kernel> found;
+        for_each_map([&](const auto &kernels) {
+            for (const auto &[config, kernel] : kernels) {
+                for (const Kernel &each : kernel) {
+                    found.emplace(each.name, each);
+                }
+            }
+        });
+        for (const auto &[name, kernel] : found) {
+            add(kernel);
         }
-        return found;
-    }();
+    }
+
+    int add(const Kernel &kernel) {
+        const std::lock_guard lock(mutex_);
+        kernels_.emplace_back(kernel);
+        return static_cast<int>(kernels_.size()) - 1;
+    }
+    int size() {
+        const std::shared_lock lock(mutex_);
+        return static_cast<int>(kernels_.size());
+    }
+    // Null for a number that is none.
+    FlashKernel *at(int number) {
+        const std::shared_lock lock(mutex_);
+        const bool exists = 0 <= number && number < static_cast<int>(kernels_.size());
+        return exists ? &kernels_[number] : nullptr;
+    }
+
+  private:
+    std::shared_mutex mutex_;
+    std::deque<FlashKernel> kernels_; // which stay where they are
+};
+
+Registry &registry() {
+    static Registry kernels;
     return kernels;
 }
 
-int find(const char *name, BuiltKernel **kernel) {
-    const auto found = all_kernels().find(name);
-    if (found == all_kernels().end()) {
-        return fail(std::string("no kernel ") + name + " was built");
+int find(int number, FlashKernel **kernel) {
+    *kernel = registry().at(number);
+    if (*kernel == nullptr) {
+        return fail("no kernel has number " + std::to_string(number) + ": there are " +
+                    std::to_string(registry().size()));
     }
-    *kernel = &found->second;
     return 0;
 }
 
 // Lets a kernel have so much dynamic shared memory on the current device, whose number `device` is.
 // More than 48 KiB needs an attribute, of kernel and device, which is set by the first launch there
 // and not again. It costs no stream operation and is allowed while a graph is captured.
-int prepare(BuiltKernel &kernel, unsigned int shared_bytes, int device) {
+int prepare(FlashKernel &kernel, const void *function, unsigned int shared_bytes, int device) {
     static std::mutex one_at_a_time; // or a smaller size, set later, would undo a larger one
     std::atomic<unsigned int> *allowed =
         device < kRememberedDevices ? &kernel.allowed_bytes[device] : nullptr;
@@ -203,7 +279,7 @@ int prepare(BuiltKernel &kernel, unsigned int shared_bytes, int device) {
                     std::to_string(most) + ": choose smaller tiles");
     }
     if (int error =
-            check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+            check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(shared_bytes)),
                   "cudaFuncSetAttribute")) {
         return error;
@@ -244,29 +320,37 @@ FLASH_EXPORT const char *flash_last_error() {
 }
 
 FLASH_EXPORT int flash_kernel_count() {
-    return static_cast<int>(numbered_kernels().size());
+    return registry().size();
 }
 
 // Null for a number that is none.
 FLASH_EXPORT const char *flash_kernel_name(int number) {
-    if (number < 0 || number >= flash_kernel_count()) {
-        return nullptr;
-    }
-    return numbered_kernels()[number]->first.data();
+    FlashKernel *kernel = registry().at(number);
+    return kernel == nullptr ? nullptr : kernel->name();
+}
+
+// Makes a kernel of an image, a fatbin, a cubin or PTX, that holds it under `symbol`; name, symbol
+// and image stay where they are for as long as the process lives. Returns the kernel's number. The
+// image is looked at when the kernel is launched first.
+FLASH_EXPORT int flash_register(const char *name, const char *symbol, const void *image) {
+    return registry().add({name, symbol, image});
 }
 
 // Launches on a stream of a device, without waiting.
 FLASH_EXPORT int flash_launch(const FlashLaunch *launch) {
-    if (launch->kernel < 0 || launch->kernel >= flash_kernel_count()) {
-        return fail("no kernel has number " + std::to_string(launch->kernel) + ": there are " +
-                    std::to_string(flash_kernel_count()));
+    FlashKernel *kernel = nullptr;
+    if (int error = find(launch->kernel, &kernel)) {
+        return error;
     }
-    BuiltKernel &kernel = numbered_kernels()[launch->kernel]->second;
     DeviceGuard guard;
     if (int error = guard.set(launch->device)) {
         return error;
     }
-    if (int error = prepare(kernel, launch->shared_bytes, launch->device)) {
+    const void *function = nullptr;
+    if (int error = kernel->function(&function)) {
+        return error;
+    }
+    if (int error = prepare(*kernel, function, launch->shared_bytes, launch->device)) {
         return error;
     }
     cudaLaunchAttribute cluster;
@@ -281,7 +365,7 @@ FLASH_EXPORT int flash_launch(const FlashLaunch *launch) {
     config.attrs = &cluster;
     config.numAttrs = has_cluster ? 1 : 0;
     void *parameters[] = {const_cast<FlashLaunch *>(launch + 1)};
-    return check(cudaLaunchKernelExC(&config, kernel.function, parameters), "cudaLaunchKernelExC");
+    return check(cudaLaunchKernelExC(&config, function, parameters), "cudaLaunchKernelExC");
 }
 
 // Whether PyTorch's table has the layout and the functions that the others here count on.
@@ -289,7 +373,7 @@ FLASH_EXPORT int flash_knows_exchange(const DLPackExchangeAPI *exchange) {
     return exchange->version.major == 1 && exchange->dltensor_from_py_object_no_sync != nullptr;
 }
 
-// The 128 bytes of a CUtensorMap for a 16-bit tensor at `address`, to be put among the arguments.
+// The 128 bytes of a CUtensorMap for a tensor at `address`, to be put among the arguments.
 FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *address, void *encoded) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
     static void *const entry = [] {
@@ -307,10 +391,8 @@ FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *addres
         return fail("the driver has no cuTensorMapEncodeTiled: it comes with CUDA 12");
     }
     const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-    const bool is_fp16 = static_cast<DType>(map->dtype) == DType::FP16;
     const CUresult status = reinterpret_cast<Encode>(entry)(
-        static_cast<CUtensorMap *>(encoded),
-        is_fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, map->rank,
+        static_cast<CUtensorMap *>(encoded), static_cast<CUtensorMapDataType>(map->type), map->rank,
         address, map->dims, map->strides, map->box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle_of(map->swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -319,31 +401,34 @@ FLASH_EXPORT int flash_encode_tensor_map(const FlashTensorMap *map, void *addres
                                          std::to_string(status) + ")");
 }
 
-// Whether q, k, v and o are what `ready` is for, and o is apart from the others. If so, `launch` is
-// filled with what flash_launch takes.
+// Whether the tensors are those that `ready` is for, and no output overlaps another tensor. If so,
+// `launch` is filled with what flash_launch takes.
 FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, char *launch) {
-    const DLDataType dtype =
-        static_cast<DType>(ready->dtype) == DType::FP16 ? kDLFloat16 : kDLBfloat16;
-    uint64_t begin[4];
-    for (int i = 0; i < 4; ++i) {
+    const unsigned int count = ready->n_tensors;
+    const FlashTensor *wanted = ready->tensors();
+    std::vector<uint64_t> begin(count);
+    for (unsigned int i = 0; i < count; ++i) {
         DLTensor found;
         if (ready->exchange->dltensor_from_py_object_no_sync(tensors[i], &found) != 0) {
             PyErr_Clear();
             return false;
         }
         begin[i] = reinterpret_cast<uint64_t>(found.data) + found.byte_offset;
-        if (found.device != ready->device || found.dtype != dtype || found.ndim != 4 ||
-            found.data == nullptr || // of a tensor without memory
-            std::memcmp(found.shape, ready->shapes[i], sizeof ready->shapes[i]) != 0 ||
-            std::memcmp(found.strides, ready->strides[i], sizeof ready->strides[i]) != 0 ||
-            begin[i] % ready->chunk_bytes != 0) {
+        const size_t bytes = sizeof(int64_t) * wanted[i].rank;
+        if (found.device != ready->device || found.dtype != wanted[i].dtype ||
+            found.ndim != wanted[i].rank || found.data == nullptr || // of a tensor without memory
+            std::memcmp(found.shape, wanted[i].shape, bytes) != 0 ||
+            std::memcmp(found.strides, wanted[i].strides, bytes) != 0 ||
+            begin[i] % ready->alignment != 0) {
             return false;
         }
     }
-    const uint64_t o = begin[3], o_end = o + ready->span_bytes[3];
-    for (int i = 0; i < 3; ++i) {
-        if (begin[i] < o_end && o < begin[i] + ready->span_bytes[i]) {
-            return false;
+    for (unsigned int i = 0; i < count; ++i) {
+        for (unsigned int j = 0; wanted[i].is_output && j < count; ++j) {
+            if (i != j && begin[j] < begin[i] + wanted[i].span_bytes &&
+                begin[i] < begin[j] + wanted[j].span_bytes) {
+                return false;
+            }
         }
     }
     void *stream = nullptr;
@@ -352,13 +437,15 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
         PyErr_Clear();
         return false;
     }
-    std::memcpy(launch, ready + 1, ready->launch_bytes);
+    std::memcpy(launch, ready->launch(), ready->launch_bytes);
     std::memcpy(launch + offsetof(FlashLaunch, stream), &stream, sizeof stream);
-    for (int i = 0; i < 4; ++i) {
-        std::memcpy(launch + ready->members[i], &begin[i], sizeof begin[i]);
+    for (unsigned int i = 0; i < count; ++i) {
+        if (wanted[i].member != 0) {
+            std::memcpy(launch + wanted[i].member, &begin[i], sizeof begin[i]);
+        }
     }
     for (uint64_t i = 0; i < ready->n_maps; ++i) {
-        const FlashBoundMap &bound = ready->maps[i];
+        const FlashBoundMap &bound = ready->maps()[i];
         CUtensorMap encoded; // aligned, as the driver wants it
         if (flash_encode_tensor_map(&bound.map, reinterpret_cast<void *>(begin[bound.tensor]),
                                     &encoded)) {
@@ -369,15 +456,15 @@ FLASH_EXPORT int flash_bind(const FlashReady *ready, PyObject *const *tensors, c
     return true;
 }
 
-// A Python function, launch(q, k, v, o) -> bool: whether it launched. If not, which has no effect,
-// the caller finds out why. ready: bytes, a FlashReady and what follows.
+// A Python function of the tensors: whether it launched. If not, which has no effect, the caller
+// finds out why. ready: bytes, a FlashReady and what follows.
 FLASH_EXPORT PyObject *flash_ready(PyObject *ready) {
     static PyMethodDef method = {
         "launch",
         [](PyObject *self, PyObject *const *tensors, ptrdiff_t count) {
             const auto *ready = reinterpret_cast<const FlashReady *>(PyBytes_AsString(self));
             std::vector<char> launch(ready->launch_bytes);
-            if (count != 4 || !flash_bind(ready, tensors, launch.data())) {
+            if (count != ready->n_tensors || !flash_bind(ready, tensors, launch.data())) {
                 return PyBool_FromLong(false);
             }
             PyThreadState *thread = PyEval_SaveThread(); // a launch waits when too many are queued
@@ -386,31 +473,34 @@ FLASH_EXPORT PyObject *flash_ready(PyObject *ready) {
             return PyBool_FromLong(!error);
         },
         METH_FASTCALL,
-        "launch(q, k, v, o) -> bool",
+        "launch(*tensors) -> bool",
     };
     return PyCFunction_NewEx(&method, ready, nullptr);
 }
 
-FLASH_EXPORT int flash_kernel_resources(const char *name, int n_threads, int shared_bytes,
-                                        int device, FlashKernelResources *resources) {
-    BuiltKernel *kernel = nullptr;
-    if (int error = find(name, &kernel)) {
+FLASH_EXPORT int flash_kernel_resources(int number, int n_threads, int shared_bytes, int device,
+                                        FlashKernelResources *resources) {
+    FlashKernel *kernel = nullptr;
+    if (int error = find(number, &kernel)) {
         return error;
     }
     DeviceGuard guard;
     if (int error = guard.set(device)) {
         return error;
     }
-    if (int error = prepare(*kernel, shared_bytes, device)) {
+    const void *function = nullptr;
+    if (int error = kernel->function(&function)) {
+        return error;
+    }
+    if (int error = prepare(*kernel, function, shared_bytes, device)) {
         return error;
     }
     cudaFuncAttributes attributes;
-    if (int error =
-            check(cudaFuncGetAttributes(&attributes, kernel->function), "cudaFuncGetAttributes")) {
+    if (int error = check(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes")) {
         return error;
     }
     int blocks = 0;
-    if (int error = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel->function,
+    if (int error = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function,
                                                                         n_threads, shared_bytes),
                           "cudaOccupancyMaxActiveBlocksPerMultiprocessor")) {
         return error;

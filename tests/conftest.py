@@ -15,7 +15,7 @@ from simulated_work import SimulatedWork
 from flash_helpers.kernel_configs import FAMILIES
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.runtime import library
-from flash_helpers.runtime.tensors import check_device
+from flash_helpers.runtime.tensors import device_for
 from flash_helpers.sass.read.cache import FOLDER_VARIABLE
 from flash_helpers.sass.read.disassembler import find_disassembler, run_program
 from flash_helpers.sass.read.reader import load_kernels
@@ -32,7 +32,7 @@ def why_no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        check_device(AMPERE, torch.device("cuda", torch.cuda.current_device()))
+        device_for(AMPERE, torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         return str(error)
     return None

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 # what they are the last of.
 CLOSINGS = {
     "py/flash_helpers/registry/ampere.py": "    ),\n    targets=",
-    "py/flash_helpers/check/faults.py": "}  # fmt: skip",
+    "py/flash_helpers/operations/attention_forward/faults.py": "}  # fmt: skip",
 }
 
 

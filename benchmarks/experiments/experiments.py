@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.cubins import Cubin, Source, included_files
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.results import ResourceRecord
 from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.sass.analyse.occupancy import occupancy
@@ -22,7 +22,7 @@ from flash_helpers.tune.process import KernelFile
 if TYPE_CHECKING:
     from flash_helpers.measure.benchmark import Contender
 
-DTYPE = DType.BF16
+DTYPE = Element.BF16
 PARENT = OVERLAP.steps["o5"]
 CONFIG = OVERLAP.fixed_config(PARENT, DTYPE)
 _COMMENT = re.compile(r"\s*//.*")
@@ -40,11 +40,13 @@ class Experiment:
     header: str
     namespace: str
 
-    def source(self, dtype: DType = DTYPE) -> Source:
+    def source(self, dtype: Element = DTYPE) -> Source:
         """The compiled unit."""
         config = CONFIG.replace(dtype=dtype)
         return Source(
-            self.name, config, kernel_unit(config, self.name, self.header, self.namespace)
+            self.name,
+            config,
+            kernel_unit(config, name=self.name, header=self.header, namespace=self.namespace),
         )
 
 

@@ -41,7 +41,7 @@ from flash_helpers.measure.results import (
     load_results,
     refuse_another_gpu,
 )
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.selection import UsageError, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 from flash_helpers.sass.read.records import SassError
@@ -54,7 +54,7 @@ DOCS = Path("docs/tuning.md")
 SPEED_MARKERS = ("<!-- speed:begin -->", "<!-- speed:end -->")
 LOOP_MARKERS = ("<!-- loops:begin -->", "<!-- loops:end -->")
 NOT_MEASURED = "Not measured yet: `python benchmarks/experiments/run_experiments.py` does it."
-DEFAULT_SEQ_LENS = (1024, 4096)
+MEASURED_LENGTHS = (1024, 4096)
 DEFAULT_ROUNDS = 15
 COMPILE_TIMEOUT_S = 300.0
 
@@ -97,7 +97,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="with --write-docs: write nothing; print a diff and exit 1 if stale",
     )
-    add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "sequence lengths")
+    add_lengths_argument(parser, "--seq", MEASURED_LENGTHS, "sequence lengths")
     parser.add_argument(
         "--rounds",
         type=positive,

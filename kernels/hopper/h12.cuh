@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t P_rmem[kPVSteps][4];
     float m[2], l[2], rescale[2];
 
-    auto pass_turn = [&] {
+    auto end_turn = [&] {
         if (cfg.ping_pong) {
             named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
         }
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
 
     if (warpgroup == kConsumers - 1) {
-        pass_turn(); // the first turn is warpgroup 0's
+        end_turn(); // the first turn is warpgroup 0's
     }
 
     // 3. S = Q @ K_0^T, P = 2^(S - m), of the first tile
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             take_turn();
             issue_S();
             issue_O(j - 1);
-            pass_turn();
+            end_turn();
             wgmma_wait<1>();
             finish_S();
 
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             take_turn();
             issue_S();
             issue_O(key_blocks - 1);
-            pass_turn();
+            end_turn();
             wgmma_wait<1>();
             finish_S();
             softmax_first(S_rmem, m, l);

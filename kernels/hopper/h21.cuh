@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t P_rmem[kPVSteps][4];
     float m[2], l[2], rescale[2];
 
-    auto pass_turn = [&] {
+    auto end_turn = [&] {
         if (cfg.ping_pong) {
             named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
         }
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
     auto issue_O = [&](int j) { // O += P @ V_j
         if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
-            pass_turn();
+            end_turn();
             store_O();
         }
         const uint32_t V = warp_uniform(V_0 + V_ring.slot * (kKVBytes / 16));
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         wgmma_commit();
         if (!kStoresLate || j > 0) {
-            pass_turn();
+            end_turn();
         }
     };
     auto finish_O = [&] {
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
 
     if (warpgroup == kConsumers - 1) {
-        pass_turn(); // the first turn is warpgroup 0's
+        end_turn(); // the first turn is warpgroup 0's
     }
 
     // 3. S = Q @ K_0^T, P = 2^(S - m), of the first tile

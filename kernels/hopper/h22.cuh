@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             auto load_V = [&] {
                 tma_load_slot<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
-            auto hand_over = [&](int tile) {
+            auto publish_tile = [&](int tile) {
                 barrier_wait(Q_ring.barrier(Q_empty), Q_ring.lap ^ 1);
                 store_smem_4(tiles_smem + Q_ring.slot * sizeof(int), tile);
             };
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                 next = take_tile<cfg.causal>(tile, args);
                 const TilePlace place = place_of(tile);
                 const int key_blocks = key_blocks_of(place);
-                hand_over(tile);
+                publish_tile(tile);
                 tma_load_slot<kQBytes>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place);
                 for (int j = 0; j < key_blocks; ++j) {
                     const TilePlace K_place = {(key_blocks - 1 - j) * B_c,
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
                 }
             }
             load_V();
-            hand_over(args.tiles);
+            publish_tile(args.tiles);
             barrier_arrive(Q_ring.barrier(Q_full));
         }
         return;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     uint32_t P_rmem[kPVSteps][4];
     float m[2], l[2], rescale[2];
 
-    auto pass_turn = [&] {
+    auto end_turn = [&] {
         if (cfg.ping_pong) {
             named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
         }
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
     auto issue_O = [&](int j) { // O += P @ V_j
         if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
-            pass_turn();
+            end_turn();
             store_O();
         }
         const uint32_t V = warp_uniform(V_0 + V_ring.slot * (kKVBytes / 16));
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         }
         wgmma_commit();
         if (!kStoresLate || j > 0) {
-            pass_turn();
+            end_turn();
         }
     };
     auto finish_O = [&] {
@@ -312,15 +312,15 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
 
     if (warpgroup == kConsumers - 1) {
-        pass_turn(); // the first turn is warpgroup 0's
+        end_turn(); // the first turn is warpgroup 0's
     }
 
     // 3. S = Q @ K_0^T, P = 2^(S - m), of the first tile
-    auto take_over = [&] {
+    auto next_tile = [&] {
         barrier_wait(Q_ring.barrier(Q_full), Q_ring.lap);
         return int(load_smem_4(tiles_smem + Q_ring.slot * sizeof(int)));
     };
-    int tile = take_over();
+    int tile = next_tile();
     enter(tile);
     issue_S();
     wgmma_wait<0>();
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             O_l[half] = l[half];
         }
         Q_ring.advance();
-        next = take_over();
+        next = next_tile();
         const bool has_next = next < args.tiles;
         const int last_j = key_blocks - 1;
         if (has_next) {

@@ -103,7 +103,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
             auto load_V = [&] {
                 tma_load_slots<kKVBytes>(V_ring, V_full, V_empty, V_smem, args.V, V_place);
             };
-            auto hand_over = [&](TilePlace place) { // and Q, of each block its own
+            auto publish_tile = [&](TilePlace place) { // and Q, of each block its own
                 tma_load_with_places<kQBytes>(Q_ring, Q_full, Q_empty, Q_smem, args.Q, place, apart,
                                               places_smem);
             };
@@ -111,7 +111,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
                 next = take_tile<cfg.causal, kClusterBlocks>(tile, args);
                 const TilePlace place = cluster_place<B_r, kEdges>(tile, args);
                 const int key_blocks = key_blocks_before(place.row + apart.row + B_r);
-                hand_over(place);
+                publish_tile(place);
                 for (int j = 0; j < key_blocks; ++j) {
                     const TilePlace K_place = {(key_blocks - 1 - j) * B_c,
                                                place.head / args.heads_per_kv, place.batch};
@@ -123,7 +123,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
                 }
             }
             load_V();
-            hand_over({-1}); // there is no more
+            publish_tile({-1}); // there is no more
         }
         return;
     }
@@ -143,7 +143,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     bool few_P = false; // has kFewKeys columns
     float m[2], l[2], rescale[2];
 
-    auto pass_turn = [&] { pass_turn_on<cfg.ping_pong, kConsumers>(warpgroup); };
+    auto end_turn = [&] { end_turn_of<cfg.ping_pong, kConsumers>(warpgroup); };
     auto take_turn = [&] { wait_for_turn<cfg.ping_pong>(warpgroup); };
     uint32_t stored_empty = 0; // the barrier of the slot that O is stored from, 0 for none
     auto release_stored = [&] {
@@ -194,7 +194,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     };
     auto issue_O = [&](int j, int steps) { // O += P @ V_j
         if (kStoresLate && j == 0) { // the other warpgroup's turn, while O makes room
-            pass_turn();
+            end_turn();
             store_O();
         }
         const uint32_t V = warp_uniform(V_0 + V_ring.slot * (kKVBytes / 16));
@@ -208,7 +208,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         }
         wgmma_commit();
         if (!kStoresLate || j > 0) {
-            pass_turn();
+            end_turn();
         }
     };
     auto finish_O = [&] {
@@ -231,12 +231,12 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     // Of the tile that S belongs to: blocks of keys that this warpgroup sees, 0 behind the last
     // tile; those before them that only others see; the lane's row g.
     int key_blocks = 0, unseen_blocks = 0, query = 0;
-    auto pass_over = [&](auto &ring, uint32_t full, uint32_t empty) {
+    auto skip_block = [&](auto &ring, uint32_t full, uint32_t empty) {
         barrier_wait(ring.barrier(full), ring.lap); // lest a warp arrive twice in a lap
         release(ring.barrier(empty));
         ring.advance();
     };
-    auto take_over = [&] {
+    auto next_tile = [&] {
         barrier_wait(Q_ring.barrier(Q_full), Q_ring.lap);
         const TilePlace place = load_place(places_smem + Q_ring.slot * kPlaceBytes);
         key_blocks =
@@ -247,15 +247,15 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
             unseen_blocks = __reduce_max_sync(0xffffffff, key_blocks - seen); // all have the same
             key_blocks -= unseen_blocks;
             for (int i = 0; i < unseen_blocks; ++i) {
-                pass_over(K_ring, K_full, K_empty);
+                skip_block(K_ring, K_full, K_empty);
             }
         }
     };
     auto wait_for_others = [&] { // until they have begun with those blocks
         for (int i = 0; i < unseen_blocks; ++i) {
             take_turn();
-            pass_turn();
-            pass_over(V_ring, V_full, V_empty);
+            end_turn();
+            skip_block(V_ring, V_full, V_empty);
         }
     };
     // Keys before block j - 1, or behind block 0, that this warpgroup's first row does not see.
@@ -331,11 +331,11 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
     };
 
     if (warpgroup == kConsumers - 1) {
-        pass_turn(); // the first turn is warpgroup 0's
+        end_turn(); // the first turn is warpgroup 0's
     }
 
     // 3. S = Q @ K_0^T, P = 2^(S - m), of the first tile
-    take_over();
+    next_tile();
     begin(-1);
 
     for (int n = 0; key_blocks > 0; ++n) {
@@ -361,7 +361,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1)
         }
         Q_ring.advance();
         const int last_j = key_blocks - 1;
-        take_over();
+        next_tile();
         take_turn();
         if (key_blocks > 0) {
             begin(last_j);

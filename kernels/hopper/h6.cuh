@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, rescale[2];
     barrier_wait(Q_full, 0);
 
-    auto pass_turn = [&] { named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup); };
+    auto end_turn = [&] { named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup); };
     auto take_turn = [&] { named_sync(1 + warpgroup, 2 * kWarpgroup); };
     auto issue_S = [&] { // S = Q @ K^T
         const uint32_t K = K_0 + K_ring.slot * (kKVBytes / 16);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
 
     if (warpgroup == kConsumers - 1) {
-        pass_turn(); // the first turn is warpgroup 0's
+        end_turn(); // the first turn is warpgroup 0's
     }
     for (int j = 0; j < key_blocks; ++j) {
         // 3. S = Q @ K^T
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
         // 4. m, l, P = 2^(S - m), O = O · rescale
         take_turn();
         softmax(S_rmem, m, l, rescale);
-        pass_turn();
+        end_turn();
         scale_rows(O_rmem, rescale);
 #pragma unroll
         for (int k = 0; k < kPVSteps; ++k) {

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, rescale[2];
     barrier_wait(Q_full, 0);
 
-    auto pass_turn = [&] {
+    auto end_turn = [&] {
         if (cfg.ping_pong) {
             named_arrive(1 + (warpgroup + 1) % kConsumers, 2 * kWarpgroup);
         }
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
     };
 
     if (warpgroup == kConsumers - 1) {
-        pass_turn(); // the first turn is warpgroup 0's
+        end_turn(); // the first turn is warpgroup 0's
     }
     auto compute_tile = [&] {
         // 3. S = Q @ K_0^T, P = 2^(S - m)
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(Config::value.n_threads(), 1)
             take_turn();
             issue_S();
             issue_O();
-            pass_turn();
+            end_turn();
             wgmma_wait<1>();
             finish_S();
 

@@ -80,6 +80,22 @@ MOST_SMS: Mapping[int, int] = MappingProxyType({75: 72, 80: 108, 86: 84, 87: 16,
 SM_COUNTS: Mapping[str, int] = MappingProxyType({"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132})
 
 
+@dataclass(frozen=True)
+class Device:
+    """A GPU as launches see it. name: the driver's. capability: such as (9, 0). sms: streaming
+    multiprocessors."""
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+
+
+def largest_device(capability: int) -> Device:
+    """Return the largest GPU of a compute capability such as 90: the one that launches are made for
+    where there is none. Raises KeyError for a capability that `MOST_SMS` lacks."""
+    return Device(f"sm_{capability}", divmod(capability, 10), MOST_SMS[capability])
+
+
 def capability_of(target: str) -> int:
     """90 for sm_90 and for sm_90a. Raises ValueError for what is no target."""
     number = target.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")

@@ -6,10 +6,12 @@ there, and its kernel's file. Standard library only.
 
 from __future__ import annotations
 
+from flash_helpers.operations.attention_forward.problem import AttentionForward
 from flash_helpers.registry.ampere import LARGE_TILE, FlashForwardKernelConfig
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.families import (
     FAMILIES,
+    OPERATIONS,
     STEPS,
     config_from_short_form,
     config_from_symbol,
@@ -21,17 +23,19 @@ from flash_helpers.registry.families import kernels_to_build as get_kernels_to_b
 from flash_helpers.registry.families import progression as get_kernel_progression_configs
 from flash_helpers.registry.families import sweep as get_autotuning_kernel_configs
 from flash_helpers.registry.overlap import OverlapKernelConfig
-from flash_helpers.registry.problem import AttentionForward, DType
+from flash_helpers.registry.problem import Element, Problem
 
 __all__ = [
     "FAMILIES",
     "LARGE_TILE",
+    "OPERATIONS",
     "STEPS",
     "AttentionForward",
     "Config",
-    "DType",
+    "Element",
     "FlashForwardKernelConfig",
     "OverlapKernelConfig",
+    "Problem",
     "config_from_short_form",
     "config_from_symbol",
     "differing_fields",

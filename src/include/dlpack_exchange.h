@@ -23,9 +23,6 @@ struct DLDataType {
     friend bool operator==(const DLDataType &, const DLDataType &) = default;
 };
 
-constexpr DLDataType kDLFloat16 = {2, 16, 1};
-constexpr DLDataType kDLBfloat16 = {4, 16, 1};
-
 struct DLTensor {
     void *data;
     DLDevice device;

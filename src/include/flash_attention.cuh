@@ -1,12 +1,12 @@
 #pragma once
-// What the kernels, the maps of kernels and the C ABI agree on. Python has the same: the config's
-// fields are written here from the class of that name (py/flash_helpers/registry), and every
+// The types that kernels, maps of kernels and the C ABI share. Python has the same: the configs'
+// fields are written here from the classes of the same names (py/flash_helpers/registry), and every
 // kernel's unit asserts the layout of its arguments.
 
 #include <compare>
 #include <cstdint>
 
-enum class DType : int { FP16 = 0, BF16 = 1 };
+enum class DType : int { FP16 = 0, BF16 = 1, FP32 = 2, INT32 = 3, FP8 = 4 };
 
 // A 16-bit pattern in memory, fp16 or bf16: only `mma` and `pack` need to know which.
 using Element = uint16_t;
@@ -98,8 +98,10 @@ struct ForwardKernelArgs {
     int seq_len;
 };
 
-// A kernel that was built. name: the config's short form, by which the host asks for it.
+// A kernel that was built. name: by which the host asks for it: the config's short form, of a
+// config of several kernels with the function behind it. image: a fatbin, cubin or PTX that holds
+// the kernel under `symbol`.
 struct Kernel {
-    const char *name;
-    const void *function;
+    const char *name, *symbol;
+    const void *image;
 };

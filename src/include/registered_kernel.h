@@ -1,9 +1,7 @@
 #pragma once
-// A kernel of which nvcc has compiled the device code alone, made known to the CUDA runtime by the
-// calls that nvcc puts into the host code of a unit (the toolkit's crt/host_runtime.h): parsing its
-// own headers once more for the host is a third of what compiling a kernel takes. Clang makes the
-// same calls (clang/lib/CodeGen/CGCUDANV.cpp). The documented ones, cudaLibraryLoadData and
-// cudaLibraryGetKernel, need CUDA 12.8.
+// A kernel in an image that nvcc did not register, made known to a CUDA runtime before 12.8, which
+// has no cudaLibraryLoadData: by the calls that nvcc puts into the host code of a unit (the
+// toolkit's crt/host_runtime.h). Clang makes the same calls (clang/lib/CodeGen/CGCUDANV.cpp).
 
 extern "C" {
 void **__cudaRegisterFatBinary(void *wrapper);
@@ -17,9 +15,9 @@ void __cudaUnregisterFatBinary(void **handle);
 // The runtime knows a kernel by an address of the host's, and here it is that of this object.
 class RegisteredKernel {
   public:
-    // symbol: of the kernel, in the fatbin.
-    RegisteredKernel(const char *fatbin, const char *symbol)
-        : wrapper_{0x466243b1, 1, fatbin, nullptr}, handle_(__cudaRegisterFatBinary(&wrapper_)) {
+    // symbol: of the kernel, in the image.
+    RegisteredKernel(const void *image, const char *symbol)
+        : wrapper_{0x466243b1, 1, image, nullptr}, handle_(__cudaRegisterFatBinary(&wrapper_)) {
         __cudaRegisterFunction(handle_, reinterpret_cast<const char *>(this),
                                const_cast<char *>(symbol), symbol, -1, nullptr, nullptr, nullptr,
                                nullptr, nullptr);
@@ -32,7 +30,7 @@ class RegisteredKernel {
   private:
     struct Wrapper { // __fatBinC_Wrapper_t of the toolkit's fatbinary_section.h
         int magic, version;
-        const char *fatbin;
+        const void *image;
         void *unused;
     };
     Wrapper wrapper_;

@@ -9,21 +9,18 @@ import pytest
 import torch
 from fake_backend import float32_kernel
 
-from flash_helpers.check.difference import output_difference
-from flash_helpers.check.inputs import make_inputs, with_mantissa_bits
-from flash_helpers.check.problems import DISTRIBUTIONS, MEAN
-from flash_helpers.check.reference import (
-    AttentionError,
+from flash_helpers.check.difference import OutputDifference, output_difference
+from flash_helpers.check.errors import OutputError, half_ulp, measure_error, relative_bound
+from flash_helpers.check.inputs import with_mantissa_bits
+from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
+from flash_helpers.operations.attention_forward.inputs import make_inputs
+from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS, MEAN
+from flash_helpers.operations.attention_forward.reference import (
     attention_float64,
     attention_reference,
     attention_same_dtype,
-    half_ulp,
     lse_bound,
-    measure_error,
-    measure_lse_error,
-    relative_bound,
 )
-from flash_helpers.kernel_configs import AttentionForward, get_kernel_progression_configs
 
 CONFIG = get_kernel_progression_configs()[0]
 DTYPES = (torch.float16, torch.bfloat16)
@@ -124,9 +121,9 @@ def test_output_and_lse_are_those_of_a_plain_loop(
     q, k, v = draw((2, len_q, 6, 16), (2, len_k, kv_heads, 16))
     found = attention_reference(q, k, v, causal=causal, softmax_scale=scale)
     output, lse = attention_by_loops(q, k, v, causal, 0.25 if scale is None else scale)
-    np.testing.assert_allclose(found.expected, output, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(found.lse, lse, rtol=1e-12, atol=1e-14)
-    assert found.lse.dtype == torch.float64
+    np.testing.assert_allclose(found.expected["o"], output, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(found.expected["lse"], lse, rtol=1e-12, atol=1e-14)
+    assert found.expected["lse"].dtype == torch.float64
 
 
 @pytest.mark.parametrize("function", [attention_float64, attention_same_dtype])
@@ -144,8 +141,8 @@ def test_no_result_depends_on_the_chunk_size(len_q: int, len_k: int, max_scores:
     q, k, v = draw((2, len_q, 6, 16), (2, len_k, 2, 16))
     found = attention_reference(q, k, v, max_scores, causal=True)
     whole = attention_reference(q, k, v, causal=True)
-    torch.testing.assert_close(found.expected, whole.expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found.lse, whole.lse, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.expected["o"], whole.expected["o"], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.expected["lse"], whole.expected["lse"], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -197,19 +194,19 @@ def test_half_ulp_is_the_largest_rounding_error_at_a_value(
 def test_errors_are_the_largest_difference_and_the_frobenius_ratio() -> None:
     expected = torch.tensor([3.0, 4.0], dtype=torch.float64)
     output = torch.tensor([3.0, 4.5], dtype=torch.float16)
-    assert measure_error(output, expected) == AttentionError(max_abs=0.5, relative=0.1)
+    assert measure_error(output, expected) == OutputError(max_abs=0.5, relative=0.1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_never_passes(value: float) -> None:
     q, k, v = make_inputs("normal", SHAPE, torch.float16)
     reference = attention_reference(q, k, v)
-    output = reference.expected.half()
-    assert measure_error(output, reference.expected).within(reference.bound)
+    output = reference.expected["o"].half()
+    assert measure_error(output, reference.expected["o"]).within(reference.bounds["o"])
     output[1, 5, 2, 7] = value
-    error = measure_error(output, reference.expected)
-    assert not error.within(reference.bound)
-    assert not error.within(AttentionError(math.inf, math.inf))
+    error = measure_error(output, reference.expected["o"])
+    assert not error.within(reference.bounds["o"])
+    assert not error.within(OutputError(math.inf, math.inf))
 
 
 def test_inputs_that_overflow_plain_pytorch_set_no_bound() -> None:
@@ -227,19 +224,21 @@ def test_a_right_kernel_passes_with_room_to_spare(
     shape = AttentionForward(1, 2, seq_len)
     q, k, v = make_inputs(distribution, shape, dtype)
     reference = attention_reference(q, k, v)
-    error = measure_error(float32_kernel(CONFIG, q, k, v, torch.empty_like(q)), reference.expected)
-    assert error.max_abs < 0.7 * reference.bound.max_abs
-    assert error.relative < 0.7 * reference.bound.relative
+    error = measure_error(
+        float32_kernel(CONFIG, q, k, v, torch.empty_like(q)), reference.expected["o"]
+    )
+    assert error.max_abs < 0.7 * reference.bounds["o"].max_abs
+    assert error.relative < 0.7 * reference.bounds["o"].relative
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_keys_leave_a_finite_bound(dtype: torch.dtype) -> None:
     q, k, v = draw((1, 96, 4, 64), (1, 64, 2, 64), dtype)
     reference = attention_reference(q, k, v, causal=True)
-    output = reference.expected.to(dtype)
-    assert measure_error(output, reference.expected).within(reference.bound)
+    output = reference.expected["o"].to(dtype)
+    assert measure_error(output, reference.expected["o"]).within(reference.bounds["o"])
     output[0, 0, 0, 0] = math.nan  # what a softmax of nothing gives
-    assert not measure_error(output, reference.expected).within(reference.bound)
+    assert not measure_error(output, reference.expected["o"]).within(reference.bounds["o"])
 
 
 def _truncated(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
@@ -289,24 +288,25 @@ def test_the_lse_of_a_right_kernel_is_within_its_bound(
     q, k, v = make_inputs(distribution, AttentionForward(1, 1, seq_len), dtype)
     reference = attention_reference(q, k, v)
     lse = pessimistic_lse(q, k, 1 / math.sqrt(128))
-    assert measure_lse_error(lse, reference.lse) <= reference.lse_bound
+    assert measure_error(lse, reference.expected["lse"]).within(reference.bounds["lse"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_wrong_lse_is_out_of_bounds(dtype: torch.dtype) -> None:
     q, k, v = make_inputs("normal", AttentionForward(1, 1, 512), dtype)
     right = attention_reference(q, k, v)
-    largest = right.lse == right.lse.max()
+    right_lse = right.expected["lse"]
+    largest = right_lse == right_lse.max()
     wrong = {
-        "base 2": right.lse / math.log(2),
-        "no scale": attention_reference(q, k, v, softmax_scale=1.0).lse,
-        "one key of 512 left out": attention_reference(q, k[:, 1:], v[:, 1:]).lse,
-        "neighbouring rows": right.lse.roll(1, dims=-1),
-        "not a number": right.lse.masked_fill(largest, math.nan),
-        "a row that sees no key": right.lse.masked_fill(largest, -math.inf),
+        "base 2": right_lse / math.log(2),
+        "no scale": attention_reference(q, k, v, softmax_scale=1.0).expected["lse"],
+        "one key of 512 left out": attention_reference(q, k[:, 1:], v[:, 1:]).expected["lse"],
+        "neighbouring rows": right_lse.roll(1, dims=-1),
+        "not a number": right_lse.masked_fill(largest, math.nan),
+        "a row that sees no key": right_lse.masked_fill(largest, -math.inf),
     }
     for name, lse in wrong.items():
-        assert not measure_lse_error(lse, right.lse) <= right.lse_bound, name
+        assert not measure_error(lse, right_lse).within(right.bounds["lse"]), name
 
 
 def test_the_lse_bound_grows_with_the_scores_and_the_keys() -> None:
@@ -319,12 +319,12 @@ def test_the_lse_bound_grows_with_the_scores_and_the_keys() -> None:
 
 def test_minus_infinity_is_the_right_lse_of_a_row_without_keys_alone() -> None:
     expected = torch.tensor([-math.inf, 1.0], dtype=torch.float64)
-    assert measure_lse_error(torch.tensor([-math.inf, 1.5]), expected) == 0.5
-    assert measure_lse_error(torch.tensor([0.0, 1.0]), expected) == math.inf
-    assert measure_lse_error(torch.tensor([-math.inf, -math.inf]), expected) == math.inf
-    assert math.isnan(measure_lse_error(torch.tensor([math.nan, 1.0]), expected))
-    with pytest.raises(ValueError, match=r"LSE has shape \(1,\), the reference \(2,\)"):
-        measure_lse_error(expected[:1], expected)
+    assert measure_error(torch.tensor([-math.inf, 1.5]), expected).max_abs == 0.5
+    assert measure_error(torch.tensor([0.0, 1.0]), expected).max_abs == math.inf
+    assert measure_error(torch.tensor([-math.inf, -math.inf]), expected).max_abs == math.inf
+    assert math.isnan(measure_error(torch.tensor([math.nan, 1.0]), expected).max_abs)
+    with pytest.raises(ValueError, match=r"output has shape \(1,\), the reference \(2,\)"):
+        measure_error(expected[:1], expected)
 
 
 def _skip_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -356,7 +356,9 @@ def _swap_two_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 def test_a_wrong_kernel_fails(wrong_kernel, dtype: torch.dtype) -> None:
     q, k, v = make_inputs("normal", AttentionForward(1, 1, 256), dtype)
     reference = attention_reference(q, k, v)
-    assert not measure_error(wrong_kernel(q, k, v), reference.expected).within(reference.bound)
+    assert not measure_error(wrong_kernel(q, k, v), reference.expected["o"]).within(
+        reference.bounds["o"]
+    )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -423,22 +425,26 @@ def test_a_shape_without_elements_is_refused() -> None:
         AttentionForward(1, 0, 64)
 
 
-def test_the_difference_names_the_first_wrong_element_by_batch_head_row_column() -> None:
+def difference_of(output: torch.Tensor, expected: torch.Tensor, bound: float) -> OutputDifference:
+    return output_difference("o", output, expected, bound, AttentionForward.axes["o"])
+
+
+def test_the_difference_names_the_first_wrong_element_by_its_place() -> None:
     expected = torch.zeros(SHAPE.shape, dtype=torch.float64)
     output = expected.half()
-    output[1, 3, 2, 100] = 0.5  # (batch, row, head, column)
-    output[1, 90, 1, 7] = -2.0  # an earlier head comes first
+    output[1, 93, 0, 100] = 0.5  # (batch, row, head, column)
+    output[1, 90, 1, 7] = -2.0  # an earlier row comes first
     output[1, 90, 1, 8] = 0.25
-    difference = output_difference(output, expected, max_abs_bound=0.1)
+    difference = difference_of(output, expected, 0.1)
     first = difference.first_wrong
     assert first is not None
-    assert (first.batch, first.head, first.row, first.column) == (1, 1, 90, 7)
+    assert first.place == (1, 90, 1, 7)
     assert (first.got, first.expected) == (-2.0, 0.0)
     assert (difference.n_wrong, difference.n_wrong_rows) == (3, 2)
     worst, second = difference.worst_rows[:2]
-    assert (worst.batch, worst.head, worst.row, worst.max_abs, worst.n_wrong) == (1, 1, 90, 2.0, 2)
-    assert (second.batch, second.head, second.row, second.max_abs) == (1, 2, 3, 0.5)
-    assert "(batch 1, head 1, row 90, column 7): got -2, expected 0" in difference.text()
+    assert (worst.place, worst.max_abs, worst.n_wrong) == ((1, 90, 1), 2.0, 2)
+    assert (second.place, second.max_abs) == ((1, 93, 0), 0.5)
+    assert "o (batch 1, seq 90, heads 1, d_head 7): got -2, expected 0" in difference.text()
 
 
 def test_the_difference_puts_nan_first_and_counts_it_as_wrong() -> None:
@@ -446,15 +452,15 @@ def test_the_difference_puts_nan_first_and_counts_it_as_wrong() -> None:
     output = expected.half()
     output[0, 10, 0, 0] = 60000.0
     output[0, 20, 0, 5] = math.nan
-    difference = output_difference(output, expected, max_abs_bound=0.1)
+    difference = difference_of(output, expected, 0.1)
     assert difference.n_wrong == 2
-    assert difference.worst_rows[0].row == 20
+    assert difference.worst_rows[0].place == (0, 20, 0)
     assert math.isnan(difference.worst_rows[0].max_abs)
 
 
 def test_the_difference_of_a_right_output_has_no_wrong_element() -> None:
     expected = torch.ones(1, 64, 1, 128, dtype=torch.float64)
-    difference = output_difference(expected.half(), expected, max_abs_bound=0.0)
+    difference = difference_of(expected.half(), expected, 0.0)
     assert difference.first_wrong is None
     assert difference.n_wrong == 0
     assert "first wrong element: none" in difference.text()

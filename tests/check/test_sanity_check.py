@@ -15,9 +15,9 @@ from fake_backend import ARRIVAL, ROOT, Damage, fake_backend, load_tool
 
 from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 from flash_helpers.kernel_configs import (
-    STEPS,
+    OPERATIONS,
     AttentionForward,
-    DType,
+    Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
@@ -33,18 +33,20 @@ pytestmark = pytest.mark.slow
 TOOL = "tools/debug/sanity_check.py"
 PROGRESSION = get_kernel_progression_configs()
 BUILT = get_kernels_to_build()
-BOTH = tuple(DType)
+EVERY = tuple(Element)
 SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
 
 
-def of_version(number: int, dtype: DType = DType.FP16) -> FlashForwardKernelConfig:
+def of_version(number: int, dtype: Element = Element.FP16) -> FlashForwardKernelConfig:
     return next(c for c in PROGRESSION if c.step.id == f"v{number}" and c.dtype == dtype)
 
 
 def report_on(
     backend: Backend, *selectors: str, diff: bool = False, shape: AttentionForward = SHAPE
 ) -> SanityReport:
-    request = make_request(backend, selectors, BOTH, shape, "normal", diff=diff)
+    problems = {name: operation.small for name, operation in OPERATIONS.items()}
+    problems[shape.operation] = shape
+    request = make_request(backend, selectors, EVERY, problems, "normal", diff=diff)
     return SanityReport(request, backend.description, tuple(check_kernels(request, backend)))
 
 
@@ -87,8 +89,8 @@ def run_tool(monkeypatch, capsys, damage: Damage | None, *arguments: str) -> tup
 
 def test_right_kernels_pass() -> None:
     report = report_on(fake_backend())
-    assert len(report.checks) == 2 * len(STEPS)
-    assert report.summary == f"{2 * len(STEPS)} passed, 0 failed"
+    assert len(report.checks) == len(PROGRESSION)
+    assert report.summary == f"{len(PROGRESSION)} passed, 0 failed"
     assert report.exit_code == 0
 
 
@@ -127,21 +129,22 @@ def test_the_diff_names_the_first_wrong_element() -> None:
     report = report_on(fake_backend(only(1, shift_by_a_tenth)), "1", diff=True)
     difference = report.checks[0].difference
     assert difference is not None and difference.first_wrong is not None
-    assert (difference.first_wrong.head, difference.first_wrong.row) == (1, 70)
-    assert "(batch 0, head 1, row 70, column 5): got" in report.text()
+    assert difference.first_wrong.place == (0, 70, 1, 5)
+    assert "o (batch 0, seq 70, heads 1, d_head 5): got" in report.text()
 
 
 def test_the_report_says_which_config_really_ran() -> None:
     static = AMPERE.progression()[-1]
     notes = report_on(fake_backend(), static.short_form()).notes()
     assert notes == [
-        f"{static.short_form()} was run by {static.general().short_form()}: the row stride is 256"
+        f"{static.short_form()} was run by {static.general().short_form()}: it is made for other "
+        f"strides than those of {SHAPE}"
     ]
 
 
 def test_kernels_of_the_progression_that_are_not_built_are_named() -> None:
     full = fake_backend()
-    backend = Backend(full.device, full.description, full.forward, (of_version(1), of_version(2)))
+    backend = Backend(full.device, full.description, full.execute, (of_version(1), of_version(2)))
     report = report_on(backend)
     assert len(report.checks) == 2
     assert f"{of_version(3).short_form()} is not built" in report.notes()
@@ -170,7 +173,7 @@ def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(
     for column in (
         "step", "idea", "config", "dtype", "max abs error", "relative error", "bound", "verdict",
     ):  # fmt: skip
-        assert column in lines[1]
+        assert column in lines[2]
     for config in (of_version(1), of_version(2)):
         (line,) = [line for line in lines if config.short_form() in line]
         assert line.endswith("pass")
@@ -182,7 +185,7 @@ def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(
 def test_a_failure_exits_with_1(monkeypatch, capsys) -> None:
     status, out, _ = run_tool(monkeypatch, capsys, only(2, shift_by_a_tenth), "--heads", "2")
     assert status == 1
-    assert out.splitlines()[-1] == f"{2 * len(STEPS) - 2} passed, 2 failed"
+    assert out.splitlines()[-1] == f"{len(PROGRESSION) - 2} passed, 2 failed"
 
 
 def test_json_is_all_of_stdout_and_holds_no_nan(monkeypatch, capsys) -> None:
@@ -196,11 +199,11 @@ def test_json_is_all_of_stdout_and_holds_no_nan(monkeypatch, capsys) -> None:
 
     report = json.loads(out, parse_constant=no_constant)
     assert (report["passed"], report["failed"]) == (2, 2)
-    assert report["shape"] == {"batch": 1, "heads": 1, "seq_len": 128, "d_head": 128}
+    assert report["problems"] == [AttentionForward(1, 1, 128).record()]
     right, *_, wrong = report["checks"]
     assert right["verdict"] == "pass" and right["max_abs_error"] <= right["max_abs_bound"]
     assert wrong["verdict"] == "fail" and wrong["max_abs_error"] is None
-    assert wrong["diff"]["first_wrong"]["row"] == 127
+    assert wrong["diff"]["first_wrong"]["place"][1] == 127
     assert err.splitlines()[-1] == "2 passed, 2 failed"
 
 
@@ -238,7 +241,7 @@ def run_without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_the_kernels_are_simulated_and_the_output_says_so() -> None:
     result = run_without_gpu("--small", "--seq", "64", "--kernel", "1", "--dtype", "fp16")
     assert result.returncode == 0, result.stderr
-    first, *_, last = result.stdout.splitlines()
+    _, first, *_, last = result.stdout.splitlines()
     assert first.endswith("simulated PTX on the CPU")
     assert last == "1 passed, 0 failed"
 
@@ -259,14 +262,14 @@ def test_the_cpu_can_be_asked_for() -> None:
 def test_a_long_simulation_is_announced_with_an_estimate(monkeypatch, capsys) -> None:
     tool = load_tool(TOOL)
     fake = fake_backend()
-    backend = Backend(fake.device, "a fake", fake.forward, fake.kernels, is_simulator=True)
+    backend = Backend(fake.device, "a fake", fake.execute, fake.kernels, is_simulator=True)
     monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: backend)
     arguments = ["--small", "--seq", "128", "--kernel", "1", "2"]
     assert tool.main(arguments) == 0
     assert "the simulator takes about" not in capsys.readouterr().err
     monkeypatch.setattr(simulator, "ANNOUNCE_FROM_SECONDS", 1e-3)
     assert tool.main(arguments) == 0
-    assert re.match(r"the simulator takes about \d+ (s|min) for batch 1", capsys.readouterr().err)
+    assert re.match(r"the simulator takes about \d+ (s|min) for 4 kernels", capsys.readouterr().err)
 
 
 def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
@@ -281,11 +284,11 @@ def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
 def test_faults_that_did_not_stop_a_kernel_fail_it_with_their_text(monkeypatch, capsys) -> None:
     fake = fake_backend()
 
-    def forward(config: FlashForwardKernelConfig, *tensors: torch.Tensor) -> Findings:
-        fake.forward(config, *tensors)
+    def execute(config: FlashForwardKernelConfig, *call: object) -> Findings:
+        fake.execute(config, *call)
         return Findings(("shared-memory race: here", "misaligned access: there"))
 
-    report = report_on(Backend(fake.device, "a fake", forward, fake.kernels), "1")
+    report = report_on(Backend(fake.device, "a fake", execute, fake.kernels), "1")
     assert report.exit_code == 1
     assert report.checks[0].error is not None
     assert report.checks[0].reason == "shared-memory race: here\nmisaligned access: there"
@@ -295,7 +298,7 @@ def test_lints_are_told_of_a_kernel_that_passes(monkeypatch, tmp_path) -> None:
     config = of_version(1)
     path = tmp_path / "kernel.ptx"
     path.write_text(ptx_path(config).read_text().replace("ret;", f"{ARRIVAL}\nret;"))
-    monkeypatch.setattr(simulator, "ptx_path", lambda config: path)
+    monkeypatch.setattr(simulator, "ptx_path", lambda *_: path)
     report = report_on(find_backend("cpu"), config.short_form(), shape=AttentionForward(1, 1, 64))
     assert report.exit_code == 0
     told = f"{config.short_form()}, lint: arrivals that nobody waits for: 32 of 128 threads"

@@ -7,26 +7,23 @@ import math
 
 import pytest
 import torch
+from attention_configs import attention_kernels, attention_progression
+from attention_tensors import FEW_SMS, attention_tensors
 from hopper_steps import GENERAL_STEPS, LAST_OF_HOPPER, reorders
 
 import flash_attention
-from flash_helpers.check.inputs import QKV, make_inputs, tensors_for
-from flash_helpers.check.problems import DISTRIBUTIONS
-from flash_helpers.check.reference import (
-    AttentionReference,
-    attention_float64,
-    attention_reference,
-    measure_error,
-    measure_lse_error,
-    relative_bound,
-)
+from flash_helpers.check.errors import Reference, measure_error, relative_bound
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
     Config,
-    DType,
-    get_kernel_progression_configs,
-    get_kernels_to_build,
+    Element,
+)
+from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
+from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
+from flash_helpers.operations.attention_forward.reference import (
+    attention_float64,
+    attention_reference,
 )
 from flash_helpers.ptx import Phase, Run
 from flash_helpers.registry.family import Step
@@ -43,8 +40,8 @@ from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_M, MMA_ROW_SUM
 
 pytestmark = pytest.mark.slow
 
-BUILT = get_kernels_to_build()
-PROGRESSION = get_kernel_progression_configs()
+BUILT = attention_kernels()
+PROGRESSION = attention_progression()
 # simulated wgmma takes longer: of this family, all inputs are for one dtype, for tiles of which few
 # blocks are a whole sequence, and for steps that do not merely reorder
 ON_ALL_INPUTS = [
@@ -52,14 +49,16 @@ ON_ALL_INPUTS = [
     for config in BUILT
     if config.family is not HOPPER
     or (
-        config.dtype == DType.BF16
+        config.dtype == Element.BF16
         and config.supports.whole == max(config.B_r, config.B_c)
         and not config.supports.causal  # counts tell of blocks that are skipped
         and config.step not in GENERAL_STEPS
         and (config.step is LAST_OF_HOPPER or not reorders(config.step))
     )
 ]
-ON_ONE_BLOCK = [config for config in BUILT if config.dtype == DType.BF16 or config.family is HOPPER]
+ON_ONE_BLOCK = [
+    config for config in BUILT if config.dtype == Element.BF16 or config.family is HOPPER
+]
 # which problems a kernel takes, and which keys a warpgroup leaves out; the counter and the halves
 # of blocks are seen in the last step
 DIVIDING = {RAGGED, CALL_OPTIONS, OWN_KEYS}
@@ -76,7 +75,7 @@ def divides_anew(step: Step) -> bool:
 GENERAL = [
     config
     for config in BUILT
-    if config.dtype == DType.BF16
+    if config.dtype == Element.BF16
     and config.family is HOPPER
     and (
         config.step is LAST_OF_HOPPER
@@ -111,19 +110,16 @@ def inputs_of(config: Config, problem: AttentionForward) -> QKV:
     return make_inputs("normal", problem, torch_dtype(config))
 
 
-def reference_of(problem: AttentionForward, inputs: QKV) -> AttentionReference:
+def reference_of(problem: AttentionForward, inputs: QKV) -> Reference:
     return attention_reference(*inputs, causal=problem.causal, softmax_scale=problem.softmax_scale)
 
 
-def assert_right(output: torch.Tensor, reference: AttentionReference) -> None:
-    error = measure_error(output, reference.expected)
-    assert error.within(reference.bound), f"{error} is over {reference.bound}"
+def assert_right(output: torch.Tensor, reference: Reference) -> None:
+    error, bound = measure_error(output, reference.expected["o"]), reference.bounds["o"]
+    assert error.within(bound), f"{error} is over {bound}"
 
 
-@pytest.fixture(autouse=True)
-def few_processors(monkeypatch) -> None:
-    """So that a block of a persistent kernel takes several tiles of a small problem."""
-    monkeypatch.setattr("flash_helpers.registry.hopper.SMS", 4)
+simulate = functools.partial(flash_attention.simulate, device=FEW_SMS)
 
 
 # -- every kernel, once, on all that can go wrong --------------------------------------------------
@@ -138,7 +134,7 @@ FEW = ("normal", "outliers")
 @functools.cache
 def mixed(
     names: tuple[str, ...], seq_len: int, d_head: int, dtype: torch.dtype
-) -> tuple[QKV, list[AttentionReference]]:
+) -> tuple[QKV, list[Reference]]:
     """Inputs whose heads are of different distributions, all of the named ones, and what is right
     for each head of each batch."""
     one, n_heads = AttentionForward(1, 1, seq_len, d_head), -(-len(names) // BATCH)
@@ -181,7 +177,7 @@ def strided(config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     sequence, so that strides differ.
     """
     problem = shape_of(q)
-    own = config.own_row_stride(problem)
+    own = config.own_strides(problem)["q"][1] or problem.row_stride
     chosen = own if own > problem.row_stride else 5 * problem.row_stride
     packed = torch.full((*q.shape[:2], chosen), torch.nan, dtype=q.dtype)
     parts = packed.unflatten(2, (-1, problem.d_head)).split(problem.heads, dim=2)
@@ -202,7 +198,7 @@ def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> 
     )
     views, rest = strided(config, *inputs)
 
-    output, run = flash_attention.simulate(config, *views)
+    output, run = simulate(config, *views)
 
     assert output is views[-1]
     assert config.short_form() in run.kernel and run.faults == ()
@@ -243,8 +239,8 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
 def test_every_kernel_is_right_for_one_block(config) -> None:
     one_block = next(config.supports.corners())
     inputs = inputs_of(config, one_block)
-    tensors = tensors_for(config, *inputs)
-    _, run = flash_attention.simulate(config, **tensors)
+    tensors = attention_tensors(config, *inputs)
+    _, run = simulate(config, **tensors)
     assert config.short_form() in run.kernel and run.faults == ()
     assert_right(tensors["o"], reference_of(one_block, inputs))
 
@@ -254,16 +250,18 @@ def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
     _, *corners = config.supports.corners()  # the first is one block: see above
     for corner in corners:
         inputs = inputs_of(config, corner)
-        tensors = tensors_for(config, *inputs)
+        tensors = attention_tensors(config, *inputs)
         if corner.return_lse:
             tensors["lse"] = torch.full((corner.batch, corner.heads, corner.len_q), torch.nan)
         scale = None if corner.has_usual_scale else corner.softmax_scale
-        _, run = flash_attention.simulate(config, **tensors, softmax_scale=scale)
+        _, run = simulate(config, **tensors, softmax_scale=scale)
         assert run.faults == ()
         reference = reference_of(corner, inputs)
         assert_right(tensors["o"], reference)
         if corner.return_lse:
-            assert measure_lse_error(tensors["lse"], reference.lse) <= reference.lse_bound
+            assert measure_error(tensors["lse"], reference.expected["lse"]).within(
+                reference.bounds["lse"]
+            )
 
 
 # -- hopper's optimistic maximum: rows that the first block's does not fit, computed again --------
@@ -272,11 +270,11 @@ POWERS_ABOVE = (12, 16, 20, 100, 126.5, 129, 300)  # of two: of one key above th
 
 
 @functools.cache
-def last_of_hopper(dtype: DType) -> Config:
+def last_of_hopper(dtype: Element) -> Config:
     return HOPPER.fixed_config(LAST_OF_HOPPER, dtype)
 
 
-def rows_of_warps(config: Config) -> tuple[QKV, AttentionReference]:
+def rows_of_warps(config: Config) -> tuple[QKV, Reference]:
     """Two blocks of queries and keys. Each warp has a column of Q and K of its own, with which its
     rows' logits go another way in the second block, in powers of two: one key goes up; the whole
     block goes up or down; all keys are equal."""
@@ -300,11 +298,11 @@ def rows_of_warps(config: Config) -> tuple[QKV, AttentionReference]:
     return inputs, attention_reference(*inputs)
 
 
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("dtype", HOPPER.dtypes)
 def test_rows_that_outgrow_the_first_blocks_maximum_are_right(dtype) -> None:
     config = last_of_hopper(dtype)
     inputs, reference = rows_of_warps(config)
-    output, run = flash_attention.simulate(config, *inputs)
+    output, run = simulate(config, *inputs)
     assert run.counters.total.mma > 0  # rows were computed again
     assert_right(output, reference)
 
@@ -316,7 +314,7 @@ def test_rows_that_outgrow_the_first_blocks_maximum_are_right(dtype) -> None:
 def test_rows_of_any_tile_of_a_cluster_are_computed_again(causal, heads, seq_len) -> None:
     """Of either thread block, and of a cluster's later tiles: of one head the last tile has no
     rows; of two heads causal ones come from a counter, of three every other lot goes backwards."""
-    variant = last_of_hopper(DType.BF16).replace(causal=causal)
+    variant = last_of_hopper(Element.BF16).replace(causal=causal)
     problem = AttentionForward(1, heads, seq_len, kv_heads=1, causal=causal)
     q, k, v = inputs_of(variant, problem)
     q[..., 0] = k[..., 0] = 0
@@ -324,14 +322,14 @@ def test_rows_of_any_tile_of_a_cluster_are_computed_again(causal, heads, seq_len
     for row in (130, seq_len - 1):
         q[:, row, :, 0] = 2000
     reference = attention_reference(q, k, v, causal=causal)
-    output, run = flash_attention.simulate(variant, q, k, v)
+    output, run = simulate(variant, q, k, v)
     assert run.counters.total.mma > 0
     assert_right(output, reference)
 
 
 @pytest.mark.parametrize("infinity", [math.inf, -math.inf])
 def test_infinite_logits_and_nan_are_where_pytorch_has_them(infinity) -> None:
-    config = last_of_hopper(DType.BF16)
+    config = last_of_hopper(Element.BF16)
     q, k, v = inputs_of(config, AttentionForward(1, 1, 2 * config.B_c))
     q[..., 0] = 0
     q[:, :16, :, 0] = 1  # one warp's: zero times infinity is NaN in all other rows
@@ -339,7 +337,7 @@ def test_infinite_logits_and_nan_are_where_pytorch_has_them(infinity) -> None:
     k[:, : config.B_c if infinity < 0 else 1, :, 0] = infinity
     v[:, 3, :, 5] = math.nan
     expected = attention_float64(q, k, v)
-    output, _ = flash_attention.simulate(config, q, k, v)
+    output, _ = simulate(config, q, k, v)
     finite = expected.isfinite()
     assert finite.any() and not finite.all()
     assert torch.equal(output.isfinite(), finite)
@@ -347,7 +345,7 @@ def test_infinite_logits_and_nan_are_where_pytorch_has_them(infinity) -> None:
     assert error.relative <= relative_bound(output.dtype)
 
 
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("dtype", HOPPER.dtypes)
 def test_the_last_step_of_hopper_is_as_exact_as_the_plain_one(dtype) -> None:
     last = last_of_hopper(dtype)
     plain = HOPPER.fixed_config(HOPPER.steps["h7"], dtype)
@@ -369,7 +367,7 @@ def test_a_kernel_gives_way_to_its_sibling_for_other_row_strides(config) -> None
     other = config.runs_as(problem.strides())
     assert other != config
     inputs = inputs_of(config, problem)
-    output, run = flash_attention.simulate(config, *inputs)
+    output, run = simulate(config, *inputs)
     assert other.short_form() in run.kernel and config.short_form() not in run.kernel
     assert_right(output, attention_reference(*inputs))
 
@@ -389,7 +387,7 @@ def test_the_result_does_not_depend_on_how_it_is_asked_for() -> None:
     by_name = flash_attention.forward(config.short_form(), *inputs)
     given = torch.empty_like(o)
     assert flash_attention.forward(config, *inputs, given) is given
-    counted, run = flash_attention.simulate(config, *inputs)
+    counted, run = simulate(config, *inputs)
     assert all(torch.equal(o, other) for other in (by_name, given, counted))
     assert run.faults == ()
 
@@ -401,8 +399,7 @@ def test_counts_grow_with_blocks_and_phases_are_told_apart() -> None:
     step = STEPS["v3"]
     config = step_config = next(c for c in PROGRESSION if c.step is step)
     small, large = (
-        flash_attention.simulate(config, *inputs_of(step_config, AttentionForward(1, 1, n)))[1]
-        for n in (64, 128)
+        simulate(config, *inputs_of(step_config, AttentionForward(1, 1, n)))[1] for n in (64, 128)
     )
     before, after = small.counters.by_phase(), large.counters.by_phase()
     for phase in (Phase.PROLOGUE, Phase.EPILOGUE):
@@ -433,7 +430,7 @@ def test_lazy_rescale_multiplies_only_where_the_maximum_has_grown(growth, blocks
     v = torch.randn(problem.shape, generator=torch.Generator().manual_seed(0)) + 0.5
     q, k, v = (x.to(torch_dtype(config)) for x in (q, k, v))
 
-    output, run = flash_attention.simulate(config, q, k, v)
+    output, run = simulate(config, q, k, v)
 
     assert_right(output, attention_reference(q, k, v))
     multiplications = sum(
@@ -441,7 +438,7 @@ def test_lazy_rescale_multiplies_only_where_the_maximum_has_grown(growth, blocks
         for opcode, counts in run.counters.by_opcode().items()
         if opcode.startswith("mul") and opcode.endswith("f32")
     )
-    (launch,) = config.launch(problem, problem.strides())
+    (launch,) = config.call(problem, problem.strides(), FEW_SMS).launches
     row_tiles = config.B_r // config.n_warps // MMA_M
     # O's and l's accumulators, of which l's have two columns alike
     rescale = row_tiles * (d_head // 8 * 4 + 4)

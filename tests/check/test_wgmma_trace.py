@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_tensors import on_sms, traced
 from fake_backend import ROOT
 from hopper_steps import GENERAL_STEPS, LAST_OF_HOPPER
 
-from flash_helpers.check import debugging
-from flash_helpers.check.blockwise import rows_that_fit
-from flash_helpers.check.debugging import Comparison, compare_with_reference
-from flash_helpers.check.inputs import make_inputs
-from flash_helpers.check.recorder import UntraceableKernel
-from flash_helpers.check.trace import trace_forward
-from flash_helpers.kernel_configs import AttentionForward, DType
-from flash_helpers.registry import hopper
+from flash_helpers.check.debugging import compare_with_reference
+from flash_helpers.kernel_configs import AttentionForward, Element
+from flash_helpers.operations.attention_forward.inputs import make_inputs
+from flash_helpers.operations.attention_forward.trace.blockwise import rows_that_fit
+from flash_helpers.operations.attention_forward.trace.compare import Comparison, compare
+from flash_helpers.operations.attention_forward.trace.recorder import UntraceableKernel
 from flash_helpers.registry.hopper import (
     HOPPER,
     MAX_L,
@@ -41,13 +40,13 @@ ONE_DTYPE = [
     config
     for config in PROGRESSION
     if config.step is LAST_OF_HOPPER
-    or (config.dtype is DType.BF16 and config.step not in GENERAL_STEPS)
+    or (config.dtype is Element.BF16 and config.step not in GENERAL_STEPS)
 ]
 OPTIMISTIC = [config for config in PROGRESSION if REPLAYS in config.step.traits]
 THREE_WARPGROUPS = [c for c in tuned_configs() if c.B_r == 192 and not c.causal]
 
 
-def config_of(step: str, dtype: DType = DType.BF16) -> HopperKernelConfig:
+def config_of(step: str, dtype: Element = Element.BF16) -> HopperKernelConfig:
     return next(c for c in PROGRESSION if (c.step.id, c.dtype) == (step, dtype))
 
 
@@ -73,15 +72,15 @@ class TestEveryQuantityOfEveryKernelAgrees:
         assert found.steps[0].O.shape == (1, 1, 1, 192, 128)
 
     @pytest.mark.parametrize("step", ("h10", "h11", "h17"))
-    def test_of_blocks_that_take_several_tiles(self, step, monkeypatch):
-        monkeypatch.setattr(hopper, "SMS", 2)
-        found = compared(config_of(step), AttentionForward(batch=1, heads=3, len_q=256))
+    def test_of_blocks_that_take_several_tiles(self, step):
+        problem = AttentionForward(batch=1, heads=3, len_q=256)
+        found = compared(config_of(step), problem, gpu=on_sms(2))
         assert found.disagreement is None
         assert not found.faults
 
 
 def causal_of(step: str, **changes) -> HopperKernelConfig:
-    return config_of(step, changes.pop("dtype", DType.BF16)).replace(causal=True, **changes)
+    return config_of(step, changes.pop("dtype", Element.BF16)).replace(causal=True, **changes)
 
 
 def causal_problem(len_q: int, len_k: int, heads: int = 1) -> AttentionForward:
@@ -106,7 +105,7 @@ class TestGeneralProblems:
         assert not found.steps[0].P[..., :64, :].any()
 
     @pytest.mark.parametrize(
-        "changes", [{}, {"B_r": 192, "B_c": 80, "V_slots": 3, "dtype": DType.FP16}]
+        "changes", [{}, {"B_r": 192, "B_c": 80, "V_slots": 3, "dtype": Element.FP16}]
     )
     def test_a_block_that_only_others_see_is_left_out(self, changes):
         config = causal_of("h24", **changes)
@@ -122,24 +121,22 @@ class TestGeneralProblems:
         assert found.disagreement is None
         assert not found.output[:, :192].any()
 
-    def test_tiles_from_a_counter(self, monkeypatch):
-        monkeypatch.setattr(hopper, "SMS", 2)
-        found = compared(causal_of("h24"), causal_problem(640, 192))
+    def test_tiles_from_a_counter(self):
+        found = compared(causal_of("h24"), causal_problem(640, 192), gpu=on_sms(2))
         assert found.disagreement is None
         assert not found.faults
 
     @pytest.mark.parametrize("causal", [False, True])
-    def test_tiles_of_a_cluster_one_of_which_has_no_rows(self, causal, monkeypatch):
-        monkeypatch.setattr(hopper, "SMS", 2)
+    def test_tiles_of_a_cluster_one_of_which_has_no_rows(self, causal):
         config = config_of("h25").replace(causal=causal)
-        found = compared(config, replace(causal_problem(300, 130), causal=causal))
+        problem = replace(causal_problem(300, 130), causal=causal)
+        found = compared(config, problem, gpu=on_sms(2))
         assert found.disagreement is None
         assert not found.faults
 
-    def test_two_heads_of_a_cluster(self, monkeypatch):
-        monkeypatch.setattr(hopper, "SMS", 4)
+    def test_two_heads_of_a_cluster(self):
         problem = replace(causal_problem(200, 130, heads=6), kv_heads=3)
-        found = compared(causal_of("h26"), problem)
+        found = compared(causal_of("h26"), problem, gpu=on_sms(4))
         assert found.disagreement is None
         assert not found.faults
 
@@ -157,18 +154,17 @@ class TestGeneralProblems:
     @pytest.mark.parametrize(
         ("step", "heads", "len_q"), [("h22", 1, 640), ("h24", 3, 250), ("h28", 1, 640)]
     )
-    def test_tiles_that_are_handed_out_backwards(self, step, heads, len_q, monkeypatch):
-        monkeypatch.setattr(hopper, "SMS", 4)
+    def test_tiles_that_are_handed_out_backwards(self, step, heads, len_q):
         config, problem = causal_of(step), causal_problem(len_q, 192, heads)
-        known = [config.known_tiles(problem, block) for block in range(4)]
+        order = config.order(problem, on_sms(4))
+        known = [order.known_tiles(block) for block in range(4)]
         assert (len(known[0]), len(known[3])) == (1, 2)  # the longest tile alone
-        found = compared(config, problem)
+        found = compared(config, problem, gpu=on_sms(4))
         assert found.disagreement is None
         assert not found.faults
 
-    def test_tiles_of_a_cluster_from_a_counter(self, monkeypatch):
-        monkeypatch.setattr(hopper, "SMS", 2)
-        found = compared(causal_of("h25"), causal_problem(640, 192))
+    def test_tiles_of_a_cluster_from_a_counter(self):
+        found = compared(causal_of("h25"), causal_problem(640, 192), gpu=on_sms(2))
         assert found.disagreement is None
         assert not found.faults
 
@@ -176,22 +172,22 @@ class TestGeneralProblems:
 class TestRowsThatDoNotFit:
     """Where m is that of a tile's first block."""
 
-    @pytest.mark.parametrize(("step", "dtype"), [("h12", DType.FP16), ("h17", DType.BF16)])
-    def test_are_compared_with_exact_ones(self, step, dtype, monkeypatch):
+    @pytest.mark.parametrize(("step", "dtype"), [("h12", Element.FP16), ("h17", Element.BF16)])
+    def test_are_compared_with_exact_ones(self, step, dtype):
         config = config_of(step, dtype)
         q, k, v = make_inputs("normal", THREE_BLOCKS, getattr(torch, dtype.torch_name))
         # the second block's maximum is over the first's, by a little, by more, by too much
         k[:, :, :, 0] = torch.tensor([0, 1, 1]).repeat_interleave(128)[:, None]
         q[:, :, :, 0] = 0
         q[:, 16:32, :, 0], q[:, 32:48, :, 0] = 250, 2000
-        monkeypatch.setattr(debugging, "make_inputs", lambda *_, **__: (q, k, v))
-        found = compared(config, THREE_BLOCKS)
+        problem = THREE_BLOCKS.in_dtype(dtype)
+        found = compare(config, problem, {"q": q, "k": k, "v": v})
         fits = rows_that_fit(found.expected_steps[-1], THREE_BLOCKS.len_q).flatten().tolist()
         assert fits == [True] * 32 + [False] * 16 + [True] * 336
         assert found.disagreement is None
         first, *_, last = found.steps
         raised = (first.m != last.m).any(-1).flatten()[:32].tolist()
-        is_checked = UNCHECKED not in config.step.traits or dtype is DType.FP16
+        is_checked = UNCHECKED not in config.step.traits or dtype is Element.FP16
         assert raised == [False] * 16 + [is_checked] * 16
 
     def test_the_limits_are_those_of_the_kernels(self):
@@ -214,7 +210,7 @@ def test_a_kernel_of_another_tile_shape_is_refused():
     with pytest.raises(
         UntraceableKernel, match=r"8 wgmma of P @ V in a group, and a block of keys takes 5:"
     ):
-        trace_forward(config.replace(B_c=80), kernel, q, k, v)
+        traced(config.replace(B_c=80), kernel, q, k, v)
 
 
 def test_a_softmax_that_is_not_understood_is_refused():
@@ -223,4 +219,4 @@ def test_a_softmax_that_is_not_understood_is_refused():
     kernel = load_kernel(config, text.replace("ex2.approx.ftz.f32", "sqrt.approx.ftz.f32"))
     q, k, v = make_inputs("normal", AttentionForward(1, 1, 256), torch.bfloat16)
     with pytest.raises(UntraceableKernel, match="no maxima of rows"):
-        trace_forward(config, kernel, q, k, v)
+        traced(config, kernel, q, k, v)

@@ -31,7 +31,7 @@ from flash_helpers.compile.build import (
     requested_jobs,
 )
 from flash_helpers.compile.codegen import (
-    REGISTRATION_HEADERS,
+    KERNEL_HEADER,
     configs_to_build,
     kernel_map_header,
     kernel_unit,
@@ -48,8 +48,9 @@ from flash_helpers.compile.toolchain import (
     toolchain_requirements,
 )
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     STEPS,
-    DType,
+    Element,
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
@@ -299,9 +300,10 @@ class Recorder:
 def write_tree(root: Path) -> Path:
     """A repository of two kernels that share a header."""
     files = {
-        "src/flash_attention.cu": '#include "flash_kernels.cuh"\n',
+        "src/flash_attention.cu": '#include "flash_kernels.cuh"\n'
+        '#if CUDART_VERSION < 12080\n#include "registered_kernel.h"\n#endif\n',
+        "src/include/registered_kernel.h": "// loads kernels\n",
         "src/include/flash_attention.cuh": "// structs\n",
-        "src/include/registered_kernel.h": "// registers\n",
         "src/include/shared.cuh": "// shared\n",
         "previous_kernels/v1/forward_kernel.cuh": '#include "shared.cuh"\n',
         "previous_kernels/v2/forward_kernel.cuh": '#include "shared.cuh"\n',
@@ -371,7 +373,7 @@ class TestBuild:
         library = (tree / "flash_attention/libflash_attention.so").read_text()
         for name in (NAME_1, NAME_2):
             assert (tree / "build/kernels" / f"{name}.fatbin").read_text() in library
-            assert f'{name}({name}_fatbin, "{name}_symbol")' in library
+            assert f'return {{"{name}", "{name}_symbol", {name}_fatbin}};' in library
 
     def test_reports_each_unit_and_its_place(self, build):
         lines: list[str] = []
@@ -415,10 +417,10 @@ class TestBuild:
         build()
         assert build(**different) == EVERYTHING
 
-    def test_after_a_changed_way_of_registering_kernels_links_again(self, tree, build):
+    def test_after_a_changed_way_of_loading_kernels_compiles_none_of_them(self, tree, build):
         build()
         change(tree / "src/include/registered_kernel.h")
-        assert build() == ["link"]
+        assert build() == ["flash_attention", "link"]
 
     def test_makes_a_lost_fatbin_or_library_again(self, tree, build):
         build()
@@ -448,7 +450,7 @@ class TestBuild:
         source = tree / "kernels/other/x3.cuh"
         source.parent.mkdir(parents=True)
         source.write_text("// other\n")
-        other = OtherConfig(3, DType.BF16, 128, lazy=True)
+        other = OtherConfig(3, Element.BF16, 128, lazy=True)
         lines: list[str] = []
         left = build(architectures=(80,), configs=[V1, other], report=lines.append)
         assert left == sorted(["flash_attention", NAME_1, "link"])
@@ -612,7 +614,8 @@ def test_real_compiler_does_as_the_fake_one(tmp_path, root):
     except BuildError as error:
         pytest.skip(str(error).splitlines()[0])
     tree = write_tree(tmp_path / "tree")
-    for name in REGISTRATION_HEADERS:
+    for name in {KERNEL_HEADER, *(str(family.header) for family in FAMILIES.values())}:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, tree / name)
     (tree / "src/include/shared.cuh").write_text(
         "#pragma once\n__device__ inline void store(void *O) { *static_cast<int *>(O) = 1; }\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.compile.codegen import REGISTRATION_HEADERS, BuiltKernel, registration_unit
+from flash_helpers.compile.codegen import KERNEL_HEADER, BuiltKernel, registration_unit
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 
 pytestmark = pytest.mark.slow
@@ -60,12 +60,14 @@ def test_makes_the_calls_that_nvcc_makes(tmp_path, root):
         nvcc = find_toolchain((80,)).nvcc
     except BuildError as error:
         pytest.skip(str(error).splitlines()[0])
-    for name in REGISTRATION_HEADERS:
+    for name in (KERNEL_HEADER, "src/include/registered_kernel.h"):
         shutil.copy(root / name, tmp_path)
     (tmp_path / "runtime.cpp").write_text(RUNTIME)
     (tmp_path / "one.cu").write_text(KERNEL)
     kernel = BuiltKernel("one", "one.fatbin", "_Z3oneIiEvPT_")
-    (tmp_path / "registration.cpp").write_text(registration_unit([kernel]))
+    registered = 'static const RegisteredKernel one(one_fatbin, "_Z3oneIiEvPT_");\n'
+    unit = f'{registration_unit([kernel])}#include "registered_kernel.h"\n{registered}'
+    (tmp_path / "registration.cpp").write_text(unit)
     for output in (("-c", "-o", "one.o"), ("-fatbin", "-o", "one.fatbin")):
         run(nvcc, "-arch=sm_80", *output, "one.cu", folder=tmp_path)
     # what else nvcc's object asks for is never called

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 import pytest
 from benchmark_results import control, grouped_results, measurement, synthetic_results
 
-import flash_attention
 from flash_helpers.compile.ptxas import parse_ptxas_log
 from flash_helpers.course.arguments import parse_kernel
 from flash_helpers.course.blocks import KINDS, render
@@ -25,12 +24,13 @@ from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
     Config,
-    DType,
+    Element,
 )
 from flash_helpers.measure.benchmark_tables import lengths_table
 from flash_helpers.measure.kernel_profile import profile_kernels
 from flash_helpers.measure.results import FLASH, BenchmarkResults, Measurement, load_results
 from flash_helpers.registry.selection import UsageError
+from flash_helpers.runtime.call import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -165,8 +165,11 @@ def test_copies_are_counted_without_commits_and_waits(show: Show) -> None:
 
 def test_the_kernel_with_a_static_stride_is_counted_itself() -> None:
     config = parse_kernel("16")
-    counted = count_kernel(config, seq_len=128)
-    (profile,) = profile_kernels([config], AttentionForward(1, 16, 128), flash_attention.simulate)
+    all_heads = AttentionForward(1, 16, 128)
+    counted = count_kernel(config, AttentionForward(1, 1, 128), all_heads)
+    (profile,) = profile_kernels(
+        [config], all_heads, lambda config, inputs: prepare(config, *inputs).simulate()
+    )
     assert profile.ran == config
     total, of_all_heads = counted.total, profile.run.counters.total
     for name in ("instructions", "mma", "shared_wavefronts", "global_sectors"):
@@ -429,7 +432,7 @@ def test_the_staircase_is_linked_from_any_page(show: Show) -> None:
 
 def test_kernels_are_named_by_step_variant_or_short_form() -> None:
     plain = parse_kernel("16")
-    assert plain.dtype is DType.BF16
+    assert plain.dtype is Element.BF16
     assert parse_kernel("16") == parse_kernel(plain.short_form()) == plain
     assert parse_kernel("16:large") == plain.replace(**LARGE_TILE)
     assert parse_kernel("8:large").B_r == 128 and parse_kernel("o5").step.id == "o5"

@@ -19,7 +19,7 @@ from flash_helpers.course.glossary import (
 )
 from flash_helpers.course.markers import FENCED
 from flash_helpers.course.pages import GLOSSARY, all_pages
-from flash_helpers.kernel_configs import FAMILIES, DType
+from flash_helpers.kernel_configs import FAMILIES, Element
 
 PAGE = PurePosixPath("docs/page.md")
 TEXT = """\
@@ -209,5 +209,5 @@ class TestRepository:
         for config in family.progression():
             for field in fields(config):
                 row = re.search(rf"^\| `(\w+)` \| `{field.name}` \| \S.*\|$", table, re.M)
-                short = field.metadata["short"] or rf"(?:{'|'.join(d.short for d in DType)})"
+                short = field.metadata["short"] or rf"(?:{'|'.join(d.short for d in Element)})"
                 assert row and re.fullmatch(rf"{short}\d*", row[1]), field.name

@@ -22,15 +22,15 @@ from drawn_picture import Shape
 from test_pictures import ROOT, drawn
 
 import flash_attention
-from flash_helpers.check.inputs import make_inputs
 from flash_helpers.kernel_configs import FAMILIES, LARGE_TILE, STEPS, AttentionForward, Config
 from flash_helpers.measure.baseline import load_baseline
+from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.ptx import Counts, DeviceMemory, load_ptx
-from flash_helpers.ptx.run.boxes import swizzled
-from flash_helpers.ptx.run.tally import Tally
-from flash_helpers.ptx.run.tensor import matrix_of_a, matrix_of_b, matrix_of_c
-from flash_helpers.ptx.run.wgmma_fragments import as_matrix
-from flash_helpers.registry.problem import DType
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import as_matrix
+from flash_helpers.ptx.run.count.tally import Tally
+from flash_helpers.ptx.run.instructions.tensor import matrix_of_a, matrix_of_b, matrix_of_c
+from flash_helpers.ptx.run.memory.boxes import swizzled
+from flash_helpers.registry.problem import Element
 from flash_helpers.sass.read import opcodes
 
 ROW_BYTES = 256  # of a tile: 128 columns of 2 bytes
@@ -38,7 +38,7 @@ ROW_BYTES = 256  # of a tile: 128 columns of 2 bytes
 
 def config_of(step: str, **options: object) -> Config:
     """The fixed config of a step in bf16, with some options replaced."""
-    found = FAMILIES[STEPS[step].family].fixed_config(STEPS[step], DType.BF16)
+    found = FAMILIES[STEPS[step].family].fixed_config(STEPS[step], Element.BF16)
     return found.replace(**options) if options else found
 
 

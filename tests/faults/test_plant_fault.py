@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_backend import ARRIVAL, load_tool
 
-from flash_helpers.check import faults
-from flash_helpers.check.faults import FAULTS, MMA, NotPlantedError, nth, swap
+from flash_helpers.check.faults import Fault, NotPlantedError, all_faults, drop, nth, swap
 from flash_helpers.check.planting import plant
+from flash_helpers.operations.attention_forward.faults import EPILOGUE, FAULTS, FP16, MAIN_LOOP, MMA
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_mistakes_are_listed_of_a_step_or_of_all(capsys) -> None:
-    assert run(capsys, "--list") == (0, "".join(f"{name}\n" for name in FAULTS), "")
+    assert run(capsys, "--list") == (0, "".join(f"{name}\n" for name in all_faults()), "")
     _, listed, _ = run(capsys, "v1..v2", "--list")
     assert listed.splitlines() == [name for name in FAULTS if name.startswith(("v1:", "v2:"))]
 
@@ -52,9 +52,7 @@ def test_a_wrong_output_is_told_with_its_error_and_where_it_begins(capsys) -> No
 
 
 def test_a_mistake_that_is_not_caught_is_a_failure(monkeypatch, capsys) -> None:
-    harmless = faults.Fault(
-        "v1", faults.FP16, faults.MAIN_LOOP, MMA, swap(";", "; // harmless"), nth(0)
-    )
+    harmless = Fault("v1", FP16, MAIN_LOOP, MMA, swap(";", "; // harmless"), nth(0))
     monkeypatch.setitem(FAULTS, "v1: a comment", harmless)
     status, out, _ = run(capsys, "v1", "a comment")
     assert status == 1
@@ -62,9 +60,7 @@ def test_a_mistake_that_is_not_caught_is_a_failure(monkeypatch, capsys) -> None:
 
 
 def test_lints_are_told_too(monkeypatch, capsys) -> None:
-    legal = faults.Fault(
-        "v1", faults.FP16, faults.EPILOGUE, "ret", lambda line: f"{ARRIVAL}\n{line}"
-    )
+    legal = Fault("v1", FP16, EPILOGUE, "ret", lambda line: f"{ARRIVAL}\n{line}")
     monkeypatch.setitem(FAULTS, "v1: an arrival", legal)
     status, out, _ = run(capsys, "v1", "an arrival")
     assert status == 1
@@ -74,8 +70,8 @@ def test_lints_are_told_too(monkeypatch, capsys) -> None:
 
 
 def test_a_kernel_without_what_is_edited_says_so(monkeypatch, capsys) -> None:
-    for edit, instruction in ((swap("nothing", ""), MMA), (faults.drop, "nothing")):
-        fault = faults.Fault("v1", faults.FP16, faults.MAIN_LOOP, instruction, edit)
+    for edit, instruction in ((swap("nothing", ""), MMA), (drop, "nothing")):
+        fault = Fault("v1", FP16, MAIN_LOOP, instruction, edit)
         with pytest.raises(NotPlantedError, match="nothing"):
             plant(fault)
         monkeypatch.setitem(FAULTS, "v1: nothing", fault)

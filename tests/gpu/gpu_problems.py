@@ -7,25 +7,23 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from flash_helpers import kernel_configs
 from flash_helpers.check.difference import output_difference
-from flash_helpers.check.inputs import QKV, make_inputs
-from flash_helpers.check.reference import AttentionReference, attention_reference, measure_error
-from flash_helpers.kernel_configs import (
-    FAMILIES,
-    AttentionForward,
-    Config,
-    DType,
-    get_kernels_to_build,
-)
+from flash_helpers.check.errors import Reference, measure_error
+from flash_helpers.kernel_configs import AttentionForward, Config, get_kernels_to_build
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
+from flash_helpers.operations.attention_forward.reference import attention_reference
 
-CONFIGS = get_kernels_to_build()
+FAMILIES = {n: f for n, f in kernel_configs.FAMILIES.items() if f.operation is OPERATION}
+CONFIGS = [c for c in get_kernels_to_build() if c.family.operation is OPERATION]
 BF16_CONFIGS = [config for config in CONFIGS if config.dtype.short == "bf16"]
 # the ends of each family in both dtypes, where each config would be too slow
 FIRST_AND_LAST = [
     family.fixed_config(step, dtype)
     for family in FAMILIES.values()
     for step in [*family.steps.values()][:: len(family.steps) - 1]
-    for dtype in DType
+    for dtype in family.dtypes
 ]
 
 
@@ -55,7 +53,7 @@ last_of_each_family = each(
     [
         family.fixed_config([*family.steps.values()][-1], dtype)
         for family in FAMILIES.values()
-        for dtype in DType
+        for dtype in family.dtypes
     ]
 )
 
@@ -65,7 +63,7 @@ class Problem:
     """Q, K and V, (batch, seq, n_heads, d_head), with what attention makes of them."""
 
     inputs: QKV
-    reference: AttentionReference
+    reference: Reference
 
     def poisoned_output(self) -> torch.Tensor:
         """A contiguous output full of NaN."""
@@ -73,11 +71,13 @@ class Problem:
 
     def fault(self, output: torch.Tensor) -> str:
         """What is wrong with the output; empty if it is right."""
-        bound = self.reference.bound
-        error = measure_error(output, self.reference.expected)
+        bound, expected = self.reference.bounds["o"], self.reference.expected["o"]
+        error = measure_error(output, expected)
         if error.within(bound):
             return ""
-        difference = output_difference(output, self.reference.expected, bound.max_abs)
+        difference = output_difference(
+            "o", output, expected, bound.max_abs, AttentionForward.axes["o"]
+        )
         return f"{error} is over {bound}; {difference.text()}"
 
     def check(self, output: torch.Tensor) -> None:

@@ -10,8 +10,9 @@ import torch
 from gpu_problems import Problem, first_and_last, make_problem, torch_dtype
 
 from flash_attention import attention, best_config, forward
-from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, Element
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.runtime import call
 from flash_helpers.tune.best import choose_config
@@ -29,7 +30,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def newest_step(device: torch.device) -> str:
-    return preferred_steps(torch.cuda.get_device_capability(device))[0].id
+    return preferred_steps(OPERATION, torch.cuda.get_device_capability(device))[0].id
 
 
 @each_dtype
@@ -41,9 +42,9 @@ def test_the_output_is_right(shape: AttentionForward, dtype: torch.dtype, proble
     case.check(output)
 
 
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("dtype", (Element.FP16, Element.BF16))
 def test_the_choice_is_the_best_of_the_newest_family_that_takes_the_problem(
-    dtype: DType, cuda_device: torch.device
+    dtype: Element, cuda_device: torch.device
 ) -> None:
     step = newest_step(cuda_device)
     for seq_len in (512, 4096, 16384):
@@ -73,9 +74,9 @@ def test_a_call_alone_is_dispatched_once(monkeypatch, problem) -> None:
 
 @pytest.mark.skipif(call._exchange() is None, reason="PyTorch describes tensors to C since 2.10")
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("dtype", (Element.FP16, Element.BF16))
 def test_a_repeated_call_is_launched_in_one_step(
-    dtype: DType, strided: bool, monkeypatch, problem
+    dtype: Element, strided: bool, monkeypatch, problem
 ) -> None:
     shape = AttentionForward(2, 16, 512, dtype=dtype)
     case = problem("normal", shape, getattr(torch, dtype.torch_name))

@@ -20,7 +20,7 @@ from flash_helpers.compile.toolchain import BuildError, Toolchain, find_toolchai
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
-    DType,
+    Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
@@ -29,6 +29,7 @@ from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.rates import default_rate_works, measure_rates
 from flash_helpers.measure.results import LOADS, RATE_NAMES, Protocol, load_results
 from flash_helpers.measure.timing import CudaTimer, make_timer
+from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.mma_loop import MmaLoop
 from flash_helpers.tune.best import best_config
 from flash_helpers.tune.process import KernelFile
@@ -39,9 +40,11 @@ from flash_helpers.tune.worker import cubin_contender
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-V7 = next(c for c in get_kernel_progression_configs() if (c.step.id, c.dtype) == ("v7", DType.BF16))
+V7 = next(
+    c for c in get_kernel_progression_configs() if (c.step.id, c.dtype) == ("v7", Element.BF16)
+)
 V16 = next(
-    c for c in get_kernel_progression_configs() if (c.step.id, c.dtype) == ("v16", DType.BF16)
+    c for c in get_kernel_progression_configs() if (c.step.id, c.dtype) == ("v16", Element.BF16)
 )
 KERNEL_BEGINS = "    constexpr FlashForwardKernelConfig cfg = Config::value;\n"
 
@@ -106,15 +109,16 @@ def test_a_kernel_compiled_on_the_side_is_right(
 ) -> None:
     timer = CudaTimer(cuda_device)
     shape = AttentionForward(2, 16, 512)  # the rows of v16's static stride
-    (inputs, *_) = make_input_sets(shape, DType.BF16, cuda_device, timer, Protocol())
+    (inputs, *_) = make_input_sets(shape, Element.BF16, cuda_device, timer, Protocol())
     compiler = CubinCompiler(ROOT, tmp_path / "cubins", toolchain, architecture, 2, 300)
     for compiled in compiler.compile_all([Source.of(V7), Source.of(V16)]):
         assert compiled.cubin is not None, compiled.failure
         name = compiled.source.name
         kernel = KernelFile(name, str(compiled.cubin.path), compiled.cubin.symbol)
-        inputs.output.fill_(torch.nan)
-        cubin_contender(kernel).run(inputs)
-        assert torch.equal(inputs.output, flash_attention.forward(name, *inputs.inputs))
+        wanted = flash_attention.forward(name, *inputs.inputs.values())  # the library's own
+        inputs.outputs["o"].fill_(torch.nan)
+        cubin_contender(kernel, find_backend("cuda").execute).run(inputs)
+        assert torch.equal(inputs.outputs["o"], wanted)
 
 
 def test_a_sweep_finds_a_winner_and_is_not_run_twice(sweep, repository: Path) -> None:
@@ -176,15 +180,15 @@ def test_best_config_gives_a_kernel_that_runs(cuda_device: torch.device) -> None
         for step in STEPS:
             config = best_config(step, torch.bfloat16, cuda_device)
             assert config in flash_attention.kernels()
-            q, k, v = (
-                torch.randn(1, 512, 16, 128, dtype=torch.bfloat16, device=cuda_device)
-                for _ in range(3)
-            )
-            assert flash_attention.forward(config, q, k, v).isfinite().all()
+            operation = config.family.operation
+            problem = operation.small.in_dtype(config.dtype)
+            values = operation.part("inputs").draw("normal", problem, cuda_device)
+            outputs = flash_attention.run(config, *values.values())
+            assert all(output.isfinite().all() for output in outputs.values())
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.short)
-def test_the_loop_of_mma_sync_does_every_iteration(cuda_device, dtype: DType) -> None:
+@pytest.mark.parametrize("dtype", (Element.FP16, Element.BF16), ids=lambda dtype: dtype.short)
+def test_the_loop_of_mma_sync_does_every_iteration(cuda_device, dtype: Element) -> None:
     """Its accumulators grow in proportion to the iterations, so that none was optimised away."""
     once, many = MmaLoop(dtype, cuda_device, 8), MmaLoop(dtype, cuda_device, 8 * 64)
     assert many.operations == 64 * once.operations
@@ -198,7 +202,7 @@ def test_the_loop_of_mma_sync_does_every_iteration(cuda_device, dtype: DType) ->
 
 def test_an_mma_loop_of_no_iterations_is_refused(cuda_device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="iterations 0 must be at least 1"):
-        MmaLoop(DType.BF16, cuda_device, 0)
+        MmaLoop(Element.BF16, cuda_device, 0)
 
 
 @pytest.mark.parametrize("timing", ["graph", "events"])
@@ -206,7 +210,7 @@ def test_an_mma_loop_of_no_iterations_is_refused(cuda_device: torch.device) -> N
 def test_the_chips_rates_are_measured(cuda_device, timing: str, cache: str) -> None:
     protocol = Protocol(rounds=3, timing=timing, cache=cache)
     works, timer = default_rate_works(cuda_device), make_timer(cuda_device, protocol)
-    rates = measure_rates(works, DType.BF16, timer, protocol, GpuSensor(cuda_device))
+    rates = measure_rates(works, Element.BF16, timer, protocol, GpuSensor(cuda_device))
     assert [(rate.load, rate.name) for rate in rates] == list(product(LOADS, RATE_NAMES))
     assert all(rate.tflops and not rate.failure for rate in rates), rates
 

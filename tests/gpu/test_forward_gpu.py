@@ -9,10 +9,10 @@ import torch
 from gpu_problems import CONFIGS, Problem, each_config, last_of_each_family, torch_dtype, whole
 
 from flash_attention import forward, kernels
-from flash_helpers.check.inputs import make_inputs
-from flash_helpers.check.problems import DISTRIBUTIONS
-from flash_helpers.check.reference import attention_reference
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
+from flash_helpers.operations.attention_forward.inputs import make_inputs
+from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
+from flash_helpers.operations.attention_forward.reference import attention_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,10 @@ import torch
 from gpu_problems import CONFIGS, Problem, each, torch_dtype
 
 import flash_attention
-from flash_helpers.check.problems import DISTRIBUTIONS
-from flash_helpers.check.reference import measure_lse_error
+from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.registry.supports import asked_for
+from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
+from flash_helpers.operations.attention_forward.supports import asked_for
 
 pytestmark = pytest.mark.gpu
 
@@ -73,9 +73,9 @@ def fault(shape: AttentionForward, case: Problem, o: torch.Tensor, lse: torch.Te
         return text
     if lse is None:
         return ""
-    error = measure_lse_error(lse, case.reference.lse)
-    within = error <= case.reference.lse_bound
-    return "" if within else f"LSE error {error} is over {case.reference.lse_bound}"
+    error = measure_error(lse, case.reference.expected["lse"])
+    bound = case.reference.bounds["lse"]
+    return "" if error.within(bound) else f"LSE: {error} is over {bound}"
 
 
 @each_general_config

@@ -9,8 +9,8 @@ import torch
 from gpu_problems import Problem, each_bf16_config, require_memory, whole
 
 from flash_attention import forward
-from flash_helpers.check.reference import attention_reference
 from flash_helpers.kernel_configs import FlashForwardKernelConfig
+from flash_helpers.operations.attention_forward.reference import attention_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -12,20 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from other_family import ARGUMENTS, OtherConfig
+from other_family import ARGUMENTS, COUNTER, OtherConfig
 
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.kernel_configs import AttentionForward, DType
-from flash_helpers.registry.launch import WORKSPACE, Address, Launch, TensorMap
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import AttentionForward, Element
+from flash_helpers.registry.call import Address, Buffer, Call, Launch, TensorMap
 from flash_helpers.runtime import library
-from flash_helpers.runtime.call import Call, Plan
+from flash_helpers.runtime.call import Plan, ReadyCall
 from flash_helpers.runtime.driver import LoadedKernel
 
 pytestmark = pytest.mark.gpu
 
 SOURCE = Path(__file__).parent / "kernels/launch_probe.cu"
 BLOCKS, ROWS, COLUMNS = 64, 128, 64
-CONFIG = OtherConfig(3, DType.BF16, 128, lazy=True)
+H100 = largest_device(90)
+CONFIG = OtherConfig(3, Element.BF16, 128, lazy=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,36 +55,35 @@ class ProbeLauncher:
     probe: LoadedKernel
     launch: Launch
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self.launch.workspace_bytes
-
     def run(self, addresses: Mapping[str, int]) -> None:
         arguments = self.launch.bind(addresses, library.encode_tensor_map)
         self.probe.launch(self.launch, arguments, addresses[library.STREAM])
 
 
 @pytest.fixture
-def call(probe: LoadedKernel) -> Callable[[], Call]:
-    """A call of the probe on tensors of its own. The counter's workspace goes into its output
+def call(probe: LoadedKernel) -> Callable[[], ReadyCall]:
+    """A call of the probe on tensors of its own. The counter's buffer goes into its output
     "seen", so that the test can look at it."""
 
     def make() -> Call:
         problem = AttentionForward(1, 1, BLOCKS * ROWS)
-        (own,) = CONFIG.launch(problem, problem.strides())
+        (own,) = CONFIG.call(problem, problem.strides(), H100).launches
         q = torch.randn(BLOCKS * ROWS, 128, device="cuda").bfloat16()
         o = torch.full((BLOCKS * ROWS, COLUMNS), torch.nan, device="cuda").bfloat16()
         seen = torch.full((1 + 2 * BLOCKS,), -1, dtype=torch.int32, device="cuda")
-        launch = replace(own, grid=(BLOCKS, 1, 1), shared_bytes=0, workspace_bytes=4 * len(seen))
+        launch = replace(own, grid=(BLOCKS, 1, 1), shared_bytes=0)
+        planned = Call((launch,), (Buffer(COUNTER, 4 * len(seen), zeroed=True),))
         tensors = {"q": q, "o": o, "seen": seen}
-        plan = Plan((launch,), (ProbeLauncher(probe, launch),), 0, 16, (), torch.empty_like)
-        return Call(plan, tensors, {name: x.data_ptr() for name, x in tensors.items()})
+        plan = Plan(
+            *(CONFIG, planned, tuple(tensors), (), (ProbeLauncher(probe, launch),), 0, 16, (), {})
+        )
+        return ReadyCall(plan, tensors, {name: x.data_ptr() for name, x in tensors.items()})
 
     return make
 
 
-def run_and_keep(call: Call) -> None:
-    """Run, and copy what is in the workspace afterwards: the last tensor that was allocated."""
+def run_and_keep(call: ReadyCall) -> None:
+    """Run, and copy what is in the buffer afterwards: the last tensor that was allocated."""
     kept = []
     zeros = torch.zeros
 
@@ -98,7 +99,7 @@ def run_and_keep(call: Call) -> None:
     call.tensors["seen"].copy_(kept[0].view(torch.int32))
 
 
-def check(call: Call) -> None:
+def check(call: ReadyCall) -> None:
     counted, drawn, rank = call.tensors["seen"].cpu().split([1, BLOCKS, BLOCKS])
     assert counted.item() == BLOCKS
     assert sorted(drawn.tolist()) == list(range(BLOCKS))
@@ -141,11 +142,12 @@ def test_two_streams_have_a_counter_each(call) -> None:
 
 
 def test_a_tensor_map_that_the_driver_refuses_is_told(cuda_device) -> None:
-    refused = TensorMap("q", "bf16", dims=(128, 64), strides=(100,), box=(64, 64))
+    refused = TensorMap("q", Element.BF16, dims=(128, 64), strides=(100,), box=(64, 64))
     with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled refuses the tensor"):
         library.encode_tensor_map(refused, 1 << 20)
 
 
-def test_workspace_is_an_address_of_the_arguments() -> None:
-    (launch,) = CONFIG.launch(*(lambda p: (p, p.strides()))(AttentionForward(1, 1, 128)))
-    assert Address(ARGUMENTS.offset("counter"), WORKSPACE) in launch.addresses
+def test_the_buffer_is_an_address_of_the_arguments() -> None:
+    problem = AttentionForward(1, 1, 128)
+    (launch,) = CONFIG.call(problem, problem.strides(), H100).launches
+    assert Address(ARGUMENTS.offset("counter"), COUNTER) in launch.addresses

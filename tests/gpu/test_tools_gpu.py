@@ -12,10 +12,10 @@ import pytest
 import torch
 from gpu_problems import CONFIGS
 
-from flash_helpers.check.problems import SMALL_SHAPE
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.results import BURST, CONTROL, FLASH, SUSTAINED, load_results
+from flash_helpers.operations.attention_forward import OPERATION
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_the_sanity_check_of_every_kernel_gives_json() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(result.stdout)
     assert report["failed"] == 0
-    taken = {c.short_form() for c in CONFIGS if not c.refusal(SMALL_SHAPE.in_dtype(c.dtype))}
+    taken = {c.short_form() for c in CONFIGS if not c.refusal(OPERATION.small.in_dtype(c.dtype))}
     assert {check["config"] for check in report["checks"]} >= taken
     assert {c.step for c in CONFIGS} == {c.step for c in CONFIGS if c.short_form() in taken}
 

@@ -36,7 +36,7 @@ from flash_helpers.kernel_configs import (
     FAMILIES,
     STEPS,
     AttentionForward,
-    DType,
+    Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
@@ -104,7 +104,6 @@ from flash_helpers.measure.results import (
     load_results,
     refuse_another_gpu,
 )
-from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
 from flash_helpers.measure.staircases import stairs
 from flash_helpers.measure.timing import (
     COOL_DOWN_S,
@@ -118,9 +117,12 @@ from flash_helpers.measure.timing import (
     record,
     warm_up,
 )
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
 from flash_helpers.runtime import library
 
 SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
+DTYPES = (Element.FP16, Element.BF16)
 CPU = torch.device("cpu")
 TURNS = Load("turns", sample_ms=10.0)
 IN_TURNS = Protocol(rounds=3, loads=(TURNS,))
@@ -138,10 +140,10 @@ def measure(
     backend = fake_backend(damage) if damage else fake_backend()
     timer = timer or FakeTimer()
     return measure_problem(
-        [kernel_contender(config, backend.forward) for config in configs],
-        make_input_sets(shape, DType.BF16, CPU, timer, protocol),
+        [kernel_contender(config, backend.execute) for config in configs],
+        make_input_sets(shape, Element.BF16, CPU, timer, protocol),
         shape,
-        DType.BF16,
+        Element.BF16,
         timer,
         protocol,
         FakeSensor(),
@@ -428,26 +430,26 @@ def test_a_kernel_that_writes_only_on_its_first_call_is_found_out() -> None:
     written: list[str] = []
     backend = fake_backend()
 
-    def forward(config, q, k, v, o):
+    def execute(config, *call):
         if not written:
-            backend.forward(config, q, k, v, o)
+            backend.execute(config, *call)
         written.append("")
 
     protocol, timer = replace(IN_TURNS, rounds=2), FakeTimer()
-    sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
-    contenders = [kernel_contender(BF16[0], forward)]
-    (found,) = measure_problem(contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeSensor())
+    sets = make_input_sets(SHAPE, Element.BF16, CPU, timer, protocol)
+    contenders = [kernel_contender(BF16[0], execute)]
+    (found,) = measure_problem(contenders, sets, SHAPE, Element.BF16, timer, protocol, FakeSensor())
     assert "wrong output" in found.failure
 
 
 def test_the_libraries_are_verified_and_timed_like_the_kernels() -> None:
-    every = contenders_for(BF16[:1], DType.BF16, fake_backend())
+    every = contenders_for(BF16[:1], Element.BF16, fake_backend(), OPERATION)
     contenders = [contender for contender in every if not contender.refusal(SHAPE)]
     assert [c.name for c in contenders] == [FLASH, CUDNN, CONTROL, BF16[0].short_form()]
     protocol, timer = replace(IN_TURNS, rounds=2), FakeTimer()
-    sets = make_input_sets(SHAPE, DType.BF16, CPU, timer, protocol)
+    sets = make_input_sets(SHAPE, Element.BF16, CPU, timer, protocol)
     flash, cudnn, again, kernel = measure_problem(
-        contenders, sets, SHAPE, DType.BF16, timer, protocol, FakeSensor()
+        contenders, sets, SHAPE, Element.BF16, timer, protocol, FakeSensor()
     )
     assert flash.valid and flash.ran == ""
     assert cudnn.failure != ""  # not on a CPU
@@ -461,16 +463,16 @@ def test_without_the_flash_backend_there_is_no_pair() -> None:
     assert [found.flash_ms for found in measure()] == [(), ()]
 
 
-def contenders_of(step: str) -> dict[DType, list[Contender]]:
+def contenders_of(step: str) -> dict[Element, list[Contender]]:
     configs = [c for c in get_kernel_progression_configs() if c.step.id == step]
-    return {dtype: contenders_for(configs, dtype, fake_backend()) for dtype in DType}
+    return {dtype: contenders_for(configs, dtype, fake_backend(), OPERATION) for dtype in DTYPES}
 
 
 TWO_ROUNDS = Protocol(rounds=2)
 
 
 def run_small(
-    contenders: dict[DType, list[Contender]], seq_lens: Sequence[int], **options
+    contenders: dict[Element, list[Contender]], seq_lens: Sequence[int], **options
 ) -> BenchmarkRun:
     return run_benchmark(
         *(contenders, seq_lens, CPU, FakeTimer(), TWO_ROUNDS, FakeSensor()),
@@ -499,8 +501,8 @@ NOT_INSTALLED = {
 
 def test_a_kernel_is_left_out_of_the_lengths_that_its_tile_does_not_divide() -> None:
     steps: list[int] = []
-    contenders = contenders_for([BF16[6], LARGE_TILE_7], DType.BF16, fake_backend())
-    run = run_small({DType.BF16: contenders}, (64, 128), advance=steps.append)
+    contenders = contenders_for([BF16[6], LARGE_TILE_7], Element.BF16, fake_backend(), OPERATION)
+    run = run_small({Element.BF16: contenders}, (64, 128), advance=steps.append)
     small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
     measured = {(m.name, m.seq_len) for m in run.measurements if m.ran}
     assert measured == {(small, 64), (small, 128), (large, 128)}
@@ -537,8 +539,8 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
             raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB\nand more")
 
     steps: list[int] = []
-    contenders = contenders_for(BF16[:1], DType.BF16, fake_backend(exhaust))
-    run = run_small({DType.BF16: contenders}, (64, 128, 192), advance=steps.append)
+    contenders = contenders_for(BF16[:1], Element.BF16, fake_backend(exhaust), OPERATION)
+    run = run_small({Element.BF16: contenders}, (64, 128, 192), advance=steps.append)
     assert {m.seq_len for m in run.measurements} == {64, 192}
     (skipped,) = (s for s in run.skipped if not s.name)
     assert (skipped.dtype, skipped.seq_len) == ("bf16", 128)
@@ -551,39 +553,39 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
 
 
 def test_rates_are_measured_in_every_dtype_of_the_run_under_each_load() -> None:
-    launched: list[DType] = []
+    launched: list[Element] = []
 
-    def make(dtype: DType) -> RateWork:
+    def make(dtype: Element) -> RateWork:
         return RateWork(10**9, lambda: launched.append(dtype))
 
     run = run_small(contenders_of("v1"), (64,), rate_works={MMA_SYNC: make})
     assert [(r.name, r.load, r.dtype, len(r.samples_ms)) for r in run.rates] == [
         (MMA_SYNC, load, dtype, 2) for dtype in ("fp16", "bf16") for load in (BURST, SUSTAINED)
     ]
-    assert set(launched) == set(DType)
+    assert set(launched) == set(DTYPES)
 
 
 def test_a_rate_is_operations_over_the_median_time_of_a_launch() -> None:
     # one launch takes 2 ms; five make a sample, whose rounds take 10, 20 and 30 ms
     timer = FakeTimer((2.0, 10.0, 10.0, 20.0, 30.0))
     works = {MATMUL: lambda dtype: RateWork(4 * 10**12, lambda: None)}
-    (rate,) = measure_rates(works, DType.BF16, timer, IN_TURNS, FakeSensor())
+    (rate,) = measure_rates(works, Element.BF16, timer, IN_TURNS, FakeSensor())
     assert rate.samples_ms == (2.0, 4.0, 6.0)
     assert rate.tflops == pytest.approx(1000)
 
 
 def test_a_rate_that_cannot_be_measured_stops_nothing_and_says_why() -> None:
-    def fail(dtype: DType) -> RateWork:
+    def fail(dtype: Element) -> RateWork:
         raise RuntimeError("the kernel library has no flash_mma_loop")
 
     works = {MMA_SYNC: fail, MATMUL: lambda dtype: RateWork(10**9, lambda: None)}
-    broken, whole = measure_rates(works, DType.BF16, FakeTimer(), IN_TURNS, FakeSensor())
+    broken, whole = measure_rates(works, Element.BF16, FakeTimer(), IN_TURNS, FakeSensor())
     assert "no flash_mma_loop" in broken.failure and broken.tflops is None
     assert whole.failure == "" and whole.tflops is not None
 
 
 def test_the_matmul_rate_counts_the_product_it_computes() -> None:
-    work = matmul_work(DType.BF16, CPU, size=64)
+    work = matmul_work(Element.BF16, CPU, size=64)
     work.launch()
     assert work.operations == 2 * 64**3
     assert MATMUL_SIZE == 8192
@@ -603,8 +605,8 @@ def test_a_library_without_the_loop_says_to_build_it_again(monkeypatch) -> None:
     older = SimpleNamespace(**{f"flash_{name}": SimpleNamespace() for name in BEFORE_THE_LOOP})
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: older)
     library.load.cache_clear()
-    with pytest.raises(RuntimeError, match="has no flash_mma_loop_describe, so that it is older"):
-        mma_sync_work(DType.BF16, torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=r"has no flash_\w+, so that it is older"):
+        mma_sync_work(Element.BF16, torch.device("cuda", 0))
     library.load.cache_clear()
 
 
@@ -651,9 +653,11 @@ def package(request, tmp_path: Path, monkeypatch) -> Iterator[tuple[str, str, Pa
 
 def run_contender(name: str, shape: AttentionForward = SHAPE) -> Measurement:
     timer = FakeTimer()
-    (contender,) = (c for c in library_contenders() if c.name == name)
-    sets: list[InputSet] = make_input_sets(shape, DType.BF16, CPU, timer, IN_TURNS)
-    (found,) = measure_problem([contender], sets, shape, DType.BF16, timer, IN_TURNS, FakeSensor())
+    (contender,) = (c for c in library_contenders(OPERATION) if c.name == name)
+    sets: list[InputSet] = make_input_sets(shape, Element.BF16, CPU, timer, IN_TURNS)
+    (found,) = measure_problem(
+        [contender], sets, shape, Element.BF16, timer, IN_TURNS, FakeSensor()
+    )
     return found
 
 
@@ -681,9 +685,11 @@ def test_a_package_is_asked_for_the_problem(
 
 def test_a_package_is_a_contender_where_it_is_installed(package: tuple[str, str, Path]) -> None:
     name, distribution, _ = package
-    refused = {c.name for c in library_contenders() if c.refusal(SHAPE)}
+    refused = {c.name for c in library_contenders(OPERATION) if c.refusal(SHAPE)}
     assert refused == {FLASH_ATTN, FA3} - {name}
-    assert library_records(library_contenders()) == (LibraryRecord(distribution, "2.9.9"),)
+    assert library_records(library_contenders(OPERATION), OPERATION) == (
+        LibraryRecord(distribution, "2.9.9"),
+    )
     assert run_contender(name).valid
 
 
@@ -698,8 +704,8 @@ def test_a_package_that_cannot_be_imported_fails_with_the_reason(
 
 
 def test_default_problems_are_the_projects() -> None:
-    assert [default_shape(n).batch for n in DEFAULT_SEQ_LENS] == [16, 16, 16, 16, 8, 4]
-    assert {default_shape(n).heads for n in DEFAULT_SEQ_LENS} == {16}
+    assert [default_shape(n).batch for n in MEASURED_LENGTHS] == [16, 16, 16, 16, 8, 4]
+    assert {default_shape(n).heads for n in MEASURED_LENGTHS} == {16}
     assert {default_shape(n) for n in (1000, 4000, 8191)} == {
         *(AttentionForward(16, 16, 1000), AttentionForward(16, 16, 4000)),
         AttentionForward(8, 16, 8191),
@@ -707,7 +713,7 @@ def test_default_problems_are_the_projects() -> None:
 
 
 def test_a_problem_of_more_heads_has_a_batch_so_much_smaller() -> None:
-    grouped = [default_shape(n, heads=32, kv_heads=8, causal=True) for n in DEFAULT_SEQ_LENS]
+    grouped = [default_shape(n, heads=32, kv_heads=8, causal=True) for n in MEASURED_LENGTHS]
     assert [shape.batch for shape in grouped] == [8, 8, 8, 8, 4, 2]
     assert all((p.heads, p.kv_heads, p.causal) == (32, 8, True) for p in grouped)
     assert default_shape(16384, heads=512).batch == 1
@@ -1478,7 +1484,7 @@ def test_the_readme_has_the_loads_where_they_were_measured(repository: Path, cap
 
 
 def test_a_family_measured_elsewhere_shows_its_own_results(repository: Path) -> None:
-    name = FAMILIES["hopper"].fixed_config(STEPS["h2"], DType.BF16).short_form()
+    name = FAMILIES["hopper"].fixed_config(STEPS["h2"], Element.BF16).short_form()
     flash = [replace(m, name=name) for m in full_results().measurements if m.name == FLASH]
     found = full_results().provenance
     own = replace(
@@ -1687,7 +1693,7 @@ def test_the_tool_measures_causal_problems_and_grouped_heads(bench) -> None:
 
 
 def test_the_tool_leaves_causal_kernels_out_of_other_problems(bench) -> None:
-    causal = FAMILIES["hopper"].fixed_config(STEPS["h21"], DType.BF16).replace(causal=True)
+    causal = FAMILIES["hopper"].fixed_config(STEPS["h21"], Element.BF16).replace(causal=True)
     found = bench("--kernel", "h21", "--seq", "40")
     assert causal.short_form() not in {*found.names("bf16"), *(s.name for s in found.skipped)}
     # one that is named is told why it is left out

@@ -12,7 +12,7 @@ from fake_backend import ROOT, fake_backend, load_tool
 from fake_ncu import FakeNcu
 from sass_text import DEFAULT, PROGRESSION, kernel, of_version, progression_kernels
 
-from flash_helpers.kernel_configs import AttentionForward, Config, DType
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.measure.counts import (
     ALL_INSTRUCTIONS,
     METRICS,
@@ -46,7 +46,7 @@ HMMA = "HMMA.16816.F32 R4, R8, R12, R4"
 
 
 def hopper(step: int) -> Config:
-    return next(c for c in HOPPER.progression() if (c.hopper, c.dtype) == (step, DType.BF16))
+    return next(c for c in HOPPER.progression() if (c.hopper, c.dtype) == (step, Element.BF16))
 
 
 @functools.cache

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from pathlib import PurePosixPath
 from typing import ClassVar
 
 import pytest
 from benchmark_results import full_results, measurement, synthetic_results
 from general_hopper import GENERAL
 
-from flash_helpers.kernel_configs import DType, FlashForwardKernelConfig
+from flash_helpers.kernel_configs import Element, FlashForwardKernelConfig
 from flash_helpers.measure import benchmark_tables
 from flash_helpers.measure.benchmark import kernel_contender
 from flash_helpers.measure.benchmark_tables import (
@@ -27,7 +26,7 @@ from flash_helpers.measure.results import (
     SUSTAINED,
     BenchmarkResults,
 )
-from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
 from flash_helpers.registry import families
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.config import number
@@ -68,8 +67,10 @@ OTHER = Family(
         StepEntry("tuned", "another tile", "o2.cuh", opens={"B_r": (64, 128)}),
     ),
     targets=AMPERE.targets,
-    arguments=AMPERE.arguments,
-    map_header=PurePosixPath("other_kernels.cuh"),
+    operation=AMPERE.operation,
+    kernels=AMPERE.kernels,
+    header=AMPERE.header,
+    dtypes=AMPERE.dtypes,
 )
 
 
@@ -78,7 +79,7 @@ def results(monkeypatch) -> BenchmarkResults:
     """o1 at 290 TFLOP/s, o2 at 300, its wide tile at 360, beside the first family's steps."""
     both = {"ampere": AMPERE, "other": OTHER}
     monkeypatch.setattr(families, "FAMILIES", both)
-    first, second = (c for c in OTHER.progression() if c.dtype == DType.BF16)
+    first, second = (c for c in OTHER.progression() if c.dtype == Element.BF16)
     speeds = {first: 290.0, second: 300.0, second.replace(B_r=128): 360.0}
     own = [m for m in full_results().measurements if not m.name.startswith(("o", "h"))]
     more = [
@@ -102,7 +103,7 @@ def test_the_table_has_a_row_for_each_step_of_each_family(results: BenchmarkResu
 
 
 def test_tiles_of_192_rows_and_80_keys_are_measured_at_multiples_of_960() -> None:
-    first = next(c for c in OTHER.progression() if c.dtype == DType.BF16)
+    first = next(c for c in OTHER.progression() if c.dtype == Element.BF16)
     contender = kernel_contender(
         WideConfig(**{f.name: getattr(first, f.name) for f in fields(first)}),
         lambda *arguments: None,
@@ -112,7 +113,7 @@ def test_tiles_of_192_rows_and_80_keys_are_measured_at_multiples_of_960() -> Non
     assert [shape.batch for shape in taken.values()] == [16, 8, 4]
     refused = contender.refusal(default_shape(7680 + 192))
     assert "seq_len 7872 is not a multiple of B_c 80" in refused and "use 8640" in refused
-    assert all(contender.refusal(default_shape(n)) for n in DEFAULT_SEQ_LENS)
+    assert all(contender.refusal(default_shape(n)) for n in MEASURED_LENGTHS)
 
 
 def test_the_table_by_length_has_a_row_for_each_kernel_of_each_family(

@@ -10,7 +10,7 @@ import pytest
 from fake_backend import ROOT, load_tool
 
 from flash_helpers.compile.codegen import configs_to_build
-from flash_helpers.kernel_configs import FAMILIES, DType
+from flash_helpers.kernel_configs import FAMILIES, Element
 from flash_helpers.registry.selection import parse_dtypes, select_kernels
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -34,7 +34,9 @@ def test_each_command_measures_built_kernels_at_lengths_that_they_take(
             tool.default_shape(n, heads=asked.heads, kv_heads=asked.kv_heads, causal=asked.causal)
             for n in asked.seq
         ]
-        configs = select_kernels(built, asked.kernel, parse_dtypes(asked.dtype), problem=shapes[0])
+        problems = {shapes[0].operation: shapes[0]}
+        dtypes = parse_dtypes(asked.dtype)
+        configs = select_kernels(built, asked.kernel, dtypes, problems=problems)
         assert len(configs) == len(asked.kernel)
         assert all(config.supports.causal == asked.causal for config in configs)
         for shape in shapes:
@@ -42,7 +44,7 @@ def test_each_command_measures_built_kernels_at_lengths_that_they_take(
     assert len({*files}) == len(files)
     assert f"{family}_h200.json" == files[-1]
     assert all(name.startswith(family) and name.endswith("_h200.json") for name in files)
-    fixed = {c.short_form() for c in FAMILIES[family].progression() if c.dtype == DType.BF16}
+    fixed = {c.short_form() for c in FAMILIES[family].progression() if c.dtype == Element.BF16}
     assert fixed <= {*asked.kernel}  # the last file has all steps
 
 

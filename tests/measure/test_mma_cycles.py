@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_backend import ROOT, fake_backend
 
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
 from flash_helpers.runtime import mma_loop
 from flash_helpers.sass.read.opcodes import cost
@@ -29,7 +29,9 @@ def test_the_cost_of_an_mma_is_what_was_counted_on_an_h100() -> None:
     counted = json.loads((ROOT / tool.RESULTS).read_text())
     assert counted["provenance"]["compute_capability"] == "9.0"
     launches = counted["launches"]
-    assert [x["dtype"] for x in launches] == [d.short for d in DType for _ in range(tool.LAUNCHES)]
+    assert [x["dtype"] for x in launches] == [
+        d.short for d in tool.MMA_TYPES for _ in range(tool.LAUNCHES)
+    ]
     for x in launches:
         expected = cost(OPCODES[x["dtype"]], 90)
         assert x["cycles"] / x["instructions"] == pytest.approx(expected, abs=0.01)
@@ -126,7 +128,7 @@ def test_the_loop_is_launched_in_the_dtype_that_was_asked_for(ncu, monkeypatch) 
     launched = []
 
     class FakeLoop:
-        def __init__(self, dtype: DType, device: torch.device) -> None:
+        def __init__(self, dtype: Element, device: torch.device) -> None:
             self.dtype = dtype
 
         def launch(self) -> None:
@@ -136,5 +138,5 @@ def test_the_loop_is_launched_in_the_dtype_that_was_asked_for(ncu, monkeypatch) 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert tool.main(["--launch", "bf16"]) == 0
-    assert launched == [DType.BF16] * tool.LAUNCHES
+    assert launched == [Element.BF16] * tool.LAUNCHES
     assert ncu.commands == []

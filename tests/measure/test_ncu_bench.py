@@ -16,11 +16,10 @@ from fake_ncu import FakeNcu
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
-    DType,
+    Element,
     config_from_short_form,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure import benchmark
 from flash_helpers.measure.machine import provenance
 from flash_helpers.measure.ncu_bench import (
     COUNTERS,
@@ -33,12 +32,13 @@ from flash_helpers.measure.ncu_bench import (
 )
 from flash_helpers.measure.nsight import ProfilerDenied, ProfilerError, parse_csv
 from flash_helpers.measure.results import FLASH
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.operations.attention_forward import baselines
+from flash_helpers.operations.attention_forward.problems import default_shape
 
 V1, V2, V16 = (
     c
     for c in get_kernel_progression_configs()
-    if c.step.id in ("v1", "v2", "v16") and c.dtype == DType.BF16
+    if c.step.id in ("v1", "v2", "v16") and c.dtype == Element.BF16
 )
 SHAPE = AttentionForward(batch=2, heads=16, len_q=512)
 CAUSAL = config_from_short_form("h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal")
@@ -130,7 +130,7 @@ def test_a_library_is_counted_beside_the_kernels_in_their_dtype() -> None:
     assert failures == []
     assert (flash.name, flash.kernel) == (f"{FLASH} bf16", "pytorch_flash::flash_fwd_kernel")
     assert flash.values["duration_us"] == 180
-    assert list(ncu.commands[0][-4:]) == ["--dtype", "bf16", "--library", "flash"]
+    assert list(ncu.commands[0][-4:]) == ["--dtype", "bf16", "--library", FLASH]
 
 
 def test_a_kernel_that_was_launched_for_another_is_counted_for_it() -> None:
@@ -280,11 +280,11 @@ def test_run_kernels_launches_a_library_as_often_as_asked(monkeypatch) -> None:
     launched: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
     monkeypatch.setattr(
-        benchmark,
-        "run_library",
-        lambda name, q, k, v, causal: launched.append((name, q.dtype, tuple(q.shape))),
+        baselines,
+        "run",
+        lambda name, problem, x: launched.append((name, x["q"].dtype, tuple(x["q"].shape))),
     )
-    options = ["--library", "flash", "--dtype", "fp16", "--repeat", "3", "--seq", "64"]
+    options = ["--library", FLASH, "--dtype", "fp16", "--repeat", "3", "--seq", "64"]
     assert module.main(options) == 0
     assert launched == [(FLASH, torch.float16, (1, 64, 1, 128))] * 3
 
@@ -295,7 +295,7 @@ def test_run_kernels_launches_each_kernel_on_its_own_dtype(monkeypatch) -> None:
     backend = fake_backend(lambda config, o: launched.append((config.short_form(), o.dtype)))
     monkeypatch.setattr(module, "find_backend", lambda device: backend)
     assert module.main(["--kernel", "1", "--repeat", "2", "--seq", "64"]) == 0
-    fp16 = V1.replace(dtype=DType.FP16)
+    fp16 = V1.replace(dtype=Element.FP16)
     assert launched == [
         (config.short_form(), dtype)
         for config, dtype in ((fp16, torch.float16), (V1, torch.bfloat16))
@@ -322,10 +322,12 @@ def test_run_kernels_says_which_kernels_take_no_causal_problem(monkeypatch, caps
     assert "causal is not supported by v1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options", [["--kernel", "1"], ["--causal", "--seq", "64", "--len-k", "128"]]
-)
-def test_what_is_not_launched_with_a_library_is_said(options) -> None:
+def test_what_is_not_launched_with_a_library_is_said(monkeypatch, capsys) -> None:
+    module = load_tool("tools/benchmark/run_kernels.py")
     with pytest.raises(SystemExit) as exit_info:
-        load_tool("tools/benchmark/run_kernels.py").main(["--library", "flash", *options])
+        module.main(["--library", FLASH, "--kernel", "1"])
     assert exit_info.value.code == 2
+    monkeypatch.setattr(module, "find_backend", lambda device: fake_backend())
+    options = ["--causal", "--seq", "64", "--len-k", "128"]
+    assert module.main(["--library", FLASH, *options]) == 2
+    assert "take as many keys as queries" in capsys.readouterr().err

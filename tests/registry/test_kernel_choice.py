@@ -7,45 +7,53 @@ from dataclasses import dataclass, replace
 import pytest
 from other_family import OTHER, OtherConfig
 
-from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, DType
+from flash_helpers.kernel_configs import FAMILIES, AttentionForward, Config, Element
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.supports import RETURN_LSE, AttentionSupports
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
-from flash_helpers.registry.supports import RETURN_LSE, Supports
 
 A100, H100, B200, T4 = (8, 0), (9, 0), (10, 0), (7, 5)
-NEWEST = [[*family.steps.values()][-1] for family in reversed(FAMILIES.values())]
+NEWEST = [
+    [*family.steps.values()][-1]
+    for family in reversed(FAMILIES.values())
+    if family.operation is OPERATION
+]
 PORTABLE = [step for step in NEWEST if FAMILIES[step.family].is_portable]
 
 
 def fixed_configs(
-    dtype: DType = DType.BF16, capability: tuple[int, int] | None = None
+    dtype: Element = Element.BF16, capability: tuple[int, int] | None = None
 ) -> list[Config]:
-    return [FAMILIES[step.family].fixed_config(step, dtype) for step in preferred_steps(capability)]
+    return [
+        FAMILIES[step.family].fixed_config(step, dtype)
+        for step in preferred_steps(OPERATION, capability)
+    ]
 
 
 class TestSteps:
     def test_are_the_last_of_each_family_the_newest_first(self):
-        assert preferred_steps(H100) == NEWEST
+        assert preferred_steps(OPERATION, H100) == NEWEST
         assert [step.family for step in NEWEST] == ["hopper", "overlap", "ampere"]
         assert NEWEST[-1].id == "v16"
 
     @pytest.mark.parametrize("capability", [None, A100, B200])
     def test_are_of_portable_families_in_the_simulator_and_on_other_gpus(self, capability):
-        assert preferred_steps(capability) == PORTABLE
+        assert preferred_steps(OPERATION, capability) == PORTABLE
         assert "hopper" not in {step.family for step in PORTABLE}
 
     def test_are_none_where_no_family_runs(self):
-        assert preferred_steps(T4) == []
+        assert preferred_steps(OPERATION, T4) == []
 
     def test_of_one_architecture_are_preferred_there_and_left_out_elsewhere(self):
         families = [*FAMILIES.values(), OTHER]
-        assert preferred_steps(H100, families)[0].id == "x3"
-        assert preferred_steps(B200, families) == PORTABLE
-        assert preferred_steps(None, families) == PORTABLE
+        assert preferred_steps(OPERATION, H100, families)[0].id == "x3"
+        assert preferred_steps(OPERATION, B200, families) == PORTABLE
+        assert preferred_steps(OPERATION, None, families) == PORTABLE
 
 
 class TestConfig:
     @pytest.mark.parametrize("capability", [None, H100])
-    @pytest.mark.parametrize("dtype", DType)
+    @pytest.mark.parametrize("dtype", OTHER.dtypes)
     def test_of_every_corner_of_every_declaration_is_the_first_that_declares_it(
         self, dtype, capability
     ):
@@ -89,7 +97,7 @@ class MaskedConfig(OtherConfig):
     """A config of a kernel with a causal mask."""
 
     @property
-    def supports(self) -> Supports:
+    def supports(self) -> AttentionSupports:
         return replace(super().supports, causal=True)
 
 
@@ -98,13 +106,13 @@ class SummingConfig(OtherConfig):
     """A config of a kernel that writes the LSE."""
 
     @property
-    def supports(self) -> Supports:
+    def supports(self) -> AttentionSupports:
         return replace(super().supports, abilities=frozenset({RETURN_LSE}))
 
 
-PLAIN = OtherConfig(3, DType.BF16, 128, lazy=True)
-MASKED = MaskedConfig(3, DType.BF16, 128, lazy=True)
-SUMMING = SummingConfig(3, DType.BF16, 128, lazy=True)
+PLAIN = OtherConfig(3, Element.BF16, 128, lazy=True)
+MASKED = MaskedConfig(3, Element.BF16, 128, lazy=True)
+SUMMING = SummingConfig(3, Element.BF16, 128, lazy=True)
 
 
 class TestRefusal:
@@ -117,7 +125,9 @@ class TestRefusal:
         ],
     )
     def test_names_the_nearest_that_is_supported(self, problem, message):
-        with pytest.raises(ValueError, match=f"no kernel for this device takes {problem}; .*"):
+        with pytest.raises(
+            ValueError, match=f"no kernel of .* for this device takes {problem}; .*"
+        ):
             first_that_takes(problem, fixed_configs())
         with pytest.raises(ValueError, match=message):
             first_that_takes(problem, fixed_configs())

@@ -13,8 +13,9 @@ import pytest
 from flash_helpers import kernel_configs
 from flash_helpers.kernel_configs import (
     FAMILIES,
+    OPERATIONS,
     STEPS,
-    DType,
+    Element,
     FlashForwardKernelConfig,
     config_from_short_form,
     config_from_symbol,
@@ -33,9 +34,12 @@ PROGRESSION = get_kernel_progression_configs()
 TO_BUILD = get_kernels_to_build()
 SWEEP = get_autotuning_kernel_configs()
 EVERY_CONFIG = sorted({*PROGRESSION, *TO_BUILD, *SWEEP})
+# of the families of attention
+ATTENTION = [c for c in TO_BUILD if c.family.operation is AMPERE.operation]
+SWEPT = [c for c in SWEEP if c.family.operation is AMPERE.operation]
 
 
-def progression(version: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
+def progression(version: int, dtype: Element = Element.BF16) -> FlashForwardKernelConfig:
     return next(c for c in PROGRESSION if (c.step.id, c.dtype) == (f"v{version}", dtype))
 
 
@@ -46,7 +50,9 @@ def fields_of(family) -> list[str]:
 def mangled(config: FlashForwardKernelConfig) -> str:
     """The kernel's symbol by the rules of the Itanium C++ ABI."""
     namespace, name = config.step.namespace, config.short_form()
-    return f"_ZN{len(namespace)}{namespace}14forward_kernelI{len(name)}{name}EEv17ForwardKernelArgs"
+    (function,) = config.kernels
+    kernel = f"{len(namespace)}{namespace}{len(function)}{function}I{len(name)}{name}E"
+    return f"_ZN{kernel}Ev17ForwardKernelArgs"
 
 
 class TestSteps:
@@ -64,7 +70,10 @@ class TestSteps:
         for step in STEPS.values():
             assert step.parent is None or step.parent in known
             known.append(step.id)
-        assert [step.id for step in STEPS.values() if step.parent is None] == ["v1"]
+        # one for each operation
+        first = {FAMILIES[step.family].operation.name for step in STEPS.values() if not step.parent}
+        assert first == set(OPERATIONS)
+        assert sum(step.parent is None for step in STEPS.values()) == len(OPERATIONS)
 
     def test_have_ids_slugs_and_ideas_of_their_own(self):
         for values in (
@@ -106,7 +115,9 @@ class TestSteps:
 
 class TestProgression:
     def test_has_every_step_in_both_dtypes_in_order(self):
-        wanted = [(step, dtype) for step in STEPS for dtype in DType]
+        wanted = [
+            (step.id, dtype) for step in STEPS.values() for dtype in FAMILIES[step.family].dtypes
+        ]
         assert [(c.step.id, c.dtype) for c in PROGRESSION] == wanted
 
     def test_of_the_ampere_family_keeps_the_tile_shape(self):
@@ -142,14 +153,14 @@ class TestSetsOfConfigs:
     def test_to_build_holds_the_progression_and_large_tiles(self):
         assert set(PROGRESSION) <= set(TO_BUILD)
         large = {
-            (c.step.id, c.dtype) for c in TO_BUILD if (c.B_r, c.B_c, c.n_warps) == (128, 64, 4)
+            (c.step.id, c.dtype) for c in ATTENTION if (c.B_r, c.B_c, c.n_warps) == (128, 64, 4)
         }
         steps = [
             step
             for step in STEPS.values()
             if step.family == "overlap" or (step.family == "ampere" and step.number >= 7)
         ]
-        assert large == {(step.id, dtype) for step in steps for dtype in DType}
+        assert large == {(step.id, dtype) for step in steps for dtype in AMPERE.dtypes}
 
     def test_to_build_is_sorted_and_without_doubles(self):
         assert sorted(set(TO_BUILD)) == TO_BUILD
@@ -168,18 +179,18 @@ class TestSetsOfConfigs:
     def test_sweep_covers_the_tunable_versions_and_holds_their_progression_config(self):
         tunable = {*(f"v{number}" for number in range(7, 17)), "o5"}
         tunable |= {step.id for step in HOPPER.steps.values() if step.number >= 7}
-        assert {config.step.id for config in SWEEP} == tunable
+        assert {config.step.id for config in SWEPT} == tunable
         assert {c for c in PROGRESSION if c.step.id in tunable} <= set(SWEEP)
         assert {
-            config for config in TO_BUILD if config.B_r == 128 and config.step.id == "v7"
+            config for config in ATTENTION if config.B_r == 128 and config.step.id == "v7"
         } <= set(SWEEP)
 
     def test_sweep_of_hopper_tries_both_orders_of_its_warpgroups(self):
-        found = {c.ping_pong for c in SWEEP if c.step.id == "h7"}
+        found = {c.ping_pong for c in SWEPT if c.step.id == "h7"}
         assert found == {False, True}
 
     def test_sweep_tries_every_tile_shape_that_fits(self):
-        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEEP if c.family is not HOPPER}
+        shapes = {(c.B_r, c.B_c, c.n_warps) for c in SWEPT if c.family is not HOPPER}
         assert shapes == {
             *((64, B_c, 4) for B_c in (32, 64, 128)),
             *((128, B_c, 4) for B_c in (32, 64)),  # B_c 128 leaves no register for the rest
@@ -190,7 +201,9 @@ class TestSetsOfConfigs:
 
 class TestShortForm:
     def test_reads_as_documented(self):
-        assert progression(1, DType.FP16).short_form() == "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
+        assert (
+            progression(1, Element.FP16).short_form() == "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
+        )
         assert (
             progression(16).short_form()
             == "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma_rs2048"
@@ -212,7 +225,6 @@ class TestShortForm:
             "v1",
             "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0 ",
             "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0\n",
-            "v1_fp32_d128_Br64_Bc64_w4_async_Q0_K0_V0",
             "v01_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0",
             "v2_fp16_d128_Br64_Bc64_w4_swizzled_async_Q0_K0_V0",
             "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0_rs0",
@@ -221,6 +233,10 @@ class TestShortForm:
     def test_of_nothing_else_is_accepted(self, text):
         with pytest.raises(ValueError, match="not a config's short form"):
             FlashForwardKernelConfig.from_short_form(text)
+
+    def test_of_a_dtype_that_the_family_has_not_names_those_that_it_has(self):
+        with pytest.raises(ValueError, match="dtype fp32: family ampere has fp16 and bf16"):
+            config_from_short_form("v1_fp32_d128_Br64_Bc64_w4_async_Q0_K0_V0")
 
     @pytest.mark.parametrize(
         ("options", "successor"),
@@ -251,7 +267,8 @@ class TestSymbol:
     def test_demangled_and_mangled_parse_back_for_every_config(self):
         for config in EVERY_CONFIG:
             namespace, name = config.step.namespace, config.short_form()
-            demangled = f"void {namespace}::forward_kernel<{name}>(ForwardKernelArgs)"
+            (function,) = config.kernels
+            demangled = f"void {namespace}::{function}<{name}>(Arguments)"
             assert config_from_symbol(demangled) == config
             assert config_from_symbol(mangled(config)) == config
             assert config_from_symbol(f".text.{mangled(config)}") == config
@@ -260,7 +277,7 @@ class TestSymbol:
         "symbol", ["main", "void v7::other<int>(int)", "_ZN2v714forward_kernelIiEEvi"]
     )
     def test_of_another_function_is_refused(self, symbol):
-        with pytest.raises(ValueError, match="is not the symbol of a forward kernel"):
+        with pytest.raises(ValueError, match="is not the symbol of a kernel of this library"):
             config_from_symbol(symbol)
 
     def test_in_the_namespace_of_another_version_is_refused(self):
@@ -318,7 +335,7 @@ class TestImpossibleConfig:
             (V7, {"B_r": 64.0}, "B_r 64.0 has type float: it must be of type int"),
             (V7, {"B_r": True}, "B_r True has type bool"),
             (V7, {"swizzled": 1}, "swizzled 1 has type int: it must be of type bool"),
-            (V7, {"dtype": "bf16"}, "dtype 'bf16' has type str: it must be of type DType"),
+            (V7, {"dtype": "bf16"}, "dtype 'bf16' has type str: it must be of type Element"),
         ],
     )
     def test_is_refused_with_the_reason(self, config, changes, reason):
@@ -349,7 +366,7 @@ class TestConfig:
         text = (root / "src/include/flash_attention.cuh").read_text()
         body = re.search(r"enum class DType : int \{(.*?)\}", text)[1]
         values = dict(re.findall(r"(\w+) = (\d+)", body))
-        assert values == {dtype.name: str(dtype.value) for dtype in DType}
+        assert values == {dtype.name: str(dtype.value) for dtype in Element}
 
 
 class TestDictionary:
@@ -366,14 +383,14 @@ class TestDictionary:
 
     def test_dtype_goes_by_its_names(self):
         names = ("fp16", "bf16", "float16", "BFLOAT16")
-        assert [DType.from_name(name) for name in names] == [
-            DType.FP16,
-            DType.BF16,
-            DType.FP16,
-            DType.BF16,
+        assert [Element.from_name(name) for name in names] == [
+            Element.FP16,
+            Element.BF16,
+            Element.FP16,
+            Element.BF16,
         ]
-        with pytest.raises(ValueError, match="'fp8' is not one of fp16"):
-            DType.from_name("fp8")
+        with pytest.raises(ValueError, match="'fp64' is not one of fp16"):
+            Element.from_name("fp64")
 
 
 class TestDocument:
@@ -408,7 +425,7 @@ class TestNearest:
 
     def test_prefers_the_same_dtype_then_the_nearest_version(self):
         wanted = progression(9).replace(B_c=128)
-        candidates = [progression(9, DType.FP16), progression(10), progression(12)]
+        candidates = [progression(9, Element.FP16), progression(10), progression(12)]
         assert nearest_config(wanted, candidates) == progression(10)
 
 

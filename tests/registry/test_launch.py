@@ -22,29 +22,36 @@ from general_hopper import (
     GeneralConfig,
     general,
 )
-from other_family import ARGUMENTS, OTHER, TILE, OtherConfig
+from other_family import ARGUMENTS, COUNTER, OTHER, TILE, OtherConfig
 
 from flash_helpers.compile.codegen import kernel_map_header, kernel_unit, with_fields
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
-from flash_helpers.kernel_configs import AttentionForward, Config, DType
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
+from flash_helpers.operations.attention_forward.supports import (
+    ABILITIES,
+    GROUPED_HEADS,
+    TWO_LENGTHS,
+    asked_for,
+)
 from flash_helpers.registry import mma_sync
 from flash_helpers.registry.ampere import AMPERE
-from flash_helpers.registry.hopper import HOPPER, LONG_TILE
-from flash_helpers.registry.launch import (
+from flash_helpers.registry.call import (
     FLOAT,
     INT,
     POINTER,
     STRIDES,
-    WORKSPACE,
     Address,
+    Buffer,
     StructLayout,
 )
-from flash_helpers.registry.problem import Strides
-from flash_helpers.registry.supports import ABILITIES, GROUPED_HEADS, TWO_LENGTHS, asked_for
+from flash_helpers.registry.hopper import ARGUMENTS as ARGUMENTS_OF_HOPPER
+from flash_helpers.registry.hopper import HOPPER, LONG_TILE, NEXT_TILE
 
 V16 = AMPERE.progression()[-1]
+H100 = largest_device(90)
 PROBLEM = AttentionForward(batch=2, heads=3, len_q=256)
-X3 = OtherConfig(3, DType.BF16, 128, lazy=True)
+X3 = OtherConfig(3, Element.BF16, 128, lazy=True)
 
 
 class TestLayout:
@@ -91,22 +98,21 @@ class TestLayout:
 
 class TestAmpere:
     def test_has_a_block_for_each_tile_of_queries_head_and_batch(self):
-        (launch,) = V16.launch(PROBLEM, PROBLEM.strides())
+        (launch,) = V16.call(PROBLEM, PROBLEM.strides(), H100).launches
         assert launch.grid == (256 // V16.B_r, 3, 2)
         assert launch.n_blocks == 4 * 3 * 2
         assert (launch.block, launch.n_warps) == (V16.n_threads, V16.n_warps)
         assert launch.shared_bytes == V16.smem_bytes
-        assert launch.outputs == ("o",)
 
     def test_arguments_are_addresses_strides_and_the_length(self):
-        (launch,) = V16.launch(PROBLEM, PROBLEM.strides())
+        (launch,) = V16.call(PROBLEM, PROBLEM.strides(), H100).launches
         data = launch.bind({"q": 1 << 40, "k": 2, "v": 3, "o": 4})
         assert data == struct.pack("<4Q12qi4x", 1 << 40, 2, 3, 4, *[98304, 384, 128] * 4, 256)
 
     def test_more_batches_than_a_grid_has_are_several_launches(self):
         problem = AttentionForward(2 * 65535 + 1, 1, 64)
-        strides = {name: Strides(64 * 128, 128, 0) for name in "qkvo"}
-        launches = V16.launch(problem, strides)
+        strides = dict.fromkeys("qkvo", (64 * 128, 128, 0, 1))
+        launches = V16.call(problem, strides, H100).launches
         assert [launch.grid[2] for launch in launches] == [65535, 65535, 1]
         starts = [launch.bind(dict.fromkeys("qkvo", 0))[:8] for launch in launches]
         assert [int.from_bytes(start, "little") for start in starts] == [
@@ -115,12 +121,12 @@ class TestAmpere:
 
     def test_another_row_stride_is_taken_over_by_the_general_sibling(self):
         assert V16.static_row_stride == 2048
-        (launch,) = V16.launch(PROBLEM, PROBLEM.strides())
-        assert launch.config == V16.general()
+        (launch,) = V16.call(PROBLEM, PROBLEM.strides(), H100).launches
+        assert launch.kernel == V16.general().short_form()
         wide = AttentionForward(2, 16, 256)
-        (launch,) = V16.launch(wide, wide.strides())
-        assert launch.config == V16
-        mixed = {**wide.strides(), "k": Strides(0, 4096, 128)}
+        (launch,) = V16.call(wide, wide.strides(), H100).launches
+        assert launch.kernel == V16.short_form()
+        mixed = {**wide.strides(), "k": (0, 4096, 128, 1)}
         assert V16.runs_as(mixed) == V16.general()
         assert V16.general().runs_as(wide.strides()) == V16.general()
 
@@ -133,7 +139,7 @@ class TestSupports:
             (AttentionForward(1, 1, 64, d_head=64), "d_head 64: .* is built for 128"),
             (AttentionForward(1, 70000, 64), "heads 70000 is over the limit 65535"),
             (AttentionForward(1, 1, 2**31), "over the limit 2147483647: split the problem"),
-            (AttentionForward(1, 1, 64, dtype=DType.FP16), "dtype fp16: .* takes bf16"),
+            (AttentionForward(1, 1, 64, dtype=Element.FP16), "dtype fp16: .* takes bf16"),
         ],
     )
     def test_refuses_with_value_limit_and_way_out(self, problem, reason):
@@ -202,7 +208,7 @@ class TestOtherFamily:
             with pytest.raises(ValueError, match="short form"):
                 OtherConfig.from_short_form(text)
         with pytest.raises(ValueError, match=r"lazy True: x1 fixes lazy False; choose x2 to x3"):
-            OtherConfig(1, DType.BF16, 128, lazy=True)
+            OtherConfig(1, Element.BF16, 128, lazy=True)
         assert sorted([X3, V16]) == [V16, X3]
         assert [step.parent for step in OTHER.steps.values()] == ["v16", "x1", "x2"]
         assert {config.tile for config in OTHER.sweep()} == {64, 128}
@@ -218,16 +224,16 @@ class TestOtherFamily:
 
     def test_launch_has_cluster_tensor_maps_and_a_zeroed_counter(self):
         problem = AttentionForward(1, 1, 2 * TILE)
-        (launch,) = X3.launch(problem, problem.strides())
+        (launch,) = X3.call(problem, problem.strides(), H100).launches
         assert launch.cluster == (2, 1, 1)
-        assert launch.workspace_bytes == 4
+        assert X3.call(problem, problem.strides(), H100).buffers == (Buffer(COUNTER, 4, True),)
         asked = []
 
         def encode(tensor_map, address):
             asked.append((tensor_map.tensor, address))
             return b"\x77" * 128
 
-        data = launch.bind({"q": 5, "o": 6, WORKSPACE: 7}, encode)
+        data = launch.bind({"q": 5, "o": 6, COUNTER: 7}, encode)
         assert asked == [("q", 5)]
         assert data[:4] == (2).to_bytes(4, "little")
         assert data[128:256] == b"\x77" * 128
@@ -235,7 +241,7 @@ class TestOtherFamily:
 
     def test_generated_text_has_its_own_struct_arguments_and_map(self):
         text = kernel_map_header(OTHER, [X3, V16])
-        assert "std::map<OtherConfig, Kernel> other_kernels" in text
+        assert "std::map<OtherConfig, std::vector<Kernel>> other_kernels" in text
         assert "v16" not in text
         unit = kernel_unit(X3)
         assert '#include "kernels/other/x3.cuh"' in unit
@@ -246,17 +252,19 @@ class TestOtherFamily:
         )
 
 
-ALL_OF_HOPPER = [config for config in HOPPER.progression() if config.dtype is DType.BF16]
+ALL_OF_HOPPER = [config for config in HOPPER.progression() if config.dtype is Element.BF16]
 H2, H9 = (config for config in ALL_OF_HOPPER if config.step.id in ("h2", "h9"))
 
 
 class TestHopper:
-    def map_of(self, name: str, config: Config, problem: AttentionForward, **changes: Strides):
-        (launch,) = config.launch(problem, {**problem.strides(), **changes})
+    def map_of(
+        self, name: str, config: Config, problem: AttentionForward, **changes: tuple[int, ...]
+    ):
+        (launch,) = config.call(problem, {**problem.strides(), **changes}, H100).launches
         return next(found for _, found in launch.tensor_maps if found.tensor == name)
 
     def test_has_a_block_for_each_tile_in_one_dimension(self):
-        (launch,) = H2.launch(PROBLEM, PROBLEM.strides())
+        (launch,) = H2.call(PROBLEM, PROBLEM.strides(), H100).launches
         assert launch.grid == (256 // 64 * 3 * 2, 1, 1)
         assert (launch.block, launch.shared_bytes) == (128, H2.smem_bytes)
 
@@ -268,7 +276,7 @@ class TestHopper:
         assert self.map_of("o", H9, PROBLEM).box == (64, 16, 1, 1, 1)  # a warp's rows
 
     def test_maps_of_one_head_for_all_do_not_step(self):
-        assert self.map_of("k", H9, PROBLEM, k=Strides(256 * 128, 128, 0)).strides[2] == 0
+        assert self.map_of("k", H9, PROBLEM, k=(256 * 128, 128, 0, 1)).strides[2] == 0
 
     @pytest.mark.parametrize(
         ("problem", "reason"),
@@ -346,15 +354,14 @@ class TestGeneralSteps:
 
     def test_arguments_are_those_of_the_struct(self):
         config = general(WITH_CAUSAL, causal=True)
-        (launch,) = config.launch(PROBE, PROBE.strides())
+        (launch,) = config.call(PROBE, PROBE.strides(), H100).launches
         q_tiles = -(-200 // config.B_r)
         data = launch.bind({**dict.fromkeys("qkvo", 1), "lse": 5}, lambda *_: bytes(128))
-        begin = HOPPER.arguments.offset("len_k")
+        begin = ARGUMENTS_OF_HOPPER.offset("len_k")
         found = struct.unpack_from("<6if4x2Q", data, begin)
         scale = struct.unpack("<f", struct.pack("<f", 0.25 * math.log2(math.e)))[0]
         assert found == (130, 6, q_tiles * 12, 200, q_tiles, 3, scale, 5, 0)
-        assert launch.outputs == ("o", "lse")
-        assert launch.workspace_bytes == 0
+        assert config.call(PROBE, PROBE.strides(), H100).buffers == ()
         maps = {found.tensor: found for _, found in launch.tensor_maps}
         assert maps["q"].dims == maps["o"].dims == (64, 200, 2, 6, 2)
         assert maps["k"].dims == maps["v"].dims == (64, 130, 2, 2, 2)
@@ -362,9 +369,8 @@ class TestGeneralSteps:
 
     def test_without_an_lse_has_a_null_pointer(self):
         problem = AttentionForward(1, 1, 1)
-        (launch,) = general(WITH_OPTIONS).launch(problem, problem.strides())
+        (launch,) = general(WITH_OPTIONS).call(problem, problem.strides(), H100).launches
         assert "lse" not in {address.tensor for address in launch.addresses}
-        assert launch.outputs == ("o",)
         assert launch.n_blocks == 1
 
     @pytest.mark.parametrize(
@@ -376,43 +382,50 @@ class TestGeneralSteps:
             (8, 5, True, False),  # 240, two for each at most
         ],
     )
-    def test_a_counter_and_who_took_which_tile_are_the_workspace_of_long_causal_problems(
+    def test_a_counter_and_who_took_which_tile_are_a_buffer_of_long_causal_problems(
         self, batch, tiles_a_head, causal, counts
     ):
         config = general(WITH_COUNTER, causal=causal)
         problem = replace(PROBE, batch=batch, len_q=tiles_a_head * config.B_r, causal=causal)
-        (launch,) = config.launch(problem, problem.strides())
-        assert launch.workspace_bytes == (4 * (1 + batch * 6 * 5) if counts else 0)
-        counter = Address(HOPPER.arguments.offset("next_tile"), WORKSPACE)
-        assert (counter in launch.addresses) == counts
+        call = config.call(problem, problem.strides(), H100)
+        buffer = Buffer(NEXT_TILE, 4 * (1 + batch * 6 * 5), zeroed=True)
+        assert call.buffers == ((buffer,) if counts else ())
+        counter = Address(ARGUMENTS_OF_HOPPER.offset("next_tile"), NEXT_TILE)
+        assert (counter in call.launches[0].addresses) == counts
 
     def test_heads_are_grouped_by_their_tiles(self):
-        offset = HOPPER.arguments.offset("head_group")
+        offset = ARGUMENTS_OF_HOPPER.offset("head_group")
         for length, heads in ((128, 33), (512, 8), (1024, 4), (2048, 16), (65536, 1)):
             problem = AttentionForward(1, 1, length, causal=True)
-            (launch,) = general(WITH_CAUSAL, causal=True).launch(problem, problem.strides())
+            (launch,) = (
+                general(WITH_CAUSAL, causal=True).call(problem, problem.strides(), H100).launches
+            )
             assert struct.unpack_from("<i", launch.arguments, offset) == (heads,)
         problem = AttentionForward(3, 16, 1024, causal=True)
-        (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
+        (launch,) = (
+            general(WITH_COUNTER, causal=True).call(problem, problem.strides(), H100).launches
+        )
         assert struct.unpack_from("<i", launch.arguments, offset) == (16,)
 
     def test_with_a_counter_the_last_heads_have_several_tiles_for_each_block(self):
         config = general(WITH_COUNTER, causal=True)
         problem = AttentionForward(16, 16, 1024, causal=True)
-        (launch,) = config.launch(problem, problem.strides())
-        offset = HOPPER.arguments.offset("last_heads")
+        (launch,) = config.call(problem, problem.strides(), H100).launches
+        offset = ARGUMENTS_OF_HOPPER.offset("last_heads")
         assert struct.unpack_from("<i", launch.arguments, offset) == (50,)
-        tiles = config.tiles(problem)
+        tiles = config.order(problem, H100).tiles()
         assert sorted(tiles) == [(head, row) for head in range(256) for row in range(8)]
         # 206 heads in groups of 16, the last 14 of them, then 50
         assert tiles[192 * 8 :: 14][:8] == tuple((192, row) for row in range(8)[::-1])
         assert tiles[206 * 8 :: 50] == tuple((206, row) for row in range(8)[::-1])
 
     def test_without_one_all_heads_are_taken_together_if_nobody_has_a_third_tile(self):
-        offset = HOPPER.arguments.offset("head_group")
+        offset = ARGUMENTS_OF_HOPPER.offset("head_group")
         for batch, heads in ((1, 16), (4, 64), (5, 8)):
             problem = AttentionForward(batch, 16, 512, causal=True)
-            (launch,) = general(WITH_COUNTER, causal=True).launch(problem, problem.strides())
+            (launch,) = (
+                general(WITH_COUNTER, causal=True).call(problem, problem.strides(), H100).launches
+            )
             assert struct.unpack_from("<i", launch.arguments, offset) == (heads,)
 
     @pytest.mark.parametrize(
@@ -430,11 +443,13 @@ class TestGeneralSteps:
     def test_tiles_that_are_known_before_are_each_one_blocks(self, step, batch, seq_len, lots):
         config = general(step, causal=True)
         problem = AttentionForward(batch, 16, seq_len, causal=True)
-        (launch,) = config.launch(problem, problem.strides())
-        known = [config.known_tiles(problem, block) for block in range(launch.n_blocks)]
+        (launch,) = config.call(problem, problem.strides(), H100).launches
+        known = [config.order(problem, H100).known_tiles(block) for block in range(launch.n_blocks)]
         assert max(map(len, known)) == lots
-        tiles = config.tiles(problem)
-        of_counter = range(launch.n_blocks, len(tiles)) if config.counts(problem) else ()
+        tiles = config.order(problem, H100).tiles()
+        of_counter = (
+            range(launch.n_blocks, len(tiles)) if config.order(problem, H100).counts else ()
+        )
         assert sorted([*itertools.chain(*known), *of_counter]) == [*range(len(tiles))]
 
     @pytest.mark.parametrize(
@@ -442,9 +457,9 @@ class TestGeneralSteps:
     )
     def test_whoever_has_the_longest_tile_has_the_shortest_too(self, step, low, high):
         config, problem = general(step, causal=True), AttentionForward(1, 16, 2048, causal=True)
-        tiles = config.tiles(problem)
+        tiles = config.order(problem, H100).tiles()
         work = [
-            sum(tiles[number][1] + 1 for number in config.known_tiles(problem, block))
+            sum(tiles[number][1] + 1 for number in config.order(problem, H100).known_tiles(block))
             for block in range(132)
         ]
         assert low < max(work) / (sum(work) / len(work)) < high
@@ -452,15 +467,19 @@ class TestGeneralSteps:
     @pytest.mark.parametrize(("heads", "last"), [(1, 1), (16, 16), (18, 2), (32, 16)])
     def test_without_one_the_last_heads_are_those_that_are_left(self, heads, last):
         problem = AttentionForward(1, heads, 256, causal=True)
-        (launch,) = general(WITH_CAUSAL, causal=True).launch(problem, problem.strides())
-        offset = HOPPER.arguments.offset("last_heads")
+        (launch,) = (
+            general(WITH_CAUSAL, causal=True).call(problem, problem.strides(), H100).launches
+        )
+        offset = ARGUMENTS_OF_HOPPER.offset("last_heads")
         assert struct.unpack_from("<i", launch.arguments, offset) == (last,)
 
     def test_tiles_are_numbered_as_the_kernels_take_them(self):
         heads, problem = range(18), AttentionForward(2, 9, 256)
         in_order = [(head, tile) for head in heads for tile in (0, 1)]
-        assert [*general(WITH_CAUSAL).tiles(problem)] == in_order
-        causal = general(WITH_CAUSAL, causal=True).tiles(replace(problem, causal=True))
+        assert [*general(WITH_CAUSAL).order(problem, H100).tiles()] == in_order
+        causal = (
+            general(WITH_CAUSAL, causal=True).order(replace(problem, causal=True), H100).tiles()
+        )
         assert sorted(causal) == in_order
         assert causal[:17] == (*((head, 1) for head in heads[:16]), (0, 0))
         assert causal[32:] == ((16, 1), (17, 1), (16, 0), (17, 0))
@@ -469,16 +488,18 @@ class TestGeneralSteps:
         problem = AttentionForward(1, 2, 300)
         config = general(WITH_CLUSTERS)
         in_order = ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3))
-        assert config.tiles(problem) == in_order
-        causal = general(WITH_CLUSTERS, causal=True).tiles(replace(problem, causal=True))
+        assert config.order(problem, H100).tiles() == in_order
+        causal = (
+            general(WITH_CLUSTERS, causal=True).order(replace(problem, causal=True), H100).tiles()
+        )
         assert causal == ((0, 2), (0, 3), (1, 2), (1, 3), (0, 0), (0, 1), (1, 0), (1, 1))
-        (launch,) = config.launch(problem, problem.strides())
+        (launch,) = config.call(problem, problem.strides(), H100).launches
         assert (launch.grid, launch.cluster) == ((8, 1, 1), (2, 1, 1))
         for member, taken in (("tiles", 4), ("q_tiles", 2)):
-            offset = HOPPER.arguments.offset(member)
+            offset = ARGUMENTS_OF_HOPPER.offset(member)
             assert struct.unpack_from("<i", launch.arguments, offset) == (taken,)
         problem = AttentionForward(1, 100, 300)
-        (launch,) = config.launch(problem, problem.strides())
+        (launch,) = config.call(problem, problem.strides(), H100).launches
         assert (launch.grid, launch.cluster) == ((132, 1, 1), (2, 1, 1))
 
     def test_a_cluster_takes_two_heads_where_they_share_keys(self):
@@ -486,21 +507,23 @@ class TestGeneralSteps:
         grouped = AttentionForward(2, 4, 300, kv_heads=2)
         pairs = [(head, row) for head in (0, 2, 4, 6) for row in (0, 1, 2)]
         in_order = tuple((head + i, row) for head, row in pairs for i in (0, 1))
-        assert config.tiles(grouped) == in_order
-        (launch,) = config.launch(grouped, grouped.strides())
+        assert config.order(grouped, H100).tiles() == in_order
+        (launch,) = config.call(grouped, grouped.strides(), H100).launches
         assert launch.grid == (2 * 12, 1, 1)
         for member, taken in (("tiles", 12), ("q_tiles", 3), ("heads", 4), ("heads_per_kv", 2)):
-            offset = HOPPER.arguments.offset(member)
+            offset = ARGUMENTS_OF_HOPPER.offset(member)
             assert struct.unpack_from("<i", launch.arguments, offset) == (taken,)
-        causal = general(WITH_PAIRS, causal=True).tiles(replace(grouped, causal=True))
+        causal = general(WITH_PAIRS, causal=True).order(replace(grouped, causal=True), H100).tiles()
         assert causal[:10] == (*((head, 2) for head in range(8)), (0, 1), (1, 1))
         for kv_heads in (1, 3):  # three heads on one, and one on one
             rows = AttentionForward(1, 3, 300, kv_heads=kv_heads)
-            assert config.tiles(rows) == general(WITH_CLUSTERS).tiles(rows)
+            assert (
+                config.order(rows, H100).tiles() == general(WITH_CLUSTERS).order(rows, H100).tiles()
+            )
 
     def test_a_warpgroup_multiplies_with_the_half_of_a_block_that_it_sees(self):
         before, config = (
-            HOPPER.fixed_config(HOPPER.steps[step], DType.BF16) for step in ("h26", "h27")
+            HOPPER.fixed_config(HOPPER.steps[step], Element.BF16) for step in ("h26", "h27")
         )
         even, late = (AttentionForward(1, 1, 256, len_k=n, causal=True) for n in (256, 192))
         for problem, of_warpgroups in ((even, [64, 128, 64, 128]), (late, [64, 64, 128, 64])):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+from two_kernels import SquaresBackwards
 
-from flash_helpers.kernel_configs import AttentionForward, DType
-from flash_helpers.registry.problem import Strides
+from flash_helpers.kernel_configs import AttentionForward, Element
+from flash_helpers.registry.families import problem_from_record
 
 GENERAL = AttentionForward(
-    2, 6, 5, 64, DType.FP16, len_k=3, kv_heads=2, causal=True, softmax_scale=0.5, return_lse=True
+    2, 6, 5, 64, Element.FP16, len_k=3, kv_heads=2, causal=True, softmax_scale=0.5, return_lse=True
 )
 
 
@@ -45,10 +47,10 @@ class TestSizes:
 
     def test_give_strides_to_each_tensor(self):
         strides = GENERAL.strides()
-        assert strides["q"] == strides["o"] == Strides(5 * 6 * 64, 6 * 64, 64)
-        assert strides["k"] == strides["v"] == Strides(3 * 2 * 64, 2 * 64, 64)
+        assert strides["q"] == strides["o"] == (5 * 6 * 64, 6 * 64, 64, 1)
+        assert strides["k"] == strides["v"] == (3 * 2 * 64, 2 * 64, 64, 1)
         one_key = AttentionForward(1, 2, 5, 64, len_k=1, kv_heads=1)
-        assert one_key.strides()["k"] == Strides(0, 0, 0)
+        assert one_key.strides()["k"] == (0, 0, 0, 1)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -84,3 +86,50 @@ def test_operations_are_those_of_the_pairs_that_are_seen(len_q, len_k, causal):
 )
 def test_a_scale_that_float32_cannot_tell_from_the_usual_one_is_it(scale, usual):
     assert AttentionForward(1, 1, 1, softmax_scale=scale).has_usual_scale is usual
+
+
+class TestRecord:
+    def test_of_a_problem_is_read_back(self):
+        for problem in (GENERAL, AttentionForward(2, 3, 64), SquaresBackwards(3, 0.5)):
+            record = json.loads(json.dumps(problem.record()))
+            assert record["operation"] == problem.operation
+            assert type(problem).from_record(record) == problem
+
+    def test_takes_defaults_for_what_it_lacks(self):
+        record = {"operation": "attention_forward", "batch": 2, "heads": 3, "len_q": 64}
+        assert AttentionForward.from_record(record) == AttentionForward(2, 3, 64)
+
+    def test_takes_a_whole_number_for_a_float(self):
+        record = GENERAL.record() | {"softmax_scale": 2}
+        assert AttentionForward.from_record(record).softmax_scale == 2
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"operation": "decode"}, "a record of operation 'decode' is none of attention_for"),
+            ({"operation": None}, "a record of operation None is none of attention_forward"),
+            ({"rows": 1}, r"attention_forward has no fields \['rows'\]: it has \['batch', "),
+            ({"batch": "2"}, "batch '2' is no int"),
+            ({"batch": True}, "batch True is no int"),
+            ({"batch": 2.0}, "batch 2.0 is no int"),
+            ({"causal": 1}, "causal 1 is no bool"),
+            ({"softmax_scale": "1"}, "softmax_scale '1' is no float"),
+            ({"dtype": 1}, "dtype 1 is no Element"),
+            ({"dtype": "fp17"}, "dtype 'fp17' is not one of fp16"),
+            ({"heads": 0}, "heads 0 is not positive"),
+        ],
+    )
+    def test_of_another_kind_is_refused(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            AttentionForward.from_record(GENERAL.record() | changes)
+
+    def test_without_a_size_is_refused(self):
+        record = GENERAL.record()
+        del record["len_q"]
+        with pytest.raises(ValueError, match=r"of attention_forward lacks the fields \['len_q'\]"):
+            AttentionForward.from_record(record)
+
+    def test_of_any_operation_is_found_by_its_name(self):
+        assert problem_from_record(GENERAL.record()) == GENERAL
+        with pytest.raises(ValueError, match="operation 'decode' is not one of attention_forward"):
+            problem_from_record({"operation": "decode"})

@@ -13,7 +13,7 @@ from flash_helpers.kernel_configs import (
     LARGE_TILE,
     STEPS,
     AttentionForward,
-    DType,
+    Element,
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
@@ -103,7 +103,7 @@ class TestSteps:
         with pytest.raises(UsageError, match=f"the nearest is {nearest}$"):
             parse_steps([misspelt])
         with pytest.raises(UsageError, match=f"the nearest is {nearest}$"):
-            select_kernels(BUILT, [misspelt], DType, PROGRESSION)
+            select_kernels(BUILT, [misspelt], Element, PROGRESSION)
 
     def test_are_given_in_order_each_once(self):
         assert [step.id for step in parse_steps(["9", "7..8", "v8"])] == ["v7", "v8", "v9"]
@@ -111,8 +111,8 @@ class TestSteps:
 
 class TestSelectKernels:
     def test_of_a_step_takes_every_built_config(self):
-        found = select_kernels(BUILT, ["v7"], [DType.BF16], PROGRESSION)
-        assert found == [c for c in BUILT if c.step.id == "v7" and c.dtype == DType.BF16]
+        found = select_kernels(BUILT, ["v7"], [Element.BF16], PROGRESSION)
+        assert found == [c for c in BUILT if c.step.id == "v7" and c.dtype == Element.BF16]
         assert len(found) > 1
 
     def test_of_a_step_with_a_problem_takes_the_configs_made_for_such(self):
@@ -120,10 +120,12 @@ class TestSelectKernels:
         causal = AttentionForward(1, 1, 100, causal=True)
 
         def names(selectors: list[str], asked: AttentionForward) -> list[str]:
-            found = select_kernels(BUILT, selectors, [DType.BF16], problem=asked)
+            found = select_kernels(
+                BUILT, selectors, [Element.BF16], problems={asked.operation: asked}
+            )
             return [config.short_form() for config in found]
 
-        built = [c.short_form() for c in BUILT if c.step.id == "h21" and c.dtype == DType.BF16]
+        built = [c.short_form() for c in BUILT if c.step.id == "h21" and c.dtype == Element.BF16]
         own = [name for name in built if name.endswith("_causal")]
         assert own and names(["h21"], causal) == own
         assert names(["h21"], problem) == [name for name in built if name not in own]
@@ -132,43 +134,43 @@ class TestSelectKernels:
         assert names(["v1"], causal) == names(["v1"], problem) != []
 
     def test_without_a_selector_takes_the_default_that_is_built(self):
-        assert select_kernels(BUILT[:3], [], DType, PROGRESSION) == BUILT[:3]
+        assert select_kernels(BUILT[:3], [], Element, PROGRESSION) == BUILT[:3]
 
     def test_all_and_a_family_take_what_is_built_of_them(self):
-        assert select_kernels(BUILT, ["all"], DType, []) == BUILT
+        assert select_kernels(BUILT, ["all"], Element, []) == BUILT
         some = [config for config in BUILT if config.step.id in ("v3", "v4")]
-        assert select_kernels(some, ["ampere"], DType, []) == some
+        assert select_kernels(some, ["ampere"], Element, []) == some
 
     def test_a_short_form_means_itself(self):
-        assert select_kernels(BUILT, [BUILT[5].short_form()], DType, []) == [BUILT[5]]
+        assert select_kernels(BUILT, [BUILT[5].short_form()], Element, []) == [BUILT[5]]
 
     def test_that_were_not_built_name_the_nearest(self):
         config = BUILT[0].replace(version=2, swizzled=True)
         with pytest.raises(UsageError, match="is not built; the nearest that is: v1_fp16"):
-            select_kernels([BUILT[0]], [config.short_form()], DType, [])
+            select_kernels([BUILT[0]], [config.short_form()], Element, [])
         with pytest.raises(UsageError, match="no config of v9 is built"):
-            select_kernels([BUILT[0]], ["9"], DType, [])
+            select_kernels([BUILT[0]], ["9"], Element, [])
 
     def test_of_a_dtype_that_is_not_there_are_refused(self):
         with pytest.raises(UsageError, match="dtype fp16: widen one of the two"):
-            select_kernels(BUILT, [PROGRESSION[1].short_form()], [DType.FP16], [])
+            select_kernels(BUILT, [PROGRESSION[1].short_form()], [Element.FP16], [])
 
 
 class TestChooseKernels:
     def test_takes_the_fixed_config_of_each_step_in_the_order_asked_for(self):
-        found = choose_kernels(BUILT, ["9", "v7..8", "9"], DType.BF16)
+        found = choose_kernels(BUILT, ["9", "v7..8", "9"], Element.BF16)
         assert [config.step.id for config in found] == ["v9", "v7", "v8"]
         assert set(found) <= set(PROGRESSION)
 
     def test_takes_the_config_with_the_wanted_values(self):
-        (found,) = choose_kernels(BUILT, ["7"], DType.BF16, {"B_r": 128})
+        (found,) = choose_kernels(BUILT, ["7"], Element.BF16, {"B_r": 128})
         assert found.B_r == 128
         with pytest.raises(UsageError, match="--config B_r=256: no such config of v7 is built"):
-            choose_kernels(BUILT, ["7"], DType.BF16, {"B_r": 256})
+            choose_kernels(BUILT, ["7"], Element.BF16, {"B_r": 256})
 
     def test_takes_the_nearest_to_a_config(self):
         large = PROGRESSION[13].replace(**LARGE_TILE)
-        found = choose_kernels(BUILT, ["7", "8"], DType.BF16, large)
+        found = choose_kernels(BUILT, ["7", "8"], Element.BF16, large)
         assert found[0] == large
         assert found[1].step.id == "v8"
 
@@ -195,11 +197,11 @@ class TestConfigOption:
 
 
 def test_names_tell_apart_configs_of_one_step():
-    v7 = next(c for c in PROGRESSION if c.step.id == "v7" and c.dtype == DType.BF16)
+    v7 = next(c for c in PROGRESSION if c.step.id == "v7" and c.dtype == Element.BF16)
     large = v7.replace(**LARGE_TILE)
     assert names_of([v7, PROGRESSION[-1]]) == ["v7", PROGRESSION[-1].step.id]
     assert names_of([v7, large]) == ["v7 Br64", "v7 Br128"]
-    assert names_of([v7, v7.replace(dtype=DType.FP16)]) == ["v7 bf16", "v7 fp16"]
+    assert names_of([v7, v7.replace(dtype=Element.FP16)]) == ["v7 bf16", "v7 fp16"]
 
 
 def test_a_problem_that_a_kernel_does_not_take_is_refused_with_the_way_out():

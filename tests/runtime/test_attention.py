@@ -10,13 +10,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attention
-from flash_helpers.check.inputs import make_inputs
-from flash_helpers.check.reference import attention_reference, measure_error
-from flash_helpers.kernel_configs import STEPS, AttentionForward, Config, DType
+from flash_helpers.check.errors import measure_error
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import STEPS, AttentionForward, Config
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.inputs import make_inputs
+from flash_helpers.operations.attention_forward.reference import attention_reference
+from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.runtime import call, library
 
-NEWEST = preferred_steps(capability=None)[0]
+NEWEST = preferred_steps(OPERATION, None)[0]
 CONFIG = flash_attention.best_config(NEWEST.id, "bf16", "cpu")
 SMALL = AttentionForward(1, 1, 128)
 
@@ -33,7 +37,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def ran(monkeypatch) -> list[Config]:
     """The configs whose kernels ran, in order; they compute nothing."""
     configs = []
-    monkeypatch.setattr(call.Call, "run", lambda self: configs.append(self.config))
+    monkeypatch.setattr(call.ReadyCall, "run", lambda self: configs.append(self.config))
     return configs
 
 
@@ -47,7 +51,7 @@ class TestResult:
         q, k, v = inputs(problem, dtype)
         o = flash_attention.attention(q, k, v)
         found = attention_reference(q, k, v)
-        assert measure_error(o, found.expected).within(found.bound)
+        assert measure_error(o, found.expected["o"]).within(found.bounds["o"])
         assert (o.shape, o.dtype, o.is_contiguous()) == (q.shape, dtype, True)
 
     def test_is_that_of_forward_with_the_chosen_config(self):
@@ -75,7 +79,7 @@ class TestChoice:
         assert ran == [config]
         assert config.step == NEWEST
 
-    @pytest.mark.parametrize("dtype", DType)
+    @pytest.mark.parametrize("dtype", AMPERE.dtypes)
     def test_follows_length_and_dtype(self, ran, dtype):
         for seq_len in (64, 128, 192):
             q = empty(1, seq_len, 1, 128, dtype=getattr(torch, dtype.torch_name))
@@ -319,13 +323,13 @@ class TestPlan:
 
     def test_is_made_once_for_each_layout(self, monkeypatch):
         made = []
-        launch = type(CONFIG).launch
+        call_of = type(CONFIG).call
 
-        def count(config, problem, strides):
+        def count(config, problem, strides, device):
             made.append(problem)
-            return launch(config, problem, strides)
+            return call_of(config, problem, strides, device)
 
-        monkeypatch.setattr(type(CONFIG), "launch", count)
+        monkeypatch.setattr(type(CONFIG), "call", count)
         problems = [SMALL, AttentionForward(1, 2, 128), SMALL, AttentionForward(1, 2, 128)]
         for problem in problems:
             for _ in range(2):
@@ -338,15 +342,12 @@ class TestPlan:
         q = empty(*AttentionForward(2, 16, 128).shape)
         head_major = empty(2, 16, 128, 128).transpose(1, 2)
         for tensors in ((q, q, q), (q, head_major, q), (q, q, head_major)):
-            (launch,) = call.prepare(CONFIG, *tensors).plan.launches
-            (expected,) = CONFIG.launch(
-                AttentionForward(2, 16, 128),
-                {
-                    name: call.tensors.kernel_strides(x)
-                    for name, x in zip("qkvo", (*tensors, q), strict=True)
-                },
-            )
-            assert launch == expected
+            strides = {
+                name: call.tensors.kernel_strides(x)
+                for name, x in zip("qkvo", (*tensors, q), strict=True)
+            }
+            expected = CONFIG.call(AttentionForward(2, 16, 128), strides, largest_device(80))
+            assert call.prepare(CONFIG, *tensors).plan.call == expected
         with pytest.raises(TypeError, match=r"v is torch\.float16"):
             flash_attention.forward(CONFIG, q, q, q.half())
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_configs import attention_progression
 from other_family import OTHER
 
 import flash_attention
-from flash_helpers.kernel_configs import DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import AttentionForward, Element, get_kernel_progression_configs
 from flash_helpers.registry.ampere import AMPERE
-from flash_helpers.registry.problem import Strides
 from flash_helpers.runtime import tensors
 
 CONFIG = next(
     config
     for config in get_kernel_progression_configs()
-    if config.version == 7 and config.dtype == DType.BF16
+    if config.version == 7 and config.dtype == Element.BF16
 )
 SHAPE = (2, 128, 3, 128)  # batch, seq, heads, d_head
 
@@ -113,7 +113,7 @@ class TestShapes:
 
     def check(self, *shape: int, config=CONFIG) -> None:
         q = tensor(*shape, device="meta")
-        tensors.check_shapes(config, {"q": q, "k": q, "v": q})
+        tensors.check_problem(config, {"q": q, "k": q, "v": q})
 
     @pytest.mark.parametrize("shape", [(1, 64, 1, 128), (70_000, 64, 1, 128), (1, 64, 65535, 128)])
     def test_up_to_the_limits_pass(self, shape):
@@ -136,8 +136,9 @@ class TestShapes:
 
 class TestMemory:
     def check(self, q: torch.Tensor) -> None:
-        tensors.check_strides(CONFIG, {"q": q})
-        tensors.check_alignment(CONFIG.supports.chunk_bytes, {"q": q})
+        problem = AttentionForward(*(q.shape[i] for i in (0, 2, 1)), dtype=CONFIG.dtype)
+        tensors.check_strides(CONFIG, problem, {"q": q})
+        tensors.check_alignment(CONFIG.supports.alignment, {"q": q})
 
     @pytest.mark.parametrize(
         "q",
@@ -188,11 +189,11 @@ class TestMemory:
     def test_ignores_the_strides_of_single_items(self):
         q = tensor(64 * 128).as_strided((1, 64, 1, 128), (3, 128, 5, 1))
         self.check(q)
-        assert tensors.kernel_strides(q) == Strides(0, 128, 0)
+        assert tensors.kernel_strides(q) == (0, 128, 0, 1)
 
     def test_strides_are_batch_row_head(self):
-        assert tensors.kernel_strides(tensor(2, 3, 128, 128).transpose(1, 2)) == Strides(
-            batch=3 * 128 * 128, row=128, head=128 * 128
+        assert tensors.kernel_strides(tensor(2, 3, 128, 128).transpose(1, 2)) == (
+            *(3 * 128 * 128, 128, 128 * 128, 1),
         )
 
 
@@ -204,7 +205,7 @@ def whole_row_views(count: int) -> tuple[torch.Tensor, ...]:
 
 class TestOutput:
     def check(self, o: torch.Tensor, *inputs: torch.Tensor) -> None:
-        tensors.check_output(dict(zip("qkv", inputs, strict=False)), o)
+        tensors.check_output(dict(zip("qkv", inputs, strict=False)), "o", o)
 
     @pytest.mark.parametrize(
         "o",
@@ -227,7 +228,7 @@ class TestOutput:
     def test_that_is_an_input_is_refused(self, name):
         inputs = {letter: tensor() for letter in "qkv"}
         with pytest.raises(ValueError, match=f"o overlaps {name} in memory.*leave o out"):
-            tensors.check_output(inputs, inputs[name])
+            tensors.check_output(inputs, "o", inputs[name])
 
     def test_that_shares_one_row_with_an_input_is_refused(self):
         heads = 3
@@ -324,7 +325,7 @@ class TestCompile:
             return flash_attention.forward(cfg, q, q, q) * 2
 
         compiled = torch.compile(function, fullgraph=True, backend=Graphs())
-        configs = [c for c in get_kernel_progression_configs() if c.dtype is DType.BF16]
+        configs = [c for c in attention_progression() if c.dtype is Element.BF16]
         for cfg in (configs[0], configs[2], configs[-1]):
             compiled(cfg, tensor(1, 128, 1, 128))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from attention_tensors import on_sms
 from general_hopper import (
     BEFORE,
     WITH_CAUSAL,
@@ -19,9 +20,10 @@ from general_hopper import (
 
 import flash_attention
 from flash_attention import _forward
-from flash_helpers.check.inputs import QKV, make_inputs
-from flash_helpers.check.reference import attention_reference, measure_error, measure_lse_error
+from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
+from flash_helpers.operations.attention_forward.reference import attention_reference
 from flash_helpers.runtime import call, library, simulator, tensors
 from flash_helpers.tune import best
 
@@ -43,12 +45,13 @@ def built(monkeypatch, tmp_path) -> None:
 
     monkeypatch.setattr(library, "resolve", resolve)
     monkeypatch.setattr(_forward, "resolve", resolve)
-    monkeypatch.setattr(simulator, "ptx_path", lambda c: tmp_path / f"{c.short_form()}.ptx")
+    monkeypatch.setattr(simulator, "ptx_path", lambda c, _="": tmp_path / f"{c.short_form()}.ptx")
     monkeypatch.setattr(best, "_candidates", lambda *_: (general(BEFORE), *CONFIGS[:2]))
     monkeypatch.setattr(call, "_plans", {})
-    monkeypatch.setattr(simulator, "_RUNS_PER_REPLAYED_TILE", 2000)  # no loop is unrolled
+    # no loop is unrolled
+    monkeypatch.setattr("flash_helpers.registry.hopper._RUNS_PER_REPLAYED_TILE", 2000)
     # a block of a few takes several tiles
-    monkeypatch.setattr("flash_helpers.registry.hopper.SMS", 3)
+    monkeypatch.setattr(tensors, "largest_device", lambda _: on_sms(3))
 
 
 def inputs(problem: AttentionForward) -> QKV:
@@ -60,8 +63,8 @@ def assert_right(problem: AttentionForward, given: QKV, o, lse) -> None:
         *given, causal=problem.causal, softmax_scale=problem.softmax_scale
     )
     assert (o.shape, o.dtype, lse.dtype) == (problem.shape, torch.bfloat16, torch.float32)
-    assert measure_error(o, reference.expected).within(reference.bound)
-    assert measure_lse_error(lse, reference.lse) <= reference.lse_bound
+    assert measure_error(o, reference.expected["o"]).within(reference.bounds["o"])
+    assert measure_error(lse, reference.expected["lse"]).within(reference.bounds["lse"])
     unseen = max(0, problem.len_q - problem.len_k) if problem.causal else 0
     assert not o[:, :unseen].any() and (lse[..., :unseen] == -torch.inf).all()
 
@@ -113,7 +116,11 @@ class TestForward:
         [
             (torch.empty(1, 2, 4), ValueError, r"lse has shape \(1, 2, 4\).*lse \(1, 2, 3\)"),
             (torch.empty(2, 3), ValueError, r"lse has 2 dimensions.*\(batch, heads, seq\)"),
-            (torch.empty(1, 2, 3).double(), TypeError, "lse is torch.float64 and must be"),
+            (
+                torch.empty(1, 2, 3).double(),
+                TypeError,
+                "lse is torch.float64 and .* takes torch.float32",
+            ),
             (torch.empty(1, 3, 2).mT, ValueError, r"lse has strides .* must be contiguous"),
             (torch.empty(1, 2, 3, device="meta"), ValueError, "lse is on meta and q on cpu"),
             (3, TypeError, "lse is a int"),
@@ -155,7 +162,7 @@ class TestAttention:
 
     def test_chooses_by_all_that_is_asked(self, monkeypatch):
         ran = []
-        monkeypatch.setattr(call.Call, "run", lambda self: ran.append(self.config))
+        monkeypatch.setattr(call.ReadyCall, "run", lambda self: ran.append(self.config))
         q = torch.empty(1, 256, 2, 128, dtype=torch.bfloat16)
         one = q[:, :, :1]
         for k, options in (
@@ -222,7 +229,7 @@ class TestAttention:
 
 
 def test_a_kernel_that_masks_refuses_what_is_not_causal():
-    check: Callable[..., AttentionForward] = tensors.check_shapes
+    check: Callable[..., AttentionForward] = tensors.check_problem
     q = torch.empty(1, 256, 2, 128, dtype=torch.bfloat16, device="meta")
     assert check(CAUSAL, {"q": q, "k": q, "v": q}).causal
     assert not check(general(WITH_CAUSAL), {"q": q, "k": q, "v": q}).causal

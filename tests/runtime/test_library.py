@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,21 +14,22 @@ from types import SimpleNamespace
 
 import pytest
 from elftools.elf.elffile import ELFFile
-from other_family import TILE, OtherConfig
+from other_family import COUNTER, TILE, OtherConfig
 
 import flash_attention
 from flash_attention.__main__ import main
 from flash_helpers.compile.codegen import configs_to_build
 from flash_helpers.compile.ptxas import parse_ptxas_log
+from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
-    DType,
+    Element,
     config_from_symbol,
     get_kernel_progression_configs,
 )
 from flash_helpers.registry.ampere import AMPERE
-from flash_helpers.registry.launch import WORKSPACE
+from flash_helpers.registry.hopper import HOPPER, NEXT_TILE
 from flash_helpers.runtime import library
 
 NO_SUCH_DEVICE = 9999
@@ -38,8 +40,10 @@ ARCHITECTURES = [  # 90 includes 90a
     for name in library.architectures()
     if re.fullmatch(r"sm_\d+", name)
 ]
+H100 = largest_device(90)
 V16 = AMPERE.progression()[-1]
 PROBLEM = AttentionForward(1, 1, 64)
+LAST_OF_HOPPER = [config for config in BUILT if config.family is HOPPER][-1]
 
 
 def short_form(config: Config) -> str:
@@ -49,11 +53,6 @@ def short_form(config: Config) -> str:
 @pytest.fixture
 def c_library() -> ctypes.CDLL:
     return library.load()
-
-
-@pytest.fixture
-def unbuilt() -> bytes:
-    return V16.replace(static_row_stride=128 * 1023).short_form().encode()
 
 
 class TestKernels:
@@ -143,6 +142,7 @@ class TestCInterface:
             "flash_mma_loop",
             "flash_mma_loop_describe",
             "flash_ready",
+            "flash_register",
         }
 
     def test_needs_no_torch_and_no_cuda_library(self, package):
@@ -164,6 +164,7 @@ class TestCInterface:
         for structure, name in (
             (library._Launch, "FlashLaunch"),
             (library._Ready, "FlashReady"),
+            (library._BoundMap, "FlashBoundMap"),
             (library._TensorMap, "FlashTensorMap"),
             (library._Resources, "FlashKernelResources"),
         ):
@@ -171,8 +172,41 @@ class TestCInterface:
             declared = re.findall(r"(\w+)(?:\[\d\])*(?=[,;])", body)
             assert declared == [field for field, _ in structure._fields_]
 
+    def test_structures_are_laid_out_as_in_c(self, root, tmp_path):
+        if (compiler := shutil.which("g++")) is None:
+            pytest.skip("no g++")
+        text = (root / "src/flash_attention.cu").read_text()
+        structures = {
+            "FlashLaunch": library._Launch,
+            "FlashTensor": library._Tensor,
+            "FlashTensorMap": library._TensorMap,
+            "FlashBoundMap": library._BoundMap,
+            "FlashReady": library._Ready,
+            "FlashKernelResources": library._Resources,
+        }
+        lines = ['#include "dlpack_exchange.h"', "#include <cstddef>"]
+        lines += [f"constexpr int kMaxRank = {library.MAX_RANK};"]
+        assert lines[-1] in text
+        for name, structure in structures.items():
+            lines.append(re.search(rf"^struct {name} \{{.*?^\}};", text, re.M | re.S)[0])
+            lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});")
+            for field, _ in structure._fields_:
+                # a DLDataType's members stand on their own
+                member = f"dtype.{field}" if field in ("code", "bits", "lanes") else field
+                lines.append(
+                    f"static_assert(offsetof({name}, {member}) == "
+                    f"{getattr(structure, field).offset} && "
+                    f"sizeof({name}::{member.partition('.')[0]}) >= "
+                    f"{getattr(structure, field).size});"
+                )
+        unit = tmp_path / "layout.cpp"
+        unit.write_text("\n".join(lines))
+        command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{root / 'src/include'}", unit]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
     def test_names_every_kernel_of_every_family(self, c_library):
-        names = [c_library.flash_kernel_name(n) for n in range(c_library.flash_kernel_count())]
+        names = [c_library.flash_kernel_name(n) for n in range(len(BUILT))]
         assert sorted(names) == sorted(config.short_form().encode() for config in BUILT)
 
     @pytest.mark.parametrize("index", [-1, len(BUILT), 2**31 - 1])
@@ -187,17 +221,31 @@ class TestCInterface:
             c_library.flash_last_error()
         )
 
-    def test_resources_refuse_a_kernel_that_was_not_built(self, c_library, unbuilt):
+    def test_resources_refuse_a_number_without_kernel(self, c_library):
         found = library._Resources()
-        assert c_library.flash_kernel_resources(unbuilt, 128, 0, 0, found) != 0
-        assert unbuilt in c_library.flash_last_error()
+        assert c_library.flash_kernel_resources(10**6, 128, 0, 0, found) != 0
+        assert b"no kernel has number 1000000" in c_library.flash_last_error()
+
+    def test_a_registered_kernel_is_one_like_any(self, c_library, monkeypatch):
+        name, before = V16.replace(static_row_stride=128 * 1023).short_form(), len(BUILT)
+        assert name not in {config.short_form() for config in library.kernels()}
+        library.register(name, "symbol", b"no image")
+        try:
+            assert library.resolve(name).short_form() == name
+            number = library._numbers()[name]
+            assert c_library.flash_kernel_count() == before + 1 == number + 1
+            assert c_library.flash_kernel_name(number) == name.encode()
+        finally:
+            del library._numbers()[name]
+            library._built.cache_clear()
+            library.resolve.cache_clear()
 
     def test_launch_without_its_device_is_an_error_and_no_crash(self):
-        (launch,) = BUILT[0].launch(PROBLEM, PROBLEM.strides())
+        (launch,) = BUILT[0].call(PROBLEM, PROBLEM.strides(), H100).launches
         with pytest.raises(RuntimeError, match=f"^{BUILT[0].short_form()}: .*(CUDA|device)"):
             library.Launcher(launch, NO_SUCH_DEVICE).run({**dict.fromkeys("qkvo", 0), "stream": 0})
 
-    @pytest.mark.parametrize("config", [BUILT[0], BUILT[-1]], ids=Config.short_form)
+    @pytest.mark.parametrize("config", [BUILT[0], LAST_OF_HOPPER], ids=Config.short_form)
     @pytest.mark.parametrize("batch", [2, 2 * 65535 + 1], ids=["one launch", "several"])
     def test_a_launch_is_its_numbers_and_then_the_arguments(
         self, c_library, monkeypatch, config, batch
@@ -206,33 +254,32 @@ class TestCInterface:
         sent = []
         monkeypatch.setattr(c_library, "flash_launch", lambda data: sent.append(data))
         monkeypatch.setattr(library, "encode_tensor_map", lambda *_: b"\x77" * 128)
-        addresses = {"q": 1 << 40, "k": 2 << 40, "v": 3 << 40, "o": 4 << 40, WORKSPACE: 5 << 40}
-        launches = config.launch(problem, problem.strides())
+        addresses = {"q": 1 << 40, "k": 2 << 40, "v": 3 << 40, "o": 4 << 40, NEXT_TILE: 5 << 40}
+        launches = config.call(problem, problem.strides(), H100).launches
         for launch in launches:
             library.Launcher(launch, 5).run({**addresses, library.STREAM: 7 << 40})
         size = ctypes.sizeof(library._Launch)
         for launch, data in zip(launches, sent, strict=True):
             call = library._Launch.from_buffer_copy(data[:size])
             assert (call.stream, call.device) == (7 << 40, 5)
-            assert c_library.flash_kernel_name(call.kernel) == launch.config.short_form().encode()
+            assert c_library.flash_kernel_name(call.kernel) == launch.kernel.encode()
             assert (*call.grid,) == launch.grid
             assert (*call.cluster,) == launch.cluster
             assert (call.n_threads, call.shared_bytes) == (launch.block, launch.shared_bytes)
             assert data[size:] == launch.bind(addresses, library.encode_tensor_map)
 
-    def test_a_launch_may_have_tensor_maps_and_a_workspace(self, c_library, monkeypatch):
-        config = OtherConfig(3, DType.BF16, TILE, lazy=True)
+    def test_a_launch_may_have_tensor_maps_and_a_buffer(self, c_library, monkeypatch):
+        config = OtherConfig(3, Element.BF16, TILE, lazy=True)
         problem = AttentionForward(1, 1, 2 * TILE)
-        (launch,) = config.launch(problem, problem.strides())
+        (launch,) = config.call(problem, problem.strides(), H100).launches
         sent = []
-        monkeypatch.setattr(library, "_built", lambda: {config: 3})
+        monkeypatch.setattr(library, "_numbers", lambda: {config.short_form(): 3})
         monkeypatch.setattr(library, "encode_tensor_map", lambda *_: b"\x77" * 128)
         monkeypatch.setattr(c_library, "flash_launch", lambda data: sent.append(data))
-        addresses = {"q": 5, "o": 6, WORKSPACE: 7}
+        addresses = {"q": 5, "o": 6, COUNTER: 7}
         launcher = library.Launcher(launch, 0)
         launcher.run({**addresses, library.STREAM: 8})
         (data,) = sent
-        assert launcher.workspace_bytes == launch.workspace_bytes > 0
         size = ctypes.sizeof(library._Launch)
         assert (*library._Launch.from_buffer_copy(data[:size]).cluster,) == (2, 1, 1)
         assert data[size:] == launch.bind(addresses, library.encode_tensor_map)
@@ -242,12 +289,12 @@ class TestCInterface:
             flash_attention.resources(BUILT[0], NO_SUCH_DEVICE)
 
     def test_last_error_belongs_to_its_thread(self, c_library):
-        def refuse(name: bytes) -> None:
-            c_library.flash_kernel_resources(name, 128, 0, 0, library._Resources())
+        def refuse(number: int) -> None:
+            c_library.flash_kernel_resources(number, 128, 0, 0, library._Resources())
 
-        refuse(b"mine")
+        refuse(10**6)
         before = c_library.flash_last_error()
-        thread = threading.Thread(target=refuse, args=(b"another",))
+        thread = threading.Thread(target=refuse, args=(10**6 + 1,))
         thread.start()
         thread.join()
         assert c_library.flash_last_error() == before

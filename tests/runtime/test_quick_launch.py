@@ -12,14 +12,16 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import flash_attention
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.registry.call import Launch, TensorMap
 from flash_helpers.registry.choice import preferred_steps
-from flash_helpers.registry.launch import Launch, TensorMap
 from flash_helpers.runtime import call, library
 from flash_helpers.runtime.tensors import kernel_strides, span_bytes
 
 NO_SUCH_DEVICE = 9999
-CONFIG = flash_attention.best_config(preferred_steps(capability=None)[0].id, "bf16", "cpu")
+CONFIG = flash_attention.best_config(preferred_steps(OPERATION, None)[0].id, "bf16", "cpu")
 PROBLEM = AttentionForward(2, 1, 128)
 SHAPE = PROBLEM.shape
 
@@ -43,7 +45,8 @@ def four() -> dict[str, torch.Tensor]:
 
 
 def launch_of(tensors: dict[str, torch.Tensor]) -> Launch:
-    (launch,) = CONFIG.launch(PROBLEM, {name: kernel_strides(x) for name, x in tensors.items()})
+    strides = {name: kernel_strides(x) for name, x in tensors.items()}
+    (launch,) = CONFIG.call(PROBLEM, strides, largest_device(90)).launches
     return launch
 
 
@@ -53,9 +56,13 @@ def quick_launch(
     return library.Launcher(launch or launch_of(tensors), NO_SUCH_DEVICE).quick(
         call._exchange(),
         tensors["q"].__dlpack_device__(),
-        [x.shape for x in tensors.values()],
-        [x.stride() for x in tensors.values()],
-        tuple(map(span_bytes, tensors.values())),
+        16,
+        [
+            library.Described(
+                name, Element.BF16, tuple(x.shape), x.stride(), span_bytes(x), name == "o"
+            )
+            for name, x in tensors.items()
+        ],
     )
 
 
@@ -85,12 +92,11 @@ class TestBytes:
     def test_are_none_for_a_launch_that_takes_more(self):
         plain = launch_of(four())
         first, *others = plain.addresses
-        q_map = TensorMap("q", "bf16", dims=(128, 128), strides=(256,), box=(64, 64))
+        q_map = TensorMap("q", Element.BF16, dims=(128, 128), strides=(256,), box=(64, 64))
         assert quick_launch(four(), plain) is not None
+        assert quick_launch(four(), replace(plain, tensor_maps=((0, q_map),) * 5)) is not None
         for more in (
-            replace(plain, workspace_bytes=4),
-            replace(plain, tensor_maps=((0, q_map),) * 5),
-            replace(plain, addresses=tuple(others)),
+            replace(plain, addresses=(*others, replace(first, tensor="buffer"))),
             replace(plain, addresses=(*plain.addresses, first)),
             replace(plain, addresses=(replace(first, offset=16), *others)),
         ):
@@ -191,7 +197,7 @@ class TestCall:
     def ran(self, monkeypatch) -> list[Config]:
         """What was run in the ordinary way."""
         ran: list[Config] = []
-        monkeypatch.setattr(call.Call, "run", lambda self: ran.append(self.config))
+        monkeypatch.setattr(call.ReadyCall, "run", lambda self: ran.append(self.config))
         monkeypatch.setattr(call, "_plans", {})
         monkeypatch.setattr(call, "_quick_plans", {})
         return ran
@@ -203,7 +209,8 @@ class TestCall:
         def make(launches: bool) -> Quick:
             quick = Quick(launches)
             plan = call.prepare(CONFIG, tensor(), tensor(), tensor()).plan
-            call._quick_plans[(CONFIG.short_form(), None), tensor().shape] = replace(
+            asked = CONFIG.short_form(), (("softmax_scale", None),)
+            call._quick_plans[AttentionForward, asked, tensor().shape, 4] = replace(
                 plan, quick=quick
             )
             return quick

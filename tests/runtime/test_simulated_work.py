@@ -46,7 +46,7 @@ DONE = 2 * 2 * 3 * 2
 
 def run_tests(folder: Path, budget: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     step, name = CONFIG.step.namespace, CONFIG.short_form()
-    kernel = CONFIG.family.kernel
+    (kernel,) = CONFIG.family.kernels
     symbol = f"_ZN{len(step)}{step}{len(kernel)}{kernel}I{len(name)}{name}EEvv"
     (folder / "conftest.py").write_text(CONFTEST.replace("BUDGET", str(budget)))
     (folder / "test_it.py").write_text(TESTS.replace("SYMBOL", symbol))

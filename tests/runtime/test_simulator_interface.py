@@ -7,15 +7,16 @@ import struct
 
 import pytest
 import torch
+from attention_tensors import attention_tensors
 
 import flash_attention
-from flash_helpers.check.inputs import tensors_for
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
-    DType,
+    Element,
     get_kernel_progression_configs,
 )
+from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.ptx import (
     DeviceMemory,
     InstructionLimitError,
@@ -29,7 +30,6 @@ from flash_helpers.runtime import simulator
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import (
     duration_text,
-    estimate_seconds,
     load_kernel,
     run_kernel,
 )
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 CONFIG = next(
     config
     for config in get_kernel_progression_configs()
-    if config.step is STEPS["v7"] and config.dtype == DType.BF16
+    if config.step is STEPS["v7"] and config.dtype == Element.BF16
 )
 SHAPE = (1, 128, 1, 128)
 
@@ -61,7 +61,7 @@ def shipped(monkeypatch, tmp_path):
 
     def ship(text: str | None) -> None:
         path = tmp_path / ptx_path(CONFIG).name
-        monkeypatch.setattr(simulator, "ptx_path", lambda config: path)
+        monkeypatch.setattr(simulator, "ptx_path", lambda *_: path)
         if text is not None:
             path.write_text(text)
 
@@ -70,7 +70,7 @@ def shipped(monkeypatch, tmp_path):
 
 def run(text: str, inputs: tuple[torch.Tensor, ...]) -> None:
     """Run CONFIG's kernel of a PTX text."""
-    run_kernel(CONFIG, load_kernel(CONFIG, text), tensors_for(CONFIG, *inputs))
+    run_kernel(CONFIG, load_kernel(CONFIG, text), attention_tensors(CONFIG, *inputs))
 
 
 def edited(text: str, pattern: str, replacement: str, count: int = 1) -> str:
@@ -169,7 +169,7 @@ class TestBadPtx:
                 run(text, inputs)
 
     def test_without_the_kernel_is_refused_with_those_there_are(self, ptx) -> None:
-        other = CONFIG.replace(dtype=DType.FP16)
+        other = CONFIG.replace(dtype=Element.FP16)
         with pytest.raises(LaunchError, match=f"(?s)no kernel is named.*{CONFIG.short_form()}"):
             load_kernel(other, ptx)
 
@@ -251,9 +251,9 @@ class TestAnnouncement:
         assert "0/2" in err
 
     def test_estimates_grow_with_the_work(self) -> None:
-        one = estimate_seconds(AttentionForward(1, 1, 512))
-        assert estimate_seconds(AttentionForward(2, 3, 512)) == pytest.approx(6 * one)
-        assert estimate_seconds(AttentionForward(1, 1, 1024)) == pytest.approx(4 * one)
+        one = OPERATION.simulated_seconds(AttentionForward(1, 1, 512))
+        assert OPERATION.simulated_seconds(AttentionForward(2, 3, 512)) == pytest.approx(6 * one)
+        assert OPERATION.simulated_seconds(AttentionForward(1, 1, 1024)) == pytest.approx(4 * one)
 
     @pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (200, "3 min"), (50_000, "14 h")])
     def test_durations_are_in_the_unit_that_suits(self, seconds, text) -> None:

@@ -11,6 +11,7 @@ from sass_text import (
     ARCHITECTURES,
     DEFAULT,
     PROGRESSION,
+    WITH_TENSOR,
     kernel,
     needs,
     of_version,
@@ -120,7 +121,7 @@ def test_a_loop_that_branches_is_told_apart():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_tensor_pipe_is_asked_for_what_the_tile_takes(architecture):
     cycles = HMMA_CYCLES[architecture]
-    for config in PROGRESSION:
+    for config in WITH_TENSOR:
         found = progression_kernels(architecture)[config]
         loop = main_loop(found)
         assert loop is not None

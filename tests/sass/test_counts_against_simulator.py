@@ -7,11 +7,19 @@ import functools
 
 import pytest
 import torch
-from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, progression_kernels
+from attention_tensors import attention_tensors
+from sass_text import (
+    ARCHITECTURES,
+    DEFAULT,
+    WITH_TENSOR,
+    WITHOUT_TENSOR,
+    progression_kernels,
+)
 
-from flash_helpers.check.inputs import make_inputs, tensors_for
 from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.measure.machine_code import trips
 from flash_helpers.measure.predictions import predict_launch
+from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel, run_kernel
@@ -39,13 +47,13 @@ PTX_OF = {
 }
 # one block of K and V, so that the loops of the peeled versions are passed by, and three
 BLOCKS = (1, 3)
-DETERMINED = [config for config in PROGRESSION if LAZY_RESCALE not in config.step.traits]
-LAZY = [config for config in PROGRESSION if LAZY_RESCALE in config.step.traits]
+DETERMINED = [config for config in WITH_TENSOR if LAZY_RESCALE not in config.step.traits]
+LAZY = [config for config in WITH_TENSOR if LAZY_RESCALE in config.step.traits]
 
 
 def shape_of(config: Config, blocks: int) -> AttentionForward:
-    """So many blocks of two heads, which `tensors_for` gives the row stride that the kernel is made
-    for."""
+    """So many blocks of two heads, to which `attention_tensors` gives the row stride that the
+    kernel is made for."""
     return AttentionForward(batch=1, heads=2, len_q=blocks * config.supports.whole)
 
 
@@ -56,7 +64,7 @@ def simulated(config: Config, blocks: int) -> dict[str, int]:
         "normal", shape_of(config, blocks), getattr(torch, config.dtype.torch_name)
     )
     kernel = load_kernel(config, ptx_path(config))
-    run = run_kernel(config, kernel, tensors_for(config, *inputs))
+    run = run_kernel(config, kernel, attention_tensors(config, *inputs))
     return {name: c.instructions for name, c in run.counters.by_opcode().items()}
 
 
@@ -94,3 +102,9 @@ def test_what_the_data_decide_is_not_predicted(config):
     kernel = progression_kernels(DEFAULT)[config]
     with pytest.raises(NotDeterminedError, match="branch"):
         predict_launch(kernel, config, shape_of(config, 3))
+
+
+@pytest.mark.parametrize("config", WITHOUT_TENSOR, ids=lambda c: c.short_form())
+def test_without_tensor_instructions_nothing_is_predicted(config):
+    with pytest.raises(NotDeterminedError, match="has no tensor instructions"):
+        trips(progression_kernels(DEFAULT)[config], config, 1000)

@@ -19,7 +19,7 @@ from edited_kernels import (
 )
 from sass_text import needs
 
-from flash_helpers.kernel_configs import STEPS, DType
+from flash_helpers.kernel_configs import STEPS, Element
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.sass.analyse.alignment import common_subsequence, gaps
 from flash_helpers.sass.analyse.counts import Bucket, buckets
@@ -300,7 +300,7 @@ class TestProgression:
         assert changed == {opcodes.ASYNC_COPY, opcodes.GLOBAL_STORE}
 
     def test_another_dtype_changes_only_what_knows_it(self) -> None:
-        diff = diff_kernels(library_kernel(8, DType.BF16), library_kernel(8, DType.FP16))
+        diff = diff_kernels(library_kernel(8, Element.BF16), library_kernel(8, Element.FP16))
         found = {
             (change.likeness, change.after.instruction.base)
             for change in diff.changes

@@ -13,7 +13,7 @@ from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version
 
 from flash_helpers.kernel_configs import (
     STEPS,
-    DType,
+    Element,
     get_kernels_to_build,
 )
 from flash_helpers.measure.machine_code import (
@@ -48,7 +48,7 @@ from flash_helpers.sass.show.matrix_tables import (
 )
 
 BUILT = get_kernels_to_build()
-LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, DType.BF16))
+LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, Element.BF16))
 NUMBERS = [step.number for step in STEPS.values() if step.family == LARGE.family.name]
 TERMINAL = 120
 
@@ -67,21 +67,21 @@ def matrix(results) -> Matrix:
 
 class TestChoice:
     def test_of_all_is_one_kernel_a_version(self) -> None:
-        assert len(choose_kernels(BUILT, ["all"], DType.BF16)) == len(STEPS)
+        assert len(choose_kernels(BUILT, ["all"], Element.BF16)) == len(STEPS)
 
     def test_of_a_short_form_is_itself_in_its_own_dtype(self) -> None:
-        assert choose_kernels(BUILT, [LARGE.short_form()], DType.FP16) == [LARGE]
+        assert choose_kernels(BUILT, [LARGE.short_form()], Element.FP16) == [LARGE]
 
     def test_by_fields(self) -> None:
-        chosen = choose_kernels(BUILT, ["7", "16"], DType.BF16, {"B_r": 128})
+        chosen = choose_kernels(BUILT, ["7", "16"], Element.BF16, {"B_r": 128})
         assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (16, 128)]
         # of the two that are left, the one nearest to the progression's
         assert chosen[1].static_row_stride == of_version(16).static_row_stride
 
     def test_by_a_config_is_the_nearest(self) -> None:
-        chosen = choose_kernels(BUILT, ["7..8"], DType.BF16, LARGE)
+        chosen = choose_kernels(BUILT, ["7..8"], Element.BF16, LARGE)
         assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (8, 128)]
-        chosen = choose_kernels(BUILT, ["6..7"], DType.BF16, LARGE)
+        chosen = choose_kernels(BUILT, ["6..7"], Element.BF16, LARGE)
         assert [(c.version, c.B_r) for c in chosen] == [(6, 64), (7, 128)]
 
     def test_knows_what_the_library_holds(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION, kernel, of_version, progression_kernels
+from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, kernel, of_version, progression_kernels
 
 from flash_helpers.measure.machine_code import trips, unit_of
 from flash_helpers.registry.mma_sync import MMA_ROW_SUM
@@ -131,7 +131,7 @@ def test_a_loop_around_the_main_loop_is_split_at_its_header():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("config", PROGRESSION, ids=lambda c: c.short_form())
+@pytest.mark.parametrize("config", WITH_TENSOR, ids=lambda c: c.short_form())
 def test_the_loop_of_a_kernel_handles_one_block_of_k_and_v(config, architecture):
     found = progression_kernels(architecture)[config]
     counts = count_phases(found)

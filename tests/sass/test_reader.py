@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sass_text import ARCHITECTURES, DEFAULT, PROGRESSION
+from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR
 
 import flash_helpers.sass.read.reader as reader
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
@@ -289,9 +289,9 @@ class TestLibrary:
         assert opcodes_of(kernel.ptx) == opcodes_of(shipped)
 
     def test_a_config_that_is_not_built_is_named(self) -> None:
-        config = PROGRESSION[-1].replace(B_c=32)
+        config = WITH_TENSOR[-1].replace(B_c=32)
         with pytest.raises(SassError, match=f"no kernel '{config.short_form()}'"):
-            library_kernels(DEFAULT, [PROGRESSION[0], config])
+            library_kernels(DEFAULT, [WITH_TENSOR[0], config])
 
 
 class TestMerging:

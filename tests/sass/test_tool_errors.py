@@ -62,6 +62,7 @@ ROWS = [
     (REPORT, ["16", "--threads", "0"], "0 threads"),
     (REPORT, [BEFORE, "--sms", "1", "--mhz", "1"], "only for kernels of this library"),
     (REPORT, ["16", "--sms", "1", "--mhz", "1", "--seq", "1000"], "1000 is not a multiple of B_r "),
+    (REPORT, ["s3", "--sms", "1", "--mhz", "1"], "s3_bf16_w8_c4 has no tensor instructions"),
     (REPORT, [LIBRARY, "--arch", DEFAULT, "--kernel", "v16_bf16"], "such kernels: name one of v16"),
     (REPORT, [f"{ONE}@nix#one"], "has no member 'nix', only one.sm_80.cubin"),
     (COMPARE, ["99"], "the steps are v1 to v"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from flash_helpers.kernel_configs import FAMILIES, STEPS, DType, get_kernel_progression_configs
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Element, get_kernel_progression_configs
 from flash_helpers.measure.machine import Reading
 from flash_helpers.measure.results import (
     BURST,
@@ -22,10 +22,10 @@ from flash_helpers.measure.results import (
     Provenance,
     RateRecord,
 )
-from flash_helpers.measure.shapes import default_shape
 from flash_helpers.measure.staircases import stairs
+from flash_helpers.operations.attention_forward.problems import default_shape
 
-BF16 = [c for c in get_kernel_progression_configs() if c.dtype == DType.BF16]
+BF16 = [c for c in get_kernel_progression_configs() if c.dtype == Element.BF16]
 STAIRS = stairs("bf16")
 LARGE_TILE_7 = STAIRS["v7"].large
 PROVENANCE = Provenance(
@@ -179,7 +179,7 @@ def grouped_results() -> BenchmarkResults:
     }
     share = shape.operations / default_shape(4096).operations
     step = STEPS["h24"]
-    own = FAMILIES[step.family].fixed_config(step, DType.BF16).replace(causal=True)
+    own = FAMILIES[step.family].fixed_config(step, Element.BF16).replace(causal=True)
     return synthetic_results(
         *(
             dataclasses.replace(measurement(name, 4096, tflops / share), **options)

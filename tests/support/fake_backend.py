@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from flash_helpers.kernel_configs import FlashForwardKernelConfig, get_kernels_to_build
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    Config,
+    FlashForwardKernelConfig,
+    get_kernels_to_build,
+)
 from flash_helpers.runtime.backend import Backend, Findings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,15 +65,26 @@ Damage = Callable[[FlashForwardKernelConfig, torch.Tensor], None]
 def fake_backend(damage: Damage = lambda config, o: None) -> Backend:
     """All kernels of the registry, computed by `float32_kernel` and then damaged in place."""
 
-    def forward(
-        config: FlashForwardKernelConfig,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
+    def execute(
+        config: Config, tensors: Sequence[torch.Tensor], options: Mapping[str, Any]
     ) -> Findings:
-        float32_kernel(config, q, k, v, o)
-        damage(config, o)
+        operation = config.family.operation
+        problem = operation.problem.posed(
+            {
+                name: tuple(x.shape)
+                for name, x in zip(operation.problem.axes, tensors, strict=False)
+            },
+            config.dtype,
+            **{**options, **config.supports.options},
+        )
+        if operation.problem is AttentionForward:
+            float32_kernel(config, *tensors[:4])
+        else:
+            named = dict(zip((x.name for x in problem.inputs), tensors, strict=False))
+            expected = operation.part("reference").reference(problem, named).expected
+            for x, output in zip(problem.outputs, tensors[len(problem.inputs) :], strict=True):
+                output.copy_(expected[x.name])
+        damage(config, tensors[len(problem.inputs)])
         return Findings()
 
-    return Backend(torch.device("cpu"), "a fake device", forward, tuple(get_kernels_to_build()))
+    return Backend(torch.device("cpu"), "a fake device", execute, tuple(get_kernels_to_build()))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flash_helpers.kernel_configs import Config, DType
+from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.registry.family import Family, Step, StepEntry
 from flash_helpers.registry.hopper import (
     CALL_OPTIONS,
@@ -54,7 +54,7 @@ GENERAL = replace(
 
 def general(step: Step, **changes: Any) -> Config:
     """The config that the family fixes for a step, with some fields changed."""
-    return GENERAL.fixed_config(step, DType.BF16).replace(**changes)
+    return GENERAL.fixed_config(step, Element.BF16).replace(**changes)
 
 
 def plain_ptx(config: Config) -> str:

@@ -6,28 +6,32 @@ instructions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import ClassVar
 
-from flash_helpers.registry.config import Config, element, flag, number
-from flash_helpers.registry.family import Family, StepEntry
-from flash_helpers.registry.launch import (
+from flash_helpers.gpu import Device
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import AttentionSupports
+from flash_helpers.registry.call import (
     INT,
     POINTER,
     TENSOR_MAP,
-    WORKSPACE,
     Address,
+    Buffer,
+    Call,
     Launch,
     StructLayout,
     TensorMap,
 )
-from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
-from flash_helpers.registry.supports import Supports
+from flash_helpers.registry.config import Config, element, flag, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.problem import Element, Strides
 
 TILE = 128
+COUNTER = "counter"
 ARGUMENTS = StructLayout(
     "OtherArgs",
     MappingProxyType({"n": INT, "Q": TENSOR_MAP, "O": POINTER, "counter": POINTER}),
@@ -41,7 +45,7 @@ class OtherConfig(Config):
     example: ClassVar[str] = "x1_bf16_B128"
 
     ordinal: int = number("x")
-    dtype: DType = element()
+    dtype: Element = element()
     tile: int = number("B", "rows")
     stages: int = number("st", default=2)
     lazy: bool = flag("lazy", default=False)
@@ -56,49 +60,50 @@ class OtherConfig(Config):
 
     @property
     def smem_bytes(self) -> int:
-        return self.tile * 128 * ELEMENT_BYTES * self.stages
+        return self.tile * 128 * 2 * self.stages
 
     @property
-    def supports(self) -> Supports:
-        return Supports(self.dtype, (128,), MappingProxyType({"tile": self.tile}), 16, 2**20)
+    def supports(self) -> AttentionSupports:
+        return AttentionSupports(
+            self.dtype, (128,), MappingProxyType({"tile": self.tile}), 16, 2**20
+        )
 
     def check(self) -> None:
         if self.tile % 64:
             raise ValueError(f"tile {self.tile} is not a multiple of 64: choose 64 or 128")
 
-    def launch(
-        self, problem: AttentionForward, strides: Mapping[str, Strides]
-    ) -> tuple[Launch, ...]:
+    def most_runs(self, problem: AttentionForward, device: Device) -> int:
+        return problem.len_k
+
+    def call(self, problem: AttentionForward, strides: Strides, device: Device) -> Call:
         q_map = TensorMap(
             tensor="q",
-            dtype=self.dtype.short,
+            element=self.dtype,
             dims=(problem.d_head, problem.len_q),
-            strides=(problem.row_stride * ELEMENT_BYTES,),
+            strides=(problem.row_stride * 2,),
             box=(64, self.tile),
             swizzle=128,
         )
-        return (
-            Launch(
-                config=self,
-                grid=(132, 1, 1),
-                block=self.n_threads,
-                shared_bytes=self.smem_bytes,
-                arguments=ARGUMENTS.pack({"n": (problem.len_q // self.tile,)}),
-                addresses=(
-                    Address(ARGUMENTS.offset("O"), "o"),
-                    Address(ARGUMENTS.offset("counter"), WORKSPACE),
-                ),
-                outputs=("o",),
-                cluster=(2, 1, 1),
-                tensor_maps=((ARGUMENTS.offset("Q"), q_map),),
-                workspace_bytes=4,
+        launch = Launch(
+            kernel=self.short_form(),
+            grid=(device.sms, 1, 1),
+            block=self.n_threads,
+            shared_bytes=self.smem_bytes,
+            arguments=ARGUMENTS.pack({"n": (problem.len_q // self.tile,)}),
+            addresses=(
+                Address(ARGUMENTS.offset("O"), "o"),
+                Address(ARGUMENTS.offset("counter"), COUNTER),
             ),
+            cluster=(2, 1, 1),
+            tensor_maps=((ARGUMENTS.offset("Q"), q_map),),
         )
+        return Call((launch,), (Buffer(COUNTER, 4, zeroed=True),))
 
 
 OTHER = Family(
     name="other",
     title="what comes after mma.sync",
+    operation=OPERATION,
     prefix="x",
     rank=9,
     config=OtherConfig,
@@ -114,6 +119,7 @@ OTHER = Family(
         ),
     ),
     targets=("90a",),
-    arguments=ARGUMENTS,
-    map_header=PurePosixPath("src/include/other_kernels.cuh"),
+    kernels=MappingProxyType({"forward_kernel": ARGUMENTS}),
+    header=PurePosixPath("src/include/flash_attention.cuh"),
+    dtypes=(Element.FP16, Element.BF16),
 )

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from flash_helpers.kernel_configs import (
-    DType,
+    Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.machine_code import default_architecture, library_kernels
+from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.runtime import library
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import control_flow
@@ -33,6 +34,8 @@ from flash_helpers.sass.read.records import (
 ARCHITECTURES = tuple(name for name in library.architectures() if re.fullmatch(r"sm_\d+", name))
 DEFAULT = default_architecture()
 PROGRESSION = [config for config in get_kernel_progression_configs() if config.family.is_portable]
+WITH_TENSOR = [config for config in PROGRESSION if config.family.operation is ATTENTION]
+WITHOUT_TENSOR = [config for config in PROGRESSION if config not in WITH_TENSOR]
 
 _LINE = re.compile(
     r"(?:(?P<label>\w+):)?\s*(?P<guard>@!?\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*)"
@@ -151,7 +154,7 @@ def progression_kernels(architecture: str) -> dict[FlashForwardKernelConfig, Ker
     return library_kernels(architecture, PROGRESSION)
 
 
-def of_version(number: int, dtype: DType = DType.BF16) -> FlashForwardKernelConfig:
+def of_version(number: int, dtype: Element = Element.BF16) -> FlashForwardKernelConfig:
     """A config of the progression."""
     return next(c for c in PROGRESSION if (c.version, c.dtype) == (number, dtype))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -21,16 +20,17 @@ from benchmark_results import FakeSensor, FakeTimer
 from fake_backend import fake_backend, load_tool
 from fake_cubin import cubin
 from fake_toolchain import SUPPORT, fake_toolchain
-from general_hopper import WITH_COUNTER, general
+from family_headers import copy_family_headers
 
 from flash_helpers.compile.build import LibraryBuild
-from flash_helpers.compile.codegen import STRUCT_HEADER, configs_to_build
+from flash_helpers.compile.codegen import configs_to_build
 from flash_helpers.compile.cubins import CubinCompiler, Source, included_files, read_code
 from flash_helpers.compile.toolchain import Toolchain
+from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
-    DType,
+    Element,
     FlashForwardKernelConfig,
     config_from_short_form,
     get_autotuning_kernel_configs,
@@ -39,9 +39,9 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
 from flash_helpers.measure.results import FLASH
-from flash_helpers.registry.ampere import AMPERE, ARGUMENTS
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.config import Config
 from flash_helpers.registry.hopper import HOPPER, LONG_TILE
-from flash_helpers.registry.launch import Launch
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
 from flash_helpers.tune import worker as sweep_worker
@@ -81,10 +81,12 @@ H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 V7, V8 = (
     c
     for c in get_kernel_progression_configs()
-    if c.step.id in ("v7", "v8") and c.dtype == DType.BF16
+    if c.step.id in ("v7", "v8") and c.dtype == Element.BF16
 )
-H7 = next(c for c in get_autotuning_kernel_configs() if c.step.id == "h7" and c.dtype == DType.BF16)
-LAST, LAST_CAUSAL = HOPPER.fixed_config([*HOPPER.steps.values()][-1], DType.BF16).variants()
+H7 = next(
+    c for c in get_autotuning_kernel_configs() if c.step.id == "h7" and c.dtype == Element.BF16
+)
+LAST, LAST_CAUSAL = HOPPER.fixed_config([*HOPPER.steps.values()][-1], Element.BF16).variants()
 LONG = LAST.replace(**LONG_TILE)
 LARGE = V7.replace(B_r=128)
 WIDE = V7.replace(B_c=128)
@@ -310,15 +312,20 @@ def measuring(monkeypatch):
     monkeypatch.setattr(
         sweep_worker,
         "cubin_contender",
-        lambda kernel: kernel_contender(config_from_short_form(kernel.config), backend.forward),
+        lambda kernel, execute: kernel_contender(
+            config_from_short_form(kernel.config), backend.execute
+        ),
     )
     monkeypatch.setattr(sweep_worker, "make_timer", lambda device, protocol: FakeTimer())
     monkeypatch.setattr(sweep_worker, "GpuSensor", FakeSensor)
     monkeypatch.setattr(
-        sweep_worker,
-        "tuning_shape",
-        lambda config, n: AttentionForward(1, 2, n, causal=config.supports.causal),
+        Config,
+        "measured",
+        lambda config, n: AttentionForward(
+            1, 2, n, dtype=config.dtype, causal=config.supports.causal
+        ),
     )
+    monkeypatch.setattr(sweep_worker, "find_backend", lambda device: backend)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return sweep_worker.Worker(torch.device("cpu"))
 
@@ -373,7 +380,10 @@ class FakeDriver:
             if name == "cuGetErrorString":
                 arguments[1]._obj.value = b"invalid argument"
             if name == "cuLaunchKernelEx":  # the memory is the caller's, until it returns
-                arguments = (arguments[0]._obj, ctypes.string_at(arguments[2][0], ARGUMENTS.size))
+                arguments = (
+                    arguments[0]._obj,
+                    ctypes.string_at(arguments[2][0], AMPERE.kernels["forward_kernel"].size),
+                )
             self.calls.append((name, *arguments))
             return 1 if name == self.refuses else 0
 
@@ -384,7 +394,7 @@ def test_a_kernel_is_loaded_and_launched_with_its_shared_memory(monkeypatch) -> 
     driver = FakeDriver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
     shape = AttentionForward(2, 16, 256)
-    (found,) = V7.launch(shape, shape.strides())
+    (found,) = V7.call(shape, shape.strides(), largest_device(90)).launches
     arguments = found.bind(dict.fromkeys("qkvo", 4096))
     cuda_driver.LoadedKernel(b"ELF", "_Zkernel", 65536).launch(found, arguments, 7)
     load, get, attribute, launch = driver.calls
@@ -401,25 +411,21 @@ def test_a_kernel_is_loaded_and_launched_with_its_shared_memory(monkeypatch) -> 
     assert passed == arguments
 
 
-def test_a_kernel_that_counts_is_timed_with_a_counter_of_zero(monkeypatch, tmp_path) -> None:
-    config, counters = general(WITH_COUNTER), []
-    member = HOPPER.arguments.offset("next_tile")
-
-    def launch(_: Launch, arguments: bytes, __: int) -> None:
-        begin = int.from_bytes(arguments[member : member + 8], "little")
-        counters.append(ctypes.string_at(begin, 4))
-
-    monkeypatch.setattr(sweep_worker, "config_from_short_form", lambda _: config)
-    monkeypatch.setattr(sweep_worker, "LoadedKernel", lambda *_: SimpleNamespace(launch=launch))
-    monkeypatch.setattr(sweep_worker, "encode_tensor_map", lambda *_: bytes(128))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    (tmp_path / "cubin").write_bytes(b"ELF")
-    q = torch.zeros(1, 128, 1, 128, dtype=torch.bfloat16)
+def test_a_cubin_is_registered_and_runs_like_any_kernel(monkeypatch, tmp_path) -> None:
+    registered, ran = [], []
+    monkeypatch.setattr(sweep_worker, "register", lambda *kernel: registered.append(kernel))
+    path = tmp_path / "cubin"
+    path.write_bytes(b"ELF")
     contender = sweep_worker.cubin_contender(
-        KernelFile(config.short_form(), str(tmp_path / "cubin"), "_Zkernel")
+        KernelFile(V7.short_form(), str(path), "_Zkernel"), lambda *call: ran.append(call)
     )
-    contender.run(InputSet(AttentionForward(1, 1, 128), (q, q, q), torch.empty_like(q), None))
-    assert counters == [bytes(4)]
+    q, o = torch.zeros(2, 1, 128, 1, 128, dtype=torch.bfloat16)
+    problem = AttentionForward(1, 1, 128)
+    inputs = InputSet(problem, dict.fromkeys("qkv", q), {"o": o}, None)
+    assert contender.run(inputs) is o
+    assert registered == [(V7.short_form(), "_Zkernel", b"ELF")]
+    ((config, tensors, options),) = ran
+    assert config == V7 and tensors[-1] is o and options == problem.call_options()
 
 
 def test_what_the_driver_refuses_is_told_in_its_own_words(monkeypatch) -> None:
@@ -436,14 +442,16 @@ def test_without_a_driver_that_is_said(monkeypatch) -> None:
 
 
 def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(cuda_driver, "driver", lambda: FakeDriver())
+    monkeypatch.setattr(sweep_worker, "register", lambda *kernel: None)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(b"ELF")
     static = max(c for c in get_kernel_progression_configs() if getattr(c, "static_row_stride", 0))
-    contender = sweep_worker.cubin_contender(KernelFile(static.short_form(), str(path), "_Z"))
-    tensors = [torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16) for _ in range(4)]
+    file = KernelFile(static.short_form(), str(path), "_Z")
+    contender = sweep_worker.cubin_contender(file, lambda *call: None)
+    q, o = torch.zeros(2, 1, 64, 2, 128, dtype=torch.bfloat16)
+    inputs = InputSet(AttentionForward(1, 2, 64), dict.fromkeys("qkv", q), {"o": o}, None)
     with pytest.raises(ValueError, match="is not for batch 1, heads 2, seq 64"):
-        contender.run(InputSet(AttentionForward(1, 2, 64), tuple(tensors[:3]), tensors[3], None))
+        contender.run(inputs)
 
 
 # The journal
@@ -905,7 +913,7 @@ def test_the_winner_is_built_and_picked(
     # sweep
     assert sweep([V7, winner]) == 0
     # regenerate
-    shutil.copy(root / STRUCT_HEADER, sweep.root / STRUCT_HEADER)
+    copy_family_headers(root, sweep.root)
     generator = root / "tools/build/generate_kernel_instantiations.py"
     subprocess.run(
         [sys.executable, generator, "--root", sweep.root], check=True, capture_output=True

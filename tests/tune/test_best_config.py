@@ -12,28 +12,31 @@ import torch
 from general_hopper import GENERAL, WITH_CAUSAL, general
 
 from flash_helpers.compile.build import CONFIG_FOLDER
+from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     STEPS,
     AttentionForward,
     Config,
-    DType,
+    Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
     get_kernels_to_build,
     read_configs,
 )
-from flash_helpers.measure.shapes import default_shape
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.choice import preferred_steps
 from flash_helpers.registry.hopper import LONG_TILE
-from flash_helpers.runtime import library
+from flash_helpers.runtime import library, tensors
 from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config, choose_config
 from flash_helpers.tune.winners import BestAtLength, BestConfig, BestConfigs, best_file, load_best
 
 BUILT = get_kernels_to_build()
 FIXED = {(c.step.id, c.dtype): c for c in get_kernel_progression_configs()}
-LARGE = next(c for c in BUILT if c.step.id == "v7" and c.B_r == 128 and c.dtype == DType.BF16)
+LARGE = next(c for c in BUILT if c.step.id == "v7" and c.B_r == 128 and c.dtype == Element.BF16)
 UNBUILT = LARGE.replace(B_c=32)
 H100, H200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 
@@ -76,7 +79,8 @@ def on(monkeypatch):
 
     def use(gpu: str, capability: str) -> None:
         major, minor = map(int, capability.split("."))
-        properties = SimpleNamespace(name=gpu, major=major, minor=minor)
+        properties = SimpleNamespace(name=gpu, major=major, minor=minor, multi_processor_count=132)
+        tensors.gpu_device.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
@@ -85,12 +89,12 @@ def on(monkeypatch):
 
 def test_the_winner_on_this_gpu_is_picked(found, on) -> None:
     found(H100, "9.0", LARGE)
-    found(H200, "9.0", FIXED["v7", DType.BF16])
+    found(H200, "9.0", FIXED["v7", Element.BF16])
     on(H100, "9.0")
     assert best_config(7, torch.bfloat16) == LARGE
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, DType.BF16, "bf16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, Element.BF16, "bf16", "bfloat16"])
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:0", 0, torch.device("cuda", 0)])
 def test_dtype_and_device_are_taken_in_every_form(found, on, dtype, device) -> None:
     found(H100, "9.0", LARGE)
@@ -101,13 +105,13 @@ def test_dtype_and_device_are_taken_in_every_form(found, on, dtype, device) -> N
 @pytest.mark.parametrize(
     ("gpu", "capability", "asked", "wanted"),
     [
-        (H100, "9.0", (7, torch.float16), FIXED["v7", DType.FP16]),
-        (H100, "9.0", (8, torch.bfloat16), FIXED["v8", DType.BF16]),
-        (H100, "9.0", (7, "bf16", "cpu"), FIXED["v7", DType.BF16]),
-        (H100, "9.0", (7, "bf16", torch.device("cpu")), FIXED["v7", DType.BF16]),
+        (H100, "9.0", (7, torch.float16), FIXED["v7", Element.FP16]),
+        (H100, "9.0", (8, torch.bfloat16), FIXED["v8", Element.BF16]),
+        (H100, "9.0", (7, "bf16", "cpu"), FIXED["v7", Element.BF16]),
+        (H100, "9.0", (7, "bf16", torch.device("cpu")), FIXED["v7", Element.BF16]),
         # a GPU without a file takes the winner of its compute capability
         (H200, "9.0", (7, "bf16"), LARGE),
-        (A100, "8.0", (7, "bf16"), FIXED["v7", DType.BF16]),
+        (A100, "8.0", (7, "bf16"), FIXED["v7", Element.BF16]),
     ],
 )
 def test_a_winner_counts_for_its_step_dtype_and_compute_capability(
@@ -122,7 +126,7 @@ def test_a_winner_that_was_not_built_is_announced_and_never_returned(found, on) 
     found(H100, "9.0", UNBUILT)
     on(H100, "9.0")
     with pytest.warns(RuntimeWarning, match=f"{UNBUILT.short_form()}, was not built: run"):
-        assert best_config(7, "bf16") == FIXED["v7", DType.BF16]
+        assert best_config(7, "bf16") == FIXED["v7", Element.BF16]
 
 
 def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, on) -> None:
@@ -137,7 +141,7 @@ def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, 
 def test_without_a_gpu_and_without_files_there_is_still_a_config(found, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for step in STEPS:
-        for dtype in DType:
+        for dtype in FAMILIES[STEPS[step].family].dtypes:
             assert best_config(step, dtype) == FIXED[step, dtype]
 
 
@@ -146,7 +150,7 @@ def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_pa
     path = best_file(tmp_path / "configs", H100)
     path.write_text(path.read_text().replace("_Br128_", "_Br127_"))
     on(H100, "9.0")
-    assert best_config(7, "bf16") == FIXED["v7", DType.BF16]
+    assert best_config(7, "bf16") == FIXED["v7", Element.BF16]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_pa
         ("v99", "bf16", "'v99': the steps are v1 to"),
         ("v7..9", "bf16", r"step 'v7\.\.9' is not one of v1, "),
         (7.5, "bf16", r"step 7\.5 is not one of v1, "),
-        (7, torch.float32, "dtype 'float32' is not one of fp16"),
+        (7, torch.float32, "dtype fp32: family ampere has fp16 and bf16"),
     ],
 )
 def test_what_does_not_exist_is_refused(found, step, dtype, message: str) -> None:
@@ -174,7 +178,7 @@ def test_if_not_even_the_progressions_config_was_built_that_is_said(found, monke
 
 
 def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_path) -> None:
-    plain, causal = FIXED["h24", DType.BF16].variants()
+    plain, causal = FIXED["h24", Element.BF16].variants()
     long = plain.replace(**LONG_TILE)
     found(H200, "9.0", plain)
     path = best_file(tmp_path / "configs", H200)
@@ -191,15 +195,15 @@ def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_pa
 
 
 def test_of_two_lengths_that_are_as_near_the_longer_one_counts() -> None:
-    found = dataclasses.replace(entry(FIXED["h24", DType.BF16]), seq_lens=(1024, 4096, 16384))
+    found = dataclasses.replace(entry(FIXED["h24", Element.BF16]), seq_lens=(1024, 4096, 16384))
     assert [found.nearest(n) for n in (1, 2047, 2048, 8191, 8192, 10**6)] == [
         *(1024, 1024, 4096, 4096, 16384, 16384)
     ]
 
 
 def test_a_tile_that_a_problem_fills_better_may_be_the_faster_one_there() -> None:
-    plain = FIXED["h28", DType.BF16]
-    long = FIXED["h26", DType.BF16].replace(**LONG_TILE)
+    plain = FIXED["h28", Element.BF16]
+    long = FIXED["h26", Element.BF16].replace(**LONG_TILE)
     at_lengths = tuple(
         BestAtLength(n, long.short_form(), of_mean)
         for n, of_mean in ((1024, 0.93), (4096, 0.97), (16384, 1.03))
@@ -207,29 +211,37 @@ def test_a_tile_that_a_problem_fills_better_may_be_the_faster_one_there() -> Non
     found = dataclasses.replace(entry(plain), seq_lens=(1024, 4096, 16384), at_lengths=at_lengths)
     # as measured, the problems of the sweep decide as the sweep did
     for n, fastest in ((1024, plain), (4096, plain), (16384, long)):
-        assert found.for_problem(default_shape(n)) == found.at_length(n)
+        assert found.for_problem(default_shape(n), largest_device(90)) == found.at_length(n)
         assert found.at_length(n)[0] == fastest
     # 4000 rows are 20.8 tiles of 192 rows and 31.25 of 128, each two by two: 22 and 32
-    assert found.for_problem(default_shape(4000))[0] == long
+    assert found.for_problem(default_shape(4000), largest_device(90))[0] == long
     # of one sequence there is a tile for half of the thread blocks at the end
-    assert found.for_problem(AttentionForward(1, 16, 16384))[0] == plain
+    assert found.for_problem(AttentionForward(1, 16, 16384), largest_device(90))[0] == plain
     # no tile of 192 rows is filled by so few
-    assert found.for_problem(AttentionForward(16, 16, 200, len_k=16384))[0] == plain
+    assert (
+        found.for_problem(AttentionForward(16, 16, 200, len_k=16384), largest_device(90))[0]
+        == plain
+    )
 
 
 def test_a_winner_with_a_mask_is_compared_on_problems_with_one() -> None:
-    _, wide = FIXED["h28", DType.BF16].variants()
-    narrow = FIXED["h24", DType.BF16].replace(B_c=64, V_slots=3, causal=True)
+    _, wide = FIXED["h28", Element.BF16].variants()
+    narrow = FIXED["h24", Element.BF16].replace(B_c=64, V_slots=3, causal=True)
     at_lengths = (BestAtLength(512, narrow.short_form(), 1.02),)
     found = dataclasses.replace(entry(wide), causal=True, at_lengths=at_lengths)
     problem = AttentionForward(2, 4, 300, causal=True)
-    assert found.for_problem(problem) == [narrow, wide]
-    assert found.for_problem(dataclasses.replace(problem, len_k=30)) == [narrow, wide]
-    assert found.for_problem(AttentionForward(2, 4, 4096, causal=True)) == [wide]
+    assert found.for_problem(problem, largest_device(90)) == [narrow, wide]
+    assert found.for_problem(dataclasses.replace(problem, len_k=30), largest_device(90)) == [
+        narrow,
+        wide,
+    ]
+    assert found.for_problem(AttentionForward(2, 4, 4096, causal=True), largest_device(90)) == [
+        wide
+    ]
 
 
 def test_without_winners_a_causal_problem_gets_the_fixed_config_with_a_mask(found) -> None:
-    plain, causal = FIXED["h24", DType.BF16].variants()
+    plain, causal = FIXED["h24", Element.BF16].variants()
     assert best_config("h24", "bf16", "cpu", causal=True) == causal
     assert best_config("h24", "bf16", "cpu") == plain
     with pytest.raises(ValueError, match="step v16 has no causal kernel"):
@@ -243,10 +255,10 @@ def test_a_file_is_read_back_and_is_what_the_generator_reads(tmp_path: Path) -> 
     import json
 
     path = tmp_path / "best.json"
-    configs = BestConfigs(H100, "9.0", (entry(LARGE), entry(FIXED["v8", DType.BF16])))
+    configs = BestConfigs(H100, "9.0", (entry(LARGE), entry(FIXED["v8", Element.BF16])))
     configs.save(path)
     assert load_best(path) == configs
-    assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED["v8", DType.BF16]]
+    assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED["v8", Element.BF16]]
 
 
 def test_a_file_from_before_causal_configs_and_lengths_is_read_as_without(tmp_path: Path) -> None:
@@ -261,10 +273,10 @@ def test_a_file_from_before_causal_configs_and_lengths_is_read_as_without(tmp_pa
 
 
 def test_a_winner_takes_the_place_of_the_one_before_in_order() -> None:
-    first = BestConfigs(H100, "9.0", (entry(FIXED["v8", DType.BF16]), entry(LARGE)))
+    first = BestConfigs(H100, "9.0", (entry(FIXED["v8", Element.BF16]), entry(LARGE)))
     better = dataclasses.replace(entry(LARGE), of_flash=1.2)
-    fp16 = entry(FIXED["v7", DType.FP16])
-    assert first.updated([better, fp16]).best == (better, fp16, entry(FIXED["v8", DType.BF16]))
+    fp16 = entry(FIXED["v7", Element.FP16])
+    assert first.updated([better, fp16]).best == (better, fp16, entry(FIXED["v8", Element.BF16]))
 
 
 def test_committed_files_are_named_by_their_gpu_and_hold_configs_of_the_registry(root) -> None:
@@ -282,8 +294,8 @@ class TestChoice:
     problem."""
 
     CUDA = torch.device("cuda", 0)
-    NEWEST = FIXED[preferred_steps(capability=(8, 0))[0].id, DType.BF16]
-    ON_HOPPER = FIXED[preferred_steps(capability=(9, 0))[0].id, DType.BF16]
+    NEWEST = FIXED[preferred_steps(OPERATION, (8, 0))[0].id, Element.BF16]
+    ON_HOPPER = FIXED[preferred_steps(OPERATION, (9, 0))[0].id, Element.BF16]
 
     @pytest.fixture
     def on(self, on, monkeypatch):
@@ -303,7 +315,7 @@ class TestChoice:
         ("gpu", "capability", "seq_len", "wanted"),
         [
             (A100, "8.0", 256, NEWEST),
-            (A100, "8.0", 64, FIXED["v16", DType.BF16]),
+            (A100, "8.0", 64, FIXED["v16", Element.BF16]),
             (H100, "9.0", 256, ON_HOPPER),
             (H100, "9.0", 192, ON_HOPPER),
         ],
@@ -323,8 +335,8 @@ class TestChoice:
         on(A100, "8.0")
         problem = AttentionForward(1, 1, 256)
         assert choose_config(problem, self.CUDA) == self.winner()
-        fp16 = problem.in_dtype(DType.FP16)
-        assert choose_config(fp16, self.CUDA) == FIXED[self.NEWEST.step.id, DType.FP16]
+        fp16 = problem.in_dtype(Element.FP16)
+        assert choose_config(fp16, self.CUDA) == FIXED[self.NEWEST.step.id, Element.FP16]
 
     def test_passes_over_a_winner_that_does_not_take_the_problem(
         self, found, on, monkeypatch
@@ -335,21 +347,21 @@ class TestChoice:
         on(A100, "8.0")
         assert choose_config(AttentionForward(1, 1, 256), self.CUDA) == wide
         v16 = choose_config(AttentionForward(1, 1, 192), self.CUDA)
-        assert v16 == FIXED["v16", DType.BF16]
+        assert v16 == FIXED["v16", Element.BF16]
 
     def test_passes_over_a_family_that_was_not_built(self, found, on, monkeypatch) -> None:
         ampere = [config for config in BUILT if config.family.name == "ampere"]
         monkeypatch.setattr(library, "kernels", lambda: ampere)
         on(H100, "9.0")
         chosen = choose_config(AttentionForward(1, 1, 256), self.CUDA)
-        assert chosen == FIXED["v16", DType.BF16]
+        assert chosen == FIXED["v16", Element.BF16]
 
     def test_of_a_causal_problem_is_the_config_with_a_mask_if_it_was_built(
         self, found, on, monkeypatch
     ) -> None:
         plain, masked = general(WITH_CAUSAL).variants()
         monkeypatch.setattr(best, "FAMILIES", {"ampere": AMPERE, "hopper": GENERAL})
-        monkeypatch.setattr(best, "preferred_steps", lambda _: [WITH_CAUSAL])
+        monkeypatch.setattr(best, "preferred_steps", lambda *_: [WITH_CAUSAL])
         monkeypatch.setattr(best, "_winners", lambda *asked: [(plain, masked)[asked[3]]])
         monkeypatch.setattr(library, "kernels", lambda: [plain, masked])
         on(H100, "9.0")
@@ -383,8 +395,8 @@ class TestChoice:
     def test_before_a_sweep_looks_at_the_newest_step_is_of_the_tiles_of_the_one_before(
         self, found, on, tmp_path
     ) -> None:
-        before, long = FIXED["h26", DType.BF16], FIXED["h24", DType.BF16].replace(**LONG_TILE)
-        found(H200, "9.0", FIXED["h25", DType.BF16], before)
+        before, long = FIXED["h26", Element.BF16], FIXED["h24", Element.BF16].replace(**LONG_TILE)
+        found(H200, "9.0", FIXED["h25", Element.BF16], before)
         path = best_file(tmp_path / "configs", H200)
         file = load_best(path)
         at_lengths = (BestAtLength(4096, long.short_form(), 1.05),)
@@ -398,7 +410,7 @@ class TestChoice:
     def test_a_tile_that_the_newest_step_cannot_have_is_taken_of_the_one_before(
         self, found, on, tmp_path
     ) -> None:
-        _, long = FIXED["h24", DType.BF16].replace(**LONG_TILE).variants()
+        _, long = FIXED["h24", Element.BF16].replace(**LONG_TILE).variants()
         with pytest.raises(ValueError, match="slots of K"):
             long.at_step(self.ON_HOPPER.step)
         path = best_file(tmp_path / "configs", H200)

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flash_helpers.console.command_line import (
-    add_problem_arguments,
     make_parser,
-    positive,
     print_text,
     run_tool,
 )
 from flash_helpers.console.tables import json_text
-from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.kernel_profile import (
     KernelProfile,
     annotated_source_text,
@@ -32,7 +30,16 @@ from flash_helpers.measure.kernel_profile import (
     source_as_json,
     source_lines,
 )
-from flash_helpers.registry.selection import KERNEL_NAMES, UsageError, choose_kernels, with_mask
+from flash_helpers.registry.selection import (
+    DTYPE_CHOICES,
+    KERNEL_NAMES,
+    UsageError,
+    add_problem_options,
+    asked_problem,
+    choose_kernels,
+    require_options_of,
+    variant_for,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,13 +80,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KERNEL",
         help=f"{KERNEL_NAMES}; of a step its config in the progression is meant",
     )
-    parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
-    parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
-    parser.add_argument("--batch", type=positive, default=1, help="(default: 1)")
-    add_problem_arguments(parser, "of a step its causal kernel is meant")
+    add_problem_options(parser)
     parser.add_argument(
         "--dtype",
-        choices=[dtype.short for dtype in DType],
+        choices=DTYPE_CHOICES[:-1],
         default="bf16",
         help="of steps; a short form has its own (default: bf16)",
     )
@@ -127,25 +131,28 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
 
 def profile(arguments: argparse.Namespace) -> str:
     """The text to print. Raises ValueError, and RuntimeError if a kernel is at fault."""
-    import flash_attention  # and torch, which --help does not wait for
+    from flash_helpers.runtime import library  # and torch, which --help does not wait for
+    from flash_helpers.runtime.call import prepare
 
-    shape = AttentionForward(
-        arguments.batch,
-        arguments.heads,
-        arguments.seq,
-        kv_heads=arguments.kv_heads,
-        causal=arguments.causal,
-    )
     configs = choose_kernels(
-        flash_attention.kernels(),
+        library.kernels(),
         [arguments.by_line] if arguments.by_line else arguments.kernels,
-        DType.from_name(arguments.dtype),
+        Element.from_name(arguments.dtype),
     )
-    if arguments.causal:
-        configs = [with_mask(config) for config in configs]
+    operations = {config.family.operation.name: config.family.operation for config in configs}
+    if len(operations) != 1:
+        raise UsageError(
+            f"the kernels compute {', '.join(operations)}: name those of one operation"
+        )
+    (operation,) = operations.values()
+    require_options_of(arguments, operations)
+    shape = asked_problem(arguments, operation.small)
+    configs = [variant_for(config, shape) for config in configs]
     if arguments.by_line and len(configs) > 1:
         raise UsageError(f"--by-line {arguments.by_line} names {len(configs)} kernels: name one")
-    profiles = profile_kernels(configs, shape, flash_attention.simulate)
+    profiles = profile_kernels(
+        configs, shape, lambda config, inputs: prepare(config, *inputs).simulate()
+    )
     return source(profiles[0], arguments) if arguments.by_line else comparison(profiles, arguments)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import json_text
-from flash_helpers.kernel_configs import AttentionForward, DType
+from flash_helpers.kernel_configs import AttentionForward, Element
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
     SEQ_LEN,
@@ -29,7 +29,12 @@ from flash_helpers.measure.machine_code import (
     predict_config,
 )
 from flash_helpers.measure.results import RESULTS, load_results
-from flash_helpers.registry.selection import UsageError, choose_kernels, require_supported
+from flash_helpers.registry.selection import (
+    DTYPE_CHOICES,
+    UsageError,
+    choose_kernels,
+    require_supported,
+)
 from flash_helpers.sass.analyse.bound import Chip, Launch
 from flash_helpers.sass.analyse.matrix import KernelFacts
 from flash_helpers.sass.analyse.report import report_on
@@ -96,7 +101,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dtype",
-        choices=[dtype.short for dtype in DType],
+        choices=DTYPE_CHOICES[:-1],
         default="bf16",
         help="of steps; a short form has its own (default: bf16)",
     )
@@ -152,7 +157,7 @@ def read_kernel(arguments: argparse.Namespace) -> KernelFacts:
         with progress_bar("disassembling") as progress:
             return file_facts(where, arguments.arch, results, names=names, progress=progress)
     architecture = arguments.arch or default_architecture()
-    dtype = DType.from_name(arguments.dtype)
+    dtype = Element.from_name(arguments.dtype)
     configs = choose_kernels(library_configs(architecture), [arguments.kernel_or_file], dtype)
     if len(configs) != 1:
         raise UsageError(
@@ -169,6 +174,11 @@ def with_prediction(facts: KernelFacts, arguments: argparse.Namespace) -> Kernel
     if not isinstance(facts, ConfigFacts):
         raise UsageError(
             "--sms and --mhz: how often loops are run is known only for kernels of this library"
+        )
+    if facts.unit is None:
+        raise UsageError(
+            f"--sms and --mhz: {facts.config.short_form()} has no tensor instructions, which tell "
+            "how often loops are run: leave them out"
         )
     dtype, d_head = facts.config.dtype, facts.config.d_head
     problem = AttentionForward(arguments.batch, arguments.heads, arguments.seq, d_head, dtype)

@@ -32,7 +32,7 @@ from flash_helpers.console.command_line import (
 from flash_helpers.console.progress import bar
 from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.machine import git_commit
-from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, default_shape
+from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,
@@ -76,9 +76,9 @@ examples:
   the final kernel, within six minutes:
     python tools/benchmark/autotune.py --steps 16 --budget 240
   every step that has something to tune, in both dtypes; it takes long and can be stopped:
-    python tools/benchmark/autotune.py --dtype both
+    python tools/benchmark/autotune.py --dtype all
   the last kernel of hopper in both dtypes, by length, causal too:
-    python tools/benchmark/autotune.py --steps h30 --dtype both
+    python tools/benchmark/autotune.py --steps h30 --dtype all
   the same, and where a config of an earlier step is faster, that one:
     python tools/benchmark/autotune.py --steps h24 h26 h30 --together
   with tiles so large that they spill a little, which can pay:
@@ -110,7 +110,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="one winner of all steps, kept as the last one's, which attention() takes",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
-    add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "lengths of the last round")
+    add_lengths_argument(parser, "--seq", MEASURED_LENGTHS, "lengths of the last round")
     add_lengths_argument(parser, "--screen-seq", SCREEN_SEQ_LENS, "lengths of the first")
     parser.add_argument(
         "--configs", type=Path, metavar="FILE", help="try the configs of a JSON file only"

@@ -26,7 +26,7 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.shapes import N_HEADS, default_shape
+from flash_helpers.operations.attention_forward.problems import N_HEADS, default_shape
 from flash_helpers.registry.selection import add_kernel_arguments, chosen_kernels, require_supported
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
     shape = replace(usual, batch=arguments.batch or usual.batch)
     backend = find_backend("cuda")
     profiler = NsightCompute.find(arguments.raw)
-    configs = chosen_kernels(arguments, backend.kernels, shape)
+    configs = chosen_kernels(arguments, backend.kernels, {shape.operation: shape})
     require_supported(configs, shape)
     print(f"counting {len(configs)} kernels with {profiler.executable}", file=sys.stderr)
     launcher = [sys.executable, str(LAUNCHER)]

@@ -26,7 +26,7 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import OPERATIONS, AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import report_text
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
@@ -38,7 +38,11 @@ from flash_helpers.measure.results import (
     Protocol,
     refuse_another_gpu,
 )
-from flash_helpers.measure.shapes import DEFAULT_SEQ_LENS, N_HEADS, default_shape
+from flash_helpers.operations.attention_forward.problems import (
+    MEASURED_LENGTHS,
+    N_HEADS,
+    default_shape,
+)
 from flash_helpers.registry.selection import (
     ALL,
     UsageError,
@@ -86,10 +90,10 @@ examples:
   one sequence at a time:
     python tools/benchmark/pt_bench.py --kernel h30 --batch 1 --json alone.json
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
-    python tools/benchmark/pt_bench.py --kernel v16 --dtype both --load burst --csv v16.csv \\
+    python tools/benchmark/pt_bench.py --kernel v16 --dtype all --load burst --csv v16.csv \\
       --time-budget 60
   both dtypes with as many bits in their inputs, which tells bits that cost power from instructions:
-    python tools/benchmark/pt_bench.py --kernel h20 --dtype both --load sustained --mantissa-bits 7
+    python tools/benchmark/pt_bench.py --kernel h20 --dtype all --load sustained --mantissa-bits 7
   as a program without CUDA graphs sees it, with a cold L2 cache:
     python tools/benchmark/pt_bench.py --kernel v16 --timing events --cache flush
   all that takes long, in parts: the same command goes on at the length where it was ended
@@ -106,7 +110,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
     add_kernel_arguments(parser, default="all", dtype="bf16")
-    add_lengths_argument(parser, "--seq", DEFAULT_SEQ_LENS, "sequence lengths")
+    add_lengths_argument(parser, "--seq", MEASURED_LENGTHS, "sequence lengths")
     parser.add_argument(
         "--heads", type=positive, default=N_HEADS, metavar="N", help=f"of Q (default: {N_HEADS})"
     )
@@ -202,7 +206,9 @@ def choose(
             raise UsageError("--plot draws the steps at their usual problems: leave it out")
         require_plotting()
     dtypes = parse_dtypes(arguments.dtype)
-    configs = select_kernels(backend.kernels, arguments.kernel or [ALL], dtypes, problem=first)
+    own = [c for c in backend.kernels if c.family.operation.name == first.operation]
+    selectors = arguments.kernel or [ALL]
+    configs = select_kernels(own, selectors, dtypes, problems={first.operation: first})
     for shape in shapes:
         require_taken(configs, shape)
     return configs
@@ -233,13 +239,14 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     shapes = {n: default_shape(n, **problem) for n in sorted(set(arguments.seq))}
     configs = choose(arguments, backend, [*shapes.values()])
     dtypes = sorted({config.dtype for config in configs})
-    contenders = {dtype: contenders_for(configs, dtype, backend) for dtype in dtypes}
+    operation = OPERATIONS[next(iter(shapes.values())).operation]
+    contenders = {dtype: contenders_for(configs, dtype, backend, operation) for dtype in dtypes}
 
     def results_of(run: BenchmarkRun) -> BenchmarkResults:
         return BenchmarkResults(
             provenance=found,
             protocol=protocol,
-            libraries=library_records(contenders[dtypes[0]]),
+            libraries=library_records(contenders[dtypes[0]], operation),
             resources=tuple(resource_record(config, backend.device) for config in configs),
             **vars(run),
         )

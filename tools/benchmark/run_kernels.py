@@ -10,19 +10,21 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flash_helpers.console.command_line import (
-    add_problem_arguments,
     make_parser,
     positive,
     run_tool,
 )
-from flash_helpers.kernel_configs import AttentionForward, DType
-from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS
+from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, Problem
 from flash_helpers.registry.selection import (
     add_kernel_arguments,
+    add_problem_options,
+    asked_problem,
     chosen_kernels,
     parse_dtypes,
+    require_options_of,
     require_supported,
 )
 from flash_helpers.runtime.backend import DEVICE_CHOICES, Backend, KernelsNotRun, find_backend
@@ -36,7 +38,7 @@ examples:
     compute-sanitizer python tools/benchmark/run_kernels.py --kernel 1..3
     compute-sanitizer python tools/benchmark/run_kernels.py --kernel h21..h24 --causal --len-k 777
   PyTorch's flash backend, to look at beside them:
-    nsys profile python tools/benchmark/run_kernels.py --library flash --heads 16 --seq 4096
+    nsys profile python tools/benchmark/run_kernels.py --library pytorch_flash --heads 16 --seq 4096
 
 exit status: 0 all were launched, 2 wrong usage or nothing was run
 """
@@ -48,74 +50,69 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "Launch each chosen kernel --repeat times on one input, and wait.", EXAMPLES
     )
     add_kernel_arguments(parser)
+    libraries = [name for operation in OPERATIONS.values() for name in operation.libraries]
     parser.add_argument(
-        "--library",
-        choices=LIBRARY_KERNELS,
-        help="launch a library's attention instead of the kernels",
+        "--library", choices=libraries, help="launch a library instead of the kernels"
     )
-    parser.add_argument("--batch", type=positive, default=1, help="(default: 1)")
-    parser.add_argument("--heads", type=positive, default=1, help="(default: 1)")
-    parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
-    parser.add_argument(
-        "--len-k", type=positive, metavar="N", help="number of keys (default: as many as --seq)"
-    )
-    add_problem_arguments(parser, "a config with a mask is launched so in any case")
+    add_problem_options(parser)
     parser.add_argument("--repeat", type=positive, default=1, help="launches of each (default: 1)")
     parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
     arguments = parser.parse_args(argv)
     if arguments.library and arguments.kernel:
         parser.error("--library does not go with --kernel: launch one or the other")
-    if arguments.library and arguments.causal and arguments.len_k not in (None, arguments.seq):
-        parser.error(
-            "--causal --library takes as many keys as queries: PyTorch's mask is aligned to "
-            "the top left, leave out --len-k"
-        )
     return arguments
 
 
 def launches(
-    arguments: argparse.Namespace, backend: Backend, shape: AttentionForward
-) -> list[tuple[DType, Callable[..., object]]]:
-    """Dtype and function of q, k, v and o for each kernel or dtype asked for. Raises
-    UsageError."""
+    arguments: argparse.Namespace, backend: Backend
+) -> list[tuple[Problem, Callable[[list[Any]], object]]]:
+    """Return the problem, and a function of its tensors, for each kernel or dtype asked for.
+
+    Raises UsageError.
+    """
     dtypes = parse_dtypes(arguments.dtype)
     if arguments.library:
-        from flash_helpers.measure.benchmark import run_library
+        operation = next(o for o in OPERATIONS.values() if arguments.library in o.libraries)
+        require_options_of(arguments, [operation.name])
+        problem = asked_problem(arguments, operation.small)
+        baselines = operation.part("baselines")
 
-        name, _ = LIBRARY_KERNELS[arguments.library]
-        return [
-            (dtype, lambda q, k, v, o: run_library(name, q, k, v, shape.causal)) for dtype in dtypes
-        ]
-    configs = chosen_kernels(arguments, backend.kernels, shape)
+        def run(tensors: list[Any]) -> object:
+            named = dict(zip(problem.axes, tensors, strict=False))
+            return baselines.run(arguments.library, problem, named)
+
+        known = {dtype for f in FAMILIES.values() if f.operation is operation for dtype in f.dtypes}
+        return [(problem.in_dtype(dtype), run) for dtype in dtypes if dtype in known]
+    problems = {n: asked_problem(arguments, o.small) for n, o in OPERATIONS.items()}
+    configs = chosen_kernels(arguments, backend.kernels, problems)
+    require_options_of(arguments, {config.family.operation.name for config in configs})
+    found: list[tuple[Problem, Callable[[list[Any]], object]]] = []
     for config in configs:
-        causal = shape.causal or config.supports.causal
-        require_supported([config], replace(shape, causal=causal))
-    return [
-        (config.dtype, lambda *tensors, config=config: backend.forward(config, *tensors))
-        for config in configs
-    ]
+        problem = problems[config.family.operation.name].in_dtype(config.dtype)
+        fixed = {name: value for name, value in config.supports.options.items() if value}
+        problem = replace(problem, **fixed)
+        require_supported([config], problem)
+        options = problem.call_options()
+        found.append((problem, lambda tensors, c=config, o=options: backend.execute(c, tensors, o)))
+    return found
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Launch the kernels. Raises KernelsNotRun and ValueError."""
     import torch  # which --help does not wait for
 
-    from flash_helpers.check.inputs import make_inputs
+    from flash_helpers.runtime.tensors import torch_dtype
 
-    shape = AttentionForward(
-        arguments.batch,
-        arguments.heads,
-        arguments.seq,
-        len_k=arguments.len_k,
-        kv_heads=arguments.kv_heads,
-        causal=arguments.causal,
-    )
     backend = find_backend(arguments.device)
-    for dtype, launch in launches(arguments, backend, shape):
-        q, k, v = make_inputs("normal", shape, getattr(torch, dtype.torch_name), backend.device)
-        output = torch.empty_like(q)
+    for problem, launch in launches(arguments, backend):
+        draw = OPERATIONS[problem.operation].part("inputs").draw
+        outputs = [
+            torch.empty(x.shape, dtype=torch_dtype(x.element), device=backend.device)
+            for x in problem.outputs
+        ]
+        tensors = [*draw("normal", problem, backend.device).values(), *outputs]
         for _ in range(arguments.repeat):
-            launch(q, k, v, output)
+            launch(tensors)
         backend.synchronize()
 
 

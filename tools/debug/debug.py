@@ -10,35 +10,35 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from flash_helpers.check.problems import DISTRIBUTIONS
 from flash_helpers.console.command_line import (
-    add_problem_arguments,
     make_parser,
     output_folder,
     run_tool,
 )
 from flash_helpers.console.files import write_if_different
 from flash_helpers.kernel_configs import (
-    AttentionForward,
+    OPERATIONS,
     Config,
-    DType,
+    Element,
+    Problem,
     config_from_short_form,
     get_kernel_progression_configs,
 )
 from flash_helpers.ptx import PtxError, SimulatorError
 from flash_helpers.registry.selection import (
+    DTYPE_CHOICES,
     STEP_NAMES,
     UsageError,
+    add_problem_options,
+    asked_problem,
     choose_kernels,
+    require_options_of,
     require_supported,
-    with_mask,
+    variant_for,
 )
 from flash_helpers.runtime.backend import KernelsNotRun
-
-if TYPE_CHECKING:
-    from flash_helpers.check.debugging import Excerpt
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE_FILE, KERNEL_FILE = "debug_pt.txt", "debug_cuda.txt"
@@ -82,18 +82,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", metavar="CONFIG", help="a config's short form, instead")
     parser.add_argument(
         "--dtype",
-        choices=[d.short for d in DType],
+        choices=DTYPE_CHOICES[:-1],
         help="(default: bf16, or what --kernel or --ptx says)",
     )
-    parser.add_argument("--seq", type=int, default=256, help="sequence length (default: 256)")
-    parser.add_argument("--len-k", type=int, metavar="N", help="number of keys (default: --seq)")
-    parser.add_argument("--heads", type=int, default=1, help="number of heads (default: 1)")
-    add_problem_arguments(parser, "the last one sees all. Of a STEP its causal kernel runs")
+    add_problem_options(parser)
+    distributions = dict.fromkeys(d for o in OPERATIONS.values() for d in o.distributions)
     parser.add_argument(
-        "--softmax-scale", type=float, metavar="X", help="(default: 1/sqrt(d_head))"
-    )
-    parser.add_argument(
-        "--inputs", choices=DISTRIBUTIONS, default="normal", help="(default: normal)"
+        "--inputs", choices=distributions, default="normal", help="(default: normal)"
     )
     parser.add_argument(
         "--range",
@@ -134,14 +129,13 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
     if arguments.kernel:
         config = config_from_short_form(arguments.kernel)
     elif arguments.step:
-        dtype = DType.from_name(arguments.dtype or "bf16")
+        dtype = Element.from_name(arguments.dtype or "bf16")
         fixed = get_kernel_progression_configs()
         found = choose_kernels(fixed, [arguments.step], dtype)
         if len(found) != 1:
             raise UsageError(f"{arguments.step!r} is not one step; name one of {STEP_NAMES}")
         (config,) = found
-        if arguments.causal:
-            config = with_mask(config)
+        config = variant_for(config, asked_problem(arguments, config.family.operation.debugged))
     elif arguments.ptx:
         config = config_of_ptx(arguments.ptx)
     else:
@@ -153,21 +147,18 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def check_excerpt(
-    arguments: argparse.Namespace, config: Config, problem: AttentionForward
-) -> Excerpt:
-    """What is written down. Raises UsageError for a block or warp that does not exist."""
-    from flash_helpers.check.debugging import Excerpt
+def chosen_excerpt(arguments: argparse.Namespace, config: Config, problem: Problem) -> Any:
+    """Return what is written down: all outputs, unless the operation has a trace.
 
-    for name, values, number in (
-        ("--block", arguments.block or [], -(-problem.len_k // config.B_c)),
-        ("--row-block", [arguments.row_block], -(-problem.len_q // config.B_r)),
-        ("--warp", [] if arguments.warp is None else [arguments.warp], config.n_warps),
-    ):
-        for value in values:
-            if not 0 <= value < number:
-                raise UsageError(f"{name} {value}: there are 0 to {number - 1}")
-    return Excerpt(arguments.row_block, arguments.block, arguments.warp)
+    Raises UsageError for a block or warp that does not exist.
+    """
+    operation = config.family.operation
+    if not operation.has_trace:
+        return None
+    trace = operation.part("trace.compare")
+    excerpt = trace.Excerpt(arguments.row_block, arguments.block, arguments.warp)
+    trace.check_excerpt(config, problem, excerpt)
+    return excerpt
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -178,18 +169,14 @@ def compare(arguments: argparse.Namespace) -> int:
     from flash_helpers.check.debugging import compare_with_reference, fault_summary
 
     config = chosen_config(arguments)
-    problem = AttentionForward(
-        1,
-        arguments.heads,
-        arguments.seq,
-        dtype=config.dtype,
-        len_k=arguments.len_k,
-        kv_heads=arguments.kv_heads,
-        causal=arguments.causal or config.supports.causal,
-        softmax_scale=arguments.softmax_scale,
-    )
+    operation = config.family.operation
+    require_options_of(arguments, [operation.name])
+    for name, fixed in config.supports.options.items():
+        if fixed and getattr(arguments, name, None) is None:
+            setattr(arguments, name, fixed)
+    problem = asked_problem(arguments, operation.debugged).in_dtype(config.dtype)
     require_supported([config], problem)
-    excerpt = check_excerpt(arguments, config, problem)
+    excerpt = chosen_excerpt(arguments, config, problem)
     try:
         found = compare_with_reference(
             config,

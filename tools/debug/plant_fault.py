@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flash_helpers.check.faults import FAULTS, chosen_faults
+from flash_helpers.check.faults import all_faults, chosen_faults
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.ptx import PtxError
 from flash_helpers.registry.selection import STEP_NAMES
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = """\
 Plant a mistake in a kernel's PTX, such as a barrier dropped or a wait off by one, and run it in the
 simulator on a small problem: the watcher names the line of CUDA source, or the check of the output
-fails and the first quantity that is wrong is told. The PTX is that of the installed package, so
+fails and the first quantity that is wrong is printed. The PTX is that of the installed package, so
 that neither a GPU nor nvcc is needed; the installed kernels stay as they are.
 """
 
@@ -63,11 +63,11 @@ def plant(names: Sequence[str]) -> int:
     from flash_helpers.check import planting  # and torch, which --help does not wait for
 
     find_backend("cpu")
-    all_caught = True
+    all_caught, faults = True, all_faults()
     for name in names:
-        config = FAULTS[name].config
-        planted = planting.plant(FAULTS[name])
-        print(f"{name}\n{config.short_form()}, {planting.shape_of(config)}")
+        config = faults[name].config
+        planted = planting.plant(faults[name])
+        print(f"{name}\n{config.short_form()}, {planting.problem_of(config)}")
         print(planting.planted_text(planted, ROOT), flush=True)
         if not planting.is_built_from(ROOT, config):
             print("the lines are off: the kernel was built from other sources", file=sys.stderr)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the kernels against float64 attention on the same inputs."""
+"""Check the kernels against float64 on the same inputs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flash_helpers.check.problems import DEFAULT_SHAPE, DISTRIBUTIONS, SMALL_SHAPE
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import json_text
-from flash_helpers.kernel_configs import AttentionForward
-from flash_helpers.registry.selection import UsageError, add_kernel_arguments, parse_dtypes
+from flash_helpers.kernel_configs import OPERATIONS, Problem
+from flash_helpers.registry.selection import (
+    UsageError,
+    add_kernel_arguments,
+    add_problem_options,
+    asked_problem,
+    parse_dtypes,
+    require_options_of,
+)
 from flash_helpers.runtime.backend import DEVICE_CHOICES, KernelsNotRun, find_backend
 
 if TYPE_CHECKING:
     from flash_helpers.check.sanity import SanityRequest
 
 DESCRIPTION = """\
-Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with
-attention in float64 on the same inputs. A kernel passes when its largest absolute error is at most
+Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with its
+operation in float64 on the same inputs. A kernel passes when its largest absolute error is at most
 twice that of plain PyTorch in the same dtype plus half an ulp, and its relative (Frobenius) error
-is at most half the dtype's epsilon; the table's bound column gives both. Below the table stands why
-a kernel fails, and what the simulator finds legal and suspicious (lints), which fails no kernel.
+is at most half the dtype's epsilon, unless its operation has bounds of its own; the table's bound
+column gives both. Below the table stand the reasons of failures, and accesses that the simulator
+finds legal and suspicious (lints), which fail no kernel.
 """
 
 EXAMPLES = """\
 examples:
-  every step at its fixed config, in both dtypes, on a small problem:
+  every step at its fixed config, in each of its dtypes, on a small problem:
     python tools/debug/sanity_check.py --small
   steps 7 to 9 in bf16 at the full size, on a GPU (the simulator takes minutes for each):
     python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
@@ -51,9 +58,10 @@ exit status: 0 every kernel passed, 1 a kernel failed, 2 wrong usage or nothing 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--small", action="store_true", help=f"{SMALL_SHAPE} instead of {DEFAULT_SHAPE}"
+    problems = "; ".join(
+        f"{name}: {o.small} instead of {o.usual}" for name, o in OPERATIONS.items()
     )
+    parser.add_argument("--small", action="store_true", help=problems)
     add_kernel_arguments(parser)
     parser.add_argument(
         "--device",
@@ -66,14 +74,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="in the simulator: report every fault of a kernel, not only the first",
     )
-    parser.add_argument("--batch", type=int, help="batch size instead of the shape's")
-    parser.add_argument("--heads", type=int, help="number of heads instead of the shape's")
-    parser.add_argument("--seq", type=int, help="sequence length instead of the shape's")
+    add_problem_options(parser)
+    distributions = {name: t for o in OPERATIONS.values() for name, t in o.distributions.items()}
     parser.add_argument(
         "--inputs",
-        choices=DISTRIBUTIONS,
+        choices=distributions,
         default="normal",
-        help="; ".join(f"{name}: {text}" for name, text in DISTRIBUTIONS.items()),
+        help="; ".join(f"{name}: {text}" for name, text in distributions.items()),
     )
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     parser.add_argument(
@@ -85,14 +92,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen_shape(arguments: argparse.Namespace) -> AttentionForward:
-    """The shape that the command line asks for. Raises ValueError if a size is not positive."""
-    shape = SMALL_SHAPE if arguments.small else DEFAULT_SHAPE
-    return AttentionForward(
-        batch=shape.batch if arguments.batch is None else arguments.batch,
-        heads=shape.heads if arguments.heads is None else arguments.heads,
-        len_q=shape.len_q if arguments.seq is None else arguments.seq,
-    )
+def chosen_problems(arguments: argparse.Namespace) -> dict[str, Problem]:
+    """Return the problem of each operation that the command line asks for.
+
+    Raises ValueError if a size is not positive.
+    """
+    return {
+        name: asked_problem(arguments, operation.small if arguments.small else operation.usual)
+        for name, operation in OPERATIONS.items()
+    }
 
 
 def announce(request: SanityRequest) -> None:
@@ -103,9 +111,8 @@ def announce(request: SanityRequest) -> None:
     seconds = estimated_seconds(request)
     if seconds >= ANNOUNCE_FROM_SECONDS:
         print(
-            f"the simulator takes about {duration_text(seconds)} for {request.shape} and "
-            f"{len(request.configs)} kernels; fewer kernels, --small or a smaller --batch, --heads "
-            "or --seq take less",
+            f"the simulator takes about {duration_text(seconds)} for {len(request.configs)} "
+            "kernels: fewer kernels, --small or smaller sizes take less",
             file=sys.stderr,
         )
 
@@ -116,7 +123,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 
-    shape = chosen_shape(arguments)
+    problems = chosen_problems(arguments)
     backend = find_backend(arguments.device, arguments.keep_going)
     if arguments.keep_going and not backend.is_simulator:
         raise UsageError("--keep-going is for the simulator: add --device cpu")
@@ -124,11 +131,12 @@ def check(arguments: argparse.Namespace) -> int:
         backend,
         arguments.kernel,
         parse_dtypes(arguments.dtype),
-        shape,
+        problems,
         arguments.inputs,
         arguments.seed,
         arguments.diff,
     )
+    require_options_of(arguments, request.problems)
     if backend.is_simulator:
         announce(request)
     progress = bar(
@@ -140,7 +148,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         report = SanityReport(request, backend.description, tuple(progress))
     except torch.cuda.OutOfMemoryError:
-        print(f"not enough memory for {shape}: use --small, or a smaller --batch", file=sys.stderr)
+        print("not enough GPU memory: use --small, or smaller sizes", file=sys.stderr)
         return 2
     if arguments.json:
         print_text(json_text(report.as_json()))

@@ -13,31 +13,28 @@ WORST_ROWS = 8
 
 @dataclass(frozen=True)
 class RowError:
-    """One row of the output, d_head elements. max_abs is NaN if any of them is."""
+    """One row of an output, along its last dimension. place: index along the others. max_abs is
+    NaN if any element is wrongly NaN."""
 
-    batch: int
-    head: int
-    row: int
+    place: tuple[int, ...]
     max_abs: float
     n_wrong: int
 
 
 @dataclass(frozen=True)
 class WrongElement:
-    """One element that is farther from the reference than the bound."""
+    """One element that is farther from the reference than the bound. axes: names of the dimensions
+    of its place."""
 
-    batch: int
-    head: int
-    row: int
-    column: int
+    output: str
+    axes: tuple[str, ...]
+    place: tuple[int, ...]
     got: float
     expected: float
 
     def __str__(self) -> str:
-        return (
-            f"(batch {self.batch}, head {self.head}, row {self.row}, column {self.column}): "
-            f"got {self.got:g}, expected {self.expected:g}"
-        )
+        where = ", ".join(f"{axis} {i}" for axis, i in zip(self.axes, self.place, strict=True))
+        return f"{self.output} ({where}): got {self.got:g}, expected {self.expected:g}"
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,10 @@ class OutputDifference:
     """Errors of one output by row.
 
     worst_rows: at most WORST_ROWS, those with the largest errors, NaN first.
-    first_wrong: the first in the order batch, head, row, column; None if no element is wrong.
+    first_wrong: the first in the order of the dimensions; None if no element is wrong.
     """
 
+    axes: tuple[str, ...]
     n_elements: int
     n_wrong: int
     n_rows: int
@@ -56,12 +54,12 @@ class OutputDifference:
     first_wrong: WrongElement | None
 
     def text(self) -> str:
-        """Several lines for a reader."""
+        """Return several lines for a reader."""
         rows = Table(
-            ["batch", "head", "row", "max abs error", "wrong elements"],
+            [*self.axes[:-1], "max abs error", "wrong elements"],
             [
-                [str(r.batch), str(r.head), str(r.row), f"{r.max_abs:.3e}", str(r.n_wrong)]
-                for r in self.worst_rows
+                [*map(str, row.place), f"{row.max_abs:.3e}", str(row.n_wrong)]
+                for row in self.worst_rows
             ],
             "r",
         ).text()
@@ -73,15 +71,43 @@ class OutputDifference:
         )
 
 
-def output_difference(
-    output: torch.Tensor, expected: torch.Tensor, max_abs_bound: float
-) -> OutputDifference:
-    """Compare `output` with the float64 `expected`, both (batch, seq_len, heads, d_head).
+def _errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return absolute errors, 0 where infinities and NaN are as expected."""
+    got = output.double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    return (got - expected).abs().masked_fill_(same, 0.0)
 
-    An element is wrong if it differs by more than `max_abs_bound` or is not finite.
+
+def first_wrong(
+    name: str,
+    output: torch.Tensor,
+    expected: torch.Tensor,
+    bound: float,
+    axes: tuple[str, ...] | None = None,
+) -> WrongElement | None:
+    """Return the first element that differs by more than a bound or is not finite; None if there
+    is none. axes: names of the dimensions, numbers by default."""
+    wrong = (~(_errors(output, expected) <= bound)).nonzero()
+    if not len(wrong):
+        return None
+    place = tuple(wrong[0].tolist())
+    axes = axes or tuple(f"dimension {n}" for n in range(output.ndim))
+    return WrongElement(name, axes, place, output[place].item(), expected[place].item())
+
+
+def output_difference(
+    name: str,
+    output: torch.Tensor,
+    expected: torch.Tensor,
+    max_abs_bound: float,
+    axes: tuple[str, ...],
+) -> OutputDifference:
+    """Compare an output with the float64 `expected`, of the same shape, whose dimensions are called
+    `axes`.
+
+    An element is wrong if it differs by more than `max_abs_bound` or is wrongly not finite.
     """
-    # (batch, heads, seq_len, d_head), the order in which elements are named
-    error = (output.double() - expected).abs().transpose(1, 2)
+    error = _errors(output, expected)
     wrong = ~(error <= max_abs_bound)
     row_errors = error.amax(-1)  # NaN if any element is
     n_wrong = wrong.sum(-1)
@@ -90,26 +116,14 @@ def output_difference(
         tuple(int(i) for i in torch.unravel_index(index, row_errors.shape))
         for index in order.indices
     ]
-    first = None
-    wrong_rows = n_wrong.nonzero()
-    if len(wrong_rows):
-        batch, head, row = (int(i) for i in wrong_rows[0])
-        column = int(wrong[batch, head, row].nonzero()[0])
-        first = WrongElement(
-            batch,
-            head,
-            row,
-            column,
-            got=output[batch, row, head, column].item(),
-            expected=expected[batch, row, head, column].item(),
-        )
     return OutputDifference(
+        axes=axes,
         n_elements=error.numel(),
         n_wrong=int(n_wrong.sum()),
         n_rows=row_errors.numel(),
-        n_wrong_rows=len(wrong_rows),
+        n_wrong_rows=int((n_wrong > 0).sum()),
         worst_rows=tuple(
-            RowError(*place, row_errors[place].item(), int(n_wrong[place])) for place in places
+            RowError(place, row_errors[place].item(), int(n_wrong[place])) for place in places
         ),
-        first_wrong=first,
+        first_wrong=first_wrong(name, output, expected, max_abs_bound, axes),
     )

@@ -2,82 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from flash_helpers.check.debugging import (
-    Comparison,
+    Compared,
     compare_with_reference,
     fault_summary,
 )
+from flash_helpers.check.errors import OutputError, Reference, measure_error
 from flash_helpers.check.faults import Fault, NotPlantedError
-from flash_helpers.check.inputs import QKV, make_inputs
-from flash_helpers.check.reference import (
-    AttentionError,
-    AttentionReference,
-    attention_reference,
-    measure_error,
-)
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import Config, Problem
 from flash_helpers.ptx import Kernel
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.registry import hopper
-from flash_helpers.registry.hopper import COUNTED_FROM, WGMMA_M
-from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
 _LINE = re.compile(r"([\w/.]+\.cuh):(\d+)")
 
 
-def shape_of(config: Config) -> AttentionForward:
-    """The shortest with three blocks of keys or more.
-
-    Of a causal kernel the least that tiles are counted for, `on_few_sms`. The diagonal of the fixed
-    tiles then ends between two warpgroups and within a block of keys, the last of three; the first
-    queries see none.
-    """
-    if config.supports.causal:
-        len_q, len_k = COUNTED_FROM * config.B_r, 2 * config.B_c + WGMMA_M
-        return AttentionForward(batch=1, heads=1, len_q=len_q, len_k=len_k, causal=True)
-    whole = config.supports.whole
-    return AttentionForward(batch=1, heads=1, len_q=-(-3 * config.B_c // whole) * whole)
+def problem_of(config: Config) -> Problem:
+    """Return the problem that the faults of a config show on."""
+    return _part(config).problem_of(config)
 
 
-@contextlib.contextmanager
-def on_few_sms(config: Config) -> Iterator[None]:
-    """Launches a causal kernel as on a GPU of two SMs, where tiles of `shape_of` are left for a
-    counter when each block has two."""
-    usual = hopper.SMS
-    try:
-        hopper.SMS = 2 if config.supports.causal else usual
-        yield
-    finally:
-        hopper.SMS = usual
+def inputs_of(config: Config) -> dict[str, torch.Tensor]:
+    """Return the inputs of that problem, by name."""
+    inputs = config.family.operation.part("inputs")
+    return inputs.draw(_part(config).distribution_of(config), problem_of(config))
 
 
-def distribution_of(config: Config) -> str:
-    """Of inputs in which the maximum of most rows changes from block to block, by enough for a step
-    that is lazy. Of a causal kernel one in which every key counts, so that a wrong mask shows."""
-    is_lazy = LAZY_RESCALE in config.step.traits and not config.supports.causal
-    return "large_logits" if is_lazy else "normal"
+def reference_of(config: Config) -> Reference:
+    """Return the float64 results on them, and how far off a kernel may be."""
+    reference = config.family.operation.part("reference")
+    return reference.reference(problem_of(config), inputs_of(config))
 
 
-def inputs_of(config: Config) -> QKV:
-    """Q, K and V of that shape and distribution."""
-    dtype = getattr(torch, config.dtype.torch_name)
-    return make_inputs(distribution_of(config), shape_of(config), dtype)
-
-
-def reference_of(config: Config) -> AttentionReference:
-    """What comes of them in float64, and how far off a kernel may be."""
-    return attention_reference(*inputs_of(config), causal=config.supports.causal)
+def _part(config: Config) -> ModuleType:
+    return config.family.operation.part("faults")
 
 
 @functools.cache
@@ -129,9 +97,9 @@ class Outcome:
     """What came of a kernel that ran with a fault, beside the reference. error, bound: of its
     output."""
 
-    found: Comparison
-    error: AttentionError
-    bound: AttentionError
+    found: Compared
+    error: OutputError
+    bound: OutputError
 
     @property
     def is_caught(self) -> bool:
@@ -142,12 +110,18 @@ class Outcome:
 def run_planted(planted: Planted) -> Outcome:
     """Run the kernel on the inputs of `inputs_of`. Raises PtxError if it cannot be run."""
     config = planted.fault.config
-    with on_few_sms(config):
-        found = compare_with_reference(
-            config, shape_of(config), distribution=distribution_of(config), ptx=planted.ptx
-        )
+    part = _part(config)
+    found = compare_with_reference(
+        config,
+        problem_of(config),
+        distribution=part.distribution_of(config),
+        ptx=planted.ptx,
+        gpu=part.device_of(config),
+    )
     reference = reference_of(config)
-    return Outcome(found, measure_error(found.output, reference.expected), reference.bound)
+    output = problem_of(config).outputs[0].name
+    error = measure_error(found.output, reference.expected[output])
+    return Outcome(found, error, reference.bounds[output])
 
 
 def source_lines(text: str, root: Path) -> Iterator[tuple[str, str]]:
@@ -192,7 +166,7 @@ def outcome_text(outcome: Outcome, root: Path) -> str:
     return "\n".join([*lines, *(f"lint: {lint}" for lint in found.lints)])
 
 
-def _error_text(error: AttentionError) -> str:
+def _error_text(error: OutputError) -> str:
     return f"max abs error {error.max_abs:.2g}, relative error {error.relative:.2g}"
 
 

@@ -3,69 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from flash_helpers.check.difference import OutputDifference, output_difference
-from flash_helpers.check.inputs import QKV, make_inputs
-from flash_helpers.check.reference import (
-    AttentionError,
-    AttentionReference,
-    attention_reference,
-    measure_error,
-)
+from flash_helpers.check.errors import OutputError, Reference, measure_error
 from flash_helpers.console.tables import DASH, Table
 from flash_helpers.kernel_configs import (
-    AttentionForward,
     Config,
-    DType,
+    Element,
+    Problem,
     get_kernel_progression_configs,
 )
-from flash_helpers.registry.selection import require_supported, select_kernels
+from flash_helpers.registry.selection import UsageError, require_supported, select_kernels
 from flash_helpers.runtime.backend import Backend, Findings
-from flash_helpers.runtime.simulator import estimate_seconds
+from flash_helpers.runtime.tensors import torch_dtype
 
 
 @dataclass(frozen=True)
 class SanityRequest:
-    """What is checked: the configs, on which inputs, and whether errors are told row by row.
+    """The configs to check, on which inputs, and whether errors are told row by row.
 
-    skipped: why configs are not run whose step has another one that is.
+    skipped: why configs are not run whose step has another one that is. problems: by operation.
     """
 
     configs: tuple[Config, ...]
     skipped: tuple[str, ...]
     not_built: tuple[Config, ...]
-    shape: AttentionForward
+    problems: Mapping[str, Problem]
     distribution: str
     seed: int
     diff: bool
 
+    def problem_of(self, config: Config) -> Problem:
+        """Return the problem that a config is checked on."""
+        return self.problems[config.family.operation.name].in_dtype(config.dtype)
+
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """The verdict on one kernel.
+    """The verdict on one config.
 
     ran: the config that was launched for `config`.
     error: None if the kernel could not be run.
     reason: why it failed, the faults found in it included; empty if it passed.
-    lints: what the simulator found that is legal and suspicious.
+    lints: accesses that the simulator found legal and suspicious.
     """
 
     config: Config
     ran: Config
-    error: AttentionError | None
-    bound: AttentionError
+    error: OutputError | None
+    bound: OutputError
     reason: str
     difference: OutputDifference | None
     lints: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """True if the kernel ran and both errors are within the bound."""
+        """Whether the kernel ran and both errors are within the bound."""
         return not self.reason
 
     @property
@@ -82,100 +80,113 @@ class KernelCheck:
 def make_request(
     backend: Backend,
     selectors: Sequence[str],
-    dtypes: Sequence[DType],
-    shape: AttentionForward,
+    dtypes: Sequence[Element],
+    problems: Mapping[str, Problem],
     distribution: str,
     seed: int = 0,
     diff: bool = False,
 ) -> SanityRequest:
-    """Choose the kernels to check: by default, those of the progression that are built.
+    """Choose the configs to check: by default, those of the progression that are built.
 
-    Raises UsageError if a selector names nothing that is built, or if the sequence is not whole
-    blocks of any chosen kernel of a step.
+    problems: by operation. Raises UsageError if a selector names nothing that is built, or if no
+    config of a chosen step takes the problem.
     """
     progression = get_kernel_progression_configs()
     chosen = select_kernels(backend.kernels, selectors, dtypes, default=progression)
-    refusals = {c: c.refusal(shape.in_dtype(c.dtype)) for c in chosen}
+    operations = {c: c.family.operation for c in chosen}
+    chosen = [c for c in chosen if distribution in operations[c].distributions]
+    if not chosen:
+        raise UsageError(f"inputs {distribution!r} are of another operation: choose others")
+    refusals = {c: c.refusal(problems[operations[c].name].in_dtype(c.dtype)) for c in chosen}
     run = {c.step for c in chosen if not refusals[c]}
     configs = [c for c in chosen if not refusals[c] or c.step not in run]
-    require_supported(configs, shape)
+    for config in configs:
+        require_supported([config], problems[operations[config].name])
     missing = [c for c in progression if c.dtype in dtypes and c not in backend.kernels]
     return SanityRequest(
         configs=tuple(configs),
         skipped=tuple(refusals[c] for c in chosen if c not in configs),
         not_built=() if selectors else tuple(missing),
-        shape=shape,
+        problems={c.family.operation.name: problems[c.family.operation.name] for c in configs},
         distribution=distribution,
         seed=seed,
         diff=diff,
     )
 
 
-def _reason(output: torch.Tensor, error: AttentionError, bound: AttentionError) -> str:
+def _reason(output: torch.Tensor, error: OutputError, bound: OutputError) -> str:
     if error.within(bound):
         return ""
     if not math.isfinite(error.max_abs):
         n_bad = int((~output.isfinite()).sum())
         return f"{n_bad} of {output.numel()} elements were not written or are not finite"
-    return "; ".join(
-        f"{name} error {value:.3e} is over its bound {limit:.3e}"
-        for name, value, limit in (
-            ("max abs", error.max_abs, bound.max_abs),
-            ("relative", error.relative, bound.relative),
-        )
-        if value > limit
-    )
+    return error.excess(bound)
 
 
 def _check_kernel(
     config: Config,
     request: SanityRequest,
     backend: Backend,
-    inputs: QKV,
-    reference: AttentionReference,
+    inputs: Mapping[str, torch.Tensor],
+    reference: Reference,
 ) -> KernelCheck:
-    ran = config.runs_as(request.shape.strides())
+    problem = request.problem_of(config)
+    name = problem.outputs[0].name
+    bound = reference.bounds[name]
+    ran = config.runs_as(problem.strides())
     error = difference = None
     found = Findings()
     try:
-        output = torch.full_like(inputs[0], torch.nan)
-        found = backend.forward(config, *inputs, output)
+        outputs = {
+            tensor.name: torch.full(
+                tensor.shape, torch.nan, dtype=torch_dtype(tensor.element), device=backend.device
+            )
+            for tensor in problem.outputs
+        }
+        output = outputs[name]
+        given = [*inputs.values(), *outputs.values()]
+        found = backend.execute(config, given, problem.call_options())
         backend.synchronize()
-        error = measure_error(output, reference.expected)
-        reason = "\n".join(filter(None, (_reason(output, error, reference.bound), *found.faults)))
+        error = measure_error(output, reference.expected[name])
+        reason = "\n".join(filter(None, (_reason(output, error, bound), *found.faults)))
         if request.diff:
-            difference = output_difference(output, reference.expected, reference.bound.max_abs)
+            axes = problem.axes[name]
+            difference = output_difference(
+                name, output, reference.expected[name], bound.max_abs, axes
+            )
     except Exception as problem:  # whatever stops one kernel must not stop the others
         reason = f"{type(problem).__name__}: {problem}"
-    return KernelCheck(config, ran, error, reference.bound, reason, difference, found.lints)
+    return KernelCheck(config, ran, error, bound, reason, difference, found.lints)
 
 
 def estimated_seconds(request: SanityRequest) -> float:
-    """About how long the simulator takes for a request."""
-    return len(request.configs) * estimate_seconds(request.shape)
+    """Return about how long the simulator takes for a request."""
+    return sum(
+        config.family.operation.simulated_seconds(request.problem_of(config))
+        for config in request.configs
+    )
 
 
 def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCheck]:
     """Run each config of the request on an output full of NaN and compare it with float64.
 
-    Yields one KernelCheck a config, in order. A kernel that raises fails, with the text as reason.
+    Yields one KernelCheck per config, in order. A config that raises fails, with the text as
+    reason.
     """
-    inputs: dict[DType, QKV] = {}
-    references: dict[DType, AttentionReference] = {}
+    inputs: dict[Problem, dict[str, torch.Tensor]] = {}
+    references: dict[Problem, Reference] = {}
     # all references first: a kernel that breaks the CUDA context would take them along
-    for dtype in sorted({config.dtype for config in request.configs}):
-        inputs[dtype] = make_inputs(
-            request.distribution,
-            request.shape,
-            getattr(torch, dtype.torch_name),
-            backend.device,
-            request.seed,
-        )
-        references[dtype] = attention_reference(*inputs[dtype])
     for config in request.configs:
-        yield _check_kernel(
-            config, request, backend, inputs[config.dtype], references[config.dtype]
-        )
+        problem = request.problem_of(config)
+        if problem not in inputs:
+            operation = config.family.operation
+            inputs[problem] = operation.part("inputs").draw(
+                request.distribution, problem, backend.device, request.seed
+            )
+            references[problem] = operation.part("reference").reference(problem, inputs[problem])
+    for config in request.configs:
+        problem = request.problem_of(config)
+        yield _check_kernel(config, request, backend, inputs[problem], references[problem])
 
 
 @dataclass(frozen=True)
@@ -207,7 +218,7 @@ class SanityReport:
         return f"{self.n_passed} passed, {self.n_failed} failed"
 
     def table(self) -> str:
-        """One line a kernel."""
+        """Return a table of one line per config."""
         columns = ["step", "idea", "config", "dtype", "max abs error", "relative error", "bound"]
         rows = [
             [
@@ -227,11 +238,11 @@ class SanityReport:
         return Table([*columns, "verdict"], rows, "l" * 8).text()
 
     def notes(self) -> list[str]:
-        """What the table does not say: fallbacks, kernels left out, reasons of failures, lints."""
+        """Return fallbacks, kernels left out, reasons of failures, and lints."""
         request = self.request
         notes = [
             f"{check.config.short_form()} was run by {check.ran.short_form()}: "
-            f"the row stride is {request.shape.row_stride}"
+            f"it is made for other strides than those of {request.problem_of(check.config)}"
             for check in self.checks
             if check.ran != check.config
         ]
@@ -246,10 +257,11 @@ class SanityReport:
         return notes
 
     def text(self) -> str:
-        """Everything for a reader; the last line is the summary."""
+        """Return all of it for a reader; the last line is the summary."""
         request = self.request
         parts = [
-            f"{request.shape}; inputs {request.distribution}, seed {request.seed}; {self.device}",
+            *(f"{problem.operation}: {problem}" for problem in request.problems.values()),
+            f"inputs {request.distribution}, seed {request.seed}; {self.device}",
             self.table(),
             *self.notes(),
         ]
@@ -261,16 +273,11 @@ class SanityReport:
         return "\n".join([*parts, self.summary])
 
     def as_json(self) -> dict[str, Any]:
-        """Everything for a machine."""
+        """Return all of it for a machine."""
         request = self.request
         return {
             "device": self.device,
-            "shape": {
-                "batch": request.shape.batch,
-                "heads": request.shape.heads,
-                "seq_len": request.shape.len_q,
-                "d_head": request.shape.d_head,
-            },
+            "problems": [problem.record() for problem in request.problems.values()],
             "inputs": request.distribution,
             "seed": request.seed,
             "passed": self.n_passed,

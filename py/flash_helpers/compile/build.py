@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_helpers.compile.codegen import (
+    ALL_MAPS,
     BEST_PATTERN,
     CONFIG_FOLDER,
-    REGISTRATION_HEADERS,
+    KERNEL_HEADER,
     BuiltKernel,
+    all_maps_header,
     configs_to_build,
     kernel_map_header,
     kernel_unit,
@@ -206,10 +208,12 @@ class LibraryBuild:
             maps = self.root / MAP_FOLDER / family.map_header.name
             write_if_different(maps, kernel_map_header(family, own))
             for config in own:
-                name = config.short_form()
-                source = self._file(name, "cu")
-                write_if_different(source, kernel_unit(config))
-                kernels.append(Unit(name, self._in_repository(source), targets))
+                for function, name in config.kernels.items():
+                    source = self._file(name, "cu")
+                    write_if_different(source, kernel_unit(config, function))
+                    kernels.append(Unit(name, self._in_repository(source), targets))
+        maps = self.root / MAP_FOLDER / ALL_MAPS.name
+        write_if_different(maps, all_maps_header(FAMILIES.values()))
         targets = tuple(dict.fromkeys(target for unit in kernels for target in unit.targets))
         if not targets:
             raise BuildError("a library needs at least one kernel: no config was given")
@@ -250,7 +254,7 @@ class LibraryBuild:
             ]
             if unit.is_kernel:
                 texts += ["  mode = -fatbin", f"  ptx = {_kept_ptx(unit)}"]
-        needs = " ".join([exports, toolchain, *REGISTRATION_HEADERS, *fatbins])
+        needs = " ".join([exports, toolchain, KERNEL_HEADER, *fatbins])
         texts += [
             f"build {_path(library)}: link {self._output(host)} {registration} | {needs}",
             f"  flags = {_words([*_LINK_FLAGS, *version_script, *folders])}",

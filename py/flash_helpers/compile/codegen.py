@@ -12,7 +12,8 @@ import json
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from flash_helpers.kernel_configs import FAMILIES, Config, get_kernels_to_build, read_configs
 from flash_helpers.registry.families import with_siblings
@@ -22,15 +23,15 @@ GENERATOR = "tools/build/generate_kernel_instantiations.py"
 CONFIG_FOLDER = "configs"  # below the root, and in the package: the fastest configs of each GPU
 BEST_PATTERN = "best_*.json"
 LOCAL_CONFIGS = f"{CONFIG_FOLDER}/local.json"
-STRUCT_HEADER = "src/include/flash_attention.cuh"
-REGISTRATION_HEADERS = (STRUCT_HEADER, "src/include/registered_kernel.h")
+KERNEL_HEADER = "src/include/flash_attention.cuh"  # declares the record of a kernel
+ALL_MAPS = PurePosixPath("src/include/flash_kernels.cuh")  # includes the maps of all families
 
 _FIELDS_BEGIN, _FIELDS_END = "    // fields:begin", "    // fields:end"
 _WIDTH = 100
 
 
 def read_config_file(path: Path) -> list[Config]:
-    """The configs of a JSON file. Raises OSError, and ValueError that names the file."""
+    """Return the configs of a JSON file. Raises OSError, and ValueError that names the file."""
     try:
         return read_configs(json.loads(path.read_text()))
     except ValueError as error:
@@ -38,15 +39,15 @@ def read_config_file(path: Path) -> list[Config]:
 
 
 def committed_configs(root: Path) -> list[Config]:
-    """The registry's configs and the fastest that sweeps have found: what the committed maps hold,
-    in order. Raises OSError and ValueError."""
+    """Return the registry's configs and the fastest that sweeps have found, in order: those of the
+    committed maps. Raises OSError and ValueError."""
     best = sorted((root / CONFIG_FOLDER).glob(BEST_PATTERN))
     found = [config for path in best for config in read_config_file(path)]
     return with_siblings([*get_kernels_to_build(), *found])
 
 
 def configs_to_build(root: Path) -> list[Config]:
-    """The committed configs and what the user of this checkout has added, in order.
+    """Return the committed configs and those that the user of this checkout has added, in order.
 
     Raises OSError and ValueError.
     """
@@ -57,28 +58,28 @@ def configs_to_build(root: Path) -> list[Config]:
 
 
 def local_configs_text(configs: Iterable[Config]) -> str:
-    """The file of the configs that a user adds: short forms, sorted, each once."""
+    """Return the file of the configs that a user adds: short forms, sorted, each once."""
     names = [config.short_form() for config in sorted(set(configs))]
     return json.dumps(names, indent=1) + "\n"
 
 
 def generated_files(root: Path, configs: Sequence[Config]) -> dict[Path, tuple[str, str]]:
-    """The committed files that are made from the registry, relative to the root: their text as it
-    is, empty if there is none, and as it should be. Raises OSError and ValueError."""
-    found = {}
-    for family in FAMILIES.values():
-        path = Path(family.map_header)
-        old = (root / path).read_text() if (root / path).is_file() else ""
-        found[path] = (old, kernel_map_header(family, configs))
-    header = (root / STRUCT_HEADER).read_text()
-    with_all = header
-    for family in FAMILIES.values():
-        with_all = with_fields(with_all, family)
-    return {**found, Path(STRUCT_HEADER): (header, with_all)}
+    """Return the committed files that are made from the registry, relative to the root: their text
+    as it is, empty if there is none, and as it should be. Raises OSError and ValueError."""
+    families = FAMILIES.values()
+    wanted = {family.map_header: kernel_map_header(family, configs) for family in families}
+    wanted[ALL_MAPS] = all_maps_header(families)
+    for family in families:
+        header = wanted.get(family.header) or (root / family.header).read_text()
+        wanted[family.header] = with_fields(header, family)
+    return {
+        Path(path): ((root / path).read_text() if (root / path).is_file() else "", text)
+        for path, text in wanted.items()
+    }
 
 
-def with_fields(header: str, family: Family) -> str:
-    """A C++ header with the fields of the family's config between the markers of its struct.
+def with_fields(header: str, family: Family[Any]) -> str:
+    """Return a C++ header with the fields of the family's config between the markers of its struct.
 
     Raises ValueError unless the struct is there, with each marker once.
     """
@@ -96,44 +97,60 @@ def _initializer(config: Config, indent: int) -> str:
 
 
 def kernel_function(name: str) -> str:
-    """The C++ function that returns the `Kernel` of that name; in its unit, the address alone."""
+    """Return the C++ function that returns the `Kernel` of that name; in its unit, it returns the
+    address alone."""
     return f"{name}_kernel"
 
 
-def kernel_unit(config: Config, name: str = "", header: str = "", namespace: str = "") -> str:
-    """Translation unit of one kernel, which holds C++ and Python to the same arguments and launch.
-    Of it only the device code is compiled.
+def kernel_unit(
+    config: Config, function: str = "", *, name: str = "", header: str = "", namespace: str = ""
+) -> str:
+    """Return the translation unit of one kernel, which holds C++ and Python to the same arguments
+    and launch. Only its device code is compiled.
 
     It is compiled from the root of the repository with that folder and src/include on the
     include path.
 
-    name: of the kernel, its short form by default. header, namespace: that have the kernel, the
-    step's by default.
+    function: one of the family's kernels, the first by default. name: of the struct that names the
+    kernel, its config's short form by default. header, namespace: that have the kernel, the step's
+    by default.
     """
-    name = name or config.short_form()
     step, family = config.step, config.family
+    function = function or next(iter(family.kernels))
+    name = name or config.short_form()
+    n_threads, smem_bytes = config.block(function)
+    checks = (
+        f"""
+static_assert(Kernels::value.n_threads() == {n_threads});
+static_assert(Kernels::value.smem_bytes() == {smem_bytes});
+"""
+        if len(family.kernels) == 1
+        else ""
+    )
     return f"""\
-#include "flash_attention.cuh"
-#include "{header or step.source}"
+{_include(family)}#include "{header or step.source}"
 
 #include <cstddef>
 
-{family.arguments.assertions()}
+{family.kernels[function].assertions()}
 
 struct {name} {{
     static constexpr {type(config).__name__} value =
         {_initializer(config, 8)};
 }};
 using Kernels = {name};
-
-static_assert(Kernels::value.n_threads() == {config.n_threads});
-static_assert(Kernels::value.smem_bytes() == {config.smem_bytes});
-
+{checks}
 // Never called. It has the kernel compiled, and its name makes the PTX the same every time.
 const void *{kernel_function(name)}() {{
-    return reinterpret_cast<const void *>({namespace or step.namespace}::{family.kernel}<Kernels>);
+    return reinterpret_cast<const void *>({namespace or step.namespace}::{function}<Kernels>);
 }}
 """
+
+
+def _include(family: Family[Any]) -> str:
+    """Return the includes of what a family's structs need."""
+    own = "" if str(family.header) == KERNEL_HEADER else f'#include "{family.header}"\n'
+    return f'#include "flash_attention.cuh"\n{own}'
 
 
 @dataclass(frozen=True)
@@ -147,22 +164,20 @@ class BuiltKernel:
 
 
 def registration_unit(kernels: Iterable[BuiltKernel]) -> str:
-    """C++ that embeds kernels in the library, tells the CUDA runtime of them, and defines the
-    functions that the maps declare."""
+    """Return C++ that embeds kernels in the library and defines the functions that the maps
+    declare."""
     embedded, functions = "", ""
     for kernel in kernels:
         name = kernel.name
         embedded += f'.balign 8\n{name}_fatbin:\n.incbin "{kernel.fatbin}"\n'
         functions += f"""
 extern const char {name}_fatbin[];
-static const RegisteredKernel {name}({name}_fatbin, "{kernel.symbol}");
 Kernel {kernel_function(name)}() {{
-    return {{"{name}", &{name}}};
+    return {{"{name}", "{kernel.symbol}", {name}_fatbin}};
 }}
 """
     return f"""\
 #include "flash_attention.cuh"
-#include "registered_kernel.h"
 
 // Where tools look for device code, and nvcc puts it.
 asm(R"(
@@ -172,15 +187,15 @@ asm(R"(
 {functions}"""
 
 
-def kernel_map_header(family: Family, configs: Iterable[Config]) -> str:
-    """Text of a family's map header for those of `configs` that are the family's, sorted, each
+def kernel_map_header(family: Family[Any], configs: Iterable[Config]) -> str:
+    """Return a family's map header for those of `configs` that are the family's, sorted, each
     once."""
     ordered = sorted({config for config in configs if config.family is family})
-    names = [kernel_function(config.short_form()) for config in ordered]
-    declarations = "\n".join(f"Kernel {name}();" for name in names)
+    functions = {c: [kernel_function(name) for name in c.kernels.values()] for c in ordered}
+    declarations = "\n".join(f"Kernel {name}();" for names in functions.values() for name in names)
     entries = "\n".join(
-        f"    {{{_initializer(config, 5)},\n     {name}()}},"
-        for config, name in zip(ordered, names, strict=True)
+        f"    {{{_initializer(config, 5)},\n     {{{', '.join(f'{name}()' for name in names)}}}}},"
+        for config, names in functions.items()
     )
     return f"""\
 // GENERATED by {GENERATOR}; do not edit.
@@ -190,14 +205,34 @@ def kernel_map_header(family: Family, configs: Iterable[Config]) -> str:
 #pragma once
 
 #include <map>
+#include <vector>
 
-#include "flash_attention.cuh"
-
+{_include(family)}
 // clang-format off
 {declarations}
 
-inline const std::map<{family.config.__name__}, Kernel> {family.name}_kernels = {{
+inline const std::map<{family.config.__name__}, std::vector<Kernel>> {family.name}_kernels = {{
 {entries}
 }};
 // clang-format on
+"""
+
+
+def all_maps_header(families: Iterable[Family[Any]]) -> str:
+    """Return the header that includes the maps of all families, and hands out each of them."""
+    names = [(family.map_header.name, f"{family.name}_kernels") for family in families]
+    includes = "\n".join(f'#include "{header}"' for header, _ in sorted(names))
+    calls = "\n".join(f"    take({name});" for _, name in names)
+    return f"""\
+// GENERATED by {GENERATOR}; do not edit.
+// The kernels of all families: a map from config to kernels for each.
+
+#pragma once
+
+{includes}
+
+template <typename Take>
+void for_each_map(Take take) {{
+{calls}
+}}
 """

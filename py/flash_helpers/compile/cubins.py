@@ -19,7 +19,8 @@ from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log, performanc
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.console.file_kinds import EM_CUDA, elf_machine
 from flash_helpers.console.files import write_if_different
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import Config
 from flash_helpers.sass.read.elf import read_sections
 
 _INCLUDE = re.compile(r'^\s*#include "(.*)"', re.MULTILINE)
@@ -93,9 +94,11 @@ def read_code(path: Path, config: Config, registers: int) -> tuple[str, str]:
 
     Raises ValueError unless the file is a cubin of one kernel.
     """
-    problem = AttentionForward(1, 1, _SEQ_LEN, dtype=config.dtype)
-    launches = config.launch(problem, problem.strides())
-    geometry = [(found.grid, found.block, found.shared_bytes) for found in launches]
+    # kernels of the same code are launched alike if they have the same tiles
+    problem = config.family.operation.usual.in_dtype(config.dtype)
+    device = largest_device(config.family.capabilities[-1])
+    call = config.call(problem, problem.strides(), device)
+    geometry = [(found.grid, found.block, found.shared_bytes) for found in call.launches]
     digest = hashlib.sha256(f"{geometry} {registers}".encode())
     symbols = []
     data = path.read_bytes()

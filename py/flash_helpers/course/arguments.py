@@ -13,7 +13,7 @@ from flash_helpers.kernel_configs import (
     FAMILIES,
     LARGE_TILE,
     Config,
-    DType,
+    Element,
     config_from_short_form,
 )
 from flash_helpers.measure.staircases import parent_at_tile
@@ -21,7 +21,7 @@ from flash_helpers.registry.ampere import AMPERE, LARGE_TILE_FROM
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps
 
-DTYPE = DType.BF16  # of all kernels that the pages show, unless a short form says otherwise
+DTYPE = Element.BF16  # of all kernels that the pages show, unless a short form says otherwise
 ARCHITECTURES = tuple(f"sm_{capability}" for capability in LIMITS)
 DEFAULT_ARCHITECTURE = "sm_90"  # that of the committed measurements
 KERNEL_NAMES = (

@@ -206,7 +206,8 @@ def _stairs_told(results: BenchmarkResults, step: Step, glossary: str) -> Iterat
             continue
         parent = parent_at_tile(config)
         gained = parent and mean_change(results, parent, config)
-        told = f"**{percent(found)}** of [{metric.short}]({glossary}#{metric.term})"
+        library = f"[{metric.short}]({glossary}#{metric.term})" if metric.term else metric.short
+        told = f"**{percent(found)}** of {library}"
         if tile != OWN:
             told += f" at the [{tile} tile]({glossary}#{tile}-tile)"
         if gained is not None:

@@ -15,7 +15,6 @@ from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import (
     STEPS,
-    AttentionForward,
     Config,
     get_kernel_progression_configs,
 )
@@ -29,13 +28,13 @@ from flash_helpers.measure.results import (
 )
 from flash_helpers.ptx import Counts, Phase
 from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.problem import Problem
 from flash_helpers.registry.selection import UsageError
 from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Kernel
 
 PUBLISHED = Path("docs/data/published.json")
 SEQ_LEN = 512  # of what is simulated
-HEADS = 16  # of its tensors, of which one is computed: those of the benchmark
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,33 @@ class KernelCounts:
     row_stride: int
 
 
-def count_kernel(config: Config, seq_len: int = SEQ_LEN) -> KernelCounts:
-    """The counts of one head of a tensor with HEADS, whose row stride has the config itself run.
+def count_kernel(
+    config: Config, problem: Problem | None = None, within: Problem | None = None
+) -> KernelCounts:
+    """Return the counts of a problem in the tensors of a larger one, whose strides have the config
+    itself run.
 
+    problem, within: by default the operation's `counted` and `counted_within`.
     Raises RuntimeError if the library's PTX cannot be read.
     """
-    import torch
-
-    from flash_helpers.check.inputs import make_inputs, tensors_for
+    from flash_helpers.check.tensors import tensors_for
     from flash_helpers.runtime.simulator import run_shipped
 
-    problem = AttentionForward(1, 1, seq_len, config.d_head, config.dtype)
-    row_stride = config.own_row_stride(AttentionForward(1, HEADS, seq_len, config.d_head))
-    inputs = make_inputs("normal", problem, getattr(torch, config.dtype.torch_name))
-    counters = run_shipped(config, tensors_for(config, *inputs, row_stride)).counters
+    operation = config.family.operation
+    problem = (problem or operation.counted).in_dtype(config.dtype)
+    wide = config.own_strides((within or operation.counted_within).in_dtype(config.dtype))
+    strides = {
+        tensor.name: tuple(
+            stride if size > 1 else 0
+            for stride, size in zip(wide[tensor.name], tensor.shape, strict=True)
+        )
+        for tensor in (*problem.inputs, *problem.outputs)
+    }
+    inputs = operation.part("inputs").draw("normal", problem)
+    tensors = tensors_for(config, problem, inputs, strides)
+    counters = run_shipped(config, tensors, **problem.call_options()).counters
     main_loop = counters.by_phase()[Phase.MAIN_LOOP]
+    row_stride = wide[problem.inputs[0].name][1]
     return KernelCounts(counters.total, main_loop, counters.by_opcode(), row_stride)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.results import CUDNN, FA3, FLASH, LIBRARY_NAMES, BenchmarkResults
+from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.registry.family import Family
 
 
@@ -14,21 +15,18 @@ from flash_helpers.registry.family import Family
 class Metric:
     """Unit and comparison of an operation's speeds.
 
-    unit: of a speed. library: contender that is 100%. short: its name in tables. term: anchor of
-    the short name in the glossary. beside: short names of further libraries, by contender, of which
-    the fastest is drawn beside kernels that need one architecture's own instructions.
+    unit: of a speed. library: contender that is 100%. title: its full name. short: its name in
+    tables. term: anchor of the short name in the glossary. beside: short names of further
+    libraries, by contender, of which the fastest is drawn beside kernels that need one
+    architecture's own instructions.
     """
 
     unit: str
     library: str
+    title: str
     short: str
     term: str
     beside: dict[str, str]
-
-    @property
-    def title(self) -> str:
-        """The library's full name."""
-        return LIBRARY_NAMES[self.library]
 
     @property
     def heading(self) -> str:
@@ -36,12 +34,25 @@ class Metric:
         return f"of {self.short}"
 
 
-ATTENTION = Metric("TFLOP/s", FLASH, "flash", "flash-backend", {CUDNN: "cuDNN", FA3: "FA3"})
+# Of the operations whose libraries have shorter names in tables, and places in the glossary.
+METRICS = {
+    ATTENTION.name: Metric(
+        ATTENTION.metric.unit,
+        FLASH,
+        LIBRARY_NAMES[FLASH],
+        "flash",
+        "flash-backend",
+        {CUDNN: "cuDNN", FA3: "FA3"},
+    )
+}
 
 
 def metric_of(family: Family) -> Metric:
-    """The metric of a family's operation."""
-    return ATTENTION
+    """The metric of a family's operation: by default beside the first of its libraries."""
+    operation = family.operation
+    library, title = next(iter(operation.libraries.items()))
+    default = Metric(operation.metric.unit, library, title, title, "", {})
+    return METRICS.get(operation.name, default)
 
 
 def speed(results: BenchmarkResults, config: Config, length: int | None = None) -> float | None:

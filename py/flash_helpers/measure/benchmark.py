@@ -11,36 +11,24 @@ float64, before and after.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_helpers.check.inputs import QKV, make_inputs, with_mantissa_bits
-from flash_helpers.check.reference import (
-    AttentionError,
-    AttentionReference,
-    attention_reference,
-    measure_error,
-)
-from flash_helpers.kernel_configs import AttentionForward, Config, DType
+from flash_helpers.check.errors import OutputError, Reference, measure_error
+from flash_helpers.check.inputs import with_mantissa_bits
+from flash_helpers.kernel_configs import OPERATIONS, Config, Element, Problem
 from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
     CONTROL,
-    CUDNN,
-    FA3,
     FLASH,
-    FLASH_ATTN,
-    LIBRARY_NAMES,
     LibraryRecord,
     Load,
     Measurement,
@@ -48,7 +36,6 @@ from flash_helpers.measure.results import (
     RateRecord,
     SkippedRecord,
 )
-from flash_helpers.measure.shapes import default_shape
 from flash_helpers.measure.timing import (
     CudaTimer,
     Recording,
@@ -57,48 +44,27 @@ from flash_helpers.measure.timing import (
     interleaved_rounds,
     record,
 )
-from flash_helpers.runtime.backend import Backend, Forward
-
-_SDPA_BACKENDS = {
-    FLASH: SDPBackend.FLASH_ATTENTION,
-    CONTROL: SDPBackend.FLASH_ATTENTION,
-    CUDNN: SDPBackend.CUDNN_ATTENTION,
-}
-
-
-class _Package(NamedTuple):
-    """A library that is a package of its own. name: that it is installed by. module: has
-    flash_attn_func(q, k, v), which takes and returns (batch, seq, heads, d_head)."""
-
-    name: str
-    module: str
-
-    @property
-    def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
-
-
-_PACKAGES = {
-    FLASH_ATTN: _Package("flash_attn", "flash_attn"),
-    FA3: _Package("fa3_fwd", "fa3_fwd_interface"),
-}
+from flash_helpers.operations.attention_forward.problems import default_shape
+from flash_helpers.registry.operation import Operation
+from flash_helpers.runtime.backend import Backend, Execute
+from flash_helpers.runtime.tensors import torch_dtype
 
 
 @dataclass(frozen=True)
 class InputSet:
-    """Inputs of a problem, a buffer for the output, and the right result."""
+    """Inputs of a problem, buffers for the outputs, and the right results, by name."""
 
-    problem: AttentionForward
-    inputs: QKV
-    output: torch.Tensor
-    reference: AttentionReference
+    problem: Problem
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    reference: Reference
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that computes attention.
+    """A kernel or a library that computes an operation.
 
-    run: computes it for a set and returns the output, the set's own buffer or a new tensor.
+    run: computes it for a set and returns the first output, the set's own buffer or a new tensor.
     config: None for a library.
     """
 
@@ -106,70 +72,60 @@ class Contender:
     config: Config | None
     run: Callable[[InputSet], torch.Tensor]
 
-    def refusal(self, problem: AttentionForward) -> str:
-        """Why it is left out of a problem; "" if it is not."""
+    def refusal(self, problem: Problem) -> str:
+        """Return why it is left out of a problem; "" if it is not."""
         if self.config is not None:
             return self.config.refusal(problem)
-        package = _PACKAGES.get(self.name)
+        package = _packages(problem).get(self.name)
         if package is None or package.is_installed:
             return ""
         return f"the package {package.name} is not installed"
 
 
-def kernel_contender(config: Config, forward: Forward) -> Contender:
-    """One of the kernels, run by `forward`."""
+def _packages(problem: Problem) -> Mapping[str, Any]:
+    """Return the operation's libraries that are packages of their own."""
+    return OPERATIONS[problem.operation].part("baselines").PACKAGES
+
+
+def kernel_contender(config: Config, execute: Execute) -> Contender:
+    """Return a contender for one of the kernels, run by `execute`."""
 
     def run(inputs: InputSet) -> torch.Tensor:
-        forward(config, *inputs.inputs, inputs.output)
-        return inputs.output
+        tensors = [*inputs.inputs.values(), *inputs.outputs.values()]
+        execute(config, tensors, inputs.problem.call_options())
+        return next(iter(inputs.outputs.values()))
 
     return Contender(config.short_form(), config, run)
 
 
-def run_library(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
-) -> torch.Tensor:
-    """Attention by one of LIBRARY_NAMES; q, k, v and the result are (batch, seq, heads, d_head).
-
-    k and v may have fewer heads than q. causal: of queries and keys of one length, since PyTorch
-    aligns the mask to the top left, and the packages, as the kernels, to the bottom right.
-    PyTorch's backends get the same memory as the kernels do, as (batch, heads, seq, d_head) views.
-
-    Raises RuntimeError if the library does not run here, ImportError if it cannot be imported.
-    """
-    if name in _PACKAGES:
-        module = importlib.import_module(_PACKAGES[name].module)
-        return module.flash_attn_func(q, k, v, causal=causal)
-    with sdpa_kernel(_SDPA_BACKENDS[name]):
-        output = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            is_causal=causal,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-    return output.transpose(1, 2)
-
-
 def library_contender(name: str) -> Contender:
-    """One of LIBRARY_NAMES."""
+    """Return a contender for a library of the operation, or for the control."""
 
     def run(inputs: InputSet) -> torch.Tensor:
-        return run_library(name, *inputs.inputs, inputs.problem.causal)
+        problem = inputs.problem
+        operation = OPERATIONS[problem.operation]
+        library = next(iter(operation.libraries)) if name == CONTROL else name
+        outputs = operation.part("baselines").run(library, problem, inputs.inputs)
+        return outputs[problem.outputs[0].name]
 
     return Contender(name, None, run)
 
 
-def library_contenders() -> list[Contender]:
-    """PyTorch's backends, the packages, and the control.
+def library_contenders(operation: Operation) -> list[Contender]:
+    """Return contenders for the operation's libraries, and the control.
 
     A package that is not installed refuses every problem; a library that is there but does not run
     fails when it is called, with the reason.
     """
-    return [library_contender(name) for name in LIBRARY_NAMES]
+    return [library_contender(name) for name in (*operation.libraries, CONTROL)]
 
 
-def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...]:
-    """Versions of the contenders that are packages of their own, and installed."""
-    packages = (_PACKAGES.get(contender.name) for contender in contenders)
+def library_records(
+    contenders: Sequence[Contender], operation: Operation
+) -> tuple[LibraryRecord, ...]:
+    """Return the versions of the contenders that are packages of their own, and installed."""
+    known = operation.part("baselines").PACKAGES
+    packages = (known.get(contender.name) for contender in contenders)
     return tuple(
         LibraryRecord(package.name, importlib.metadata.version(package.name))
         for package in packages
@@ -177,15 +133,15 @@ def library_records(contenders: Sequence[Contender]) -> tuple[LibraryRecord, ...
     )
 
 
-def n_input_sets(shape: AttentionForward, cache_bytes: int) -> int:
+def n_input_sets(shape: Problem, cache_bytes: int) -> int:
     """Sets of inputs to go round: between two uses of one, twice the cache is touched."""
     return 1 + math.ceil(2 * cache_bytes / shape.bytes)
 
 
 @dataclass(frozen=True)
 class _Verification:
-    error: AttentionError
-    bound: AttentionError
+    error: OutputError
+    bound: OutputError
 
     @property
     def severity(self) -> float:
@@ -200,6 +156,12 @@ class _Verification:
         if self.error.within(self.bound):
             return ""
         return f"wrong output: {self.error} is over {self.bound}"
+
+
+def _verification(output: torch.Tensor, inputs: InputSet) -> _Verification:
+    name = inputs.problem.outputs[0].name
+    error = measure_error(output, inputs.reference.expected[name])
+    return _Verification(error, inputs.reference.bounds[name])
 
 
 class _Entry:
@@ -243,7 +205,7 @@ class _Entry:
         self.timer.synchronize()
         found = max(
             (
-                _Verification(measure_error(output, own.reference.expected), own.reference.bound)
+                _verification(output, own)
                 for output, own in zip(self.outputs, self.sets, strict=True)
             ),
             key=lambda check: check.severity,
@@ -252,7 +214,7 @@ class _Entry:
             self.worst = found
         self.failure = self.failure or found.failure
 
-    def measurement(self, shape: AttentionForward, dtype: DType, load: Load) -> Measurement:
+    def measurement(self, shape: Problem, dtype: Element, load: Load) -> Measurement:
         config, worst = self.contender.config, self.worst
         taken = self.taken.get(load.name, [])
         readings = [sample.reading for sample in taken if sample.reading is not None]
@@ -288,31 +250,36 @@ def _finite(value: float) -> float | None:
 
 
 def make_input_sets(
-    shape: AttentionForward,
-    dtype: DType,
+    shape: Problem,
+    dtype: Element,
     device: torch.device,
     timer: CudaTimer,
     protocol: Protocol,
 ) -> list[InputSet]:
     """The inputs that launches go round: one set if the timer flushes the cache."""
-    element = getattr(torch, dtype.torch_name)
     n_sets = 1 if timer.flushes else n_input_sets(shape, timer.cache_bytes)
     problem = shape.in_dtype(dtype)
+    operation = OPERATIONS[problem.operation]
     sets = []
     for index in range(n_sets):
-        drawn = make_inputs(protocol.inputs, problem, element, device, protocol.seed + index)
-        q, k, v = (with_mantissa_bits(x, protocol.mantissa_bits) for x in drawn)
-        inputs = (q, k, v)
-        reference = attention_reference(*inputs, causal=problem.causal)
-        sets.append(InputSet(problem, inputs, torch.empty_like(inputs[0]), reference))
+        drawn = operation.part("inputs").draw(
+            protocol.inputs, problem, device, protocol.seed + index
+        )
+        inputs = {n: with_mantissa_bits(x, protocol.mantissa_bits) for n, x in drawn.items()}
+        reference = operation.part("reference").reference(problem, inputs)
+        outputs = {
+            tensor.name: torch.empty(tensor.shape, dtype=torch_dtype(tensor.element), device=device)
+            for tensor in problem.outputs
+        }
+        sets.append(InputSet(problem, inputs, outputs, reference))
     return sets
 
 
 def measure_problem(
     contenders: Sequence[Contender],
     sets: Sequence[InputSet],
-    shape: AttentionForward,
-    dtype: DType,
+    shape: Problem,
+    dtype: Element,
     timer: CudaTimer,
     protocol: Protocol,
     sensor: GpuSensor,
@@ -367,7 +334,9 @@ def measure_problem(
     return [entry.measurement(shape, dtype, load) for load in protocol.loads for entry in entries]
 
 
-def skipped_record(dtype: DType, seq_len: int, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
+def skipped_record(
+    dtype: Element, seq_len: int, error: torch.cuda.OutOfMemoryError
+) -> SkippedRecord:
     """Record of a problem that `measure_problem` found no room for."""
     reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
     return SkippedRecord(dtype.short, seq_len, reason)
@@ -378,10 +347,12 @@ def n_steps(n_contenders: int, protocol: Protocol) -> int:
     return 2 * n_contenders + len(protocol.loads) * protocol.rounds
 
 
-def contenders_for(configs: Sequence[Config], dtype: DType, backend: Backend) -> list[Contender]:
+def contenders_for(
+    configs: Sequence[Config], dtype: Element, backend: Backend, operation: Operation
+) -> list[Contender]:
     """The libraries, then the configs of one dtype."""
-    own = (kernel_contender(config, backend.forward) for config in configs if config.dtype == dtype)
-    return [*library_contenders(), *own]
+    own = (kernel_contender(config, backend.execute) for config in configs if config.dtype == dtype)
+    return [*library_contenders(operation), *own]
 
 
 @dataclass(frozen=True)
@@ -398,7 +369,7 @@ class BenchmarkRun:
         empty = {(s.dtype, s.seq_len) for s in self.skipped if not s.name}
         return empty | {(m.dtype, m.seq_len) for m in self.measurements}
 
-    def require_problems(self, shape_for: Callable[[int], AttentionForward]) -> None:
+    def require_problems(self, shape_for: Callable[[int], Problem]) -> None:
         """Raise ValueError unless the measured problem of each length is the given one."""
         for found in self.measurements:
             asked = replace(shape_for(found.seq_len), dtype=found.problem.dtype)
@@ -410,7 +381,7 @@ class BenchmarkRun:
 
 
 def run_benchmark(
-    contenders: Mapping[DType, Sequence[Contender]],
+    contenders: Mapping[Element, Sequence[Contender]],
     seq_lens: Sequence[int],
     device: torch.device,
     timer: CudaTimer,
@@ -419,7 +390,7 @@ def run_benchmark(
     rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,
-    shape_for: Callable[[int], AttentionForward] = default_shape,
+    shape_for: Callable[[int], Problem] = default_shape,
     measured: BenchmarkRun | None = None,
     keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:

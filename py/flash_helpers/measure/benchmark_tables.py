@@ -6,11 +6,10 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from flash_helpers.console.tables import DASH, Table, number, percent
-from flash_helpers.kernel_configs import FAMILIES, Config, DType, config_from_short_form
+from flash_helpers.kernel_configs import FAMILIES, Config, Element, config_from_short_form
 from flash_helpers.measure.results import (
     BEST_OTHER,
     CONTROL,
@@ -74,27 +73,34 @@ def share_text(share: float | None) -> str:
 
 
 def supports_table() -> str:
-    """The problems that each family's kernels take, for a Markdown file; of a family whose steps
-    take different ones, a row for the steps of each kind."""
-    rows = []
+    """The problems that each family's kernels take, for a Markdown file: a table for each
+    operation; of a family whose steps take different ones, a row for the steps of each kind."""
+    operations: dict[str, list[Family]] = {}
     for family in FAMILIES.values():
-        dtypes = ", ".join(dtype.short for dtype in DType)
+        operations.setdefault(family.operation.title, []).append(family)
+    return "\n\n".join(_supports_of(title, families) for title, families in operations.items())
+
+
+def _supports_of(title: str, families: Iterable[Family]) -> str:
+    rows = []
+    for family in families:
+        dtypes = ", ".join(dtype.short for dtype in family.dtypes)
         kinds = [
             (taken, [*steps])
             for taken, steps in itertools.groupby(family.steps.values(), partial(_taken, family))
         ]
         for taken, steps in kinds:
             name = family.name if len(kinds) == 1 else f"{family.name} {ranges_text(steps)}"
-            row = {"family": name, "dtype": dtypes} | taken
+            row = {title: name, "dtype": dtypes} | taken
             rows.append(list(row.values()))
     return Table(list(row), rows, align="l" * len(row)).markdown()
 
 
 def _taken(family: Family, step: Step) -> dict[str, str]:
     """Problems that a step's fixed config and its variants take, in words."""
-    config = family.fixed_config(step, DType.from_name(MAIN_DTYPE))
-    causal = any(variant.supports.causal for variant in config.variants())
-    return replace(config.supports, causal=causal).described()
+    config = family.fixed_config(step, Element.from_name(MAIN_DTYPE))
+    taken = [variant.supports.described() for variant in config.variants()]
+    return max(taken, key=lambda quantities: len(quantities["options"]))
 
 
 def _length_table(
@@ -312,7 +318,7 @@ def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Se
 def header_lines(results: BenchmarkResults, step: Step) -> str:
     """Speed and cost of a step at its tiles, as comment lines for its kernel file; "" for a step
     that was not measured."""
-    fixed = FAMILIES[step.family].fixed_config(step, DType.from_name(MAIN_DTYPE))
+    fixed = FAMILIES[step.family].fixed_config(step, Element.from_name(MAIN_DTYPE))
     found = results.provenance
     lines = [
         f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
@@ -563,7 +569,7 @@ def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> I
                 yield [own.step.id, title, *shares, *speed]
     for config in _off_the_stairs(results, main):
         shares = [
-            _share_cell(results, (config.replace(dtype=DType.from_name(d)), None), d, load)
+            _share_cell(results, (config.replace(dtype=Element.from_name(d)), None), d, load)
             for d, load in columns
         ]
         speed = _sustained_cells(results, config.short_form(), main)

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from flash_helpers.ptx import Run
 
-# (config, q, k, v): the output and what the simulator counted
-Simulate: TypeAlias = (
-    "Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Run]]"
-)
+# (config, inputs): runs the config in the simulator
+Simulate: TypeAlias = "Callable[[Config, Sequence[torch.Tensor]], Run]"
 
 # The counts do not depend on the values.
 _INPUTS = "normal"
@@ -108,19 +106,15 @@ def profile_kernels(
 ) -> list[KernelProfile]:
     """Run each config once on a shape.
 
-    simulate: `flash_attention.simulate`.
+    simulate: runs a config on inputs, and returns the run.
 
     Raises UsageError if the sequence is not whole blocks, and what `simulate` raises.
     """
-    import torch
-
-    from flash_helpers.check.inputs import make_inputs
-
     require_supported(configs, shape)
     profiles = []
     for config in configs:
-        inputs = make_inputs(_INPUTS, shape, getattr(torch, config.dtype.torch_name))
-        _, run = simulate(config, *inputs)
+        inputs = config.family.operation.part("inputs").draw(_INPUTS, shape.in_dtype(config.dtype))
+        run = simulate(config, list(inputs.values()))
         profiles.append(KernelProfile(config, config.runs_as(shape.strides()), shape, run))
     return profiles
 
@@ -246,10 +240,9 @@ def profile_text(profiles: Sequence[KernelProfile], by_opcode: bool = False) -> 
     parts = [f"{shape}; counted in the simulator; PTX instructions of one warp"]
     for profile in profiles:
         if profile.ran != profile.config:
-            heads = profile.config.own_row_stride(shape) // shape.d_head
             parts.append(
-                f"{profile.config.short_form()} was run by {profile.ran.short_form()}: the row "
-                f"stride is {shape.row_stride} (--heads {heads} is its)"
+                f"{profile.config.short_form()} was run by {profile.ran.short_form()}: it is made "
+                f"for other strides than those of {shape}"
             )
     if len(profiles) > _MOST_SIDE_BY_SIDE:
         parts.append(overview_text(profiles))

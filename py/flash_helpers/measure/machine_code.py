@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flash_helpers.console.progress import Progress
-from flash_helpers.gpu import SM_COUNTS, capability_of
+from flash_helpers.gpu import SM_COUNTS, capability_of, largest_device
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
@@ -196,18 +196,20 @@ def launch_of(config: Config, problem: AttentionForward | None = None) -> Launch
     """How a kernel is launched; for no problem in particular, a block of it."""
     if problem is None:
         return Launch(config.n_threads, config.smem_bytes)
-    launches = config.launch(problem, problem.strides())
+    device = largest_device(config.family.capabilities[-1])
     return Launch(
         config.n_threads,
         config.smem_bytes,
-        blocks=sum(launch.n_blocks for launch in launches),
+        blocks=config.call(problem, problem.strides(), device).n_blocks,
         operations=problem.operations,
         problem={"batch": problem.batch, "n_heads": problem.heads, "seq_len": problem.len_q},
     )
 
 
-def unit_of(config: Config) -> Unit:
-    """Work of a kernel's loops."""
+def unit_of(config: Config) -> Unit | None:
+    """Work of a kernel's loops, where tensor instructions tell it: in those of attention."""
+    if config.family.operation.problem is not AttentionForward:
+        return None
     return Unit("block of K and V", config.mma_per_key_block)
 
 
@@ -216,8 +218,14 @@ def trips(kernel: Kernel, config: Config, seq_len: int) -> dict[int, int]:
 
     Raises NotDeterminedError as `phases.trip_counts` does.
     """
+    unit = unit_of(config)
+    if unit is None:
+        raise NotDeterminedError(
+            f"{config.short_form()} has no tensor instructions: how often its loops are run cannot "
+            "be told"
+        )
     try:
-        return trip_counts(kernel, unit_of(config), len(config.key_blocks(seq_len)))
+        return trip_counts(kernel, unit, len(config.key_blocks(seq_len)))
     except NotDeterminedError as error:
         text = str(error).replace(kernel.name, config.short_form())
         raise NotDeterminedError(f"{text} (seq_len {seq_len})") from error

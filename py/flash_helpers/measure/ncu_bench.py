@@ -272,7 +272,7 @@ def profile_kernels(
     for dtype in sorted({config.dtype.short for config in configs}):
         for library in libraries:
             name, pattern = LIBRARY_KERNELS[library]
-            options = ["--dtype", dtype, "--library", library]
+            options = ["--dtype", dtype, "--library", name]
             if launches := launches_of(f"{name}_{dtype}", options, pattern):
                 counted.append(average_launches(f"{name} {dtype}", shape, launches))
     names = [config.short_form() for config in configs]

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import AttentionForward, Config, Problem
 from flash_helpers.measure.counts import (
     FILLER,
     ONE_FOR_ONE,
@@ -55,7 +56,7 @@ def shape_for(config: Config, seq_len: int) -> AttentionForward:
     time."""
     d_head, block = config.supports.d_heads[0], config.supports.whole
     one = AttentionForward(1, 1, block, d_head, config.dtype)
-    heads = config.own_row_stride(one) // d_head
+    heads = config.own_strides(one)["q"][1] // d_head or 1
     shorter = max(block, int(seq_len / heads**0.5) // block * block)
     return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=config.supports.causal)
 
@@ -84,8 +85,9 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> C
     if any(instruction.base in opcodes.GROUP_TENSOR for instruction in kernel.instructions):
         return _predict_roles(kernel, config, shape)
     times = block_executions(kernel, trips(kernel, config, shape.len_q))
-    launches = config.launch(shape, shape.strides())
-    warps = sum(launch.n_blocks * launch.n_warps for launch in launches)
+    device = largest_device(kernel.capability)
+    call = config.call(shape, shape.strides(), device)
+    warps = sum(launch.n_blocks * launch.n_warps for launch in call.launches)
     by_base: Counter[str] = Counter()
     for instruction in kernel.instructions:
         by_base[instruction.base] += times[instruction.block]
@@ -150,15 +152,14 @@ def _predict_roles(kernel: Kernel, config: Config, shape: AttentionForward) -> C
 # -- from the simulator ----------------------------------------------------------------------------
 
 
-def _simulated(config: Config, shape: AttentionForward) -> tuple[Run, dict[str, torch.Tensor]]:
-    import torch
-
-    from flash_helpers.check.inputs import make_inputs, tensors_for
+def _simulated(config: Config, shape: Problem) -> tuple[Run, dict[str, torch.Tensor]]:
+    from flash_helpers.check.tensors import tensors_for
     from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
-    inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
-    tensors = tensors_for(config, *inputs)
-    return run_kernel(config, load_kernel(config, ptx_path(config)), tensors), tensors
+    inputs = config.family.operation.part("inputs").draw("normal", shape)
+    tensors = tensors_for(config, shape, inputs)
+    kernel = load_kernel(config, ptx_path(config))
+    return run_kernel(config, kernel, tensors, **shape.call_options()), tensors
 
 
 def simulated_counts(counters: Counters) -> dict[str, int]:
@@ -184,16 +185,15 @@ def simulate_launch(
 
     shape: one for which the config itself is launched.
     """
-    import torch
+    from flash_helpers.check.debugging import run_on
 
     run, tensors = _simulated(config, shape)
     outputs = None
     if backend is not None:
-        on_device = [tensors[name].contiguous().to(backend.device) for name in ("q", "k", "v")]
-        output = torch.full_like(on_device[0], torch.nan)
-        backend.forward(config, *on_device, output)
-        backend.synchronize()
-        outputs = compare_outputs(output.cpu(), tensors["o"])
+        inputs = {tensor.name: tensors[tensor.name] for tensor in shape.inputs}
+        found = run_on(backend, config, shape, inputs)
+        name = shape.outputs[0].name
+        outputs = compare_outputs(found[name], tensors[name])
     return CountedKernel(
         **_named(config, shape), predicted=simulated_counts(run.counters), outputs=outputs
     )

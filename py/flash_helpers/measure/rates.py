@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.results import MATMUL, MMA_SYNC, Protocol, RateRecord
 from flash_helpers.measure.timing import CudaTimer, Recording, Work, interleaved_rounds, record
@@ -24,17 +24,17 @@ class RateWork:
     launch: Work
 
 
-MakeRateWork = Callable[[DType], RateWork]
+MakeRateWork = Callable[[Element], RateWork]
 
 
-def matmul_work(dtype: DType, device: torch.device, size: int = MATMUL_SIZE) -> RateWork:
+def matmul_work(dtype: Element, device: torch.device, size: int = MATMUL_SIZE) -> RateWork:
     """The product of two square matrices, as PyTorch's library does it."""
     a, b = torch.randn(2, size, size, dtype=getattr(torch, dtype.torch_name), device=device)
     product = torch.empty_like(a)
     return RateWork(2 * size**3, lambda: torch.matmul(a, b, out=product))
 
 
-def mma_sync_work(dtype: DType, device: torch.device) -> RateWork:
+def mma_sync_work(dtype: Element, device: torch.device) -> RateWork:
     """mma.sync m16n8k16 back to back on registers. Raises RuntimeError if the library lacks it."""
     loop = MmaLoop(dtype, device)
     return RateWork(loop.operations, loop.launch)
@@ -50,7 +50,7 @@ def default_rate_works(device: torch.device) -> dict[str, MakeRateWork]:
 
 def measure_rates(
     works: Mapping[str, MakeRateWork],
-    dtype: DType,
+    dtype: Element,
     timer: CudaTimer,
     protocol: Protocol,
     sensor: GpuSensor,

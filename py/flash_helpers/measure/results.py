@@ -22,7 +22,7 @@ from flash_helpers.kernel_configs import (
     FAMILIES,
     AttentionForward,
     Config,
-    DType,
+    Element,
     config_from_short_form,
 )
 from flash_helpers.sass.read.opcodes import tensor_peak
@@ -168,7 +168,7 @@ class Measurement:
     def problem(self) -> AttentionForward:
         """The measured problem."""
         return AttentionForward(
-            *(self.batch, self.n_heads, self.seq_len, self.d_head, DType.from_name(self.dtype)),
+            *(self.batch, self.n_heads, self.seq_len, self.d_head, Element.from_name(self.dtype)),
             kv_heads=self.kv_heads,
             causal=self.causal,
         )

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.config import element, flag, number
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.mma_sync import (
-    ARGUMENTS,
+    DTYPES,
+    HEADER,
+    KERNELS,
     KEYS_BACKWARDS,
     MMA_K,
     PIECES,
@@ -22,7 +24,7 @@ from flash_helpers.registry.mma_sync import (
     TARGETS,
     MmaSyncConfig,
 )
-from flash_helpers.registry.problem import DType
+from flash_helpers.registry.problem import Element
 
 # How many mma-deep (16) slices of Q, K and V a warp loads into registers at once, from v4 on.
 FRAGMENT_TILES: Mapping[str, int] = MappingProxyType(
@@ -52,7 +54,7 @@ class FlashForwardKernelConfig(MmaSyncConfig):
     example: ClassVar[str] = "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
 
     version: int = number("v")
-    dtype: DType = element()
+    dtype: Element = element()
     d_head: int = number("d")
     B_r: int = number("Br", "query rows of a thread block")
     B_c: int = number("Bc", "keys of one step of its main loop")
@@ -70,7 +72,7 @@ class FlashForwardKernelConfig(MmaSyncConfig):
     static_row_stride: int = number("rs", "in elements; 0 = read from the arguments", default=0)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> Family[Any]:
         """The ampere family."""
         return AMPERE
 
@@ -156,9 +158,17 @@ def _previous(number: int) -> str:
     return f"previous_kernels/v{number}/forward_kernel.cuh"
 
 
+def large_configs() -> list[FlashForwardKernelConfig]:
+    """Return the large tile of each step that takes it."""
+    first = AMPERE.steps[LARGE_TILE_FROM].number
+    progression = AMPERE.progression()
+    return [config.replace(**LARGE_TILE) for config in progression if config.version >= first]
+
+
 AMPERE = Family(
     name="ampere",
     title="FlashAttention-2 on mma.sync, in sixteen steps",
+    operation=OPERATION,
     prefix="v",
     rank=0,
     config=FlashForwardKernelConfig,
@@ -223,8 +233,11 @@ AMPERE = Family(
         ),
     ),
     targets=TARGETS,
-    arguments=ARGUMENTS,
-    map_header=PurePosixPath("src/include/flash_kernels.cuh"),
+    kernels=KERNELS,
+    header=HEADER,
+    dtypes=DTYPES,
+    closed=True,
     # 17.2 million on 2026-11-22; a test whose cache two workers fill counts twice.
     simulated_budget=21_000_000,
+    also_built=large_configs,
 )

@@ -1,4 +1,4 @@
-"""A config: one kernel of a family, and everything that is fixed when it is compiled.
+"""A config: one implementation from a family's step, and all that is fixed when it is compiled.
 
 A family's config class lists its fields, each once, with `number`, `flag` and `element`; its short
 form, the parser of it, the C++ struct with its initialisers, and JSON follow from these. Standard
@@ -12,15 +12,14 @@ import re
 import typing
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import MISSING, asdict, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
-from flash_helpers.registry.problem import AttentionForward, DType, Strides
-
-if TYPE_CHECKING:
-    from flash_helpers.registry.family import Family, Step
-    from flash_helpers.registry.launch import Launch
-    from flash_helpers.registry.supports import Supports
+from flash_helpers.gpu import Device
+from flash_helpers.registry.call import Call
+from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.problem import Element, Problem, Strides
+from flash_helpers.registry.supports import Supports
 
 Own = TypeVar("Own", bound="Config")
 
@@ -28,24 +27,24 @@ _NUMBER = "0|-?[1-9][0-9]*"
 
 
 def number(prefix: str, comment: str = "", default: Any = MISSING) -> Any:
-    """An int: PREFIX with its value in the short form, left out where it is the default."""
+    """Return the field of an int: PREFIX and its value in the short form, left out where it is the
+    default."""
     return field(default=default, metadata={"short": prefix, "comment": comment})
 
 
 def flag(word: str, comment: str = "", default: Any = MISSING) -> Any:
-    """A bool: WORD in the short form if it is true."""
+    """Return the field of a bool: WORD in the short form if it is true."""
     return field(default=default, metadata={"short": word, "comment": comment})
 
 
 def element() -> Any:
-    """A DType: its short name."""
+    """Return the field of an Element, whose short name stands in the short form."""
     return field(metadata={"short": "", "comment": ""})
 
 
 @functools.total_ordering
-@dataclass(frozen=True)
 class Config:
-    """What all families' configs have in common. They sort by family, then by their fields.
+    """The base of all families' configs. Configs sort by family, then by their fields.
 
     The first field is the number of the step in its family. A subclass is a frozen dataclass; its
     `check` raises ValueError, with the reason and a way out, for a config that no kernel can be
@@ -64,10 +63,12 @@ class Config:
 
     # -- what a family's config says of itself -----------------------------------------------------
 
+    dtype: Element
+
     @property
     @abstractmethod
-    def family(self) -> Family:
-        """That the config belongs to."""
+    def family(self) -> Family[Any]:
+        """The family of the config."""
 
     @property
     @abstractmethod
@@ -82,61 +83,89 @@ class Config:
     @property
     @abstractmethod
     def supports(self) -> Supports:
-        """The problems that the kernel takes."""
+        """The problems that the config takes."""
 
     @abstractmethod
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
 
     @abstractmethod
-    def launch(
-        self, problem: AttentionForward, strides: Mapping[str, Strides]
-    ) -> tuple[Launch, ...]:
-        """What is launched, in order, for tensors of these strides, by name."""
+    def call(self, problem: Any, strides: Strides, device: Device) -> Call:
+        """Return the launches for tensors of these strides on a device.
 
-    def runs_as(self: Own, strides: Mapping[str, Strides]) -> Own:
-        """The config whose kernel is launched for tensors of these strides: this one, or one that
-        takes over."""
+        problem: of the family's operation, one that the config takes.
+        """
+
+    @abstractmethod
+    def most_runs(self, problem: Any, device: Device) -> int:
+        """Return how often a warp may run each instruction of a kernel, at most: one that runs more
+        never ends."""
+
+    def block(self, kernel: str) -> tuple[int, int]:
+        """Return threads and dynamic shared memory in bytes of one block of a kernel, one of those
+        that the family names."""
+        return self.n_threads, self.smem_bytes
+
+    def runs_as(self: Own, strides: Strides) -> Own:
+        """Return the config whose kernels are launched for tensors of these strides: this one, or
+        one that takes over."""
         return self
 
-    def own_row_stride(self, problem: AttentionForward) -> int:
-        """A row stride of tensors for which this config itself is launched."""
-        return problem.row_stride
+    def own_strides(self, problem: Problem) -> dict[str, tuple[int, ...]]:
+        """Return strides for which this config itself is launched."""
+        return problem.strides()
 
     def siblings(self: Own) -> tuple[Own, ...]:
-        """The config and all that `runs_as` may name, which are built along with it."""
+        """Return the config and all that `runs_as` may name, which are built along with it."""
         return (self,)
-
-    def computed_scores(self, problem: AttentionForward) -> int:
-        """Scores of queries and keys that are computed for a problem, hidden ones too. They are
-        more than are asked for where tiles are not filled."""
-        tiles = self.supports
-        rows = -(-problem.len_q // tiles.B_r) * tiles.B_r
-        keys = -(-problem.len_k // tiles.B_c) * tiles.B_c
-        return problem.batch * problem.heads * rows * keys
 
     def variants(self: Own) -> tuple[Own, ...]:
-        """The config, and those of the same step and tiles that are compiled for problems that it
-        refuses."""
+        """Return the config, and the configs of the same step and tiles that are compiled for
+        problems that it refuses."""
         return (self,)
+
+    def measured(self, size: int) -> Problem:
+        """Return the problem of one size that the config is measured and tuned on, in its dtype."""
+        operation = self.family.operation
+        return operation.measured(size, **self.supports.options).in_dtype(self.dtype)
+
+    def work(self, problem: Any, device: Device) -> float:
+        """Return what the config computes for a problem, idle units included, in a unit of its own:
+        more than is asked for where tiles are not filled."""
+        return problem.operations
 
     # -- what follows ------------------------------------------------------------------------------
 
     @property
     def step(self) -> Step:
-        """The step whose kernel this is a config of."""
+        """The step of the config."""
         return self.family.steps[self.family.step_id(getattr(self, fields(self)[0].name))]
 
-    def refusal(self, problem: AttentionForward) -> str:
-        """Why the kernel does not take a problem, with the way out; "" if it does."""
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Names of the config's kernels, as the library registers them, by C++ function: the short
+        form, of several kernels with the function behind it."""
+        functions = self.family.kernels
+        if len(functions) == 1:
+            return dict.fromkeys(functions, self.short_form())
+        return {function: f"{self.short_form()}__{function}" for function in functions}
+
+    def refusal(self, problem: Problem) -> str:
+        """Return why the config does not take a problem, with the way out; "" if it does."""
+        operation = self.family.operation
+        if problem.operation != operation.name:
+            return (
+                f"{self.short_form()} computes {operation.name} and the problem is one of "
+                f"{problem.operation}: choose a config of that operation"
+            )
         return self.supports.refusal(problem, self.short_form())
 
     def replace(self: Own, **changes: Any) -> Own:
-        """The same config with some fields changed; checked again."""
+        """Return the same config with some fields changed; checked again."""
         return replace(self, **changes)
 
     def at_step(self: Own, step: Step) -> Own:
-        """The same tile and options of another step of the family; checked again."""
+        """Return the config of the same tile and options at another step; checked again."""
         return self.replace(**{fields(self)[0].name: step.number})
 
     def __lt__(self, other: object) -> bool:
@@ -149,17 +178,17 @@ class Config:
         return (self.family.rank, *(getattr(self, f.name) for f in fields(self)))
 
     def short_form(self) -> str:
-        """Readable id and C identifier, e.g. v2_fp16_d128_Br64_Bc64_w4_async_swizzled_Q0_K0_V0."""
+        """Return a readable id and C identifier, e.g. o1_bf16_d128_Br128_Bc64_w4_rs2048."""
         return self._short_form
 
     def _format(self) -> str:
         return "_".join(filter(None, (self.part(f.name) for f in fields(self))))
 
     def part(self, name: str) -> str:
-        """Of the short form: what a field has there, "" for one that is left out."""
+        """Return a field's part of the short form; "" for one that is left out."""
         found = type(self).__dataclass_fields__[name]
         value, short = getattr(self, name), found.metadata["short"]
-        if isinstance(value, DType):
+        if isinstance(value, Element):
             return value.short
         if isinstance(value, bool):
             return short if value else ""
@@ -171,8 +200,8 @@ class Config:
         parts = []
         for f in fields(cls):
             kind, short = cls._kinds()[f.name], f.metadata["short"]
-            if kind is DType:
-                part = rf"_(?P<{f.name}>{'|'.join(d.short for d in DType)})"
+            if kind is Element:
+                part = rf"_(?P<{f.name}>{'|'.join(d.short for d in Element)})"
             elif kind is bool:
                 part = rf"(?P<{f.name}>_{short})?"
             else:
@@ -189,7 +218,7 @@ class Config:
 
     @classmethod
     def from_short_form(cls: type[Own], text: str) -> Own:
-        """Inverse of `short_form`.
+        """Return the config of a short form.
 
         Raises ValueError for a text that is no short form, or whose config is impossible.
         """
@@ -200,7 +229,7 @@ class Config:
             if kind is bool:
                 values[name] = found is not None
             elif found is not None:
-                values[name] = DType.from_name(found) if kind is DType else int(found)
+                values[name] = Element.from_name(found) if kind is Element else int(found)
         config = cls(**values) if match else None
         if config is None or config.short_form() != text:
             raise ValueError(
@@ -209,12 +238,12 @@ class Config:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, ready for JSON; dtype by its short name."""
-        return {name: v.short if isinstance(v, DType) else v for name, v in asdict(self).items()}
+        """Return the fields by name, ready for JSON; dtype by its short name."""
+        return {name: v.short if isinstance(v, Element) else v for name, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls: type[Own], values: Mapping[str, Any]) -> Own:
-        """Inverse of `to_dict`. Raises ValueError for a missing or an unknown field."""
+        """Return the config of these fields. Raises ValueError for a missing or an unknown one."""
         names = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ValueError(f"config has unknown fields {unknown}: the fields are {sorted(names)}")
@@ -223,8 +252,8 @@ class Config:
             raise ValueError(f"config lacks the fields {missing}")
         return cls(
             **{
-                name: DType.from_name(value)
-                if cls._kinds()[name] is DType and isinstance(value, str)
+                name: Element.from_name(value)
+                if cls._kinds()[name] is Element and isinstance(value, str)
                 else value
                 for name, value in values.items()
             }
@@ -234,16 +263,17 @@ class Config:
 
     @classmethod
     def cpp_fields(cls) -> str:
-        """The members of the C++ struct of the same name, in order, one a line."""
+        """Return the members of the C++ struct of the same name, in order, one per line."""
         lines = []
         for f in fields(cls):
             comment = f.metadata["comment"]
-            declared = f"    {cls._kinds()[f.name].__name__} {f.name};"
+            kind = cls._kinds()[f.name]
+            declared = f"    {'DType' if kind is Element else kind.__name__} {f.name};"
             lines.append(f"{declared} // {comment}" if comment else declared)
         return "\n".join(lines)
 
     def cpp_initializer(self) -> str:
-        """The C++ struct's value, by names."""
+        """Return the C++ struct's value, by names."""
         values = (f".{f.name} = {_cpp_value(getattr(self, f.name))}" for f in fields(self))
         return "{" + ", ".join(values) + "}"
 
@@ -269,6 +299,11 @@ class Config:
                 f"{first} {getattr(self, first)} does not exist: choose one of {numbers[0]} to "
                 f"{numbers[-1]}"
             )
+        if self.dtype not in self.family.dtypes:
+            known = " and ".join(dtype.short for dtype in self.family.dtypes)
+            raise ValueError(
+                f"dtype {self.dtype.short}: family {self.family.name} has {known}: choose one"
+            )
         for name, fixed in step.fixed.items():
             value = getattr(self, name)
             if value == fixed:
@@ -279,11 +314,11 @@ class Config:
 
 
 def _cpp_value(value: object) -> str:
-    return f"DType::{value.name}" if isinstance(value, DType) else str(value).lower()
+    return f"DType::{value.name}" if isinstance(value, Element) else str(value).lower()
 
 
 def ranges_text(steps: Iterable[Step]) -> str:
-    """Steps of a family as "v1 to v3 or v7"."""
+    """Return steps of a family as "v1 to v3 or v7"."""
     runs: list[list[Step]] = []
     for step in steps:
         if runs and step.number == runs[-1][-1].number + 1:
@@ -296,12 +331,12 @@ def ranges_text(steps: Iterable[Step]) -> str:
 
 
 def differing_fields(a: Config, b: Config) -> list[str]:
-    """Names of the fields in which two configs of a family differ, in declaration order."""
+    """Return the fields in which two configs of a family differ, in declaration order."""
     return [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
 
 
 def difference_text(asked: Config, found: Config) -> str:
-    """How `found` differs from what was asked for: "B_c 32 instead of 64"."""
+    """Return how `found` differs from what was asked for: "B_c 32 instead of 64"."""
     if type(asked) is not type(found):
         return f"of family {found.family.name}, not {asked.family.name}"
     values = asked.to_dict(), found.to_dict()

@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
-from flash_helpers.registry.ampere import AMPERE, LARGE_TILE, LARGE_TILE_FROM
+from flash_helpers import operations
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.family import Family, Step
-from flash_helpers.registry.hopper import HOPPER, tuned_configs
-from flash_helpers.registry.overlap import OVERLAP, successor
+from flash_helpers.registry.operation import Operation
+from flash_helpers.registry.problem import Problem
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (AMPERE, OVERLAP, HOPPER)}
+
+def _found_operations() -> Iterator[Operation]:
+    """Yield the operations, one for each folder of `flash_helpers.operations`."""
+    for module in pkgutil.iter_modules(operations.__path__):
+        yield importlib.import_module(f"{operations.__name__}.{module.name}").OPERATION
+
+
+def _families_of(operation: Operation) -> Iterator[Family[Any]]:
+    for name in operation.families:
+        module, _, attribute = name.partition(":")
+        yield getattr(importlib.import_module(f"flash_helpers.registry.{module}"), attribute)
+
+
+_FOUND = sorted(
+    (family for operation in _found_operations() for family in _families_of(operation)),
+    key=lambda family: family.rank,
+)
+FAMILIES: Mapping[str, Family[Any]] = MappingProxyType({family.name: family for family in _FOUND})
+OPERATIONS: Mapping[str, Operation] = MappingProxyType(
+    {family.operation.name: family.operation for family in _FOUND}
 )
 STEPS: Mapping[str, Step] = MappingProxyType(
-    {step.id: step for family in FAMILIES.values() for step in family.steps.values()}
+    {step.id: step for family in _FOUND for step in family.steps.values()}
 )
-EXAMPLE = AMPERE.config.example
+_FIRST = _FOUND[0]
+EXAMPLE = _FIRST.config.example
+
+
+def problem_from_record(record: Mapping[str, Any]) -> Problem:
+    """Return the problem of a record, of any operation.
+
+    Raises ValueError for an operation that does not exist, and as `Problem.from_record` does.
+    """
+    operation = OPERATIONS.get(record.get("operation", ""))
+    if operation is None:
+        raise ValueError(
+            f"operation {record.get('operation')!r} is not one of {', '.join(OPERATIONS)}"
+        )
+    return operation.problem.from_record(record)
+
 
 _DEMANGLED = re.compile(r"\b(?P<namespace>\w+)::(?P<kernel>\w+)<\s*(?P<short_form>\w+)\s*>")
 _MANGLED = re.compile(r"_ZN(?P<rest>\d+\w+)")
 
 
 def config_from_short_form(text: str) -> Config:
-    """The config of any family that a short form names.
+    """Return the config of any family that a short form names.
 
     Raises ValueError for a text that is no short form, or whose config is impossible.
     """
-    if moved := successor(text):
-        raise ValueError(f"{text!r}: {moved}")
+    for family in FAMILIES.values():
+        if moved := family.successor(text):
+            raise ValueError(f"{text!r}: {moved}")
     for family in FAMILIES.values():
         if re.match(rf"{family.prefix}\d", text):
             return family.config.from_short_form(text)
@@ -40,17 +77,17 @@ def config_from_short_form(text: str) -> Config:
 
 
 def config_from_dict(values: Mapping[str, object]) -> Config:
-    """The config of the family whose fields these are.
+    """Return the config of the family whose fields these are.
 
     Raises ValueError as `Config.from_dict` does.
     """
-    kinds = [family.config for family in FAMILIES.values()]
-    own = next((kind for kind in kinds if fields(kind)[0].name in values), AMPERE.config)
+    kinds: list[type[Config]] = [family.config for family in FAMILIES.values()]
+    own = next((kind for kind in kinds if fields(kind)[0].name in values), _FIRST.config)
     return own.from_dict(values)
 
 
 def _names_in_symbol(symbol: str) -> tuple[str, str, str] | None:
-    """Namespace, function and template argument of `namespace::function<argument>`."""
+    """Return namespace, function and template argument of `namespace::function<argument>`."""
     if found := _DEMANGLED.search(symbol):
         return found["namespace"], found["kernel"], found["short_form"]
     # Itanium C++ ABI: N <length>name <length>name I <length>name E E
@@ -65,17 +102,19 @@ def _names_in_symbol(symbol: str) -> tuple[str, str, str] | None:
 
 
 def config_from_symbol(symbol: str) -> Config:
-    """The config of a kernel's symbol, demangled or as the object file has it.
+    """Return the config of a kernel's symbol, demangled or as the object file has it.
 
     Raises ValueError for a symbol that is no kernel of this library.
     """
     names = _names_in_symbol(symbol)
-    kernels = {family.kernel for family in FAMILIES.values()}
-    if names is None or names[1] not in kernels:
+    functions = {function for family in FAMILIES.values() for function in family.kernels}
+    if names is None or names[1] not in functions:
         raise ValueError(
-            f"{symbol!r} is not the symbol of a forward kernel (vN::forward_kernel<config>)"
+            f"{symbol!r} is not the symbol of a kernel of this library (step::function<config>)"
         )
     config = config_from_short_form(names[2])
+    if names[1] not in config.family.kernels:
+        raise ValueError(f"{symbol!r}: family {config.family.name} has no kernel {names[1]}")
     if config.step.namespace != names[0]:
         raise ValueError(
             f"{symbol!r} instantiates a config of {config.step.id} in namespace {names[0]}"
@@ -84,7 +123,7 @@ def config_from_symbol(symbol: str) -> Config:
 
 
 def find_config(symbol: str) -> Config | None:
-    """The config of a kernel's symbol; None if it is no kernel of this library."""
+    """Return the config of a kernel's symbol; None if it is no kernel of this library."""
     try:
         return config_from_symbol(symbol)
     except ValueError:
@@ -92,7 +131,7 @@ def find_config(symbol: str) -> Config | None:
 
 
 def read_configs(document: object) -> list[Config]:
-    """The configs of a parsed JSON document: a list, or {"configs": list}.
+    """Return the configs of a parsed JSON document: a list, or {"configs": list}.
 
     An item is a short form or an object with the config's fields.
     Raises ValueError, naming the item, for anything else.
@@ -115,8 +154,8 @@ def read_configs(document: object) -> list[Config]:
 
 
 def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
-    """The candidate that differs from `config` in the fewest fields; one of its own family, if
-    there is any.
+    """Return the candidate that differs from `config` in the fewest fields; one of its own family,
+    if there is any.
 
     Among equals, the one of the same dtype, then of the nearest step, then the first in order.
     Raises ValueError without candidates.
@@ -133,27 +172,22 @@ def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
 
 
 def progression() -> list[Config]:
-    """Every step of every family at its fixed config, in both dtypes, in order."""
+    """Return every step of every family at its fixed config, in each dtype, in order."""
     return [config for family in FAMILIES.values() for config in family.progression()]
 
 
 @cache  # to try all combinations takes half a second
 def sweep() -> tuple[Config, ...]:
-    """Every possible config that a sweep tries, of every step that has something to tune."""
+    """Return every possible config that a sweep tries, of every step that has something to tune."""
     return tuple(config for family in FAMILIES.values() for config in family.sweep())
 
 
 def with_siblings(configs: Iterable[Config]) -> list[Config]:
-    """The configs, and those that may take over for them; sorted, unique."""
+    """Return the configs, and those that may take over for them; sorted, unique."""
     return sorted({sibling for config in configs for sibling in config.siblings()})
 
 
 def kernels_to_build() -> list[Config]:
-    """The configs that the library holds in any case, sorted."""
-    first = AMPERE.steps[LARGE_TILE_FROM].number
-    large = [
-        config.replace(**LARGE_TILE)
-        for config in AMPERE.progression()
-        if config.step.number >= first
-    ]
-    return with_siblings([*progression(), *large, *tuned_configs()])
+    """Return the configs that the library holds in any case, sorted."""
+    more = (config for family in FAMILIES.values() for config in family.also_built())
+    return with_siblings([*progression(), *more])

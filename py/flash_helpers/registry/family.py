@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from flash_helpers import gpu
-from flash_helpers.registry.problem import DType
+from flash_helpers.registry.call import StructLayout
+from flash_helpers.registry.operation import Operation
+from flash_helpers.registry.problem import Element
 
-if TYPE_CHECKING:
-    from flash_helpers.registry.config import Config
-    from flash_helpers.registry.launch import StructLayout
+C = TypeVar("C", bound=Any)  # the family's config class
 
 
 @dataclass(frozen=True)
 class StepEntry:
-    """What the registry is told of a step.
+    """A step's entry in the registry.
 
-    slug: its idea in a word or two, as in names of pages. idea: in a line. source: the kernel's
-    file, relative to the root of the repository. sets: options that the step turns on, by name of
-    the config's field. opens: those that it makes tunable, with the values that a sweep tries.
-    traits: what else is true of the kernel from this step on and cannot be seen in its config.
-    parent: id of a step of another family; None stands for the step before it.
+    slug: its idea in a word or two, for names of pages. idea: the same in a line. source: the
+    kernel's file, relative to the root of the repository. sets: options that the step turns on, by
+    name of the config's field. opens: options that it makes tunable, with the values that a sweep
+    tries. traits: facts about the kernel from this step on that its config does not show. parent:
+    id of a step of another family; None stands for the step before it.
     """
 
     slug: str
@@ -71,28 +71,41 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Family:
-    """A progression of kernels that share a config class and an argument struct.
+class Family(Generic[C]):
+    """A progression of kernels that share a config class and argument structs.
 
-    prefix: of the steps' ids. rank: families sort by it. base: the options of a step that sets
-    nothing. targets: what the kernels are compiled for, such as "80" or "90a", each with machine
-    code. arguments: the layout of the kernels' one parameter. map_header: the generated map from
-    config to kernel, relative to the root. simulated_budget: warp instructions of its kernels that
-    one run of all tests may simulate; none of a family that no test simulates.
+    prefix: first letter of the steps' ids. rank: families sort by it. base: options of a step that
+    sets nothing. targets: architectures that the kernels are compiled for, such as "80" or "90a",
+    each with machine code. kernels: argument struct of each of a config's kernels, by the name of
+    the C++ function, in the order in which they are first launched. header: the C++ struct of the
+    config class stands there. dtypes: element types that steps are built in. closed: no step will
+    be added. simulated_budget: warp instructions of its kernels that one run of the tests may
+    simulate; none for a family that no test simulates. also_built: configs that the library holds
+    beside the progression. successor: a sentence about what became of a short form that a family
+    once had; "" for any other text.
     """
 
     name: str
     title: str
+    operation: Operation
     prefix: str
     rank: int
-    config: type[Config]
+    config: type[C]
     base: Mapping[str, Any]
     entries: tuple[StepEntry, ...]
     targets: tuple[str, ...]
-    arguments: StructLayout
-    map_header: PurePosixPath
-    kernel: str = "forward_kernel"
+    kernels: Mapping[str, StructLayout]
+    header: PurePosixPath
+    dtypes: tuple[Element, ...]
+    closed: bool = False
     simulated_budget: int = 0
+    also_built: Callable[[], Iterable[C]] = field(default=tuple, compare=False)
+    successor: Callable[[str], str] = field(default=lambda _: "", compare=False)
+
+    @property
+    def map_header(self) -> PurePosixPath:
+        """The generated map from config to kernel, relative to the root."""
+        return PurePosixPath(f"src/include/{self.name}_kernels.cuh")
 
     def step_id(self, number: int) -> str:
         """ "v9" of 9."""
@@ -124,25 +137,27 @@ class Family:
             )
         return MappingProxyType(found)
 
-    def fixed_config(self, step: Step, dtype: DType) -> Config:
-        """The config that the progression shows of a step."""
+    def fixed_config(self, step: Step, dtype: Element) -> C:
+        """Return the config that the progression shows of a step."""
         return self.config(step.number, dtype, **step.options)
 
-    def progression(self) -> list[Config]:
-        """Every step at its fixed config, in both dtypes, in order."""
-        return [self.fixed_config(step, dtype) for step in self.steps.values() for dtype in DType]
+    def progression(self) -> list[C]:
+        """Return every step at its fixed config, in each dtype, in order."""
+        return [
+            self.fixed_config(step, dtype) for step in self.steps.values() for dtype in self.dtypes
+        ]
 
-    def sweep(self) -> list[Config]:
-        """Every possible config that a sweep tries, of each step that has a choice."""
+    def sweep(self) -> list[C]:
+        """Return every possible config that a sweep tries, of each step that has a choice."""
         return sorted(
             config
             for step in self.steps.values()
             if math.prod(map(len, step.tunable.values())) > 1
-            for dtype in DType
+            for dtype in self.dtypes
             for config in self._candidates(step, dtype)
         )
 
-    def _candidates(self, step: Step, dtype: DType) -> Iterator[Config]:
+    def _candidates(self, step: Step, dtype: Element) -> Iterator[C]:
         for values in itertools.product(*step.tunable.values()):
             options = dict(zip(step.tunable, values, strict=True))
             try:
@@ -152,13 +167,13 @@ class Family:
 
     @property
     def is_portable(self) -> bool:
-        """Whether the kernels run on what is later than their targets; those of one architecture's
-        own instructions, such as 90a, do not."""
+        """Whether the kernels run on GPUs later than their targets; kernels that use one
+        architecture's own instructions, such as 90a, do not."""
         return all(target.isdecimal() for target in self.targets)
 
     def targets_for(self, architectures: Iterable[int]) -> tuple[str, ...]:
-        """What the kernels are compiled for when a library is built for architectures such as 90,
-        which includes 90a; none if the family has none of them."""
+        """Return the targets for a library that is built for architectures such as 90, which
+        includes 90a; none if the family has none of them."""
         if self.is_portable:
             return tuple(map(str, architectures))
         numbers = [str(architecture) for architecture in architectures]
@@ -170,8 +185,8 @@ class Family:
         return own >= min(self.capabilities) if self.is_portable else own in self.capabilities
 
     def refusal_on(self, name: str, capability: tuple[int, int]) -> str:
-        """Why the kernels do not run on a GPU of this name and compute capability, with the way
-        out; "" if they do."""
+        """Return why the kernels do not run on a GPU of this name and compute capability, with the
+        way out; "" if they do."""
         if self.runs_on(capability):
             return ""
         lowest = min(self.capabilities)
@@ -183,5 +198,5 @@ class Family:
 
     @property
     def capabilities(self) -> tuple[int, ...]:
-        """Of the targets: 90 for 90a."""
+        """Compute capabilities of the targets: 90 for 90a."""
         return tuple(gpu.capability_of(f"sm_{target}") for target in self.targets)

@@ -6,36 +6,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers import gpu
-from flash_helpers.registry.config import Config, element, flag, number
-from flash_helpers.registry.family import Family, StepEntry
-from flash_helpers.registry.launch import (
-    FLOAT,
-    INT,
-    POINTER,
-    STRIDES,
-    TENSOR_MAP,
-    WORKSPACE,
-    Address,
-    Launch,
-    StructLayout,
-    TensorMap,
-)
-from flash_helpers.registry.mma_sync import LAZY_RESCALE
-from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
-from flash_helpers.registry.supports import (
+from flash_helpers.gpu import Device
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import (
     GROUPED_HEADS,
     MAX_LENGTH,
     RETURN_LSE,
     SOFTMAX_SCALE,
     TWO_LENGTHS,
-    Supports,
+    AttentionSupports,
 )
+from flash_helpers.registry.call import (
+    FLOAT,
+    INT,
+    POINTER,
+    STRIDES,
+    TENSOR_MAP,
+    Address,
+    Buffer,
+    Call,
+    Launch,
+    StructLayout,
+    TensorMap,
+)
+from flash_helpers.registry.config import Config, element, flag, number
+from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, LAZY_RESCALE, RUNS_PER_TILE
+from flash_helpers.registry.problem import Element, Strides
+from flash_helpers.registry.tile_order import TileOrder
 
 TARGET = "90a"
 WARPGROUP = 128  # threads
@@ -46,7 +51,8 @@ PIECE = 64  # columns of a tile in shared memory: the swizzle's 128 bytes
 CHUNK_BYTES = 16  # TMA: addresses and strides are multiples of it
 BARRIER_BYTES = 256  # of shared memory, for mbarriers
 _MAX_STRIDE = (2**40 - 1) // ELEMENT_BYTES  # of a tensor map, in bytes less than 2^40
-SMS = 132  # of an H100 or H200 (SXM): blocks of a grid that is there once
+
+NEXT_TILE = "next_tile"  # the buffer of the counter, and of who took which tile
 
 # Traits of steps.
 P_IN_REGISTERS = "p_in_registers"  # P does not pass through shared memory
@@ -99,7 +105,7 @@ class HopperKernelConfig(Config):
     example: ClassVar[str] = "h1_bf16_d128_Br64_Bc128_K1_V1"
 
     hopper: int = number("h", "the step")
-    dtype: DType = element()
+    dtype: Element = element()
     d_head: int = number("d")
     B_r: int = number("Br", "query rows of a thread block, 64 for each warpgroup that computes")
     B_c: int = number("Bc", "keys of one step of its main loop")
@@ -109,7 +115,7 @@ class HopperKernelConfig(Config):
     causal: bool = flag("causal", "a causal mask, aligned to the bottom right", default=False)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> Family[Any]:
         """The hopper family."""
         return HOPPER
 
@@ -212,16 +218,16 @@ class HopperKernelConfig(Config):
         return ""
 
     @property
-    def supports(self) -> Supports:
+    def supports(self) -> AttentionSupports:
         """Whole blocks of queries and keys of one length, unless the step's traits say more."""
         traits = self.step.traits
         ragged = RAGGED in traits
         options = {SOFTMAX_SCALE, RETURN_LSE, GROUPED_HEADS} if CALL_OPTIONS in traits else set()
-        return Supports(
+        return AttentionSupports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
             blocks=MappingProxyType({} if ragged else {"B_r": self.B_r, "B_c": self.B_c}),
-            chunk_bytes=CHUNK_BYTES,
+            alignment=CHUNK_BYTES,
             max_row_stride=_MAX_STRIDE,
             max_stride=_MAX_STRIDE,
             max_heads=gpu.MAX_GRID[0],
@@ -236,158 +242,78 @@ class HopperKernelConfig(Config):
             abilities=frozenset(options | ({TWO_LENGTHS} if ragged else set())),
         )
 
-    def n_blocks(self, tiles: int) -> int:
-        """Thread blocks for so many tiles of queries; block b takes tiles b, b + n_blocks, ..."""
-        return min(tiles, SMS) if PERSISTENT in self.step.traits else tiles
-
-    def computed_scores(self, problem: AttentionForward) -> int:
-        """As of any config; where blocks stay and tiles are alike, as many of each block as of the
-        busiest, for which the others wait."""
-        blocks = self.cluster_blocks
-        tiles = blocks * self._n_tiles(problem)
-        if PERSISTENT in self.step.traits and not self.causal:
-            at_a_time = SMS // blocks * blocks
-            tiles = -(-tiles // at_a_time) * at_a_time
-        return tiles * self.B_r * -(-problem.len_k // self.B_c) * self.B_c
-
-    def counts(self, problem: AttentionForward) -> bool:
-        """Whether blocks take the tiles behind their first from a counter. Where nobody has a third
-        it decides nothing, since a block takes its second when it begins with its first."""
-        q_tiles = -(-problem.len_q // self.B_r)
-        is_long = q_tiles >= COUNTED_FROM and not self._has_two_tiles(problem)
-        return DYNAMIC in self.step.traits and self.causal and is_long
-
-    def _has_two_tiles(self, problem: AttentionForward) -> bool:
-        """Whether no block, or cluster, has more."""
-        return self._n_tiles(problem) <= 2 * (SMS // self.cluster_blocks)
-
-    def _cluster_heads(self, problem: AttentionForward) -> int:
-        """Heads whose rows the blocks of a cluster take: as many as they are, or one."""
-        pairs = HEAD_PAIRS in self.step.traits
-        pairs &= problem.heads // problem.kv_heads % self.cluster_blocks == 0
-        return self.cluster_blocks if pairs else 1
-
-    def _q_tiles(self, problem: AttentionForward) -> int:
-        """Tiles of queries of one head, those that the blocks of a cluster take together as one."""
-        rows = self.cluster_blocks // self._cluster_heads(problem) * self.B_r
-        return -(-problem.len_q // rows)
-
-    def _heads(self, problem: AttentionForward) -> int:
-        """Heads of all batches, those that the blocks of a cluster take together as one."""
-        return problem.batch * problem.heads // self._cluster_heads(problem)
-
-    def _n_tiles(self, problem: AttentionForward) -> int:
-        """Of all heads and batches, likewise."""
-        return self._q_tiles(problem) * self._heads(problem)
-
-    def _head_group(self, problem: AttentionForward) -> int:
-        """Heads whose causal tiles are taken together, longest first.
-
-        As many as have a tile for each block at a time, if blocks take theirs from a counter: the
-        fewer K and V are in use, the less is fetched. Without one, all if blocks have two tiles at
-        most, and of more what is fastest (measured): a quarter of that in short sequences, twice as
-        many in long ones.
-        """
-        q_tiles, at_a_time = self._q_tiles(problem), SMS // self.cluster_blocks
-        if self.counts(problem):
-            return max(1, at_a_time // q_tiles)
-        if DYNAMIC in self.step.traits and self._has_two_tiles(problem):
-            return self._heads(problem)
-        if q_tiles <= _SHORT:
-            return max(1, at_a_time // (4 * q_tiles))
-        return max(1, 2 * at_a_time // q_tiles)
-
-    def _last_heads(self, problem: AttentionForward) -> int:
-        """Heads of the last group. Without a counter, those that are left.
-
-        With one, so many that each block takes several of their tiles. A block takes its next tile
-        when it begins with one: who has taken a long one last ends up to two tiles behind the
-        others, and the last group's are the shorter the more heads it has.
-        """
-        heads = self._heads(problem)
-        group = self._head_group(problem)
-        if not self.counts(problem):
-            return (heads - 1) % group + 1
-        at_a_time = SMS // self.cluster_blocks
-        return min(heads, max(group, -(-_LAST_ROUNDS * at_a_time // self._q_tiles(problem))))
-
-    def tiles(self, problem: AttentionForward) -> tuple[tuple[int, int], ...]:
-        """Head, of all batches, and block of rows of each tile of queries, in the order of their
-        numbers (`tile_place` in src/include/sm90/arguments.cuh). Those of a cluster follow one
-        another; the last of a head may have no rows."""
-        together = self._cluster_heads(problem)
-        q_tiles, heads = self._q_tiles(problem), self._heads(problem)
-        group = self._head_group(problem) if self.causal else 1
-        before = heads - (self._last_heads(problem) if self.causal else 0)
-        rows = range(q_tiles)[::-1] if self.causal else range(q_tiles)
-        groups = [range(first, min(first + group, before)) for first in range(0, before, group)]
-        groups.append(range(before, heads))
-        taken = ((head, row) for heads_of in groups for row in rows for head in heads_of)
-        in_rows = self.cluster_blocks // together
-        return tuple(
-            (head * together + i % together, row * in_rows + i // together)
-            for head, row in taken
-            for i in range(self.cluster_blocks)
+    def order(self, problem: AttentionForward, device: Device) -> TileOrder:
+        """Return the order in which the blocks of a device take the tiles."""
+        traits = self.step.traits
+        return TileOrder(
+            problem=problem,
+            B_r=self.B_r,
+            sms=device.sms,
+            persistent=PERSISTENT in traits,
+            cluster=self.cluster_blocks,
+            pairs_heads=HEAD_PAIRS in traits,
+            causal=self.causal,
+            dynamic=DYNAMIC in traits,
         )
 
-    def known_tiles(self, problem: AttentionForward, block: int) -> tuple[int, ...]:
-        """Numbers of the tiles of a thread block, in its order; of those that come from a counter
-        the first alone (`take_tile` in src/include/sm90/arguments.cuh)."""
-        together, tiles = self.cluster_blocks, self._n_tiles(problem)
-        lot = self.n_blocks(together * tiles) // together
-        taker, rank = divmod(block, together)
-        lots = range(1 if self.counts(problem) else -(-tiles // lot))
-        turns = DYNAMIC in self.step.traits and self.causal
-        taken = (n * lot + (lot - 1 - taker if turns and n % 2 else taker) for n in lots)
-        return tuple(together * number + rank for number in taken if number < tiles)
+    def work(self, problem: AttentionForward, device: Device) -> float:
+        """Return the scores that are computed, idle blocks included."""
+        tiles = self.order(problem, device).computed_tiles
+        return tiles * self.B_r * -(-problem.len_k // self.B_c) * self.B_c
 
-    def launch(
-        self, problem: AttentionForward, strides: Mapping[str, Strides]
-    ) -> tuple[Launch, ...]:
-        """A block for each tile of queries, head and batch; or as many as run at a time, which take
-        one tile after the other."""
-        tiles = self._n_tiles(problem)
-        counts = self.counts(problem)
+    def most_runs(self, problem: AttentionForward, device: Device) -> int:
+        """Return the runs of all blocks of keys of a thread block's tiles; blocks that ask for
+        tiles may get them all."""
+        order = self.order(problem, device)
+        tiles = problem.batch * problem.heads * -(-problem.len_q // self.B_r)
+        per_block = tiles if order.counts else -(-tiles // order.n_blocks)
+        runs = _RUNS_PER_REPLAYED_TILE if REPLAYS in self.step.traits else RUNS_PER_TILE
+        return runs * (len(self.key_blocks(problem.len_k)) + 2) * per_block
+
+    def call(self, problem: AttentionForward, strides: Strides, device: Device) -> Call:
+        """Return a block for each tile of queries, head and batch; or as many as run at a time,
+        which take one tile after the other."""
+        order = self.order(problem, device)
         rows = {"q": self.B_r, "k": self.B_c, "v": self.B_c, "o": WARP_ROWS}
         values: dict[str, tuple[float, ...]] = {
             "len_k": (problem.len_k,),
             "heads": (problem.heads,),
-            "tiles": (tiles,),
+            "tiles": (order.n_tiles,),
             "len_q": (problem.len_q,),
-            "q_tiles": (self._q_tiles(problem),),
+            "q_tiles": (order.q_tiles,),
             "heads_per_kv": (problem.heads // problem.kv_heads,),
             "scale": (problem.softmax_scale * math.log2(math.e),),
-            "head_group": (self._head_group(problem),),
-            "last_heads": (self._last_heads(problem),),
+            "head_group": (order.head_group,),
+            "last_heads": (order.last_heads,),
         }
-        values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
+        values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
         pointers = {f"{name.upper()}_gmem": name for name in "qkvo"}
         if problem.return_lse:
             pointers["lse"] = "lse"
-        if counts:
-            pointers["next_tile"] = WORKSPACE
-        return (
-            Launch(
-                config=self,
-                grid=(self.n_blocks(self.cluster_blocks * tiles), 1, 1),
-                cluster=(self.cluster_blocks, 1, 1),
-                block=self.n_threads,
-                shared_bytes=self.smem_bytes,
-                arguments=ARGUMENTS.pack(values),
-                addresses=tuple(
-                    Address(ARGUMENTS.offset(member), name) for member, name in pointers.items()
-                ),
-                outputs=("o", "lse") if problem.return_lse else ("o",),
-                tensor_maps=tuple(
-                    (
-                        ARGUMENTS.offset(name.upper()),
-                        _tensor_map(name, problem, strides[name], rows[name]),
-                    )
-                    for name in "qkvo"
-                ),
-                workspace_bytes=INT.size * (1 + tiles) if counts else 0,
+        buffers: tuple[Buffer, ...] = ()
+        if order.counts:
+            pointers["next_tile"] = NEXT_TILE
+            buffers = (Buffer(NEXT_TILE, INT.size * (1 + order.n_tiles), zeroed=True),)
+        (kernel,) = self.kernels.values()
+        launch = Launch(
+            kernel=kernel,
+            grid=(order.n_blocks, 1, 1),
+            cluster=(self.cluster_blocks, 1, 1),
+            block=self.n_threads,
+            shared_bytes=self.smem_bytes,
+            arguments=ARGUMENTS.pack(values),
+            addresses=tuple(
+                Address(ARGUMENTS.offset(member), name) for member, name in pointers.items()
+            ),
+            tensor_maps=tuple(
+                (
+                    ARGUMENTS.offset(name.upper()),
+                    _tensor_map(name, problem, strides[name], rows[name]),
+                )
+                for name in "qkvo"
             ),
         )
+        return Call((launch,), buffers)
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
@@ -427,22 +353,25 @@ class HopperKernelConfig(Config):
 
 
 _OTHER_REGISTERS = 24  # of a thread that computes, beside O, S and P
-COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
-_SHORT = 8  # tiles of a head
-_LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
+# Runs of an instruction for a pass over a tile of K and V where rows may be computed again, in
+# loops that are not unrolled.
+_RUNS_PER_REPLAYED_TILE = 40
 
 
-def _tensor_map(name: str, problem: AttentionForward, strides: Strides, rows: int) -> TensorMap:
-    """Boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece.
+def _tensor_map(
+    name: str, problem: AttentionForward, strides: tuple[int, ...], rows: int
+) -> TensorMap:
+    """Return boxes of some rows of one head, in pieces of 128-byte rows; of O, one piece.
 
     A stride of 0 is that of a dimension of size 1, or of one tensor expanded along it.
     """
     batch, length, heads, d_head = problem.kv_shape if name in "kv" else problem.shape
     sizes = (PIECE, length, d_head // PIECE, heads, batch)
-    in_elements = (strides.row, PIECE, strides.head, strides.batch)
+    of_batch, of_row, of_head, _ = strides
+    in_elements = (of_row, PIECE, of_head, of_batch)
     return TensorMap(
         name,
-        problem.dtype.short,
+        problem.dtype,
         dims=sizes,
         strides=tuple(stride * ELEMENT_BYTES for stride in in_elements),
         box=(PIECE, rows, 1 if name == "o" else d_head // PIECE, 1, 1),
@@ -467,8 +396,27 @@ def _file(number: int) -> str:
     return f"kernels/hopper/h{number}.cuh"
 
 
+# The tile for long sequences, of three warpgroups, and the steps that the library holds it of: the
+# one that makes room for it, and that which lets it be causal.
+LONG_TILE: Mapping[str, Any] = MappingProxyType({"B_r": 192, "B_c": 80, "K_slots": 3, "V_slots": 3})
+_LONG_TILE_AT = ("h13", "h24")
+
+
+def tuned_configs() -> list[HopperKernelConfig]:
+    """Return the configs of the tile for long sequences, and the causal ones."""
+    long = [
+        HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
+        for step in map(HOPPER.steps.__getitem__, _LONG_TILE_AT)
+        for dtype in DTYPES
+    ]
+    both = (variant for config in (*HOPPER.progression(), *long) for variant in config.variants())
+    return [*long, *(config for config in both if config.causal)]
+
+
 HOPPER = Family(
     name="hopper",
+    operation=OPERATION,
+    closed=True,
     title="the same attention on Hopper's own units",
     prefix="h",
     rank=2,
@@ -632,24 +580,9 @@ HOPPER = Family(
         ),
     ),
     targets=(TARGET,),
-    arguments=ARGUMENTS,
-    map_header=PurePosixPath("src/include/hopper_kernels.cuh"),
+    kernels=MappingProxyType({"forward_kernel": ARGUMENTS}),
+    header=PurePosixPath("src/include/flash_attention.cuh"),
+    dtypes=DTYPES,
     simulated_budget=25_000_000,
+    also_built=tuned_configs,
 )
-
-# The tile for long sequences, of three warpgroups, and the steps that the library holds it of: the
-# one that makes room for it, and that which lets it be causal.
-LONG_TILE: Mapping[str, Any] = MappingProxyType({"B_r": 192, "B_c": 80, "K_slots": 3, "V_slots": 3})
-_LONG_TILE_AT = ("h13", "h24")
-
-
-def tuned_configs() -> list[Config]:
-    """What the library holds beside the fixed configs: the tile for long sequences; what is
-    causal."""
-    long = [
-        HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
-        for step in map(HOPPER.steps.__getitem__, _LONG_TILE_AT)
-        for dtype in DType
-    ]
-    both = (variant for config in (*HOPPER.progression(), *long) for variant in config.variants())
-    return [*long, *(config for config in both if config.causal)]

@@ -4,27 +4,30 @@ tile of Q and walks all keys; its warps share the rows. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import astuple
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import TypeVar
 
 from flash_helpers import gpu
-from flash_helpers.registry.config import Config
-from flash_helpers.registry.launch import (
+from flash_helpers.gpu import Device
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import AttentionSupports
+from flash_helpers.registry.call import (
     INT,
     POINTER,
     STRIDES,
     Address,
+    Call,
     Launch,
     StructLayout,
 )
-from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType, Strides
-from flash_helpers.registry.supports import Supports
+from flash_helpers.registry.config import Config
+from flash_helpers.registry.problem import Element, Strides
 
 Own = TypeVar("Own", bound="MmaSyncConfig")
 
 CHUNK_BYTES = 16  # one cp.async, one row of an 8x8 ldmatrix tile
+ELEMENT_BYTES = 2  # of fp16 and bf16
 PIECE = 64  # columns: tiles are copied in pieces of 128-byte rows from v15 on
 MMA_M, MMA_N, MMA_K = 16, 8, 16  # of mma.m16n8k16: C is (M, N), the reduction K deep
 MAX_WARPS = gpu.MAX_THREADS // gpu.WARP
@@ -43,6 +46,8 @@ LAZY_RESCALE = "lazy_rescale"  # m, l and O only follow a row's maximum that gro
 MMA_ROW_SUM = "mma_row_sum"  # l is P @ 1: the tensor cores add up the rows of P
 TWO_BUFFERS = "two_buffers"  # each for K and V in shared memory
 
+RUNS_PER_TILE = 8  # loops inside the pass over a tile of K and V are unrolled: once is enough
+
 MAX_GROWTH = 8  # powers of two: of a row's maximum over m, where the step is lazy
 
 ARGUMENTS = StructLayout(
@@ -55,6 +60,9 @@ ARGUMENTS = StructLayout(
         }
     ),
 )
+KERNELS = MappingProxyType({"forward_kernel": ARGUMENTS})
+HEADER = PurePosixPath("src/include/flash_attention.cuh")
+DTYPES = (Element.FP16, Element.BF16)
 
 
 class MmaSyncConfig(Config):
@@ -64,7 +72,7 @@ class MmaSyncConfig(Config):
     static_row_stride: distance of two rows of the sequence; 0 is read at run time.
     """
 
-    dtype: DType
+    dtype: Element
     d_head: int
     B_r: int
     B_c: int
@@ -110,77 +118,91 @@ class MmaSyncConfig(Config):
         return 2 * self.mma_per_product + row_sums
 
     def key_blocks(self, len_k: int) -> range:
-        """The blocks of keys in the order in which the kernel walks them."""
+        """Return the blocks of keys in the order in which the kernel walks them."""
         blocks = range(-(-len_k // self.B_c))
         return blocks[::-1] if KEYS_BACKWARDS in self.step.traits else blocks
 
     def own_key_blocks(self, problem: AttentionForward, query: int) -> range:
-        """Those that the warp of a query takes: all."""
+        """Return the blocks of keys that the warp of a query takes: all."""
         return self.key_blocks(problem.len_k)
 
     def first_keys(self, problem: AttentionForward, query: int) -> int:
-        """Keys that the warp of a query multiplies with of the first block: all."""
+        """Return how many keys of the first block the warp of a query multiplies with: all."""
         return self.B_c
 
     @property
-    def supports(self) -> Supports:
+    def supports(self) -> AttentionSupports:
         """Whole blocks of queries and keys of one length."""
-        return Supports(
+        return AttentionSupports(
             dtype=self.dtype,
             d_heads=(self.d_head,),
             blocks=MappingProxyType({"B_r": self.B_r, "B_c": self.B_c}),
-            chunk_bytes=CHUNK_BYTES,
+            alignment=CHUNK_BYTES,
             max_row_stride=MAX_ROW_STRIDE,
             B_r=self.B_r,
             B_c=self.B_c,
         )
 
     def general(self: Own) -> Own:
-        """The config that takes over when a tensor's row stride is not the static one."""
+        """Return the config that takes over when a tensor's row stride is not the static one."""
         return self.replace(static_row_stride=0)
 
     def siblings(self: Own) -> tuple[Own, ...]:
-        """The config and its general one."""
+        """Return the config and its general one."""
         return (self, self.general()) if self.static_row_stride else (self,)
 
-    def runs_as(self: Own, strides: Mapping[str, Strides]) -> Own:
-        """The config itself, or the general one where a tensor has another row stride."""
-        rows = {found.row for found in strides.values()}
+    def runs_as(self: Own, strides: Strides) -> Own:
+        """Return the config itself, or the general one where a tensor has another row stride."""
+        rows = {strides[name][1] for name in "qkvo"}
         return self if rows == {self.static_row_stride} else self.general()
 
-    def own_row_stride(self, problem: AttentionForward) -> int:
-        """The static row stride, where there is one."""
-        return self.static_row_stride or problem.row_stride
+    def own_strides(self, problem: AttentionForward) -> dict[str, tuple[int, ...]]:
+        """Return strides with the static row stride, where there is one: heads of a wider
+        tensor."""
+        row = self.static_row_stride or problem.row_stride
+        own = (problem.len_q * row, row, problem.d_head, 1)
+        return dict.fromkeys("qkvo", _of_sizes(own, problem.shape))
 
-    def launch(
-        self, problem: AttentionForward, strides: Mapping[str, Strides]
-    ) -> tuple[Launch, ...]:
-        """A block for each tile of queries, head and batch; several launches for more batches than
-        a grid has along z."""
-        values = {"seq_len": (problem.len_q,)}
-        values |= {f"{name.upper()}_strides": astuple(strides[name]) for name in "qkvo"}
+    def call(self, problem: AttentionForward, strides: Strides, device: Device) -> Call:
+        """Return a block for each tile of queries, head and batch; several launches for more
+        batches than a grid has along z."""
+        values: dict[str, tuple[float, ...]] = {"seq_len": (problem.len_q,)}
+        values |= {f"{name.upper()}_strides": strides[name][:3] for name in "qkvo"}
         arguments = ARGUMENTS.pack(values)
         most = gpu.MAX_GRID[2]
-        config = self.runs_as(strides)
-        return tuple(
-            Launch(
-                config=config,
-                grid=(problem.len_q // self.B_r, problem.heads, min(problem.batch - first, most)),
-                block=self.n_threads,
-                shared_bytes=self.smem_bytes,
-                arguments=arguments,
-                addresses=tuple(
-                    Address(
-                        ARGUMENTS.offset(name.upper()),
-                        name,
-                        first * strides[name].batch * ELEMENT_BYTES,
-                    )
-                    for name in "qkvo"
-                ),
-                outputs=("o",),
+        (kernel,) = self.runs_as(strides).kernels.values()
+        return Call(
+            tuple(
+                Launch(
+                    kernel=kernel,
+                    grid=(
+                        problem.len_q // self.B_r,
+                        problem.heads,
+                        min(problem.batch - first, most),
+                    ),
+                    block=self.n_threads,
+                    shared_bytes=self.smem_bytes,
+                    arguments=arguments,
+                    addresses=tuple(
+                        Address(
+                            ARGUMENTS.offset(name.upper()),
+                            name,
+                            first * strides[name][0] * ELEMENT_BYTES,
+                        )
+                        for name in "qkvo"
+                    ),
+                )
+                for first in range(0, problem.batch, most)
             )
-            for first in range(0, problem.batch, most)
         )
+
+    def work(self, problem: AttentionForward, device: Device) -> float:
+        """Return the scores of queries and keys that are computed: all, since tiles are whole."""
+        return problem.batch * problem.heads * problem.len_q * problem.len_k
+
+    def most_runs(self, problem: AttentionForward, device: Device) -> int:
+        """Return RUNS_PER_TILE for each block of keys, and for what is before and behind them."""
+        return RUNS_PER_TILE * (len(self.key_blocks(problem.len_k)) + 2)
 
     def check(self) -> None:
         """Raises ValueError unless a kernel can be built."""
@@ -234,6 +256,11 @@ class MmaSyncConfig(Config):
                 f"static_row_stride {stride} is not a multiple of d_head {self.d_head}: use "
                 "heads * d_head, or 0 to read the stride at run time"
             )
+
+
+def _of_sizes(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides with 0 along a dimension of size 1."""
+    return tuple(s if size > 1 else 0 for s, size in zip(strides, shape, strict=True))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,14 +7,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.config import element, number
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.mma_sync import (
-    ARGUMENTS,
+    DTYPES,
+    HEADER,
+    KERNELS,
     KEYS_BACKWARDS,
     LAZY_RESCALE,
     MMA_ROW_SUM,
@@ -24,7 +26,7 @@ from flash_helpers.registry.mma_sync import (
     TWO_BUFFERS,
     MmaSyncConfig,
 )
-from flash_helpers.registry.problem import DType
+from flash_helpers.registry.problem import Element
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     example: ClassVar[str] = "o1_bf16_d128_Br128_Bc64_w4_rs2048"
 
     overlap: int = number("o", "the step")
-    dtype: DType = element()
+    dtype: Element = element()
     d_head: int = number("d")
     B_r: int = number("Br", "query rows of a thread block")
     B_c: int = number("Bc", "keys of one step of its main loop")
@@ -48,7 +50,7 @@ class OverlapKernelConfig(MmaSyncConfig):
     static_row_stride: int = number("rs", "in elements; 0 = read from the arguments", default=0)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> Family[Any]:
         """The overlap family."""
         return OVERLAP
 
@@ -78,7 +80,7 @@ def successor(text: str) -> str:
         return ""
     config = OverlapKernelConfig(
         5 if found["sums"] else 4,
-        DType.from_name(found["dtype"]),
+        Element.from_name(found["dtype"]),
         128,
         *(int(found[name]) for name in ("B_r", "B_c", "n_warps")),
         int(found["stride"] or 0),
@@ -94,6 +96,7 @@ def _file(number: int) -> str:
 OVERLAP = Family(
     name="overlap",
     title="the same instructions at the large tile, overlapped",
+    operation=OPERATION,
     prefix="o",
     rank=1,
     config=OverlapKernelConfig,
@@ -129,8 +132,10 @@ OVERLAP = Family(
         ),
     ),
     targets=TARGETS,
-    arguments=ARGUMENTS,
-    map_header=PurePosixPath("src/include/overlap_kernels.cuh"),
+    kernels=KERNELS,
+    header=HEADER,
+    dtypes=DTYPES,
     # 9.7 million on 2026-11-22; a test whose cache two workers fill counts twice.
+    successor=successor,
     simulated_budget=12_000_000,
 )

@@ -9,15 +9,17 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
+from types import MappingProxyType
 from typing import Any
 
 from flash_helpers.kernel_configs import (
     FAMILIES,
+    OPERATIONS,
     STEPS,
-    AttentionForward,
     Config,
-    DType,
+    Element,
+    Problem,
     config_from_short_form,
     get_kernel_progression_configs,
     nearest_config,
@@ -26,7 +28,10 @@ from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.family import Step
 
 ALL = "all"
-DTYPE_CHOICES = (*(dtype.short for dtype in DType), "both")
+_DTYPES = tuple(
+    element for element in Element if any(element in family.dtypes for family in FAMILIES.values())
+)
+DTYPE_CHOICES = (*(element.short for element in _DTYPES), ALL)
 STEP_NAMES = f"a step (9 or v9), a range of steps (v7..v16), a family ({', '.join(FAMILIES)}), all"
 KERNEL_NAMES = f"{STEP_NAMES}, or the short form of a config"
 
@@ -42,7 +47,7 @@ class UsageError(ValueError):
 def add_kernel_arguments(
     parser: argparse.ArgumentParser,
     default: str = "the fixed config of every step",
-    dtype: str = "both",
+    dtype: str = ALL,
 ) -> None:
     """Add `--kernel` and `--dtype`. default: what is chosen without `--kernel`, in words."""
     parser.add_argument(
@@ -57,13 +62,13 @@ def add_kernel_arguments(
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default=dtype, help=f"(default: {dtype})")
 
 
-def parse_dtypes(name: str) -> tuple[DType, ...]:
-    """The dtypes of one of DTYPE_CHOICES. Raises ValueError for any other name."""
-    return tuple(DType) if name == "both" else (DType.from_name(name),)
+def parse_dtypes(name: str) -> tuple[Element, ...]:
+    """Return the dtypes of one of DTYPE_CHOICES. Raises ValueError for any other name."""
+    return _DTYPES if name == ALL else (Element.from_name(name),)
 
 
 def find_steps(selector: str) -> list[Step] | None:
-    """The steps that a selector names, in order; None if it has the form of none of STEP_NAMES.
+    """Return the steps that a selector names, in order; None if it has no form of STEP_NAMES.
 
     Raises UsageError for a step that does not exist, or a range that is none.
     """
@@ -103,13 +108,13 @@ def _all_steps_text() -> str:
 
 
 def _nearest_text(name: str) -> str:
-    """What a name that means nothing may have been meant as, after a semicolon; "" for nothing."""
+    """Return the nearest known name, after a semicolon; "" if none is near."""
     near = difflib.get_close_matches(name, [*FAMILIES, *STEPS, ALL], n=1, cutoff=0.5)
     return f"; the nearest is {near[0]}" if near else ""
 
 
 def parse_steps(selectors: Iterable[str]) -> list[Step]:
-    """The steps that the selectors name, in the registry's order, each once.
+    """Return the steps that the selectors name, in the registry's order, each once.
 
     Raises UsageError for what is none of STEP_NAMES.
     """
@@ -123,7 +128,7 @@ def parse_steps(selectors: Iterable[str]) -> list[Step]:
 
 
 def built_config(built: Sequence[Config], selector: str) -> Config:
-    """The built config of a short form. Raises UsageError."""
+    """Return the built config of a short form. Raises UsageError."""
     try:
         config = config_from_short_form(selector)
     except ValueError as error:
@@ -141,7 +146,7 @@ def built_config(built: Sequence[Config], selector: str) -> Config:
 def _configs_of_steps(
     built: Sequence[Config], selector: str, steps: Iterable[Step]
 ) -> dict[str, list[Config]]:
-    """The built configs of each step, by its id."""
+    """Return the built configs of each step, by its id."""
     of_step = {step.id: [c for c in built if c.step.id == step.id] for step in steps}
     missing = [name for name, configs in of_step.items() if not configs]
     if missing and selector != ALL and selector not in FAMILIES:
@@ -152,15 +157,15 @@ def _configs_of_steps(
 def select_kernels(
     built: Sequence[Config],
     selectors: Iterable[str],
-    dtypes: Iterable[DType],
+    dtypes: Iterable[Element],
     default: Iterable[Config] = (),
-    problem: AttentionForward | None = None,
+    problems: Mapping[str, Problem] = MappingProxyType({}),
 ) -> list[Config]:
-    """The built configs that the selectors name (see KERNEL_NAMES), of the given dtypes, sorted; of
-    a step all of them.
+    """Return the built configs that the selectors name (see KERNEL_NAMES), of the given dtypes,
+    sorted; of a step all of them.
 
-    built: the configs of the library. problem: of a step whose configs are made for different
-        problems, such as causal ones, those made for problems like this one.
+    built: the configs of the library. problems: by operation; of a step whose configs are made for
+        different problems, such as causal ones, only those made for such a problem.
     default: configs taken without any selector; those that are not built are left out.
 
     Raises UsageError if a selector names nothing that is built, or if no config is left.
@@ -176,7 +181,7 @@ def select_kernels(
             named.add(built_config(built, selector))
             continue
         for configs in _configs_of_steps(built, selector, steps).values():
-            named.update(_made_for(problem, configs) if problem else configs)
+            named.update(_made_for(problems.get(configs[0].family.operation.name), configs))
     if not selectors:
         named = set(default) & set(built)
     chosen = sorted(config for config in named if config.dtype in wanted)
@@ -188,21 +193,31 @@ def select_kernels(
     return chosen
 
 
-def _made_for(problem: AttentionForward, configs: Sequence[Config]) -> Sequence[Config]:
-    """Of a step's configs those that lack nothing that a problem asks for; all if none does."""
+def _made_for(problem: Problem | None, configs: Sequence[Config]) -> Sequence[Config]:
+    """Return those of a step's configs that lack nothing that a problem asks for; all if none
+    does."""
+    if problem is None:
+        return configs
     return [config for config in configs if not config.supports.lacking(problem)] or configs
 
 
 def chosen_kernels(
-    arguments: argparse.Namespace, built: Sequence[Config], problem: AttentionForward | None = None
+    arguments: argparse.Namespace,
+    built: Sequence[Config],
+    problems: Mapping[str, Problem] = MappingProxyType({}),
 ) -> list[Config]:
-    """`select_kernels` of what `add_kernel_arguments` read, by default of the progression; if the
-    problem is causal, the configs with a mask in its place."""
+    """`select_kernels` for what `add_kernel_arguments` read, by default the progression.
+
+    problems: by operation; without `--kernel` only configs of these operations are taken, in the
+    variants that are made for the problem.
+    """
     progression = get_kernel_progression_configs()
-    if problem and problem.causal:
-        progression = [variant for c in progression if (variant := with_mask(c)) != c]
+    if problems:
+        own = [(c, problems.get(c.family.operation.name)) for c in progression]
+        variants = [(variant_for(c, problem), problem) for c, problem in own if problem]
+        progression = [c for c, problem in variants if not c.supports.lacking(problem)]
     return select_kernels(
-        built, arguments.kernel, parse_dtypes(arguments.dtype), progression, problem
+        built, arguments.kernel, parse_dtypes(arguments.dtype), progression, problems
     )
 
 
@@ -212,11 +227,11 @@ Wanted = Config | Mapping[str, Any] | None
 def choose_kernels(
     built: Sequence[Config],
     selectors: Iterable[str],
-    dtype: DType,
+    dtype: Element,
     wanted: Wanted = None,
 ) -> list[Config]:
-    """One config of each step that the selectors name (see KERNEL_NAMES), in the order asked for,
-    each once; a short form means itself.
+    """Return one config of each step that the selectors name (see KERNEL_NAMES), in the order asked
+    for, each once; a short form means itself.
 
     wanted: which config of a step: the one nearest to a config; the one that has the values of
         some fields, the fixed one if there are several; None: the fixed one, or the first that is
@@ -237,7 +252,7 @@ def choose_kernels(
 
 
 def _choose(candidates: Sequence[Config], wanted: Wanted) -> Config:
-    """One of the built configs of a step in a dtype."""
+    """Return one of the built configs of a step in a dtype."""
     if isinstance(wanted, Config):
         return nearest_config(wanted, candidates)
     first = candidates[0]
@@ -256,14 +271,15 @@ def _choose(candidates: Sequence[Config], wanted: Wanted) -> Config:
     return nearest_config(usual, matching)
 
 
-def with_mask(config: Config) -> Config:
-    """The causal config of the same step and tile; the config itself, which then refuses causal
-    problems, where there is none."""
-    return next((c for c in config.variants() if c.supports.causal), config)
+def variant_for(config: Config, problem: Problem) -> Config:
+    """Return the config of the same step and tile that lacks nothing that a problem asks for, such
+    as the causal one; the config itself where there is none."""
+    found = (c for c in config.variants() if not c.supports.lacking(problem))
+    return next(found, config)
 
 
 def parse_config_option(words: Sequence[str]) -> Config | dict[str, Any]:
-    """What `--config` says: a short form, or pairs such as B_r=128. Raises UsageError."""
+    """Return the value of `--config`: a short form, or pairs such as B_r=128. Raises UsageError."""
     if len(words) == 1 and "=" not in words[0]:
         try:
             return config_from_short_form(words[0])
@@ -288,7 +304,7 @@ def parse_config_option(words: Sequence[str]) -> Config | dict[str, Any]:
 
 
 def names_of(configs: Sequence[Config]) -> list[str]:
-    """A short name for each kernel: its step, and what tells it from others of the same one."""
+    """Return a short name for each kernel: its step, and its difference from others of the step."""
     names = []
     for config in configs:
         same = [other for other in configs if other.step is config.step]
@@ -301,22 +317,22 @@ def names_of(configs: Sequence[Config]) -> list[str]:
 
 
 def _field_text(config: Config, name: str) -> str:
-    """A field's value in few letters; "" for an option that is off."""
+    """Return a field's value in few letters; "" for an option that is off."""
     value = getattr(config, name)
-    if isinstance(value, DType):
+    if isinstance(value, Element):
         return value.short
     if isinstance(value, bool):
         return name if value else ""
     return f"{config.__dataclass_fields__[name].metadata['short']}{value}"
 
 
-def first_refusal(config: Config, problems: Iterable[AttentionForward]) -> str:
-    """Why a config does not take one of the problems in its dtype; "" if it takes all."""
+def first_refusal(config: Config, problems: Iterable[Problem]) -> str:
+    """Return why a config does not take one of the problems in its dtype; "" if it takes all."""
     refusals = (config.refusal(problem.in_dtype(config.dtype)) for problem in problems)
     return next(filter(None, refusals), "")
 
 
-def require_taken(configs: Iterable[Config], *problems: AttentionForward) -> None:
+def require_taken(configs: Iterable[Config], *problems: Problem) -> None:
     """Raise UsageError, with the way out of the first, unless a config takes all of the problems in
     its dtype."""
     reasons = [first_refusal(config, problems) for config in configs]
@@ -324,8 +340,67 @@ def require_taken(configs: Iterable[Config], *problems: AttentionForward) -> Non
         raise UsageError(reasons[0])
 
 
-def require_supported(configs: Iterable[Config], problem: AttentionForward) -> None:
+def require_supported(configs: Iterable[Config], problem: Problem) -> None:
     """Raise UsageError, with the way out, unless every config takes the problem in its dtype."""
     for config in configs:
         if reason := config.refusal(problem.in_dtype(config.dtype)):
             raise UsageError(reason)
+
+
+# -- problems by their fields ----------------------------------------------------------------------
+
+
+def add_problem_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add an option for each field of the operations' problems that has a help text.
+
+    names: of the fields, all by default. An option that is not given is None.
+    """
+    for name, (field, operations) in _problem_fields().items():
+        if names and name not in names:
+            continue
+        of = "" if len(operations) == len(OPERATIONS) else f" ({', '.join(operations)})"
+        option, text = _option_name(field), f"{field.metadata['help']}{of}"
+        if field.type == "bool":
+            parser.add_argument(option, dest=name, action="store_const", const=True, help=text)
+        else:
+            kind = float if field.type == "float" else int
+            metavar = field.metadata.get("metavar", "N")
+            parser.add_argument(option, dest=name, type=kind, metavar=metavar, help=text)
+
+
+def _problem_fields() -> dict[str, tuple[Field[Any], list[str]]]:
+    """Return the fields that have options, and the operations whose problems have them."""
+    found: dict[str, tuple[Field[Any], list[str]]] = {}
+    for operation in OPERATIONS.values():
+        for field in fields(operation.problem):
+            if "help" in field.metadata:
+                found.setdefault(field.name, (field, []))[1].append(operation.name)
+    return found
+
+
+def _option_name(field: Field[Any]) -> str:
+    return "--" + field.metadata.get("name", field.name).replace("_", "-")
+
+
+def asked_problem(arguments: argparse.Namespace, base: Problem) -> Problem:
+    """Return a problem with the sizes of `base` and the options that the command line has; sizes
+    that follow from others follow.
+
+    Raises ValueError as the problem's class does.
+    """
+    values = {f.name: getattr(base, f.name) for f in fields(base) if f.default is MISSING}
+    for f in fields(base):
+        if (asked := getattr(arguments, f.name, None)) is not None and "help" in f.metadata:
+            values[f.name] = asked
+    return type(base)(**values)
+
+
+def require_options_of(arguments: argparse.Namespace, operations: Iterable[str]) -> None:
+    """Raise UsageError for a problem's option that none of these operations has."""
+    operations = set(operations)
+    for name, (field, having) in _problem_fields().items():
+        if getattr(arguments, name, None) is not None and not operations & {*having}:
+            raise UsageError(
+                f"{_option_name(field)} is an option of {', '.join(having)}, and the kernels "
+                f"compute {', '.join(sorted(operations))}: leave it out"
+            )

@@ -1,228 +1,47 @@
-"""The problems that a kernel takes, declared: refusals, tests' corners and the docs' table follow.
-
-Standard library only.
+"""What a kernel declares of the problems that it takes: refusals, tests' corners and the docs'
+table follow. Each operation has its own class. Standard library only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from flash_helpers import gpu
-from flash_helpers.registry.problem import ELEMENT_BYTES, AttentionForward, DType
-
-MAX_LENGTH = 2**31 - 1  # of queries and of keys: the kernels take them as an int
-_ANY = 2**63 - 1
-
-CAUSAL = "causal"
-# What a kernel may take besides problems of various sizes.
-TWO_LENGTHS = "two_lengths"  # queries and keys of different lengths
-GROUPED_HEADS = "grouped_heads"  # several heads of Q for one of K and V
-SOFTMAX_SCALE = "softmax_scale"
-RETURN_LSE = "return_lse"
-ABILITIES = (TWO_LENGTHS, GROUPED_HEADS, SOFTMAX_SCALE, RETURN_LSE)
+from flash_helpers.registry.problem import Tensor
 
 
-def asked_for(problem: AttentionForward) -> dict[str, tuple[str, str]]:
-    """Of ABILITIES, those that a problem asks for: its values in words, and the nearest to them
-    that every kernel takes."""
-    found = {}
-    if problem.len_q != problem.len_k:
-        way_out = (
-            "pad q to as many rows as k and v, and drop those of o"
-            if problem.len_q < problem.len_k
-            else f"split q into calls of {problem.len_k} rows"
-        )
-        found[TWO_LENGTHS] = (f"len_q {problem.len_q} with len_k {problem.len_k}", way_out)
-    if problem.heads != problem.kv_heads:
-        times = problem.heads // problem.kv_heads
-        found[GROUPED_HEADS] = (
-            f"heads {problem.heads} on {problem.kv_heads} of k and v",
-            f"pass k.repeat_interleave({times}, dim=2), and v likewise",
-        )
-    if not problem.has_usual_scale:
-        found[SOFTMAX_SCALE] = (
-            f"softmax_scale {problem.softmax_scale}",
-            "without softmax_scale it is 1/sqrt(d_head); multiply q by "
-            "softmax_scale * sqrt(d_head) for another one",
-        )
-    if problem.return_lse:
-        found[RETURN_LSE] = (
-            "return_lse",
-            "without return_lse=True the output alone is returned",
-        )
-    return found
-
-
-# What a corner asks for of an ability that is not one of lengths; there are 6 heads.
-_CORNERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        GROUPED_HEADS: {"kv_heads": 2},
-        SOFTMAX_SCALE: {"softmax_scale": 0.2},
-        RETURN_LSE: {"return_lse": True},
-    }
-)
-
-
-@dataclass(frozen=True)
-class Supports:
-    """Attention forward problems.
-
-    d_heads: head sizes. blocks: numbers that the lengths of queries and keys must be multiples of,
-    by what they are called; none if there may be any. chunk_bytes: tensors begin at, and all
-    strides but the last are, multiples of it. max_row_stride, max_stride: elements, of the sequence
-    and of heads and batches. max_tiles: of B_r queries of one head, where one dimension of the grid
-    has them all. max_length: of queries and of keys. B_r, B_c: rows of a tile of queries and of
-    keys. causal: the kernel takes causal problems, and no others. abilities: those of ABILITIES
-    that it has.
-    """
-
-    dtype: DType
-    d_heads: tuple[int, ...]
-    blocks: Mapping[str, int]
-    chunk_bytes: int
-    max_row_stride: int
-    max_stride: int = _ANY
-    max_heads: int = gpu.MAX_GRID[1]
-    max_tiles: int = _ANY
-    max_length: int = MAX_LENGTH
-    B_r: int = 1
-    B_c: int = 1
-    causal: bool = False
-    abilities: frozenset[str] = frozenset()
+class Supports(Protocol):
+    """The problems of one operation that a kernel takes. The problems passed to its methods are of
+    that operation."""
 
     @property
-    def shortest(self) -> int:
-        """The shortest sequence, of which all are multiples."""
-        return math.lcm(*self.blocks.values())
+    def alignment(self) -> int:
+        """Bytes that the address of each tensor is a multiple of; a power of two."""
 
     @property
-    def whole(self) -> int:
-        """The shortest sequence of whole tiles."""
-        return math.lcm(self.shortest, self.B_r, self.B_c)
+    def options(self) -> Mapping[str, Any]:
+        """Options of a problem that the kernel fixes when it is compiled, such as a mask."""
 
-    def lacking(self, problem: AttentionForward) -> dict[str, tuple[str, str]]:
-        """What a problem asks for and the kernel has not, by name: the values in words, and the way
-        out."""
-        found = {}
-        if problem.causal != self.causal:
-            found[CAUSAL] = (
-                (CAUSAL, "without causal=True every query sees all keys")
-                if problem.causal
-                else (f"not {CAUSAL}", "choose the config without causal, or pass causal=True")
-            )
-        asked = asked_for(problem)
-        return found | {name: text for name, text in asked.items() if name not in self.abilities}
+    @property
+    def smallest(self) -> int:
+        """Size of the smallest problem, to compare kernels of one operation by."""
 
-    def refusal(self, problem: AttentionForward, kernel: str) -> str:
-        """Why the kernel does not take the problem, with the way out; "" if it does.
+    def lacking(self, problem: Any) -> dict[str, tuple[str, str]]:
+        """Return what a problem asks for and the kernel has not, by name: the values in words, and
+        the way out."""
+
+    def refusal(self, problem: Any, kernel: str) -> str:
+        """Return why the kernel does not take a problem, with the way out; "" if it does.
 
         kernel: how the text names it.
         """
-        for values, way_out in self.lacking(problem).values():
-            return f"{values} is not supported by {kernel}: {way_out}"
-        if problem.dtype != self.dtype:
-            return f"dtype {problem.dtype.short}: {kernel} takes {self.dtype.short}"
-        if problem.d_head not in self.d_heads:
-            known, largest = " and ".join(map(str, self.d_heads)), max(self.d_heads)
-            scale = (
-                f"pass softmax_scale={problem.softmax_scale:.6g}, which would be that of {largest}"
-                if SOFTMAX_SCALE in self.abilities
-                else f"scale q, since the kernels divide by sqrt({largest})"
-            )
-            return (
-                f"d_head {problem.d_head}: {kernel} is built for {known}: pad the last dimension "
-                f"with zeros to {largest} if it is smaller (and {scale})"
-            )
-        for length_name, length in problem.lengths.items():
-            for name, rows in self.blocks.items():
-                if length % rows:
-                    longer = -(-length // self.shortest) * self.shortest
-                    return (
-                        f"{length_name} {length} is not a multiple of {name} {rows} ({kernel}): "
-                        f"use {longer}, or choose a config whose {name} divides it"
-                    )
-            if length > self.max_length:
-                return (
-                    f"{length_name} {length} is over the limit {self.max_length}: split the problem"
-                )
-        if problem.heads > self.max_heads:
-            return (
-                f"heads {problem.heads} is over the limit {self.max_heads} of a CUDA grid: split "
-                "the call by heads"
-            )
-        tiles = -(-problem.len_q // self.B_r) * problem.heads * problem.batch
-        if tiles > self.max_tiles:
-            return (
-                f"batch {problem.batch} with {problem.heads} heads has {tiles} tiles of queries, "
-                f"over the limit {self.max_tiles} of a CUDA grid: split the call by batches"
-            )
-        return ""
+
+    def layout_refusal(self, tensor: Tensor, strides: tuple[int, ...]) -> str:
+        """Return why a tensor cannot have these strides (elements, 0 along a dimension of size 1),
+        with the way out; "" if it can."""
 
     def described(self) -> dict[str, str]:
-        """What is taken, in words: quantities by name."""
-        chunk = self.chunk_bytes // ELEMENT_BYTES
-        lengths = f"multiples of {' and '.join(self.blocks)}" if self.blocks else "any"
-        different = ", different ones" if TWO_LENGTHS in self.abilities else ""
-        grouped = ", grouped" if GROUPED_HEADS in self.abilities else ""
-        options = [CAUSAL] if self.causal else []
-        options += [name for name in (SOFTMAX_SCALE, RETURN_LSE) if name in self.abilities]
-        return {
-            "d_head": ", ".join(map(str, self.d_heads)),
-            "seq_len": f"{lengths}{different}, up to {self.max_length:,}",
-            "heads": f"up to {self.max_heads:,}{grouped}",
-            "batches": "any number",
-            "options": ", ".join(options) or "none",
-            "strides": f"1 along d_head; else multiples of {chunk}, from row to row up to "
-            f"{self.max_row_stride:,}",
-        }
+        """Return what is taken, in words: quantities by name."""
 
-    def corners(self) -> Iterator[AttentionForward]:
-        """Small problems at the edges of the declaration: one block; several, in which every index
-        that a kernel may confuse differs; lengths around those of blocks; more queries than keys,
-        and fewer; each ability, and all of them. Of grouped heads an odd number share K and V, then
-        an even one."""
-        lengths = [*self._corner_lengths()]
-        options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
-        together = {key: value for option in options for key, value in option.items()}
-        cases: list[tuple[int, int, int, int, dict[str, Any]]] = [
-            *((1, 1, *both, {}) for both in lengths[:-1]),
-            *((1, 6, *lengths[-2], option) for option in options),
-            (2, 4 if options else 3, *lengths[-1], together),
-        ]
-        for d_head in self.d_heads:
-            for batch, heads, len_q, len_k, option in cases:
-                yield AttentionForward(
-                    batch,
-                    heads,
-                    len_q,
-                    d_head,
-                    self.dtype,
-                    len_k=len_k,
-                    causal=self.causal,
-                    **option,
-                )
-
-    def _corner_lengths(self) -> Iterator[tuple[int, int]]:
-        """Of queries and keys; the last pair is that of several batches and heads."""
-        shortest, B_r, B_c = self.shortest, self.B_r, self.B_c
-        yield shortest, shortest
-        if self.blocks:
-            yield 3 * shortest, 3 * shortest
-            different = [(2 * shortest, shortest), (shortest, 2 * shortest)]
-        else:
-            yield B_r + 1, B_r + 1
-            yield B_c - 1, B_c - 1
-            different = [
-                (1, 2 * B_c + 1),
-                (2 * B_r + 1, B_c + 1),
-                (B_r + 1, 1),
-                (B_r - 1, 3 * B_c),
-                (B_r, B_c - 1),
-                (B_r + 1, 2 * B_c + 1),
-            ]
-        if TWO_LENGTHS in self.abilities:
-            yield from different
+    def corners(self) -> Iterator[Any]:
+        """Yield small problems at the edges of the declaration."""

@@ -1,10 +1,10 @@
-"""What runs the kernels on this machine. torch is imported when that is asked."""
+"""The devices that run kernels on this machine. torch is imported when one is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flash_helpers.kernel_configs import Config
 from flash_helpers.runtime import library
@@ -17,16 +17,17 @@ DEVICE_CHOICES = ("auto", "cuda", "cpu")
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in a kernel that ran to its end, in words: faults, and lints, which are legal
-    and suspicious."""
+    """Findings about a kernel that ran to its end, in words: faults, and lints, which are legal and
+    suspicious."""
 
     faults: tuple[str, ...] = ()
     lints: tuple[str, ...] = ()
 
 
-# (config, q, k, v, o): computes attention of q, k, v into o, all (batch, seq, heads, d_head)
-Forward: TypeAlias = (
-    "Callable[[Config, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Findings]"
+# (config, tensors, options): computes the outputs among the problem's tensors, which are in the
+# order of `Problem.axes`.
+Execute: TypeAlias = (
+    "Callable[[Config, Sequence[torch.Tensor | None], Mapping[str, Any]], Findings]"
 )
 
 
@@ -36,15 +37,16 @@ class KernelsNotRun(RuntimeError):
 
 @dataclass(frozen=True)
 class Backend:
-    """A device, the function that runs a kernel on it, and the kernels there are.
+    """A device, the function that runs configs on it, and the configs there are.
 
-    description: the device in words. library: what the kernels were built with, in words.
+    description: the device in words. execute: runs a config. library: compiler and targets of the
+    kernels, in words.
     is_simulator: the kernels' PTX is simulated.
     """
 
     device: torch.device
     description: str
-    forward: Forward
+    execute: Execute
     kernels: tuple[Config, ...]
     library: str = ""
     is_simulator: bool = False
@@ -58,7 +60,7 @@ class Backend:
 
 
 def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
-    """The backend of one of DEVICE_CHOICES; auto is a GPU, or the simulator where there is none.
+    """Return the backend of one of DEVICE_CHOICES; auto is a GPU, or the simulator without one.
 
     keep_going: the simulator collects the faults of a kernel; otherwise it raises the first.
 
@@ -82,7 +84,7 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
         return Backend(
             device=torch.device("cpu"),
             description="simulated PTX on the CPU",
-            forward=_simulator(keep_going),
+            execute=_simulator(keep_going),
             kernels=kernels,
             library=built,
             is_simulator=True,
@@ -92,31 +94,31 @@ def find_backend(device: str = "auto", keep_going: bool = False) -> Backend:
     return Backend(
         device=current,
         description=f"{properties.name}, compute capability {properties.major}.{properties.minor}",
-        forward=_launcher(),
+        execute=_launcher(),
         kernels=kernels,
         library=built,
     )
 
 
-def _launcher() -> Forward:
+def _launcher() -> Execute:
     from flash_helpers.runtime.call import prepare
 
     def run(
-        config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+        config: Config, tensors: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> Findings:
-        prepare(config, q, k, v, o).run()
+        prepare(config, *tensors, **options).run()
         return Findings()
 
     return run
 
 
-def _simulator(keep_going: bool) -> Forward:
+def _simulator(keep_going: bool) -> Execute:
     from flash_helpers.runtime.call import prepare
 
     def run(
-        config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor
+        config: Config, tensors: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> Findings:
-        finished = prepare(config, q, k, v, o).simulate(keep_going)
+        finished = prepare(config, *tensors, **options).simulate(keep_going)
         return Findings(tuple(map(str, finished.faults)), tuple(map(str, finished.lints)))
 
     return run

@@ -1,66 +1,81 @@
-"""A call: attention on tensors, checked and ready to run on the device that they are on."""
+"""A call on tensors, checked and ready to run on the device that they are on."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Run
-from flash_helpers.registry.launch import WORKSPACE, Launch
+from flash_helpers.registry.call import Call
+from flash_helpers.registry.problem import Problem, Tensor
 from flash_helpers.runtime import library, simulator, tensors
 
 _PLANS_KEPT = 1024
 
-# What a config is chosen by, and softmax_scale.
-Asked: TypeAlias = "tuple[Hashable, float | None]"
-# Finds the config for what was asked and these tensors, q, k and v at least, by name.
+# A config, its short form, or a key that `choose` finds one for; and the problem's options by name.
+Asked: TypeAlias = "tuple[Hashable, tuple[tuple[str, Any], ...]]"
+# Finds the config for what was asked and these tensors, by name.
 Choose: TypeAlias = "Callable[[Asked, Mapping[str, torch.Tensor]], Config]"
+# Tensors in the order of `Problem.axes`: None for an output to allocate, and without optional ones
+# that the caller does not ask for.
+Given: TypeAlias = "Sequence[torch.Tensor | None]"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is launched, in order, for tensors of some layouts, whose checks it has passed, wherever
-    they begin in memory.
+    """The launches for tensors of some layouts that have passed the checks, wherever they begin in
+    memory.
 
-    device: the CUDA device's number; None on the CPU, where there are no launchers either.
-    chunk_bytes: what the tensors begin at multiples of. span_bytes: of q, k, v and o, from the
-    first byte to the last. allocate: o for q. quick: does in one step what a call of `_checked` and
-    of `run` do, if it finds that all is as it was; None where that is not possible. softmax_scale:
-    as asked.
+    config: the one whose kernels run. names: of the tensors that the call takes, in the order of
+    `Problem.axes`. outputs: number of each output among them, and a function of the first tensor
+    that allocates it. device: the CUDA device's number; None on the CPU, where there are no
+    launchers either. alignment: bytes that tensors begin at multiples of. span_bytes: of each
+    tensor, from the first byte to the last. options: of the problem. quick: does in one step what
+    `_checked` and `run` do, if it finds that all is as it was; None where that is not possible.
     """
 
-    launches: tuple[Launch, ...]
+    config: Config
+    call: Call
+    names: tuple[str, ...]
+    outputs: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     launchers: tuple[library.Launcher, ...]
     device: int | None
-    chunk_bytes: int
+    alignment: int
     span_bytes: tuple[int, ...]
-    allocate: Callable[[torch.Tensor], torch.Tensor]
+    options: Mapping[str, Any]
     quick: library.QuickLaunch | None = None
-    softmax_scale: float | None = None
+
+    def filled(self, given: Given) -> list[Any]:
+        """Return the tensors, with new ones for outputs that were left out."""
+        found = list(given)
+        for number, allocate in self.outputs:
+            if found[number] is None:
+                found[number] = allocate(found[0])
+        return found
 
     def run(self, addresses: dict[str, int]) -> None:
         """Launch on the device's current stream, without waiting. addresses: of the tensors."""
         # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
         addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
+        # Zeroed by the stream before the kernels, at each replay of a graph too; the allocator
+        # gives a buffer to no other call before the stream has done both.
+        buffers = []
+        for buffer in self.call.buffers:
+            allocate = torch.zeros if buffer.zeroed else torch.empty
+            device = torch.device("cuda", self.device)
+            buffers.append(allocate(buffer.bytes, dtype=torch.uint8, device=device))
+            addresses[buffer.name] = buffers[-1].data_ptr()
         for launcher in self.launchers:
-            # Zeroed by the stream before the kernel, at each replay of a graph too; the allocator
-            # gives it to nobody else before the stream has done both.
-            if launcher.workspace_bytes:
-                workspace = torch.zeros(
-                    launcher.workspace_bytes,
-                    dtype=torch.uint8,
-                    device=torch.device("cuda", self.device),
-                )
-                addresses[WORKSPACE] = workspace.data_ptr()
             launcher.run(addresses)
 
 
-class Call(NamedTuple):
+class ReadyCall(NamedTuple):
     """A plan and tensors for it, by name, and where they begin. Running it checks nothing."""
 
     plan: Plan
@@ -69,13 +84,22 @@ class Call(NamedTuple):
 
     @property
     def config(self) -> Config:
-        """The config whose kernel runs."""
-        return self.plan.launches[0].config
+        """The config whose kernels run."""
+        return self.plan.config
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The outputs, by name."""
+        return {name: self.tensors[name] for name in self._outputs}
 
     @property
     def output(self) -> torch.Tensor:
-        """What is computed."""
-        return self.tensors["o"]
+        """The first output."""
+        return self.tensors[self._outputs[0]]
+
+    @property
+    def _outputs(self) -> list[str]:
+        return [self.plan.names[number] for number, _ in self.plan.outputs]
 
     @property
     def is_simulated(self) -> bool:
@@ -89,20 +113,18 @@ class Call(NamedTuple):
         else:
             self.plan.run(self.addresses)
 
-    def simulate(self, keep_going: bool = False) -> Run:
-        """Run the kernel's PTX. Raises PtxError for a fault of the kernel."""
+    def simulate(self, keep_going: bool = False, device: Device | None = None) -> Run:
+        """Run the kernels' PTX, launched as on a device. Raises PtxError for a kernel's fault."""
         return simulator.run_shipped(
-            self.config,
-            self.tensors,
-            softmax_scale=self.plan.softmax_scale,
-            keep_going=keep_going,
+            self.config, self.tensors, keep_going=keep_going, device=device, **self.plan.options
         )
 
 
 _plans: dict[Hashable, Plan] = {}
-# The last plan that has `quick`, by what was asked and the shape of q. Only that, since more takes
-# longer to look up: `quick` compares the rest.
-_quick_plans: dict[tuple[Hashable, torch.Size], Plan] = {}
+# The last plan that has `quick`, by the operation, what was asked, the first tensor's shape and the
+# number of tensors. No more than that, since more takes longer to look up: `quick` compares the
+# rest.
+_quick_plans: dict[tuple[type[Problem], Asked, torch.Size, int], Plan] = {}
 
 
 @functools.cache
@@ -112,163 +134,163 @@ def _exchange() -> int | None:
     return None if capsule is None else library.exchange(capsule)
 
 
-def _make_plan(
-    config: Config, given: Mapping[str, torch.Tensor], softmax_scale: float | None
-) -> Plan:
-    """Raises what `prepare` does, where the addresses of the tensors do not matter."""
-    problem = tensors.check_shapes(config, given, softmax_scale)
-    device = given["q"].device
-    tensors.check_device(config.family, device)
-    strides = {**problem.strides(), **tensors.check_strides(config, given)}
-    if "o" in given:
-        tensors.check_output_layout(given["o"])
-    launches = config.launch(problem, strides)
-    launchers = tuple(library.Launcher(x, device.index) for x in launches if device.type == "cuda")
-    q = given["q"]
-    usual_strides = torch.empty(q.shape, device="meta").stride()  # of single items too
-    o = given.get("o", tensors.Layout(q.shape, usual_strides, q.dtype, device))
-    all_four = (q, given["k"], given["v"], o)
-    spans = tuple(map(tensors.span_bytes, all_four))
+def _allocator(tensor: Tensor, first: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of the first tensor that allocates an output."""
+    dtype = tensors.torch_dtype(tensor.element)
+    if tensor.shape != tuple(first.shape) or dtype != first.dtype:
+        return lambda first: first.new_empty(tensor.shape, dtype=dtype)
+    usual_strides = torch.empty(first.shape, device="meta").stride()  # of single items too
+    if first.stride() == usual_strides:
+        return torch.empty_like  # without an argument it is quicker
+    return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+
+
+def _make_plan(config: Config, given: dict[str, torch.Tensor], options: Mapping[str, Any]) -> Plan:
+    """Raises as `prepare` does, where the addresses of the tensors do not matter."""
+    problem = tensors.check_problem(config, given, **options)
+    first = next(iter(given.values()))
+    gpu = tensors.device_for(config.family, first.device)
+    strides = {**problem.strides(), **tensors.check_strides(config, problem, given)}
+    taken = [tensor for tensor in problem.tensors if tensor.name in strides]
+    for tensor in problem.outputs:
+        if tensor.name in given:
+            tensors.check_output_layout(tensor.name, given[tensor.name])
+    call = config.call(problem, strides, gpu)
+    index = first.device.index if first.device.type == "cuda" else None
+    launchers = () if index is None else tuple(library.Launcher(x, index) for x in call.launches)
+    layouts: list[tensors.Laid] = [
+        given[x.name] if x.name in given else _usual_layout(x, first.device) for x in taken
+    ]
+    spans = tuple(map(tensors.span_bytes, layouts))
     quick = None
-    if len(launchers) == 1 and (exchange := _exchange()) is not None:
+    if len(launchers) == 1 and not call.buffers and (exchange := _exchange()) is not None:
+        described = [
+            library.Described(
+                *(x.name, x.element, x.shape, tuple(laid.stride()), span, x.is_output)
+            )
+            for x, laid, span in zip(taken, layouts, spans, strict=True)
+        ]
         quick = launchers[0].quick(
-            exchange,
-            q.__dlpack_device__(),
-            [laid.shape for laid in all_four],
-            [laid.stride() for laid in all_four],
-            spans,
+            exchange, first.__dlpack_device__(), config.supports.alignment, described
         )
     return Plan(
-        launches,
+        config.runs_as(strides),
+        call,
+        tuple(tensor.name for tensor in taken),
+        tuple((n, _allocator(x, first)) for n, x in enumerate(taken) if x.is_output),
         launchers,
-        device.index if device.type == "cuda" else None,
-        config.supports.chunk_bytes,
+        index,
+        config.supports.alignment,
         spans,
-        torch.empty_like  # told nothing, it is quicker
-        if q.stride() == usual_strides
-        else functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
+        options,
         quick,
-        softmax_scale,
     )
 
 
-def _resolve(asked: tuple[Config | str, float | None], _: object) -> Config:
+def _usual_layout(tensor: Tensor, device: torch.device) -> tensors.Layout:
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    dtype = tensors.torch_dtype(tensor.element)
+    return tensors.Layout(torch.Size(tensor.shape), strides, dtype, device)
+
+
+def _resolve(asked: Asked, _: object) -> Config:
     return library.resolve(asked[0])
 
 
 def _checked(
-    asked: Asked,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    choose: Choose,
+    kind: type[Problem], asked: Asked, given: Given, choose: Choose
 ) -> tuple[Plan, dict[str, torch.Tensor], dict[str, int]]:
-    """The plan for these tensors; they and the output, and where they begin, by name."""
-    # fmt: off
-    layouts = (
-        asked,
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
-    )
-    # fmt: on
-    if o is not None:
-        layouts += (o.shape, o.stride(), o.dtype, o.device)
-    if lse is not None:  # its shape has three sizes, and so is not taken for that of o
-        layouts += (lse.shape, lse.stride(), lse.dtype, lse.device)
+    """Return the plan for these tensors; they and the outputs, and where they begin, by name."""
+    layouts: tuple[Any, ...] = (kind, asked)
+    for x in given:
+        layouts += (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)
     plan = _plans.get(layouts)
     if plan is None:
-        named = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-        given = {name: tensor for name, tensor in named.items() if tensor is not None}
-        plan = _make_plan(choose(asked, given), given, asked[1])
+        by_name = tensors.named(zip(kind.names(len(given)), given, strict=True))
+        plan = _make_plan(choose(asked, by_name), by_name, dict(asked[1]))
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
             _quick_plans.clear()
         _plans[layouts] = plan
-    q_begin, k_begin, v_begin = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if o is None:
-        o = plan.allocate(q)
-        o_begin = o.data_ptr()
-    else:
-        o_begin = o.data_ptr()
-        q_bytes, k_bytes, v_bytes, o_bytes = plan.span_bytes
-        o_end = o_begin + o_bytes
+    every = plan.filled(given)
+    begins = [x.data_ptr() for x in every]
+    ends = [begin + span for begin, span in zip(begins, plan.span_bytes, strict=True)]
+    found = dict(zip(plan.names, every, strict=True))
+    for number, _ in plan.outputs:
+        if given[number] is None:
+            continue
+        begin, end = begins[number], ends[number]
         # where the ranges are apart, so are the elements, and the rest of the check takes long
-        if (
-            (q_begin < o_end and o_begin < q_begin + q_bytes)
-            or (k_begin < o_end and o_begin < k_begin + k_bytes)
-            or (v_begin < o_end and o_begin < v_begin + v_bytes)
-            or o.requires_grad
-        ):
-            tensors.check_output({"q": q, "k": k, "v": v}, o)
-    if (q_begin | k_begin | v_begin | o_begin) % plan.chunk_bytes:  # a power of two
-        tensors.check_alignment(plan.chunk_bytes, {"q": q, "k": k, "v": v, "o": o})
-    found = {"q": q, "k": k, "v": v, "o": o}
-    addresses = {"q": q_begin, "k": k_begin, "v": v_begin, "o": o_begin}
-    if lse is not None:
-        tensors.check_output(found, lse, "lse")
-        found["lse"], addresses["lse"] = lse, lse.data_ptr()
-    return plan, found, addresses
+        apart = all(n == number or end <= begins[n] or ends[n] <= begin for n in range(len(begins)))
+        if not apart or every[number].requires_grad:
+            name = plan.names[number]
+            others = {other: x for other, x in found.items() if other != name}
+            tensors.check_output(others, name, every[number])
+    if any(begin % plan.alignment for begin in begins):
+        tensors.check_alignment(plan.alignment, found)
+    return plan, found, dict(zip(plan.names, begins, strict=True))
 
 
-def prepare(
-    cfg: Config | str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
-    lse: torch.Tensor | None = None,
-) -> Call:
-    """Check a call of a built kernel on dense tensors.
+def prepare(cfg: Config | str, *given: torch.Tensor | None, **options: Any) -> ReadyCall:
+    """Check a call of a built config on dense tensors.
 
-    o: where the result goes; None allocates a contiguous tensor. softmax_scale: 1/sqrt(d_head) by
-    default. lse: float32, (batch, heads, seq of q), where the LSE goes, if it is wanted.
+    given: the problem's tensors in the order of `Problem.axes`; an output that is None or left out
+    is allocated, contiguous; an optional one is not computed then. options: of the problem,
+    such as softmax_scale.
 
     What follows from dtypes, shapes and strides is found out once for each, not in every call.
 
     Raises TypeError for a wrong dtype, ValueError for a config that was not built and any other
     wrong argument, RuntimeError for a device that cannot run the kernel.
     """
-    return Call(*_checked((cfg, softmax_scale), q, k, v, o, lse, _resolve))
+    kind = library.resolve(cfg).family.operation.problem
+    asked = (cfg, tuple(options.items()))
+    every = (*given, *(None,) * (len(kind.axes) - len(given)))
+    wanted = tuple(
+        x
+        for name, x in zip(kind.axes, every, strict=True)
+        if x is not None or name not in kind.optional
+    )
+    return ReadyCall(*_checked(kind, asked, wanted, _resolve))
 
 
 def compute(
-    asked: Asked,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    choose: Choose = _resolve,
-) -> torch.Tensor:
-    """`prepare` and run, in as little time as possible; returns o.
+    kind: type[Problem], asked: Asked, given: Given, choose: Choose = _resolve
+) -> list[torch.Tensor]:
+    """`prepare` and run, in as little time as possible; returns all tensors, outputs included.
 
-    asked: a config or its short form, or what `choose` finds a built config for.
+    kind: problem class of the operation. asked: a config or its short form, or a key that `choose`
+    finds a built config for; and options.
     """
-    plan = _quick_plans.get((asked, q.shape)) if lse is None else None
-    if plan is not None and (o is None or not o.requires_grad):
-        output = plan.allocate(q) if o is None else o
-        if plan.quick(q, k, v, output):
-            return output
-        del output  # its memory may be needed
-    plan, found, addresses = _checked(asked, q, k, v, o, lse, choose)
+    key = (kind, asked, given[0].shape, len(given))
+    plan = _quick_plans.get(key)
+    if plan is not None:
+        every = plan.filled(given)
+        if not any(every[n].requires_grad for n, _ in plan.outputs) and plan.quick(*every):
+            return every
+        del every  # its memory may be needed
+    plan, found, addresses = _checked(kind, asked, given, choose)
     if plan.device is None:
-        Call(plan, found, addresses).run()
-        return found["o"]
-    plan.run(addresses)
-    if plan.quick is not None:
-        _quick_plans[asked, q.shape] = plan
-    return found["o"]
+        ReadyCall(plan, found, addresses).run()
+    else:
+        plan.run(addresses)
+        if plan.quick is not None:
+            _quick_plans[key] = plan
+    return list(found.values())
+
+
+def register(name: str, symbol: str, image: bytes) -> None:
+    """`library.register`; calls that were planned with a kernel of the same name are planned
+    anew."""
+    library.register(name, symbol, image)
+    _plans.clear()
+    _quick_plans.clear()
 
 
 def resources(
     cfg: Config | str, device: torch.device | str | int | None = None
 ) -> library.KernelResources:
-    """What a built kernel takes on a CUDA device (default: the current one).
+    """Return the resources of a built config on a CUDA device (default: the current one).
 
     Raises ValueError for a config that was not built or a device that is no CUDA device, and
     RuntimeError with CUDA's text.

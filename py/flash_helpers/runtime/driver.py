@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap
-from flash_helpers.registry.launch import Launch
+from flash_helpers.registry.call import Launch
 
 CUDA_SUCCESS = 0
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8

@@ -12,12 +12,11 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from flash_helpers.compile.build import LIBRARY, PTX_FOLDER
-from flash_helpers.kernel_configs import Config, DType, config_from_short_form, nearest_config
+from flash_helpers.kernel_configs import Config, Element, config_from_short_form, nearest_config
+from flash_helpers.registry.call import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
 from flash_helpers.registry.config import difference_text
-from flash_helpers.registry.launch import TENSOR_MAP_BYTES, Address, Launch, Template, TensorMap
 
 STREAM = "stream"  # its handle, among the addresses of a launch
 
@@ -44,7 +43,7 @@ class _TensorMap(ctypes.Structure):
 
     _fields_ = (
         ("rank", _UINT),
-        ("dtype", _UINT),
+        ("type", _UINT),
         ("swizzle", _UINT),
         ("box", _UINT * 5),
         ("dims", ctypes.c_uint64 * 5),
@@ -62,27 +61,71 @@ class _BoundMap(ctypes.Structure):
     )
 
 
+MAX_RANK = 8
+
+
+class _Tensor(ctypes.Structure):
+    """FlashTensor. dtype: code, bits and lanes of a DLDataType."""
+
+    _fields_ = (
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("rank", ctypes.c_int),
+        ("is_output", ctypes.c_int),
+        ("shape", ctypes.c_int64 * MAX_RANK),
+        ("strides", ctypes.c_int64 * MAX_RANK),
+        ("span_bytes", ctypes.c_uint64),
+        ("member", ctypes.c_uint64),
+    )
+
+
 class _Ready(ctypes.Structure):
     """FlashReady."""
 
     _fields_ = (
         ("exchange", ctypes.c_void_p),
         ("device", ctypes.c_int32 * 2),
-        ("dtype", ctypes.c_int),
-        ("chunk_bytes", _UINT),
-        ("shapes", ctypes.c_int64 * 4 * 4),
-        ("strides", ctypes.c_int64 * 4 * 4),
-        ("span_bytes", ctypes.c_uint64 * 4),
-        ("members", ctypes.c_uint64 * 4),
-        ("launch_bytes", ctypes.c_uint64),
+        ("alignment", _UINT),
+        ("n_tensors", _UINT),
         ("n_maps", ctypes.c_uint64),
-        ("maps", _BoundMap * 4),
+        ("launch_bytes", ctypes.c_uint64),
     )
+
+
+# Codes of DLDataType (dlpack.h 1.3) and of CUtensorMapDataType (cuda.h).
+_DLPACK_CODES = {
+    Element.FP16: 2,
+    Element.BF16: 4,
+    Element.FP32: 2,
+    Element.INT32: 0,
+    Element.FP8: 10,
+}
+_MAP_TYPES = {
+    Element.FP16: 6,
+    Element.BF16: 9,
+    Element.FP32: 7,
+    Element.INT32: 3,
+    Element.FP8: 0,
+}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor that a launch is made ready for. shape, strides: elements. span_bytes: from the
+    first byte to the one behind the last."""
+
+    name: str
+    element: Element
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    span_bytes: int
+    is_output: bool
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one kernel takes on one device.
+    """Resources of one kernel on one device.
 
     registers and local_bytes (spills and stack): per thread. static_smem_bytes and
     dynamic_smem_bytes: shared memory per block. max_threads: per block, with these registers.
@@ -102,7 +145,7 @@ class _Resources(ctypes.Structure):
 
 
 def package_folder() -> Path:
-    """Where the installed package flash_attention keeps the library. Raises RuntimeError."""
+    """Return where the installed package flash_attention keeps the library. Raises RuntimeError."""
     spec = importlib.util.find_spec("flash_attention")
     if spec is None or spec.origin is None:
         raise RuntimeError(f"the package flash_attention is not installed: {_HOW_TO_BUILD}")
@@ -110,21 +153,25 @@ def package_folder() -> Path:
 
 
 def library_path() -> Path:
-    """The kernel library. Raises RuntimeError if it is not there."""
+    """Return the path of the kernel library. Raises RuntimeError if it is not there."""
     path = package_folder() / LIBRARY
     if not path.is_file():
         raise RuntimeError(f"{path} is not there: {_HOW_TO_BUILD}")
     return path
 
 
-def ptx_path(config: Config) -> Path:
-    """The PTX of a built kernel, which the package ships."""
-    return package_folder() / PTX_FOLDER / f"{config.short_form()}.ptx"
+def ptx_path(config: Config, function: str = "") -> Path:
+    """Return the path of the PTX of a built kernel, which the package ships.
+
+    function: one of the family's kernels, the first by default.
+    """
+    name = config.kernels[function or next(iter(config.kernels))]
+    return package_folder() / PTX_FOLDER / f"{name}.ptx"
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library with its signatures declared. Raises RuntimeError if it does not load."""
+    """Return the library with its signatures declared. Raises RuntimeError if it does not load."""
     try:
         library = ctypes.CDLL(str(library_path()))
     except OSError as error:
@@ -135,12 +182,13 @@ def load() -> ctypes.CDLL:
     signatures = {
         "flash_kernel_count": (integer, []),
         "flash_kernel_name": (text, [integer]),
+        "flash_register": (integer, [text, text, pointer]),
         "flash_launch": (integer, [text]),  # bytes that begin with a _Launch
         "flash_knows_exchange": (integer, [pointer]),
         "flash_encode_tensor_map": (integer, [ctypes.POINTER(_TensorMap), pointer, pointer]),
         "flash_kernel_resources": (
             integer,
-            [text, integer, integer, integer, ctypes.POINTER(_Resources)],
+            [integer, integer, integer, integer, ctypes.POINTER(_Resources)],
         ),
         "flash_mma_loop_describe": (integer, [integer, integer, pointer]),
         "flash_mma_loop": (integer, [integer, integer, pointer, integer, pointer]),
@@ -167,16 +215,45 @@ def check(status: int, what: str) -> None:
 
 
 @functools.cache
-def _built() -> Mapping[Config, int]:
-    """The library's number of each kernel, by config, in the order of configs."""
+def _numbers() -> dict[str, int]:
+    """The library's number of each kernel, by name; registered ones are added."""
     library = load()
     names = [library.flash_kernel_name(number) for number in range(library.flash_kernel_count())]
-    built = {config_from_short_form(name.decode()): number for number, name in enumerate(names)}
-    return MappingProxyType(dict(sorted(built.items())))
+    return {name.decode(): number for number, name in enumerate(names)}
+
+
+@functools.cache
+def _built() -> tuple[Config, ...]:
+    """The configs all of whose kernels the library has, in order."""
+    found = {config_from_short_form(name.partition("__")[0]) for name in _numbers()}
+    return tuple(sorted(c for c in found if all(name in _numbers() for name in c.kernels.values())))
+
+
+_kept: list[tuple[bytes, ...]] = []  # what registered kernels are made of: the library points to it
+
+
+def register(name: str, symbol: str, image: bytes) -> None:
+    """Make a kernel of an image, a cubin, a fatbin or PTX, that holds it under `symbol`.
+
+    It takes the place of a kernel of the same name. The image is looked at when the kernel is
+    launched first: an error is raised there.
+
+    Raises ValueError for a name that no config's kernel has.
+    """
+    config = config_from_short_form(name.partition("__")[0])
+    if name not in config.kernels.values():
+        raise ValueError(
+            f"{config.short_form()} has no kernel {name}: {', '.join(config.kernels.values())}"
+        )
+    owned = name.encode(), symbol.encode(), image + b"\0"  # PTX ends with a zero byte
+    _kept.append(owned)
+    _numbers()[name] = load().flash_register(*owned)
+    _built.cache_clear()
+    resolve.cache_clear()
 
 
 def kernels() -> list[Config]:
-    """The configs that the library was built with, sorted.
+    """Return the configs that the library was built with, or that were registered, sorted.
 
     Raises RuntimeError if the library is not there.
     """
@@ -185,7 +262,7 @@ def kernels() -> list[Config]:
 
 @functools.lru_cache(maxsize=1024)
 def resolve(cfg: Config | str) -> Config:
-    """The built config that `cfg`, a config or a short form, names.
+    """Return the built config that `cfg`, a config or a short form, names.
 
     Raises TypeError for another type; ValueError for a text that is no short form, for an
     impossible config, and for one that was not built.
@@ -205,25 +282,26 @@ def resolve(cfg: Config | str) -> Config:
     return config
 
 
-# A C function of q, k, v and o: whether it launched.
-QuickLaunch = Callable[[object, object, object, object], bool]
+# A C function of tensors: whether it launched.
+QuickLaunch = Callable[..., bool]
 
 
 def exchange(capsule: object) -> int | None:
-    """The address of the table in a capsule as of DLPack's `__dlpack_c_exchange_api__`; None if the
-    library does not know such a table."""
+    """Return the address of the table in a capsule as of DLPack's `__dlpack_c_exchange_api__`;
+    None if the library does not know such a table."""
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     address = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
     return address if load().flash_knows_exchange(address) else None
 
 
 class Launcher:
-    """A launch of a built kernel on a device, ready but for the stream and where tensors begin."""
+    """A launch of a built kernel on a device, ready except for the stream and for where tensors
+    begin."""
 
     def __init__(self, found: Launch, device: int) -> None:
-        call = _Launch(
+        header = _Launch(
             0,
-            _built()[found.config],
+            _numbers()[found.kernel],
             device,
             found.grid,
             found.cluster,
@@ -231,9 +309,9 @@ class Launcher:
             found.shared_bytes,
         )
         self._found = found
-        size = ctypes.sizeof(call)
+        size = ctypes.sizeof(header)
         self._template = Template(
-            bytes(call) + found.arguments,
+            bytes(header) + found.arguments,
             [
                 Address(_Launch.stream.offset, STREAM),
                 *(replace(address, member=size + address.member) for address in found.addresses),
@@ -241,68 +319,70 @@ class Launcher:
             [(size + member, tensor_map) for member, tensor_map in found.tensor_maps],
         )
         self._launch = load().flash_launch
-        self.workspace_bytes = found.workspace_bytes
 
     def run(self, addresses: Mapping[str, int]) -> None:
-        """Launch, without waiting. addresses: of the tensors, and the stream's handle as STREAM.
+        """Launch, without waiting. addresses: of tensors and buffers, and the stream's handle as
+        STREAM.
 
         Nothing is checked here. Raises RuntimeError with CUDA's text.
         """
         if status := self._launch(self._template.fill(addresses, encode_tensor_map)):
-            check(status, self._found.config.short_form())
+            check(status, self._found.kernel)
 
     def quick(
         self,
         exchange: int,
         device: tuple[int, int],
-        shapes: Sequence[tuple[int, ...]],
-        strides: Sequence[tuple[int, ...]],
-        span_bytes: tuple[int, ...],
+        alignment: int,
+        tensors: Sequence[Described],
     ) -> QuickLaunch | None:
-        """Launches for q, k, v and o that are laid out as those of a call that was checked are,
-        wherever they begin in memory: on the current stream of their device, without waiting. It
-        returns False, and does nothing, for others, if o overlaps another, or if CUDA refuses.
+        """Return a function that launches for tensors that are laid out as these are, wherever they
+        begin in memory: on the current stream of their device, without waiting. It returns False,
+        and does nothing, for others, if an output overlaps another tensor, or if CUDA refuses.
 
         exchange: of the library that the tensors are of. device: type and number, as DLPack has
-        them. shapes, strides, in elements, and span_bytes, from a tensor's first byte to the one
-        behind its last: of q, k, v and o.
+        them. alignment: bytes that tensors begin at multiples of.
 
-        None for a launch that takes anything but the addresses of the four, and at most four tensor
-        maps of them.
+        None for a launch that takes a buffer, several addresses of one tensor, or a part of one.
         """
         found = self._found
+        names = [tensor.name for tensor in tensors]
         members = {x.tensor: x.member for x in found.addresses if not x.offset}
+        if len(members) != len(found.addresses) or not members.keys() <= {*names}:
+            return None
+        size = ctypes.sizeof(_Launch)
         maps = [
-            _BoundMap(ctypes.sizeof(_Launch) + member, "qkvo".index(x.tensor), _tensor_map(x))
+            _BoundMap(size + member, names.index(x.tensor), _tensor_map(x))
             for member, x in found.tensor_maps
         ]
-        takes_more = len(maps) > 4 or found.workspace_bytes or len(found.addresses) > 4
-        if takes_more or members.keys() != {*"qkvo"}:
-            return None
+        described = [
+            _Tensor(
+                _DLPACK_CODES[x.element],
+                8 * x.element.bytes,
+                1,
+                len(x.shape),
+                x.is_output,
+                x.shape,
+                x.strides,
+                x.span_bytes,
+                size + members[x.name] if x.name in members else 0,
+            )
+            for x in tensors
+        ]
         launch = self._template.fill(
             dict.fromkeys([*members, STREAM], 0), lambda *_: bytes(TENSOR_MAP_BYTES)
         )
-        header = _Ready(
-            exchange,
-            device,
-            found.config.dtype,
-            found.config.supports.chunk_bytes,
-            *(tuple((ctypes.c_int64 * 4)(*x) for x in sizes) for sizes in (shapes, strides)),
-            span_bytes,
-            tuple(ctypes.sizeof(_Launch) + members[name] for name in "qkvo"),
-            len(launch),
-            len(maps),
-            (_BoundMap * 4)(*maps),
-        )
+        header = _Ready(exchange, device, alignment, len(tensors), len(maps), len(launch))
+        ready = b"".join(map(bytes, (header, *described, *maps))) + launch
         # not as others of the library are called, without the lock of the interpreter
         prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
-        return prototype(("flash_ready", load()))(bytes(header) + launch)
+        return prototype(("flash_ready", load()))(ready)
 
 
 def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
     return _TensorMap(
         len(tensor_map.dims),
-        DType.from_name(tensor_map.dtype),
+        _MAP_TYPES[tensor_map.element],
         tensor_map.swizzle,
         tensor_map.box,
         tensor_map.dims,
@@ -311,7 +391,7 @@ def _tensor_map(tensor_map: TensorMap) -> _TensorMap:
 
 
 def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
-    """The CUtensorMap of a tensor that begins at an address of the current device.
+    """Return the CUtensorMap of a tensor that begins at an address of the current device.
 
     Raises RuntimeError if the driver refuses it.
     """
@@ -325,25 +405,24 @@ def encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
 
 
 def resources(cfg: Config | str, device: int) -> KernelResources:
-    """What a built kernel takes on a CUDA device.
+    """Return the resources of a built config's first kernel on a CUDA device.
 
     Raises ValueError for a config that was not built, and RuntimeError with CUDA's text.
     """
     config = resolve(cfg)
+    function, name = next(iter(config.kernels.items()))
     found = _Resources()
-    status = load().flash_kernel_resources(
-        config.short_form().encode(), config.n_threads, config.smem_bytes, device, found
-    )
-    check(status, config.short_form())
+    status = load().flash_kernel_resources(_numbers()[name], *config.block(function), device, found)
+    check(status, name)
     return KernelResources(**{name: getattr(found, name) for name, _ in _Resources._fields_})
 
 
 def cuda_version() -> tuple[int, int]:
-    """The CUDA release that the library was built with, e.g. (13, 0)."""
+    """Return the CUDA release that the library was built with, e.g. (13, 0)."""
     version = load().flash_cuda_version()
     return version // 1000, version % 1000 // 10
 
 
 def architectures() -> list[str]:
-    """What the library holds code for, e.g. ["sm_80", "sm_90", "compute_80"]."""
+    """Return the targets that the library holds code for, e.g. ["sm_80", "sm_90", "compute_80"]."""
     return load().flash_architectures().decode().split()

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from flash_helpers.kernel_configs import DType
+from flash_helpers.kernel_configs import Element
 from flash_helpers.runtime import library
 
 ITERATIONS = 65536
@@ -30,7 +30,7 @@ class MmaLoop:
     Raises RuntimeError with CUDA's text.
     """
 
-    def __init__(self, dtype: DType, device: torch.device, iterations: int = ITERATIONS) -> None:
+    def __init__(self, dtype: Element, device: torch.device, iterations: int = ITERATIONS) -> None:
         self._library = library.load()
         self._arguments = (int(dtype), iterations)
         self._device = device

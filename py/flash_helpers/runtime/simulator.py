@@ -1,59 +1,49 @@
-"""Runs a kernel's PTX in the simulator on CPU tensors."""
+"""Runs a config's PTX in the simulator on CPU tensors."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from flash_helpers import gpu
 from flash_helpers.console.progress import Progress, progress_bar
-from flash_helpers.kernel_configs import AttentionForward, Config, DType
+from flash_helpers.gpu import Device
+from flash_helpers.kernel_configs import Config, Element, Problem
 from flash_helpers.ptx import DeviceMemory, Kernel, Observer, PtxError, Run, load_ptx
 from flash_helpers.ptx.tensor_map import TensorMap as SimulatedTensorMap
-from flash_helpers.registry.hopper import REPLAYS
-from flash_helpers.registry.launch import WORKSPACE, Launch, TensorMap
+from flash_helpers.registry.call import Call, Launch, TensorMap
 from flash_helpers.runtime.library import ptx_path
-from flash_helpers.runtime.tensors import kernel_strides, posed_problem
-
-_SECONDS_PER_TILE = 4.0e-3
-"""One block's pass over 64x64 scores at d_head 128 on one core, measured; for estimates only."""
-
-_TILE_OPERATIONS = 4 * 64 * 64 * 128
+from flash_helpers.runtime.tensors import device_for, kernel_strides, posed_problem
 
 ANNOUNCE_FROM_SECONDS = 20.0
 """Estimated run time from which on a reader is told what to expect."""
 
-_RUNS_PER_TILE = 8
-"""How often each instruction may run for a pass over a K and V tile. Loops inside the pass are
-unrolled, so once is enough; a kernel that runs more never ends."""
-
-_RUNS_PER_REPLAYED_TILE = 40
-"""The same for a kernel that may compute rows again, in loops that are not unrolled."""
-
 _KERNELS_KEPT = 64
 
 
-def load_kernel(config: Config, ptx: str | Path) -> Kernel:
-    """The kernel of a config, from PTX text or a path.
+_MAP_TYPES = {Element.FP16: "f16", Element.BF16: "bf16", Element.FP32: "f32", Element.INT32: "s32"}
+
+
+def load_kernel(config: Config, ptx: str | Path, function: str = "") -> Kernel:
+    """Return a kernel of a config, from PTX text or a path.
+
+    function: one of the family's kernels, the first by default.
 
     Raises PtxSyntaxError for a text that is no whole PTX module, LaunchError if it does not hold
-    the config's kernel.
+    the kernel.
     """
-    return load_ptx(ptx).kernel(config.short_form())
-
-
-def estimate_seconds(problem: AttentionForward) -> float:
-    """About how long a kernel takes for a problem, on one core."""
-    return problem.operations / _TILE_OPERATIONS * _SECONDS_PER_TILE
+    return load_ptx(ptx).kernel(config.kernels[function or next(iter(config.kernels))])
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the unit that suits it: "40 s", "3 min", "14 h"."""
+    """Return a duration in the unit that suits it: "40 s", "3 min", "14 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -63,72 +53,55 @@ def duration_text(seconds: float) -> str:
 
 def run_kernel(
     config: Config,
-    kernel: Kernel,
+    kernel: Kernel | Mapping[str, Kernel],
     tensors: Mapping[str, torch.Tensor],
     *,
-    softmax_scale: float | None = None,
+    device: Device | None = None,
     keep_going: bool = False,
     progress: Progress | None = None,
     observer: Observer | None = None,
+    **options: Any,
 ) -> Run:
-    """Computes attention with a kernel's PTX, and returns the run with its counters and faults.
+    """Compute a call of a config with its kernels' PTX; return the run with counters and faults.
 
-    config: what the kernel was compiled for. kernel: from `load_kernel`. tensors: q, k, v and o,
-    (batch, seq, heads, d_head) on the CPU, in the config's dtype, with stride 1 along d_head; other
-    strides are free; o is written, and lse, (batch, heads, seq), if it is there. softmax_scale:
-    1/sqrt(d_head) by default. keep_going: collect faults in the run rather than raise the first
-    one. progress: called with the number of blocks done and the number of blocks. observer: is
-    shown registers and shared memory while the kernel runs.
+    Of several kernels it has the blocks, faults and lints of all, and the counters of the last.
 
-    Raises PtxError if the kernel cannot run, or a fault was found in it; ValueError for shapes that
+    kernel: what the config was compiled to, from `load_kernel`; of several kernels, each by its
+    name (`Config.kernels`). tensors: the problem's inputs and outputs by name, on the CPU, in
+    strides that the config takes; outputs are written, and optional ones only if they are there.
+    device: that the launches are made for, by default the largest that the family is compiled for.
+    keep_going: collect faults in the run instead of raising the first one. progress: called with
+    the number of blocks done and the number of blocks. observer: is shown registers and shared
+    memory while the kernels run. options: of the problem, such as softmax_scale.
+
+    Raises PtxError if a kernel cannot run, or a fault was found in it; ValueError for shapes that
     do not fit together.
     """
-    problem = posed_problem(tensors, config.supports.causal, softmax_scale)
-    strides = {name: kernel_strides(tensors[name]) for name in "qkvo"}
-    launches = config.launch(problem, strides)
-    tiles = problem.batch * problem.heads * -(-problem.len_q // config.B_r)
-    # blocks that ask for tiles may get them all
-    asks = any(launch.workspace_bytes for launch in launches)
-    per_block = tiles if asks else -(-tiles // sum(launch.n_blocks for launch in launches))
-    replays = REPLAYS in config.step.traits
-    return _run(
-        launches,
-        kernel,
-        tensors,
-        max_instructions=(_RUNS_PER_REPLAYED_TILE if replays else _RUNS_PER_TILE)
-        * len(kernel.program.instructions)
-        * (len(config.key_blocks(problem.len_k)) + 2)
-        * per_block,
-        keep_going=keep_going,
-        progress=progress,
-        observer=observer,
-    )
-
-
-def _run(
-    launches: tuple[Launch, ...],
-    kernel: Kernel,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    max_instructions: int,
-    keep_going: bool,
-    progress: Progress | None,
-    observer: Observer | None,
-) -> Run:
+    kind = config.family.operation.problem
+    options |= config.supports.options
+    ordered = {name: tensors[name] for name in kind.axes if name in tensors}
+    problem = posed_problem(kind, config.dtype, ordered, **options)
+    strides = {name: kernel_strides(tensor) for name, tensor in ordered.items()}
+    device = device or device_for(config.family, torch.device("cpu"))
+    call = config.call(problem, strides, device)
+    kernels = kernel if isinstance(kernel, Mapping) else dict.fromkeys(_names(call), kernel)
     memory = DeviceMemory()
-    addresses = {name: memory.upload(_span(x).numpy()) for name, x in tensors.items()}
-    n_blocks = sum(launch.n_blocks for launch in launches)
-    done, run = 0, None
-    for launch in launches:
-        if launch.workspace_bytes:
-            addresses[WORKSPACE] = memory.upload(np.zeros(launch.workspace_bytes, np.uint8))
+    addresses = {name: memory.upload(_span(x).numpy()) for name, x in ordered.items()}
+    for buffer in call.buffers:
+        # NaN, or -1, where a kernel must not count on zeros
+        found = np.full(buffer.bytes, 0 if buffer.zeroed else 0xFF, np.uint8)
+        addresses[buffer.name] = memory.upload(found)
+    done = 0
+    runs: dict[str, Run] = {}
+    for launch in call.launches:
         before = done
 
         def advance(finished: int, _: int, before: int = before) -> None:
             if progress is not None:
-                progress(before + finished, n_blocks)
+                progress(before + finished, call.n_blocks)
 
-        run = kernel.launch(
+        own = kernels[launch.kernel]
+        runs[launch.kernel] = own.launch(
             grid=launch.grid,
             block=launch.block,
             shared_bytes=launch.shared_bytes,
@@ -137,25 +110,39 @@ def _run(
             keep_going=keep_going,
             strict_barriers=True,
             lints=True,
-            max_instructions=max_instructions,
+            max_instructions=config.most_runs(problem, device) * len(own.program.instructions),
             progress=advance,
             observer=observer,
-            target=_target(launch),
-            before=run,
+            target=_target(config, launch),
+            before=runs.get(launch.kernel),
         )
         done += launch.n_blocks
-    for name in launches[0].outputs:
-        span = _span(tensors[name])
-        found = memory.download(addresses[name], span.numel(), span.numpy().dtype)
+    for output in problem.outputs:
+        span = _span(tensors[output.name])
+        found = memory.download(addresses[output.name], span.numel(), span.numpy().dtype)
         span.copy_(torch.from_numpy(found))
-    assert run is not None
-    return run
+    return _as_one(list(runs.values()))
+
+
+def _as_one(runs: Sequence[Run]) -> Run:
+    """Return the last run, with the blocks and findings of all."""
+    return replace(
+        runs[-1],
+        n_blocks=sum(run.n_blocks for run in runs),
+        faults=tuple(fault for run in runs for fault in run.faults),
+        lints=tuple(lint for run in runs for lint in run.lints),
+    )
+
+
+def _names(call: Call) -> list[str]:
+    return [launch.kernel for launch in call.launches]
 
 
 def _encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
-    """The simulator's record of a tensor map. Raises ValueError for what the driver refuses."""
+    """Return the simulator's record of a tensor map. Raises ValueError for one that the driver
+    refuses."""
     return SimulatedTensorMap(
-        {DType.FP16: "f16", DType.BF16: "bf16"}[DType.from_name(tensor_map.dtype)],
+        _MAP_TYPES[tensor_map.element],
         address,
         tensor_map.dims,
         tensor_map.box,
@@ -164,17 +151,17 @@ def _encode_tensor_map(tensor_map: TensorMap, address: int) -> bytes:
     ).encode()
 
 
-def _target(launch: Launch) -> str:
-    """The first of the family's targets whose blocks have so much shared memory."""
-    capabilities = launch.config.family.capabilities
+def _target(config: Config, launch: Launch) -> str:
+    """Return the first of the family's targets whose blocks have so much shared memory."""
+    capabilities = config.family.capabilities
     enough = (c for c in capabilities if gpu.LIMITS[c].smem_bytes >= launch.shared_bytes)
     return f"sm_{next(enough, capabilities[-1])}"
 
 
 def _span(x: torch.Tensor) -> torch.Tensor:
-    """All memory from a tensor's first element to its last, as bit patterns; a view."""
+    """Return all memory from a tensor's first element to its last, as bit patterns; a view."""
     length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    pattern = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    pattern = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]
     return torch.as_strided(x.detach().view(pattern), (length,), (1,), x.storage_offset())
 
 
@@ -182,30 +169,37 @@ def run_shipped(
     config: Config,
     tensors: Mapping[str, torch.Tensor],
     *,
-    softmax_scale: float | None = None,
     keep_going: bool = False,
+    device: Device | None = None,
+    **options: Any,
 ) -> Run:
     """`run_kernel` with the PTX that the package ships, and a progress bar for a run that takes
     long. config: the one that runs (`Config.runs_as`).
 
     Raises RuntimeError if the PTX cannot be read, and what `run_kernel` raises.
     """
-    kernel = _shipped_kernel(config, ptx_path(config))
-    with _announced(config, posed_problem(tensors, config.supports.causal)) as progress:
+    kernels = {
+        name: _shipped_kernel(config, ptx_path(config, function), function)
+        for function, name in config.kernels.items()
+    }
+    kind = config.family.operation.problem
+    problem = posed_problem(kind, config.dtype, tensors, **{**options, **config.supports.options})
+    with _announced(config, problem) as progress:
         return run_kernel(
             config,
-            kernel,
+            kernels,
             tensors,
-            softmax_scale=softmax_scale,
+            device=device,
             keep_going=keep_going,
             progress=progress,
+            **options,
         )
 
 
 @functools.lru_cache(maxsize=_KERNELS_KEPT)
-def _shipped_kernel(config: Config, path: Path) -> Kernel:
+def _shipped_kernel(config: Config, path: Path, function: str) -> Kernel:
     try:
-        return load_kernel(config, path)
+        return load_kernel(config, path, function)
     except (OSError, PtxError) as error:
         raise RuntimeError(
             f"the PTX of {config.short_form()} cannot be read ({error}): build it with "
@@ -214,9 +208,9 @@ def _shipped_kernel(config: Config, path: Path) -> Kernel:
 
 
 @contextmanager
-def _announced(config: Config, problem: AttentionForward) -> Iterator[Progress | None]:
-    """A progress bar on stderr for a run that takes long; None for a short one."""
-    seconds = estimate_seconds(problem)
+def _announced(config: Config, problem: Problem) -> Iterator[Progress | None]:
+    """Show a progress bar on stderr for a run that takes long; yield None for a short one."""
+    seconds = config.family.operation.simulated_seconds(problem)
     if seconds < ANNOUNCE_FROM_SECONDS:
         yield None
         return

@@ -15,17 +15,24 @@ from pathlib import Path
 import torch
 
 from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER
-from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config, DType
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    OPERATIONS,
+    STEPS,
+    Config,
+    Element,
+    Problem,
+)
 from flash_helpers.registry.choice import first_that_takes, preferred_steps
 from flash_helpers.registry.family import Step
-from flash_helpers.registry.selection import UsageError, find_steps
+from flash_helpers.registry.selection import UsageError, find_steps, variant_for
 from flash_helpers.runtime import library, tensors
 from flash_helpers.tune.winners import BestConfig, BestConfigs, load_best
 
 
 def best_config(
     step: str | int,
-    dtype: torch.dtype | DType | str,
+    dtype: torch.dtype | Element | str,
     device: torch.device | str | int | None = None,
     *,
     causal: bool = False,
@@ -57,14 +64,18 @@ def best_config(
         if config in built:
             return config
     fixed = FAMILIES[found[0].family].fixed_config(found[0], element)
-    made_for = [config for config in fixed.variants() if config.supports.causal == causal]
+    made_for = [
+        config
+        for config in fixed.variants()
+        if bool(config.supports.options.get("causal")) == causal
+    ]
     if not made_for:
         raise UsageError(f"step {found[0].id} has no causal kernel: choose a later one of hopper")
     return library.resolve(made_for[0])
 
 
-def choose_config(problem: AttentionForward, device: torch.device) -> Config:
-    """The built config that computes a problem on a device when nobody names one.
+def choose_config(problem: Problem, device: torch.device) -> Config:
+    """Return the built config that computes a problem on a device when none is named.
 
     It is the first that supports the problem among, for the last step of each family that runs on
     the device, the newest family first: the winners of its sweeps for such problems, the one that
@@ -78,34 +89,36 @@ def choose_config(problem: AttentionForward, device: torch.device) -> Config:
     return first_that_takes(problem, _candidates(problem, device))
 
 
-def _candidates(problem: AttentionForward, device: torch.device) -> tuple[Config, ...]:
-    dtype, causal = problem.dtype, problem.causal
-    capability = None
-    if device.type == "cuda":
-        tensors.check_device(next(iter(FAMILIES.values())), device)
-        capability = torch.cuda.get_device_capability(device)
+def _candidates(problem: Problem, device: torch.device) -> tuple[Config, ...]:
+    operation = OPERATIONS[problem.operation]
+    own = [family for family in FAMILIES.values() if family.operation is operation]
+    on_gpu = device.type == "cuda"
+    gpu = tensors.device_for(own[0], device) if on_gpu else tensors.device_for(own[-1], device)
     built = set(library.kernels())
     found: dict[Config, None] = {}
-    for step in preferred_steps(capability):
-        fixed = FAMILIES[step.family].fixed_config(step, dtype)
+    for step in preferred_steps(operation, gpu.capability if on_gpu else None):
+        fixed = FAMILIES[step.family].fixed_config(step, problem.dtype)
         if fixed in built:
             every = [fixed]
-            if any(c in built and c.supports.causal == causal for c in fixed.variants()):
-                swept = _last_swept(step, dtype, device, causal)
-                best = _winners(swept, dtype, device, causal, lambda e: e.for_problem(problem))
+            made_for = variant_for(fixed, problem)
+            if made_for in built and not made_for.supports.lacking(problem):
+                causal = bool(made_for.supports.options.get("causal"))
+                swept = _last_swept(step, problem.dtype, device, causal)
+                in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
+                best = _winners(swept, problem.dtype, device, causal, in_order)
                 every = [*(_succeeded(c, swept, step) for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
     if not found:
         raise RuntimeError(
-            f"no kernel for {device} in {dtype.short} was built: `python -m flash_attention` lists "
-            "those that were"
+            f"no kernel for {device} in {problem.dtype.short} was built: `python -m "
+            "flash_attention` lists those that were"
         )
     return tuple(found)
 
 
 def _last_swept(
-    step: Step, dtype: DType, device: torch.device | str | int | None, causal: bool
+    step: Step, dtype: Element, device: torch.device | str | int | None, causal: bool
 ) -> Step:
     """The last step of the family that sweeps have found a winner for, no later than this one; this
     one if there is none."""
@@ -123,13 +136,17 @@ def _succeeded(config: Config, swept: Step, step: Step) -> Config:
     return config
 
 
-def _element_type(dtype: torch.dtype | DType | str) -> DType:
-    return dtype if isinstance(dtype, DType) else DType.from_name(str(dtype).removeprefix("torch."))
+def _element_type(dtype: torch.dtype | Element | str) -> Element:
+    return (
+        dtype
+        if isinstance(dtype, Element)
+        else Element.from_name(str(dtype).removeprefix("torch."))
+    )
 
 
 def _winners(
     step: Step,
-    dtype: DType,
+    dtype: Element,
     device: torch.device | str | int | None,
     causal: bool,
     in_order: Callable[[BestConfig], list[Config]],

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
-from flash_helpers.kernel_configs import STEPS, Config, DType, config_from_short_form
+from flash_helpers.kernel_configs import STEPS, Config, Element, config_from_short_form
 from flash_helpers.measure.results import (
     FLASH,
     LOADS,
@@ -30,7 +30,6 @@ from flash_helpers.measure.results import (
     Measurement,
     Protocol,
 )
-from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.registry.selection import first_refusal
 from flash_helpers.tune.measurer import Measurer
 from flash_helpers.tune.winners import BestAtLength, BestConfig, GpuFile
@@ -115,7 +114,7 @@ def _at_lengths(
             yield BestAtLength(seq_len, name, round(found[name], 4))
 
 
-def kernel_of(config: Config, step: str = "") -> tuple[str, DType, bool]:
+def kernel_of(config: Config, step: str = "") -> tuple[str, Element, bool]:
     """The contest of one config: its step, or another that it competes for, its dtype, and
     whether problems are causal."""
     return step or config.step.id, config.dtype, config.supports.causal
@@ -193,10 +192,10 @@ class Sweep:
                 f"needs {config.smem_bytes} bytes of shared memory a block, "
                 f"{self.measurer.info.gpu} has {self.measurer.info.smem_bytes}"
             )
-        shapes = (tuning_shape(config, n) for n in {*self.seq_lens, *self.screen_seq_lens})
+        shapes = (config.measured(n) for n in {*self.seq_lens, *self.screen_seq_lens})
         return first_refusal(config, shapes)
 
-    def choose(self, step: str, dtype: DType, causal: bool) -> BestConfig | None:
+    def choose(self, step: str, dtype: Element, causal: bool) -> BestConfig | None:
         """The fastest config of a step in a dtype, on causal problems or on others, by a run of
         the fastest few at all lengths; None if none was timed."""
         rows = [

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from flash_helpers.kernel_configs import STEPS, Config, config_from_short_form
+from flash_helpers.gpu import Device
+from flash_helpers.kernel_configs import OPERATIONS, STEPS, Config, config_from_short_form
 from flash_helpers.measure.results import RecordFile, refuse_mixing
-from flash_helpers.measure.shapes import tuning_shape
-from flash_helpers.registry.problem import AttentionForward
+from flash_helpers.registry.problem import Problem
 
 Own = TypeVar("Own", bound="GpuFile")
 
@@ -96,16 +96,18 @@ class BestConfig:
         `nearest` stands for; None: in the mean, which is one config."""
         return _fastest_first(self._speeds(None if seq_len is None else self.nearest(seq_len)))
 
-    def for_problem(self, problem: AttentionForward) -> list[Config]:
-        """Configs that the registry still has, the one that should be the fastest first: by its
-        speed at the measured length that is nearest, and by how much less it computes for each
-        score that is asked for than it did there, since tiles are filled better."""
-        nearest = self.nearest(problem.len_q)
+    def for_problem(self, problem: Problem, device: Device) -> list[Config]:
+        """Return configs that the registry still has, the one that should be the fastest on a
+        device first: by its speed at the nearest measured size, and by how much less it computes
+        there for each operation that is asked for, since this problem fills tiles better or worse.
+        """
+        operation = OPERATIONS[problem.operation]
+        nearest = self.nearest(getattr(problem, operation.swept))
         return _fastest_first(
             {
                 config: speed
-                * config.computed_scores(tuning_shape(config, nearest))
-                / config.computed_scores(problem)
+                * config.work(config.measured(nearest), device)
+                / config.work(problem, device)
                 for config, speed in self._speeds(nearest).items()
             }
         )

@@ -26,10 +26,11 @@ from typing import Any, TextIO
 import msgspec
 import torch
 
-from flash_helpers.kernel_configs import AttentionForward, config_from_short_form
+from flash_helpers.kernel_configs import Problem, config_from_short_form
 from flash_helpers.measure.benchmark import (
     Contender,
     InputSet,
+    kernel_contender,
     library_contender,
     make_input_sets,
     measure_problem,
@@ -37,37 +38,27 @@ from flash_helpers.measure.benchmark import (
 )
 from flash_helpers.measure.machine import GpuSensor, driver_version
 from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
-from flash_helpers.measure.shapes import tuning_shape
 from flash_helpers.measure.timing import make_timer
-from flash_helpers.registry.launch import WORKSPACE
-from flash_helpers.runtime.driver import LoadedKernel
-from flash_helpers.runtime.library import encode_tensor_map
-from flash_helpers.runtime.tensors import kernel_strides
+from flash_helpers.runtime.backend import Execute, find_backend
+from flash_helpers.runtime.call import register
 from flash_helpers.tune.process import Answer, KernelFile, Request, WorkerInfo
 
 
-def cubin_contender(kernel: KernelFile) -> Contender:
-    """A kernel loaded from its cubin.
+def cubin_contender(kernel: KernelFile, execute: Execute) -> Contender:
+    """Return a contender for a kernel that is registered from its cubin, and runs like any other.
 
-    Raises DriverError if it does not load. Running it raises ValueError for inputs that another
-    kernel takes over.
+    Running it raises ValueError for inputs that another kernel takes over, and RuntimeError if the
+    cubin does not load.
     """
     config = config_from_short_form(kernel.config)
-    loaded = LoadedKernel(Path(kernel.cubin).read_bytes(), kernel.symbol, config.smem_bytes)
+    (name,) = config.kernels.values()
+    register(name, kernel.symbol, Path(kernel.cubin).read_bytes())
+    registered = kernel_contender(config, execute)
 
     def run(inputs: InputSet) -> torch.Tensor:
-        tensors = dict(zip("qkvo", (*inputs.inputs, inputs.output), strict=True))
-        strides = {name: kernel_strides(tensor) for name, tensor in tensors.items()}
-        if config.runs_as(strides) != config:
+        if config.runs_as(inputs.problem.strides()) != config:
             raise ValueError(f"{kernel.config} is not for {inputs.problem}")
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        stream = torch.cuda.current_stream().cuda_stream
-        for launch in config.launch(inputs.problem, strides):
-            if launch.workspace_bytes:
-                workspace = inputs.output.new_zeros(launch.workspace_bytes, dtype=torch.uint8)
-                addresses[WORKSPACE] = workspace.data_ptr()
-            loaded.launch(launch, launch.bind(addresses, encode_tensor_map), stream)
-        return inputs.output
+        return registered.run(inputs)
 
     return Contender(kernel.config, config, run)
 
@@ -97,20 +88,22 @@ class Worker:
 
     def answer(self, request: Request) -> Answer:
         """Measure every kernel of a request at every length."""
-        contenders = [library_contender(FLASH), *map(cubin_contender, request.kernels)]
+        execute = find_backend("cuda").execute
+        own = (cubin_contender(kernel, execute) for kernel in request.kernels)
+        contenders = [library_contender(FLASH), *own]
         first = config_from_short_form(request.kernels[0].config)
         measurements: list[Measurement] = []
         skipped: list[SkippedRecord] = []
         for seq_len in request.seq_lens:
             try:
-                problem = tuning_shape(first, seq_len).in_dtype(first.dtype)
+                problem = first.measured(seq_len)
                 measurements += self._measure(contenders, problem, request.protocol)
             except torch.cuda.OutOfMemoryError as error:
                 skipped.append(skipped_record(first.dtype, seq_len, error))
         return Answer(tuple(measurements), tuple(skipped))
 
     def _measure(
-        self, contenders: Sequence[Contender], problem: AttentionForward, protocol: Protocol
+        self, contenders: Sequence[Contender], problem: Problem, protocol: Protocol
     ) -> list[Measurement]:
         try:
             return self._measure_once(contenders, problem, protocol)
@@ -121,7 +114,7 @@ class Worker:
         return self._measure_once(contenders, problem, protocol)
 
     def _measure_once(
-        self, contenders: Sequence[Contender], problem: AttentionForward, protocol: Protocol
+        self, contenders: Sequence[Contender], problem: Problem, protocol: Protocol
     ) -> list[Measurement]:
         timer = make_timer(self._device, protocol)
         key = (problem, protocol.inputs, protocol.seed, protocol.cache)

@@ -27,7 +27,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 
 // Warpgroups that take turns, if kOn: each waits for its own, and passes it on to the next.
 template <bool kOn, int kWarpgroups>
-__device__ __forceinline__ void pass_turn_on(int warpgroup) {
+__device__ __forceinline__ void end_turn_of(int warpgroup) {
     if (kOn) {
         named_arrive(1 + (warpgroup + 1) % kWarpgroups, 2 * kWarpgroup);
     }

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from flash_helpers.check.blockwise import BlockStep, TracedConfig
 from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.operations.attention_forward.trace.blockwise import BlockStep, TracedConfig
 from flash_helpers.ptx import Observation
 from flash_helpers.registry.mma_sync import MMA_N, MMA_ROW_SUM
 

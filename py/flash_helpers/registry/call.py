@@ -1,8 +1,8 @@
-"""A launch as data: everything that it takes to run a kernel on a problem, but the memory.
+"""A call as data: all that it takes to run a config on a problem, except for the memory.
 
-What runs it, the library, the driver or the simulator, adds the addresses of the tensors
-(`Launch.bind`); what only wants to know reads it: sweep, bounds and time estimates.
-Standard library only.
+The library, the driver and the simulator run it: they allocate its buffers and add the addresses of
+tensors and buffers (`Launch.bind`). Sweep, bounds and time estimates read it. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flash_helpers.gpu import WARP
-
-if TYPE_CHECKING:
-    from flash_helpers.registry.config import Config
+from flash_helpers.registry.problem import Element
 
 TENSOR_MAP_BYTES = 128  # of a CUtensorMap: 64-byte aligned up to CUDA 12, since then 128
-WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A C type of a member. code: as `struct` packs it, in standard sizes. align: bytes."""
+    """C type of a member. code: as `struct` packs it, in standard sizes. align: bytes."""
 
     code: str
     align: int
@@ -39,6 +35,7 @@ class Kind:
 INT = Kind("i", 4)
 FLOAT = Kind("f", 4)
 POINTER = Kind("Q", 8)
+LONG = Kind("q", 8)
 STRIDES = Kind("3q", 8)  # TensorStrides: batch, row, head
 TENSOR_MAP = Kind(f"{TENSOR_MAP_BYTES}s", TENSOR_MAP_BYTES)
 
@@ -79,11 +76,11 @@ class StructLayout:
         return -(-(last.offset + last.kind.size) // align) * align
 
     def offset(self, name: str) -> int:
-        """Of a member, in bytes."""
+        """Return where a member begins, in bytes."""
         return next(member.offset for member in self.members if member.name == name)
 
     def pack(self, values: Mapping[str, tuple[float, ...]]) -> bytes:
-        """The struct's bytes; members that have no value are zeros, as the padding is."""
+        """Return the struct's bytes; members that have no value are zeros, as the padding is."""
         data = bytearray(self.size)
         for member in self.members:
             if member.name in values:
@@ -91,7 +88,7 @@ class StructLayout:
         return bytes(data)
 
     def assertions(self) -> str:
-        """C++ that does not compile unless its own struct has this layout."""
+        """Return C++ that does not compile unless its own struct has this layout."""
         checks = [f"sizeof({self.name}) == {self.size}"]
         checks += [
             f"offsetof({self.name}, {member.name}) == {member.offset} && "
@@ -111,7 +108,7 @@ class TensorMap:
     """
 
     tensor: str
-    dtype: str
+    element: Element
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
@@ -120,7 +117,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Address:
-    """A member of the arguments that points into a tensor, or into the workspace.
+    """A member of the arguments that points into a tensor, or into a buffer of the call.
 
     member: its offset in the arguments. offset: into the tensor. Both in bytes.
     """
@@ -130,7 +127,7 @@ class Address:
     offset: int = 0
 
 
-# The 128 bytes of a tensor map, for a tensor that begins at an address.
+# Returns the 128 bytes of a tensor map, for a tensor that begins at an address.
 EncodeTensorMap = Callable[[TensorMap, int], bytes]
 
 
@@ -158,7 +155,7 @@ class Template:
         self._tensor_maps = [*tensor_maps]
 
     def fill(self, addresses: Mapping[str, int], encode: EncodeTensorMap | None = None) -> bytes:
-        """The bytes for memory that begins at these addresses, by name of the tensor.
+        """Return the bytes for memory that begins at these addresses, by name of the tensor.
 
         encode: needed where there are tensor maps.
         """
@@ -173,27 +170,33 @@ class Template:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """Device memory that the launches of a call share and that no other call touches while they
+    run. zeroed: it is all zeros when the first launch begins."""
+
+    name: str
+    bytes: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
 
-    config: of the kernel that is launched, which may be another than was asked for. grid, cluster:
-    blocks in x, y, z; a cluster divides the grid. block: threads. shared_bytes: dynamic shared
-    memory of a block. arguments: the kernel's one parameter, with zeros where addresses and tensor
-    maps belong. tensor_maps: by their offset in the arguments. workspace_bytes: device memory that
-    is all zeros when the kernel begins and that no other launch touches while it runs. outputs:
-    names of the tensors that are written.
+    kernel: its name, as the library registers it. grid, cluster: blocks in x, y, z; a cluster
+    divides the grid. block: threads. shared_bytes: dynamic shared memory of a block. arguments: the
+    kernel's one parameter, with zeros where addresses and tensor maps belong. tensor_maps: by their
+    offset in the arguments.
     """
 
-    config: Config
+    kernel: str
     grid: tuple[int, int, int]
     block: int
     shared_bytes: int
     arguments: bytes
     addresses: tuple[Address, ...]
-    outputs: tuple[str, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
     tensor_maps: tuple[tuple[int, TensorMap], ...] = ()
-    workspace_bytes: int = 0
 
     @property
     def n_blocks(self) -> int:
@@ -206,8 +209,22 @@ class Launch:
         return -(-self.block // WARP)
 
     def bind(self, addresses: Mapping[str, int], encode: EncodeTensorMap | None = None) -> bytes:
-        """The arguments for memory that begins at these addresses, by name of the tensor.
+        """Return the arguments for memory that begins at these addresses, by name of the tensor or
+        buffer.
 
         encode: needed where there are tensor maps.
         """
         return Template(self.arguments, self.addresses, self.tensor_maps).fill(addresses, encode)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The launches of a config on a problem, in order, and the buffers that they share."""
+
+    launches: tuple[Launch, ...]
+    buffers: tuple[Buffer, ...] = ()
+
+    @property
+    def n_blocks(self) -> int:
+        """Thread blocks of all launches."""
+        return sum(launch.n_blocks for launch in self.launches)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flash_helpers.check.data_flow import DataFlow
-from flash_helpers.check.recorder import Recorder, UntraceableKernel
-from flash_helpers.gpu import WARP
+from flash_helpers.gpu import WARP, Device
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.operations.attention_forward.trace.data_flow import DataFlow
+from flash_helpers.operations.attention_forward.trace.recorder import Recorder, UntraceableKernel
 from flash_helpers.ptx import Kernel, Observation, Observer
 from flash_helpers.ptx.read.module import Instruction
 from flash_helpers.ptx.run.instructions.tensor import matrix_of_a, matrix_of_b, matrix_of_c
@@ -148,7 +148,9 @@ def _lazy_maxima(flow: DataFlow, instructions: tuple[Instruction, ...]) -> list[
 class MmaRecorder(Recorder):
     """Values of a launch. Raises UntraceableKernel if the kernel is not built as `_plan` needs."""
 
-    def __init__(self, config: MmaSyncConfig, problem: AttentionForward, kernel: Kernel) -> None:
+    def __init__(
+        self, config: MmaSyncConfig, problem: AttentionForward, kernel: Kernel, device: Device
+    ) -> None:
         self._plan = _plan(config, kernel)
         super().__init__(config, problem)
         # Blocks of keys that each warp has begun, (thread blocks, warps).

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flash_helpers.check.data_flow import DataFlow
-from flash_helpers.check.recorder import Recorder, UntraceableKernel
+from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.operations.attention_forward.trace.data_flow import DataFlow
+from flash_helpers.operations.attention_forward.trace.recorder import Recorder, UntraceableKernel
 from flash_helpers.ptx import ComputedProduct, Kernel, Observation, Observer
 from flash_helpers.ptx.read.flow import is_wgmma
 from flash_helpers.ptx.read.module import Immediate, Instruction, Register, Vector
@@ -167,14 +168,15 @@ class WgmmaRecorder(Recorder):
     """Values of a launch. Raises UntraceableKernel if the kernel is not built as `_plan` needs."""
 
     def __init__(
-        self, config: HopperKernelConfig, problem: AttentionForward, kernel: Kernel
+        self, config: HopperKernelConfig, problem: AttentionForward, kernel: Kernel, device: Device
     ) -> None:
         self._plan = _plan(config, kernel)
         super().__init__(config, problem)
-        self._numbered = config.tiles(problem)
-        self._n_blocks = config.n_blocks(len(self._numbered))
-        # Of each thread block, the numbers of its tiles; those from a counter as they are taken.
-        self._taken = [[*config.known_tiles(problem, block)] for block in range(self._n_blocks)]
+        order = config.order(problem, device)
+        self._numbered = order.tiles()
+        self._n_blocks = order.n_blocks
+        # The numbers of each thread block's tiles; those from a counter as they are taken.
+        self._taken = [[*order.known_tiles(block)] for block in range(self._n_blocks)]
         # Of Q @ K^T and of P @ V, (thread blocks, warps): where the last products that a warp has
         # retired belong; where the next ones will.
         shape = (self._n_blocks, config.n_warps)

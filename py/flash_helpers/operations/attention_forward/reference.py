@@ -1,13 +1,7 @@
-"""What attention is, in float64, and how far from it an output may be.
+"""Attention in float64, and how far from it an output may be.
 
-The rule, for an output O of one dtype with unit roundoff u (2^-11 for fp16, 2^-8 for bf16) and the
-float64 result R on the same inputs:
-
-    max |O - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
-    ||O - R|| / ||R||    <=  u
-
-`plain` is plain PyTorch, every operation rounded to the dtype. The second bound does not grow with
-plain's error. A FlashAttention kernel rounds to the dtype twice, P before P @ V and O at the end;
+The bound of O is the rule of flash_helpers.check.errors. Its second part does not grow with plain's
+error. A FlashAttention kernel rounds to the dtype twice, P before P @ V and O at the end;
 all else is float32. A rounding changes a value by a fraction of at most u, which over many values
 has a root mean square of at most u / sqrt(3), so the two together stay below 0.82 u.
 
@@ -24,43 +18,21 @@ far a kernel's may be off.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
+from flash_helpers.check.errors import (
+    OutputError,
+    Reference,
+    half_ulp,
+    measure_error,
+    relative_bound,
+)
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+
 # Elements of the score matrix held at once: 256 MiB in float64.
 MAX_SCORES = 2**25
-
-
-@dataclass(frozen=True)
-class AttentionError:
-    """Distance of an output from the float64 result, or the largest one allowed.
-
-    max_abs: largest absolute difference of an element; NaN if any element is NaN.
-    relative: Frobenius norm of the difference over that of the result.
-    """
-
-    max_abs: float
-    relative: float
-
-    def within(self, bound: AttentionError) -> bool:
-        """True if both errors are finite and no larger than the bound's."""
-        # every comparison with NaN is false
-        return self.max_abs <= bound.max_abs < math.inf and self.relative <= bound.relative
-
-
-@dataclass(frozen=True)
-class AttentionReference:
-    """The float64 results for some inputs, and how far off a kernel's may be.
-
-    expected: the output, (batch, len_q, heads, d_head). bound: on its error.
-    lse: (batch, heads, len_q). lse_bound: on the largest absolute difference of an element.
-    """
-
-    expected: torch.Tensor
-    bound: AttentionError
-    lse: torch.Tensor
-    lse_bound: float
 
 
 def _attend(
@@ -171,52 +143,6 @@ def attention_same_dtype(
     return _attention(q, k, v, q.dtype, max_scores, causal, softmax_scale)[0]
 
 
-def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """Half the distance between neighbours of `dtype` at `magnitude`: the largest rounding error
-    of a value of that size."""
-    info = torch.finfo(dtype)
-    _, exponent = math.frexp(max(abs(magnitude), info.tiny))
-    return math.ldexp(info.eps, exponent - 1) / 2
-
-
-def _require_shape(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    if found.shape != expected.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(found.shape)}, the reference {tuple(expected.shape)}"
-        )
-
-
-def measure_error(output: torch.Tensor, expected: torch.Tensor) -> AttentionError:
-    """Distance of `output` from the float64 `expected`, over all elements.
-
-    Raises ValueError if the shapes differ.
-    """
-    _require_shape("output", output, expected)
-    difference = output.double().sub_(expected)
-    norm = torch.linalg.vector_norm(expected).item()
-    error = torch.linalg.vector_norm(difference).item()
-    return AttentionError(
-        max_abs=difference.abs_().max().item(),
-        relative=error / norm if norm else math.inf if error else 0.0,
-    )
-
-
-def measure_lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute difference of an LSE from the float64 `expected`.
-
-    -inf is right where it is expected; anywhere else the difference is inf. It is NaN if any
-    element of `lse` is. Raises ValueError if the shapes differ.
-    """
-    _require_shape("LSE", lse, expected)
-    difference = (lse.double() - expected).abs_()
-    return difference.masked_fill_(lse == expected, 0.0).max().item()
-
-
-def relative_bound(dtype: torch.dtype) -> float:
-    """Largest relative Frobenius error allowed: the unit roundoff of `dtype` (see the module)."""
-    return torch.finfo(dtype).eps / 2
-
-
 def lse_bound(q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None = None) -> float:
     """Largest absolute error of an LSE allowed, a worst case to first order in u = 2^-24.
 
@@ -262,8 +188,9 @@ def attention_reference(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-) -> AttentionReference:
-    """The float64 results and the bounds that the module's rules give for q's dtype.
+) -> Reference:
+    """Return the float64 results, o and lse, and the bounds that the module's rules give for q's
+    dtype.
 
     Arguments as in `attention_float64`. Raises ValueError if the shapes do not fit together, or if
     plain PyTorch overflows on these inputs, so that they give no bound.
@@ -279,8 +206,17 @@ def attention_reference(
             "set no bound: use smaller values"
         )
     largest = expected.abs().max().item()
-    bound = AttentionError(
-        max_abs=2 * plain.max_abs + half_ulp(largest, q.dtype),
-        relative=relative_bound(q.dtype),
+    bound = OutputError(
+        max_abs=2 * plain.max_abs + half_ulp(largest, q.dtype), relative=relative_bound(q.dtype)
     )
-    return AttentionReference(expected, bound, lse, lse_bound(q, k, softmax_scale))
+    of_lse = OutputError(lse_bound(q, k, softmax_scale), math.inf)
+    return Reference({"o": expected, "lse": lse}, {"o": bound, "lse": of_lse})
+
+
+def reference(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> Reference:
+    """Return the results of a problem. Raises as `attention_reference` does."""
+    return attention_reference(
+        *(inputs[name] for name in "qkv"),
+        causal=problem.causal,
+        softmax_scale=problem.softmax_scale,
+    )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_helpers.kernel_configs import Config, DType
+from flash_helpers.kernel_configs import AttentionForward, Config, Element
 from flash_helpers.registry.hopper import (
     MAX_L,
     MAX_RAISE,
@@ -137,7 +137,7 @@ def _sum_by_lanes(
     sums = P.unflatten(-1, (-1, 4, 2)).sum((-3, -1))
     l = l + sums  # noqa: E741
     raised = torch.zeros_like(l[..., :1])
-    if UNCHECKED in config.step.traits and config.dtype is DType.BF16:
+    if UNCHECKED in config.step.traits and config.dtype is Element.BF16:
         return l, P, raised
     grows = _in_any_row(config, ~(sums <= MAX_SUM).all(-1, keepdim=True)) & ~begins
     # fmax: an l that is NaN asks for nothing
@@ -168,7 +168,14 @@ def blockwise_forward(
 
     Raises ValueError for a problem that the kernel does not take.
     """
-    problem = posed_problem({"q": q, "k": k, "v": v}, config.supports.causal, softmax_scale)
+    given = {"q": q, "k": k, "v": v}
+    problem = posed_problem(
+        AttentionForward,
+        config.dtype,
+        given,
+        causal=config.supports.causal,
+        softmax_scale=softmax_scale,
+    )
     if reason := config.refusal(problem):
         raise ValueError(reason)
     Q = _in_tiles(q, config.B_r, problem.heads)

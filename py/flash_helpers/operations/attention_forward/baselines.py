@@ -1,0 +1,67 @@
+"""Attention by the libraries that kernels are measured beside."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+
+_SDPA_BACKENDS = {
+    "pytorch_flash": SDPBackend.FLASH_ATTENTION,
+    "pytorch_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class Package(NamedTuple):
+    """A library that is a package of its own. name: that it is installed by. module: has
+    flash_attn_func(q, k, v), which takes and returns (batch, seq, heads, d_head)."""
+
+    name: str
+    module: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the module can be imported."""
+        return importlib.util.find_spec(self.module) is not None
+
+
+PACKAGES = {
+    "flash_attn": Package("flash_attn", "flash_attn"),
+    "fa3": Package("fa3_fwd", "fa3_fwd_interface"),
+}
+
+
+def run(
+    library: str, problem: AttentionForward, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return o, (batch, seq, heads, d_head), by one of the operation's libraries.
+
+    PyTorch's backends get the same
+    memory as the kernels do, as (batch, heads, seq, d_head) views.
+
+    Raises ValueError for a causal problem of two lengths, since PyTorch aligns the mask to the top
+    left, and the packages, as the kernels, to the bottom right; RuntimeError if the library does
+    not run here, ImportError if it cannot be imported.
+    """
+    if problem.causal and problem.len_q != problem.len_k:
+        raise ValueError(
+            f"causal with len_q {problem.len_q} and len_k {problem.len_k}: PyTorch's mask is "
+            "aligned to the top left: take as many keys as queries"
+        )
+    q, k, v = (tensors[name] for name in "qkv")
+    if library in PACKAGES:
+        module = importlib.import_module(PACKAGES[library].module)
+        return {"o": module.flash_attn_func(q, k, v, causal=problem.causal)}
+    with sdpa_kernel(_SDPA_BACKENDS[library]):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            is_causal=problem.causal,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    return {"o": output.transpose(1, 2)}

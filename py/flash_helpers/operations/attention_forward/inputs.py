@@ -1,0 +1,115 @@
+"""Draws Q, K and V by the name of their distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.problems import (
+    DISTRIBUTIONS,
+    LARGE_LOGIT_STD,
+    MEAN,
+    OUTLIER_K_FACTOR,
+    OUTLIER_PERIOD,
+    OUTLIER_V_FACTOR,
+)
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator, mean: float = MEAN) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator, device=generator.device)
+    return noise.add_(mean)
+
+
+def _draw_normal(problem: AttentionForward, generator: torch.Generator) -> QKV:
+    q, k, v = (
+        _normal(shape, generator) for shape in (problem.shape, problem.kv_shape, problem.kv_shape)
+    )
+    return q, k, v
+
+
+def _draw_large_logits(problem: AttentionForward, generator: torch.Generator) -> QKV:
+    # q . k / sqrt(d_head) of unit normals has standard deviation 1
+    factor = LARGE_LOGIT_STD**0.5
+    q = _normal(problem.shape, generator, mean=0.0).mul_(factor)
+    k = _normal(problem.kv_shape, generator, mean=0.0).mul_(factor)
+    return q, k, _normal(problem.kv_shape, generator)
+
+
+def _draw_constant_rows(problem: AttentionForward, generator: torch.Generator) -> QKV:
+    batch, _, kv_heads, _ = problem.kv_shape
+    one_value_a_row, one_value_a_head = (*problem.shape[:3], 1), (batch, 1, kv_heads, 1)
+    q = _normal(one_value_a_row, generator).expand(problem.shape).contiguous()
+    k = _normal(one_value_a_head, generator).expand(problem.kv_shape).contiguous()
+    return q, k, _normal(problem.kv_shape, generator)
+
+
+def _draw_outliers(problem: AttentionForward, generator: torch.Generator) -> QKV:
+    q, k, v = _draw_normal(problem, generator)
+    scores = torch.rand(problem.len_k, generator=generator, device=generator.device)
+    chosen = scores.topk(-(-problem.len_k // OUTLIER_PERIOD)).indices
+    k[:, chosen] *= OUTLIER_K_FACTOR
+    v[:, chosen] *= OUTLIER_V_FACTOR
+    return q, k, v
+
+
+def _draw_countable(problem: AttentionForward, generator: torch.Generator) -> QKV:
+    def positions(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        every = (torch.arange(n, device=generator.device) for n in shape)
+        return torch.meshgrid(*every, indexing="ij")
+
+    _, seq, _, column = positions(problem.shape)
+    q = (seq + column) % 3 - 1
+    batch, seq, head, column = positions(problem.kv_shape)
+    k = (seq + 2 * column + head) % 3 - 1
+    v = (batch + seq + head + column) % 16
+    return q.float(), k.float(), v.float()
+
+
+# (problem, generator): float32 Q, K and V on the generator's device
+_DRAW: Mapping[str, Callable[[AttentionForward, torch.Generator], QKV]] = MappingProxyType(
+    {
+        "normal": _draw_normal,
+        "large_logits": _draw_large_logits,
+        "constant_rows": _draw_constant_rows,
+        "outliers": _draw_outliers,
+        "countable": _draw_countable,
+    }
+)
+
+
+def make_inputs(
+    distribution: str,
+    problem: AttentionForward,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> QKV:
+    """Draw Q, K and V of one named distribution.
+
+    Each has its shape in the problem, contiguous, of `dtype`, on `device`. The same arguments give
+    the same values on one device and one torch release. Raises ValueError for a distribution that
+    is not a key of DISTRIBUTIONS.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise ValueError(
+            f"inputs {distribution!r} are not known: choose one of {', '.join(DISTRIBUTIONS)}"
+        )
+    generator = torch.Generator(device=device).manual_seed(seed)
+    q, k, v = _DRAW[distribution](problem, generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def draw(
+    distribution: str,
+    problem: AttentionForward,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Return the inputs of a problem by name, in its dtype. Raises as `make_inputs` does."""
+    dtype = getattr(torch, problem.dtype.torch_name)
+    return dict(zip("qkv", make_inputs(distribution, problem, dtype, device, seed), strict=True))

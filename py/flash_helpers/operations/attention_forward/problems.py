@@ -1,0 +1,59 @@
+"""The problems of attention that are checked and measured, and distributions of inputs by name.
+
+Each distribution brings out errors that another would hide; `inputs` draws them. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+
+MEASURED_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+N_HEADS = 16
+MAX_HEADS = 256  # batch * heads
+MAX_ROWS = 2**20  # batch * heads * seq_len
+
+# Away from zero, so that an averaged V is a signal and not the noise that averaging leaves.
+MEAN = 0.5
+# Standard deviation of the scaled logits of `large_logits`: the largest of a few million is about
+# five times that, and float32 still resolves it to 1e-4.
+LARGE_LOGIT_STD = 60.0
+OUTLIER_PERIOD = 61
+OUTLIER_K_FACTOR = 6.0
+OUTLIER_V_FACTOR = 8.0
+
+# in words
+DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "normal": f"normal with mean {MEAN} and deviation 1",
+        "large_logits": f"scaled logits with deviation {LARGE_LOGIT_STD:g}: softmax picks single "
+        "keys",
+        "constant_rows": "each row of Q is one value and all keys are equal: softmax is uniform",
+        "outliers": f"one key in {OUTLIER_PERIOD}, at random, is {OUTLIER_K_FACTOR:g} times as "
+        "long: the running maximum jumps",
+        "countable": "small integers known from their position, for debugging",
+    }
+)
+
+
+def default_shape(
+    seq_len: int,
+    heads: int = N_HEADS,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    batch: int | None = None,
+) -> AttentionForward:
+    """Return the problem of one length that is measured.
+
+    Its batch is what MAX_HEADS and MAX_ROWS leave: with 16 heads 16, or 65536 tokens; with twice as
+    many heads half of it, so that Q and the work are of one size.
+
+    kv_heads: as many as heads if None. batch: instead of that. Raises ValueError as
+    `AttentionForward` does.
+    """
+    if batch is None:
+        batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
+    return AttentionForward(batch, heads, seq_len, kv_heads=kv_heads, causal=causal)

@@ -1,0 +1,336 @@
+"""A kernel beside blockwise FlashAttention-2: both as text, and the first thing that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flash_helpers.check.debugging import run_on
+from flash_helpers.gpu import Device
+from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.operations.attention_forward.reference import attention_float64
+from flash_helpers.operations.attention_forward.trace.blockwise import (
+    OF_KEYS,
+    QUANTITIES,
+    BlockStep,
+    TracedConfig,
+    blockwise_forward,
+    finish,
+    rows_that_fit,
+)
+from flash_helpers.operations.attention_forward.trace.traced import trace_forward
+from flash_helpers.ptx import Lint, SimulatorError
+from flash_helpers.registry.hopper import REPLAYS
+from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_ROW_SUM
+from flash_helpers.runtime.backend import Backend
+from flash_helpers.runtime.library import ptx_path
+from flash_helpers.runtime.simulator import load_kernel
+
+# What the quantity is off by, relative to the largest value of its row, when only roundings differ:
+# fp32 sums taken in another order, and one unit in the last place of ex2.
+_FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
+_OF_ROWS = ("m", "l")
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first element that is wrong, in the order in which the kernel computes.
+
+    quantity: one of QUANTITIES, or "output". key_block: None for the output.
+    row: position in the sequence, of a query, or of a key for K and V. warp: that computes the
+        row, or that holds the copy of K or V. n_wrong, n_elements: of this quantity in this block,
+        those that are computed or should be.
+    """
+
+    quantity: str
+    key_block: int | None
+    batch: int
+    head: int
+    row_block: int
+    warp: int
+    row: int
+    column: int
+    got: float
+    expected: float
+    n_wrong: int
+    n_elements: int
+
+    def __str__(self) -> str:
+        block = "" if self.key_block is None else f"key block {self.key_block}, "
+        return (
+            f"{self.quantity}, {block}row block {self.row_block} (batch {self.batch}, "
+            f"head {self.head}), warp {self.warp}, row {self.row}, column {self.column}: "
+            f"the kernel has {self.got:.9g}, blockwise FlashAttention-2 {self.expected:.9g} "
+            f"({self.n_wrong} of {self.n_elements} values differ)"
+        )
+
+
+def tolerance(
+    name: str, expected: torch.Tensor, config: Config, dtype: torch.dtype
+) -> torch.Tensor:
+    """How far a value of a quantity may be off, for each row of `expected`.
+
+    P, and what it is summed into, carry its 16-bit rounding: a value on the edge may go either way.
+    """
+    traits = config.step.traits
+    # NaN is no number that others of the row come from: keys that it is not multiplied with
+    scale = expected.abs().where(~expected.isnan(), 0).amax(-1, keepdim=True)
+    if name in _FP32_TOLERANCE and not (name == "l" and MMA_ROW_SUM in traits):
+        return scale * _FP32_TOLERANCE[name]
+    ulps = 1.0  # of a P over 1
+    if name == "P":
+        scale = expected.abs() + torch.finfo(dtype).tiny
+    elif LAZY_RESCALE not in traits:
+        ulps = 0.5  # the largest P is 1, which is exact, and those below have smaller ones
+    if name == "output":
+        ulps += 1.0  # its own rounding
+    return scale * (ulps * torch.finfo(dtype).eps)
+
+
+def _first_wrong(
+    name: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    config: Config,
+    dtype: torch.dtype,
+    key_block: int | None,
+) -> Disagreement | None:
+    """The first element of (batch, heads, row blocks, [warps,] rows, columns) that is off."""
+    expected = expected.expand_as(got)
+    # NaN, which is what was never computed, is off too, except in a row that does not fit and where
+    # the block of keys is left out
+    within = (got - expected).abs() <= tolerance(name, expected, config, dtype)
+    wrong = ~(within | ~(got.isfinite() | expected.isfinite()))
+    places = wrong.nonzero()
+    if not len(places):
+        return None
+    place = tuple(int(i) for i in places[0])
+    batch, head, row_block, *rest = place
+    if name in OF_KEYS:
+        warp, row, column = rest
+        row += (key_block or 0) * config.B_c
+    else:
+        row, column = rest
+        warp = row // (config.B_r // config.n_warps)
+        row += row_block * config.B_r
+    return Disagreement(
+        quantity=name,
+        key_block=key_block,
+        batch=batch,
+        head=head,
+        row_block=row_block,
+        warp=warp,
+        row=row,
+        column=column,
+        got=got[place].item(),
+        expected=expected[place].item(),
+        n_wrong=len(places),
+        n_elements=int((~(got.isnan() & expected.isnan())).sum()),
+    )
+
+
+def first_disagreement(
+    config: Config,
+    steps: Iterable[BlockStep],
+    output: torch.Tensor,
+    expected_steps: Iterable[BlockStep],
+    expected_output: torch.Tensor,
+) -> Disagreement | None:
+    """Compare step by step, and in each step in the order of QUANTITIES; then the outputs.
+
+    output, expected_output: (batch, len_q, heads, d_head), of the config's dtype. Without
+    steps only they are compared.
+    """
+    dtype = output.dtype
+    for step, expected in zip(steps, expected_steps, strict=True):
+        for name in QUANTITIES:
+            got, want = getattr(step, name), getattr(expected, name)
+            found = _first_wrong(name, got, want, config, dtype, step.key_block)
+            if found is not None:
+                return found
+    got, want = (_by_row_block(o, config) for o in (output, expected_output))
+    return _first_wrong("output", got, want, config, dtype, None)
+
+
+def _by_row_block(output: torch.Tensor, config: Config) -> torch.Tensor:
+    """(batch, heads, blocks, B_r, d_head), NaN in rows behind the last query."""
+    rows = output.detach().cpu().float().transpose(1, 2)
+    whole = (0, 0, 0, -rows.shape[2] % config.B_r)
+    padded = torch.nn.functional.pad(rows, whole, value=torch.nan)
+    return padded.unflatten(2, (-1, config.B_r))
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """What of a computation is written down.
+
+    row_block: of the first batch and head. key_blocks: None for all. warp: None for all; of K and V
+    then the copy of warp 0.
+    """
+
+    row_block: int = 0
+    key_blocks: Sequence[int] | None = None
+    warp: int | None = None
+
+
+def excerpt_text(
+    config: Config,
+    steps: Iterable[BlockStep],
+    output: torch.Tensor,
+    excerpt: Excerpt,
+) -> str:
+    """The chosen part as text: every quantity of each block of keys, a line a row; then the output.
+
+    The kernel's text and the reference's have the same lines, so that `diff` can compare them.
+    Where a warp leaves a block of keys out, and behind the last query, all is nan.
+    """
+    lines: list[str] = []
+    for step in steps:
+        if excerpt.key_blocks is None or step.key_block in excerpt.key_blocks:
+            for name in QUANTITIES:
+                lines += _matrix_lines(config, name, step, excerpt)
+    rows = _by_row_block(output, config)[0, 0, excerpt.row_block]
+    first = excerpt.row_block * config.B_r
+    lines += [f"output, row block {excerpt.row_block}"]
+    lines += _row_lines(rows, first, _own_rows(config, excerpt.warp))
+    return "\n".join(lines) + "\n"
+
+
+def _own_rows(config: Config, warp: int | None) -> range:
+    if warp is None:
+        return range(config.B_r)
+    rows = config.B_r // config.n_warps
+    return range(warp * rows, (warp + 1) * rows)
+
+
+def _matrix_lines(config: Config, name: str, step: BlockStep, excerpt: Excerpt) -> Iterator[str]:
+    values = getattr(step, name)[0, 0]
+    # what is the same for all row blocks, warps or lanes has a 1 there
+    values = values[min(excerpt.row_block, values.shape[0] - 1)]
+    title = f"{name}, key block {step.key_block}, row block {excerpt.row_block}"
+    if name in OF_KEYS:
+        warp = excerpt.warp or 0
+        yield f"{title}, warp {warp}"
+        values = values[min(warp, values.shape[0] - 1)]
+        yield from _row_lines(values, step.key_block * config.B_c, range(config.B_c))
+    else:
+        yield title
+        # lanes that agree are written once
+        values = values[:, :1] if name in _OF_ROWS and _is_uniform(values) else values
+        first = excerpt.row_block * config.B_r
+        yield from _row_lines(values, first, _own_rows(config, excerpt.warp))
+
+
+def _is_uniform(values: torch.Tensor) -> bool:
+    first = values[:, :1]
+    return bool(((values == first) | (values.isnan() & first.isnan())).all())
+
+
+def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
+    for row in rows:
+        numbers = " ".join(f"{value:10.5g}" for value in values[row].tolist())
+        yield f"{first + row:6d}: {numbers}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A kernel that ran, and the reference beside it (flash_helpers.check.debugging.Compared).
+
+    steps: empty where only the output can be seen. ran: where, in words. faults, lints: that the
+    watcher found. disagreement: the first; None if all agree within rounding.
+    """
+
+    config: Config
+    steps: tuple[BlockStep, ...]
+    output: torch.Tensor
+    expected_steps: tuple[BlockStep, ...]
+    expected_output: torch.Tensor
+    ran: str
+    faults: tuple[SimulatorError, ...] = ()
+    lints: tuple[Lint, ...] = ()
+
+    @property
+    def disagreement(self) -> Disagreement | None:
+        """The first element that is wrong, if any is."""
+        compared = self.expected_steps if self.steps else ()
+        return first_disagreement(
+            self.config, self.steps, self.output, compared, self.expected_output
+        )
+
+    def texts(self, excerpt: Excerpt) -> tuple[str, str]:
+        """The chosen part of the reference, and of the kernel."""
+        return (
+            excerpt_text(self.config, self.expected_steps, self.expected_output, excerpt),
+            excerpt_text(self.config, self.steps, self.output, excerpt),
+        )
+
+
+def _expected_output(
+    config: Config,
+    problem: AttentionForward,
+    last: BlockStep,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """(batch, len_q, heads, d_head), in which rows that a kernel computes again are exact."""
+    output = finish(last, q)
+    if REPLAYS not in config.step.traits:
+        return output
+    exact = attention_float64(q, k, v, causal=problem.causal, softmax_scale=problem.softmax_scale)
+    return output.where(rows_that_fit(last, problem.len_q), exact.to(q.dtype))
+
+
+def compare(
+    config: TracedConfig,
+    problem: AttentionForward,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    backend: Backend | None = None,
+    ptx: str | Path | None = None,
+    device: Device | None = None,
+) -> Comparison:
+    """Run a config's own kernel on inputs of a problem that it takes, beside blockwise
+    FlashAttention-2.
+
+    Without a backend ptx, a text or a file, the library's by default, is simulated and looked into,
+    launched as on `device`; with one, the library's kernel runs there. Raises OSError, PtxError and
+    ValueError.
+    """
+    if problem.return_lse:
+        raise ValueError(
+            "the LSE is not compared, m and l that it is made of are: leave out return_lse"
+        )
+    q, k, v = (inputs[name] for name in "qkv")
+    expected = tuple(blockwise_forward(config, q, k, v, problem.softmax_scale))
+    expected_output = _expected_output(config, problem, expected[-1], q, k, v)
+    if backend is not None:
+        output = run_on(backend, config, problem, inputs)["o"]
+        return Comparison(config, (), output, expected, expected_output, backend.description)
+    kernel = load_kernel(config, ptx or ptx_path(config))
+    trace = trace_forward(config, kernel, problem, inputs, device)
+    return Comparison(
+        config,
+        trace.steps,
+        trace.output,
+        expected,
+        expected_output,
+        "the simulator",
+        trace.run.faults,
+        trace.run.lints,
+    )
+
+
+def check_excerpt(config: TracedConfig, problem: AttentionForward, excerpt: Excerpt) -> None:
+    """Raises ValueError for a block or a warp that does not exist."""
+    for name, values, number in (
+        ("block", excerpt.key_blocks or [], -(-problem.len_k // config.B_c)),
+        ("row block", [excerpt.row_block], -(-problem.len_q // config.B_r)),
+        ("warp", [] if excerpt.warp is None else [excerpt.warp], config.n_warps),
+    ):
+        for value in values:
+            if not 0 <= value < number:
+                raise ValueError(f"{name} {value}: there are 0 to {number - 1}")

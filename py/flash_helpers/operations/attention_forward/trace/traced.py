@@ -1,0 +1,66 @@
+"""A kernel's own values of the quantities of FlashAttention-2, block by block, read while the
+simulator runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flash_helpers.check.tensors import tensors_for
+from flash_helpers.gpu import Device
+from flash_helpers.kernel_configs import AttentionForward
+from flash_helpers.operations.attention_forward.trace.blockwise import BlockStep, TracedConfig
+from flash_helpers.operations.attention_forward.trace.mma_trace import MmaRecorder
+from flash_helpers.operations.attention_forward.trace.wgmma_trace import WgmmaRecorder
+from flash_helpers.ptx import Kernel, Run
+from flash_helpers.registry.mma_sync import MmaSyncConfig
+from flash_helpers.runtime.simulator import run_kernel
+from flash_helpers.runtime.tensors import device_for
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """A simulated launch, looked into.
+
+    steps: one for each block of keys, in the kernel's order; what was not computed is NaN.
+    output: (batch, len_q, heads, d_head). run: its counters, and the faults that the watcher
+        found.
+    """
+
+    steps: tuple[BlockStep, ...]
+    output: torch.Tensor
+    run: Run
+
+
+def trace_forward(
+    config: TracedConfig,
+    kernel: Kernel,
+    problem: AttentionForward,
+    inputs: Mapping[str, torch.Tensor],
+    device: Device | None = None,
+) -> KernelTrace:
+    """Run the kernel in the simulator, keep going after faults, and read its values.
+
+    problem: one that the config takes. inputs: q, k and v, on the CPU. device: that the launch is
+    made for, by default the largest that the family is compiled for.
+
+    Raises UntraceableKernel if the kernel is not built the way that the trace relies on, ValueError
+    if the values would take more than MAX_TRACE_BYTES, and PtxError if the kernel cannot run or
+    does not end.
+    """
+    device = device or device_for(config.family, torch.device("cpu"))
+    make = MmaRecorder if isinstance(config, MmaSyncConfig) else WgmmaRecorder
+    recorder = make(config, problem, kernel, device)
+    tensors = tensors_for(config, problem, inputs)
+    run = run_kernel(
+        config,
+        kernel,
+        tensors,
+        device=device,
+        softmax_scale=problem.softmax_scale,
+        keep_going=True,
+        observer=recorder.observer,
+    )
+    return KernelTrace(recorder.steps(), tensors["o"].contiguous(), run)

@@ -1,0 +1,76 @@
+"""An operation: all that problems of one kind have in common. Standard library only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from flash_helpers.registry.problem import Problem
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Speed of a problem. unit: of the speed. quantity: property of the problem that is counted per
+    second. scale: what the unit counts it in."""
+
+    unit: str
+    quantity: str
+    scale: float
+
+    def speed(self, problem: Problem, ms: float) -> float:
+        """Return the speed, in the unit, of a problem that took so many milliseconds."""
+        return getattr(problem, self.quantity) / (ms * 1e-3) / self.scale
+
+
+TFLOPS = Metric("TFLOP/s", "operations", 1e12)
+GBPS = Metric("GB/s", "bytes", 1e9)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation and where its parts are.
+
+    name: of its folder in flash_helpers.operations. title: a noun phrase for readers. small, usual:
+    problems that its kernels are checked on, the first in the simulator. debugged: the problem that
+    debug.py looks into. swept: field of the problem that benchmarks and plots vary. measured: the
+    problem that is measured at one of its values; measured_at: the usual values. distributions:
+    kinds of inputs, by name, in words. libraries: what kernels are measured beside, by name, in
+    words; the first is 100%. metric: of speed. families: its families, in their order, as
+    "module:name" in flash_helpers.registry. simulated_ns: time of one floating-point operation in
+    the simulator on one core, in nanoseconds, for estimates.
+
+    Modules of its folder that are imported when they are used (`part`):
+      inputs     draw(distribution, problem, device, seed) -> tensors by name
+      reference  reference(problem, tensors) -> flash_helpers.check.errors.Reference
+      baselines  run(library, problem, tensors) -> outputs by name; packages
+      faults     FAULTS: planted mistakes by name; problem_of(config): where they show
+      trace      optional: what a kernel holds inside, beside the right values
+    """
+
+    name: str
+    title: str
+    problem: type[Problem]
+    small: Problem
+    usual: Problem
+    debugged: Problem
+    counted: Problem
+    counted_within: Problem
+    swept: str
+    measured: Callable[..., Problem] = field(compare=False)
+    measured_at: tuple[int, ...]
+    distributions: Mapping[str, str] = field(compare=False)
+    libraries: Mapping[str, str] = field(compare=False)
+    metric: Metric
+    families: tuple[str, ...]
+    simulated_ns: float
+    has_trace: bool = False
+
+    def part(self, module: str) -> ModuleType:
+        """Return a module of the operation's folder."""
+        return importlib.import_module(f"flash_helpers.operations.{self.name}.{module}")
+
+    def simulated_seconds(self, problem: Problem) -> float:
+        """Return about how long the simulator takes for a problem, on one core."""
+        return problem.operations * self.simulated_ns * 1e-9

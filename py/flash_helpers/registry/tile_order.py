@@ -1,0 +1,149 @@
+"""The order in which persistent thread blocks take tiles of queries. Standard library only.
+
+A tile is B_r queries of one head; tiles that the blocks of a cluster take together count as one.
+The kernels compute the same order (`tile_index` and `take_tile` in src/include/sm90/arguments.cuh).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flash_helpers.operations.attention_forward.problem import AttentionForward
+
+COUNTED_FROM = 5  # tiles of a head: below, to zero the counter takes as long as it saves
+_SHORT = 8  # tiles of a head
+_LAST_ROUNDS = 3  # tiles of a block of the last heads, at least
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The tiles of a problem, and which thread block of a device takes which.
+
+    B_r: queries of a tile. sms: streaming multiprocessors of the device. persistent: a block takes
+    one tile after the other. cluster: blocks of a cluster. pairs_heads: the blocks of a cluster
+    take the same rows of as many heads, where these share K and V. causal: tiles differ in length,
+    the longest come first. dynamic: causal tiles may come from a counter.
+    """
+
+    problem: AttentionForward
+    B_r: int
+    sms: int
+    persistent: bool
+    cluster: int
+    pairs_heads: bool
+    causal: bool
+    dynamic: bool
+
+    @property
+    def at_a_time(self) -> int:
+        """Clusters that the device runs at a time."""
+        return self.sms // self.cluster
+
+    @property
+    def cluster_heads(self) -> int:
+        """Heads whose rows the blocks of a cluster take: as many as there are blocks, or one."""
+        sharing = self.problem.heads // self.problem.kv_heads
+        return self.cluster if self.pairs_heads and sharing % self.cluster == 0 else 1
+
+    @property
+    def q_tiles(self) -> int:
+        """Tiles of one head."""
+        rows = self.cluster // self.cluster_heads * self.B_r
+        return -(-self.problem.len_q // rows)
+
+    @property
+    def heads(self) -> int:
+        """Heads of all batches, those that a cluster takes together as one."""
+        return self.problem.batch * self.problem.heads // self.cluster_heads
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles of all heads and batches."""
+        return self.q_tiles * self.heads
+
+    @property
+    def n_blocks(self) -> int:
+        """Thread blocks of the grid."""
+        clusters = min(self.n_tiles, self.at_a_time) if self.persistent else self.n_tiles
+        return self.cluster * clusters
+
+    @property
+    def counts(self) -> bool:
+        """Whether blocks take the tiles behind their first from a counter. Where no block has a
+        third tile the counter decides nothing, since a block takes its second tile when it begins
+        with its first."""
+        is_long = -(-self.problem.len_q // self.B_r) >= COUNTED_FROM and not self._has_two_tiles
+        return self.dynamic and self.causal and is_long
+
+    @property
+    def _has_two_tiles(self) -> bool:
+        """Whether no cluster has more than two."""
+        return self.n_tiles <= 2 * self.at_a_time
+
+    @property
+    def head_group(self) -> int:
+        """Heads whose causal tiles are taken together, longest first.
+
+        With a counter, as many heads as have a tile for each cluster at a time: the fewer K and V
+        are in use, the less is fetched. Without one, all heads if clusters have two tiles at most;
+        else what was measured to be fastest: a quarter of the former for short sequences, twice as
+        many for long ones.
+        """
+        if self.counts:
+            return max(1, self.at_a_time // self.q_tiles)
+        if self.dynamic and self._has_two_tiles:
+            return self.heads
+        if self.q_tiles <= _SHORT:
+            return max(1, self.at_a_time // (4 * self.q_tiles))
+        return max(1, 2 * self.at_a_time // self.q_tiles)
+
+    @property
+    def last_heads(self) -> int:
+        """Heads of the last group. Without a counter, those that are left.
+
+        With one, so many that each block takes several of their tiles. A block takes its next tile
+        when it begins with one: a block that has taken a long tile last ends up to two tiles behind
+        the others, and the more heads the last group has, the shorter are its last tiles.
+        """
+        if not self.counts:
+            return (self.heads - 1) % self.head_group + 1
+        rounds = -(-_LAST_ROUNDS * self.at_a_time // self.q_tiles)
+        return min(self.heads, max(self.head_group, rounds))
+
+    @property
+    def computed_tiles(self) -> int:
+        """Tiles of B_r queries, idle blocks included: where blocks stay and tiles are alike, as
+        many per block as the busiest block has, which the others wait for."""
+        tiles = self.cluster * self.n_tiles
+        if self.persistent and not self.causal:
+            at_a_time = self.at_a_time * self.cluster
+            tiles = -(-tiles // at_a_time) * at_a_time
+        return tiles
+
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """Return head, of all batches, and block of rows of each block's tile, in the order of the
+        tiles' numbers. The tiles of a cluster follow one another; the last one of a head may have
+        no rows."""
+        together, q_tiles, heads = self.cluster_heads, self.q_tiles, self.heads
+        group = self.head_group if self.causal else 1
+        before = heads - (self.last_heads if self.causal else 0)
+        rows = range(q_tiles)[::-1] if self.causal else range(q_tiles)
+        groups = [range(first, min(first + group, before)) for first in range(0, before, group)]
+        groups.append(range(before, heads))
+        taken = ((head, row) for heads_of in groups for row in rows for head in heads_of)
+        in_rows = self.cluster // together
+        return tuple(
+            (head * together + i % together, row * in_rows + i // together)
+            for head, row in taken
+            for i in range(self.cluster)
+        )
+
+    def known_tiles(self, block: int) -> tuple[int, ...]:
+        """Return the numbers of a thread block's tiles, in its order; with a counter the first
+        alone."""
+        lot = self.n_blocks // self.cluster
+        taker, rank = divmod(block, self.cluster)
+        lots = range(1 if self.counts else -(-self.n_tiles // lot))
+        turns = self.dynamic and self.causal
+        taken = (n * lot + (lot - 1 - taker if turns and n % 2 else taker) for n in lots)
+        return tuple(self.cluster * number + rank for number in taken if number < self.n_tiles)

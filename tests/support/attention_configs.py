@@ -1,0 +1,18 @@
+"""Configs of attention, among those of all operations."""
+
+from __future__ import annotations
+
+from flash_helpers.kernel_configs import (
+    Config,
+    get_kernel_progression_configs,
+    get_kernels_to_build,
+)
+from flash_helpers.operations.attention_forward import OPERATION
+
+
+def attention_progression() -> list[Config]:
+    return [c for c in get_kernel_progression_configs() if c.family.operation is OPERATION]
+
+
+def attention_kernels() -> list[Config]:
+    return [c for c in get_kernels_to_build() if c.family.operation is OPERATION]
