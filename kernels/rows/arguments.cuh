@@ -1,0 +1,30 @@
+#pragma once
+// Config and arguments of the kernels of operation `rows`, which their host shares. Python has the
+// same: see flash_attention.cuh.
+
+#include "flash_attention.cuh"
+
+// One kernel of the softmax family.
+struct SoftmaxKernelConfig {
+    // fields:begin
+    int softmax; // the step
+    DType dtype;
+    int n_warps; // of the thread block that has a row
+    int chunks; // of 16 bytes of the row, which a thread keeps in registers; 0 before s3
+    // fields:end
+
+    constexpr int n_threads() const { return n_warps * 32; }
+    // A maximum and a sum for each warp.
+    constexpr int smem_bytes() const { return 2 * n_warps * int(sizeof(float)); }
+    friend auto operator<=>(const SoftmaxKernelConfig &, const SoftmaxKernelConfig &) = default;
+};
+
+// x and y have shape (rows, width), stride 1 along a row and these strides from row to row, in
+// elements. They do not overlap: x is read through the cache for what no kernel writes.
+struct RowsKernelArgs {
+    const void *x;
+    void *y;
+    int64_t x_stride, y_stride;
+    int rows; // a thread block for each
+    int width;
+};

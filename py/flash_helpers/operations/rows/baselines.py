@@ -1,0 +1,23 @@
+"""Softmax by PyTorch, and a copy: what kernels of rows are measured beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from flash_helpers.operations.rows.problem import Rows
+
+PACKAGES: Mapping[str, Any] = MappingProxyType({})
+# Moves the same bytes and computes no softmax: the ceiling, with no result to check.
+NOT_VERIFIED = frozenset({"copy"})
+
+
+def run(
+    library: str, problem: Rows, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return y, (rows, width), by one of the operation's libraries; of "copy" it is x."""
+    x = tensors["x"]
+    return {"y": x.clone() if library == "copy" else torch.softmax(x, dim=-1)}

@@ -1,0 +1,44 @@
+"""Mistakes that the steps of rows invite, as edits of a kernel's PTX, and where they show."""
+
+from __future__ import annotations
+
+from flash_helpers.check.faults import Fault, nth, swap
+from flash_helpers.gpu import Device, largest_device
+from flash_helpers.kernel_configs import Config, Element
+from flash_helpers.operations.rows.problem import Rows
+from flash_helpers.ptx import MisalignedError, Phase, RaceError
+
+PROLOGUE, MAIN_LOOP = Phase.PROLOGUE, Phase.MAIN_LOOP
+BF16 = Element.BF16
+
+FAULTS = {
+    "s1: l is written where other warps still read m": Fault(
+        "s1", BF16, MAIN_LOOP, r"st\.shared\.f32.*\+32\]", swap(r"\+32\]", "]"), nth(0), RaceError,
+        "value = smem[lane % kWarps]",
+    ),
+    "s2: chunks begin where the row does": Fault(
+        "s2", BF16, PROLOGUE, r"and\.b64\s.*, 14;", swap(", 14;", ", 0;"), nth(0), MisalignedError,
+        "__ldg(x_chunks_gmem",
+    ),
+    "s3: where there is no chunk, elements are 0": Fault(
+        "s3", BF16, PROLOGUE, r"cvt\.rn\.bf16x2", swap(r"cvt\S+ (%r\d+), .*", r"mov.b32 \1, 0;"),
+        quantity="y",
+    ),
+}  # fmt: skip
+
+
+def problem_of(config: Config) -> Rows:
+    """Return the problem that faults of a config show on: of an odd width, so that the second row
+    begins between two multiples of 16 bytes, and of fewer chunks than the block of s3 holds."""
+    return Rows(2, 1001, config.dtype)
+
+
+def device_of(config: Config) -> Device:
+    """Return the GPU that launches are made for; rows need nothing of it."""
+    return largest_device(config.family.capabilities[0])
+
+
+def distribution_of(config: Config) -> str:
+    """Return inputs in which every element counts: beside large logits, a 0 too many in l would not
+    show."""
+    return "normal"

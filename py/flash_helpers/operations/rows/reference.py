@@ -1,0 +1,111 @@
+"""Softmax along rows in float64, and how far from it an output may be.
+
+For fp16 and bf16 with unit roundoff u (2^-11, 2^-8) and the float64 result R on the same inputs:
+
+    max |y - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
+    ||y - R|| / ||R||    <=  ||max(u |R|, h)|| / ||R||
+
+`plain` is torch.softmax in the dtype. h is half the distance of subnormal numbers, 2^-25 for fp16,
+where R is not 0: the largest error of rounding an element that is subnormal. The second bound is
+the house's u unless probabilities are subnormal, as those of fp16 below 2^-14 are, for instance of
+a row of 16385 equal elements and more: rounding R itself then has a relative error above u, so that
+no kernel could keep u. For bf16, h is 2^-134, far below any error that counts.
+
+In fp32 nothing is rounded to a lower precision at the end, and the errors of the computation
+decide: `fp32_bound`.
+
+Rows whose result is NaN must be NaN (`measure_error`) and set no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from flash_helpers.check.errors import OutputError, Reference, half_ulp, measure_error
+from flash_helpers.operations.rows.problem import Rows
+
+_U = 2.0**-24  # unit roundoff of fp32
+_SMALLEST = 2.0**-126  # of fp32; smaller results are flushed to zero
+LEAST_THREADS = 32  # that share a row
+LEAST_CHUNK = 4  # elements that a thread adds between two changes of its maximum
+
+
+def softmax_float64(x: torch.Tensor) -> torch.Tensor:
+    """Return softmax(x) along the last dimension in float64."""
+    return torch.softmax(x.double(), dim=-1)
+
+
+def _norm_share(allowed: torch.Tensor, expected: torch.Tensor) -> float:
+    norm = torch.linalg.vector_norm
+    return (norm(allowed) / norm(expected)).item()
+
+
+def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
+    """Return the largest error of an fp32 output allowed, a worst case to first order in u = 2^-24.
+
+    It is for a kernel that computes e^(x - m) as ex2.approx((x - m) log2(e)) in float32, adds on at
+    least 32 threads, and multiplies by the reciprocal of the sum l. The error of an element y_j is
+    a multiple of y_j itself. With t_j = m - x_j, in units of u:
+
+        2.25 t_j         exponent of y_j: the difference, the product (u each), and log2(e) rounded
+                         to fp32 (0.22 u): relative to t_j, so that a common offset of x cancels
+        5                ex2.approx: 2 ulp from the correctly rounded result [1], 2 u each, and u
+        2.25 ln width    the same exponents in l, weighted by e^-t: the mean of t is the entropy
+                         of y less ln l, at most ln width
+        5                ex2.approx in l, which is a mean of such errors
+        width / 32 + 10  additions: a thread's own, then two trees over 32 lanes and 32 warps
+        6 (width / 128 + 11)  rescales of l, ex2.approx and a product: for each chunk of 4 elements
+                         of a thread and for each level of the trees. The exponents of the rescales
+                         that an element sees add up to t_j and are counted above.
+        2                rcp.approx: 1 ulp [1]
+        1                product of e^(x - m) and 1 / l, stored as it is
+
+    [1] PTX ISA 9.0, "Floating Point Instructions: ex2" and "rcp".
+
+    Results below 2^-126 are flushed to zero, which 2^-126 allows for. Additions and rescales decide
+    from a width of some 1,000 on; their roundings do not all point one way, so that errors stay
+    far below the bound there.
+
+    x, expected: (rows, width), every row of `expected` finite.
+    """
+    width = x.shape[-1]
+    t = (x.double().amax(-1, keepdim=True) - x.double()).nan_to_num_(posinf=0.0)
+    additions = width / LEAST_THREADS + 10
+    rescales = width / (LEAST_THREADS * LEAST_CHUNK) + 11
+    constant = 5 + 2.25 * math.log(width) + 5 + additions + 6 * rescales + 2 + 1
+    allowed = _U * expected * (2.25 * t + constant) + _SMALLEST
+    return OutputError(allowed.max().item(), _norm_share(allowed, expected))
+
+
+def _rounded_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
+    """Return the bound for an output in fp16 or bf16."""
+    info = torch.finfo(x.dtype)
+    plain = measure_error(torch.softmax(x, dim=-1), expected)
+    u = info.eps / 2
+    allowed = (expected * u).clamp_(min=info.smallest_normal * u)
+    allowed.masked_fill_(expected == 0, 0.0)
+    return OutputError(
+        2 * plain.max_abs + half_ulp(expected.max().item(), x.dtype),
+        _norm_share(allowed, expected),
+    )
+
+
+def softmax_reference(x: torch.Tensor) -> Reference:
+    """Return the float64 result of x, (rows, width), and the bound that the module's rules give
+    for x's dtype."""
+    expected = softmax_float64(x)
+    finite = expected.isfinite().all(-1)
+    if not finite.any():
+        return Reference({"y": expected}, {"y": OutputError(0.0, 0.0)})
+    bound = fp32_bound if x.dtype == torch.float32 else _rounded_bound
+    every = bool(finite.all())
+    some = (x, expected) if every else (x[finite], expected[finite])
+    return Reference({"y": expected}, {"y": bound(*some)})
+
+
+def reference(problem: Rows, inputs: Mapping[str, torch.Tensor]) -> Reference:
+    """Return the result of a problem."""
+    return softmax_reference(inputs["x"])
