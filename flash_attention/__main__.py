@@ -26,14 +26,14 @@ def device_text() -> str:
 
 
 def simulator_text(n_kernels: int) -> str:
-    """What happens to CPU tensors."""
+    """How CPU tensors are computed, in words."""
     folder = library.package_folder() / PTX_FOLDER
     n_files = len(list(folder.glob("*.ptx")))
     return f"CPU tensors run the PTX of {n_files} of {n_kernels} kernels in {folder}"
 
 
 def summary() -> dict[str, Any]:
-    """What the command prints, ready for JSON."""
+    """The printed facts, ready for JSON."""
     import torch
 
     major, minor = library.cuda_version()

@@ -131,13 +131,13 @@ def load(planted: Path) -> Callable[[str], list[Kernel]]:
 
 @pytest.fixture(scope="session")
 def nvdisasm() -> Callable[..., str]:
-    """What nvdisasm prints: the second witness of what is read."""
+    """Output of nvdisasm: the second witness of what is read."""
     program = find_disassembler("nvdisasm").path
     return lambda *arguments: run_program(program, *arguments)
 
 
 @pytest.fixture(scope="session")
 def cuobjdump() -> Callable[..., str]:
-    """What cuobjdump prints."""
+    """Output of cuobjdump."""
     program = find_disassembler("cuobjdump").path
     return lambda *arguments: run_program(program, *arguments)

@@ -36,7 +36,7 @@ class Block:
 
 @dataclass
 class Walk:
-    """What came of the page's commands. said: their output."""
+    """Result of the page's commands. said: their output."""
 
     copy: Path
     said: dict[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def blocks_of(page: str, heading: str) -> list[Block]:
 
 
 def shell_commands(block: Block) -> list[str]:
-    """What to run of a block: each line that is a command by itself, or the whole script."""
+    """The commands of a block: each line that is a command by itself, or the whole script."""
     lines = block.text.splitlines() if block.is_shell else []
     return lines if all(line.startswith("python ") for line in lines) else [block.text]
 
@@ -75,7 +75,7 @@ def insert(root: Path, block: Block) -> None:
 
 
 def run(root: Path, commands: str) -> str:
-    """What a block of commands says, in the copy, as if that were installed as editable."""
+    """Output of a block of commands, in the copy, as if that were installed as editable."""
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     environment |= {
         "PATH": f"{find_toolchain([90], os.environ).nvcc.parent}:{Path(sys.executable).parent}:"

@@ -1,4 +1,4 @@
-"""What a GPU allows: the limits of each compute capability. Standard library only.
+"""Limits of GPUs: those of each compute capability. Standard library only.
 
 CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; reserved shared
 memory from "Shared Memory" of the sections on compute capability 8.x and 9.0; parameters from the

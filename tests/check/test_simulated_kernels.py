@@ -211,7 +211,7 @@ def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> 
 
 
 def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
-    """What the shape of the problem says that a kernel must do."""
+    """Work that the shape of the problem asks of a kernel."""
     total = run.counters.total
     tiles = problem.len_q // config.B_r * problem.heads * problem.batch
     blocks = len(config.key_blocks(problem.len_q))
@@ -312,8 +312,9 @@ def test_rows_that_outgrow_the_first_blocks_maximum_are_right(dtype) -> None:
     [(False, 1, 640), (False, 2, 260), (True, 1, 640), (True, 2, 640), (True, 3, 260)],
 )
 def test_rows_of_any_tile_of_a_cluster_are_computed_again(causal, heads, seq_len) -> None:
-    """Of either thread block, and of a cluster's later tiles: of one head the last tile has no
-    rows; of two heads causal ones come from a counter, of three every other lot goes backwards."""
+    """Tiles of either thread block, and later tiles of a cluster: of one head the last tile has
+    no rows; of two heads causal ones come from a counter, of three every other lot goes
+    backwards."""
     variant = last_of_hopper(Element.BF16).replace(causal=causal)
     problem = AttentionForward(1, heads, seq_len, kv_heads=1, causal=causal)
     q, k, v = inputs_of(variant, problem)

@@ -1,4 +1,4 @@
-"""What ptxas -v said: read from logs of three releases, and tabulated."""
+"""Messages of ptxas -v: read from logs of three releases, and tabulated."""
 
 from __future__ import annotations
 

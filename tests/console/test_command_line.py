@@ -1,4 +1,4 @@
-"""What the command lines of the tools share."""
+"""Parts that the command lines of the tools share."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Problem:
         return torch.full_like(self.inputs[0], torch.nan)
 
     def fault(self, output: torch.Tensor) -> str:
-        """What is wrong with the output; empty if it is right."""
+        """Faults of the output; empty if it is right."""
         bound, expected = self.reference.bounds["o"], self.reference.expected["o"]
         error = measure_error(output, expected)
         if error.within(bound):

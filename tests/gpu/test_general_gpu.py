@@ -68,7 +68,7 @@ def run(
 
 
 def fault(shape: AttentionForward, case: Problem, o: torch.Tensor, lse: torch.Tensor | None) -> str:
-    """What is wrong with the results; empty if they are right."""
+    """Faults of the results; empty if they are right."""
     if text := case.fault(o):
         return text
     if lse is None:

@@ -318,7 +318,7 @@ PROBE = AttentionForward(
 
 
 class TestGeneralSteps:
-    """What hopper's traits declare, and what is launched for it."""
+    """Declarations of hopper's traits, and the launches for them."""
 
     @pytest.mark.parametrize(
         ("step", "changes", "abilities"),

@@ -314,7 +314,7 @@ def test_an_output_may_be_an_inference_tensor(ran):
 
 
 class TestPlan:
-    """What follows from shapes and strides is found out once; what depends on addresses is
+    """Facts of shapes and strides are found out once; what depends on addresses is
     looked at in every call."""
 
     @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What forward() accepts, and how it refuses the rest: before any launch, with the way out."""
+"""Arguments that forward() accepts; the rest is refused before any launch, with the way out."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def quick_launch(
 
 
 def bound(quick: library.QuickLaunch, *tensors: object) -> bytes | None:
-    """What it would launch, if it would."""
+    """The bytes of the launch that it would make."""
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
     data = ctypes.create_string_buffer(4096)
     size = library._Ready.from_buffer_copy(quick.__self__).launch_bytes
@@ -195,7 +195,7 @@ class Quick:
 class TestCall:
     @pytest.fixture(autouse=True)
     def ran(self, monkeypatch) -> list[Config]:
-        """What was run in the ordinary way."""
+        """The runs in the ordinary way."""
         ran: list[Config] = []
         monkeypatch.setattr(call.ReadyCall, "run", lambda self: ran.append(self.config))
         monkeypatch.setattr(call, "_plans", {})

@@ -179,7 +179,7 @@ class TestBadPtx:
 
 
 class TestBadArguments:
-    """Of a kernel launched by hand."""
+    """Arguments of a kernel launched by hand."""
 
     GRID, BLOCK, SHARED = (1, 1, 1), CONFIG.n_threads, CONFIG.smem_bytes
 

@@ -1,4 +1,4 @@
-"""What the generator reads of each family: the C++ header with its config's struct."""
+"""The file that the generator reads of each family: the C++ header with its config's struct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the text tools read: listings made by NVIDIA's programs, and what is known of
+"""Input of the tests of the text tools: listings made by NVIDIA's programs, and what is known of
 the machine code by other ways."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Row = tuple[str, str, str, str]  # function, guard, opcode, operands
 
 
 def run_nvidia(name: str, *arguments: str | Path, folder: Path | None = None) -> str:
-    """What nvdisasm or cuobjdump prints."""
+    """Output of nvdisasm or cuobjdump."""
     program = find_disassembler(name).path
     result = subprocess.run(
         [program, *arguments], cwd=folder, capture_output=True, text=True, check=True
@@ -52,7 +52,7 @@ def run_nvidia(name: str, *arguments: str | Path, folder: Path | None = None) ->
 
 @functools.cache
 def listing(cubin: Path, *options: str) -> str:
-    """What nvdisasm prints of a cubin."""
+    """Output of nvdisasm for a cubin."""
     return run_nvidia("nvdisasm", *options, cubin)
 
 

@@ -64,7 +64,7 @@ class Planted:
 
     @property
     def kernel(self) -> Kernel:
-        """What the simulator runs."""
+        """The edited kernel."""
         return load_kernel(self.fault.config, self.ptx)
 
 
@@ -94,7 +94,7 @@ def plant(fault: Fault) -> Planted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a kernel that ran with a fault, beside the reference. error, bound: of its
+    """Result of a kernel that ran with a fault, beside the reference. error, bound: of its
     output."""
 
     found: Compared
@@ -141,7 +141,7 @@ def is_built_from(root: Path, config: Config) -> bool:
 
 
 def planted_text(planted: Planted, root: Path) -> str:
-    """What was edited: the first of the instructions, before and after, and where it comes from."""
+    """The edit: the first of the instructions, before and after, and where it comes from."""
     instruction, before, after = planted.edits[0]
     where = f"PTX line {instruction.line}, in the {planted.fault.phase.value}"
     more = f", and {len(planted.edits) - 1} more like it" if len(planted.edits) > 1 else ""
@@ -150,7 +150,7 @@ def planted_text(planted: Planted, root: Path) -> str:
 
 
 def outcome_text(outcome: Outcome, root: Path) -> str:
-    """What the simulator and the check say, with the lines of CUDA source."""
+    """Report of the simulator and of the check, with the lines of CUDA source."""
     found = outcome.found
     errors = f"{_error_text(outcome.error)}; allowed are {_error_text(outcome.bound)}"
     if found.faults:

@@ -104,12 +104,12 @@ class Unit:
 
     @property
     def suffix(self) -> str:
-        """Of what it becomes: of a kernel only the device code is compiled."""
+        """Name of the output: of a kernel only the device code is compiled."""
         return "fatbin" if self.is_kernel else "o"
 
 
 def architecture_names(targets: Sequence[str]) -> str:
-    """What the library is built for, e.g. "sm_80 sm_90 compute_80": it carries the PTX of the first
+    """Targets of the library, e.g. "sm_80 sm_90 compute_80": it carries the PTX of the first
     for GPUs that it holds no machine code for."""
     return " ".join([*(f"sm_{target}" for target in targets), f"compute_{targets[0]}"])
 

@@ -58,13 +58,13 @@ class Cubin:
 
     @property
     def config(self) -> Config:
-        """What it is launched as."""
+        """The config that it is launched as."""
         return self.source.config
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one source: a cubin, or the reason why there is none."""
+    """Result of one source: a cubin, or the reason why there is none."""
 
     source: Source
     cubin: Cubin | None
@@ -141,7 +141,7 @@ class CubinCompiler:
         self._source_digests: dict[tuple[str, ...], str] = {}
 
     def compile_all(self, sources: Sequence[Source]) -> Generator[Compiled, None, None]:
-        """What becomes of each source, as it becomes known; those that are there already first.
+        """Yield the result of each source, as it becomes known; those that are there already first.
 
         Compilers run on between two results. They are ended if the iterator is closed.
         """

@@ -1,4 +1,4 @@
-"""What ptxas said about a kernel: the log that ships beside its PTX. Standard library only."""
+"""Messages of ptxas about a kernel: the log that ships beside its PTX. Standard library only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PtxasReport:
 
 @dataclass
 class _Entry:
-    """What the log has told so far of the kernel that ptxas is compiling."""
+    """Facts that the log has told so far of the kernel that ptxas is compiling."""
 
     symbol: str
     target: str

@@ -1,4 +1,4 @@
-"""What ptxas said about many kernels, as a table, CSV and JSON."""
+"""Messages of ptxas about many kernels, as a table, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _entries(name: str, log: bytes) -> list[LogEntry]:
 
 
 def read_logs(names: Iterable[str], stdin: BinaryIO) -> list[LogEntry]:
-    """What the logs tell: kernels of this library in the order of their configs, then the others.
+    """Facts of the logs: kernels of this library in the order of their configs, then the others.
 
     name: a file, a folder of .log files, or "-" for `stdin`.
 

@@ -1,4 +1,4 @@
-"""What compiles the kernels: nvcc and its host compiler, where they are and what they can do.
+"""Compilers of the kernels: nvcc and its host compiler, where they are and what they can do.
 
 Standard library only: the build backend imports this before anything is installed.
 """
@@ -146,7 +146,7 @@ def _output_of(*command: str | Path) -> str:
 
 
 def _host_compiler(environ: Mapping[str, str]) -> str:
-    """What identifies the C++ compiler that nvcc will call. Raises BuildError without one."""
+    """Identity of the C++ compiler that nvcc will call. Raises BuildError without one."""
     flags = [environ.get(f"NVCC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]
     chosen = environ.get("NVCC_CCBIN")
     if chosen is None and any("ccbin" in flag or "compiler-bindir" in flag for flag in flags):
@@ -219,7 +219,7 @@ def find_ninja() -> str:
 def toolchain_requirements(
     environ: Mapping[str, str] = os.environ, default_home: Path = DEFAULT_CUDA_HOME
 ) -> list[str]:
-    """What pip has to install before the kernels can be built: nothing where there is an nvcc.
+    """Packages that pip has to install before the kernels can be built: none where there is nvcc.
 
     Raises BuildError when pip could not install it either.
     """

@@ -1,1 +1,1 @@
-"""What every tool needs at a terminal: arguments, errors, files, tables and progress bars."""
+"""The terminal of every tool: arguments, errors, files, tables and progress bars."""

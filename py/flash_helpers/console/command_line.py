@@ -1,4 +1,4 @@
-"""What the command lines of the tools share. Standard library only."""
+"""Parts that the command lines of the tools share. Standard library only."""
 
 from __future__ import annotations
 

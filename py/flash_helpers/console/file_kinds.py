@@ -1,4 +1,5 @@
-"""What a user's file is, told to those who named it where another is wanted. Standard library only.
+"""The kind of a user's file, told to those who named it where another is wanted. Standard library
+only.
 
 A file is known by its content: names lie.
 """
@@ -26,7 +27,7 @@ _PACKED = {
 
 
 class FileKind(Enum):
-    """What tools read, or are given instead. The value: in words."""
+    """Kinds of files that tools read, or are given instead. The value: in words."""
 
     CUBIN = "a cubin"
     ELF = "an object file, library or program"
@@ -63,7 +64,7 @@ def elf_machine(data: bytes) -> int | None:
 
 
 def kind_of(data: bytes) -> FileKind | None:
-    """What a file with this content is; None for what is none of these."""
+    """Return the kind of a file with this content; None for any other."""
     if data.startswith(ELF_MAGIC):
         return FileKind.CUBIN if elf_machine(data) == EM_CUDA else FileKind.ELF
     if data.startswith(FATBIN_MAGIC):

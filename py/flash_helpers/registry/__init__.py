@@ -1,1 +1,1 @@
-"""What exists: problems, families of kernels, their steps and configs. Standard library only."""
+"""The registry: problems, families of kernels, their steps and configs. Standard library only."""

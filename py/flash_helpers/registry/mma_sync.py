@@ -1,5 +1,5 @@
-"""What the families on `mma.sync`, `ldmatrix` and `cp.async` have in common: a thread block has a
-tile of Q and walks all keys; its warps share the rows. Standard library only.
+"""The common part of families on `mma.sync`, `ldmatrix` and `cp.async`: a thread block has a tile
+of Q and walks all keys; its warps share the rows. Standard library only.
 """
 
 from __future__ import annotations

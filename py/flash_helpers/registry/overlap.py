@@ -74,7 +74,7 @@ _OPTIONS_OF_16 = re.compile(
 
 
 def successor(text: str) -> str:
-    """What has become of a short form with the former options of step 16, in words; "" for any
+    """The present name of a short form with the former options of step 16, in words; "" for any
     other text."""
     if (found := _OPTIONS_OF_16.fullmatch(text)) is None:
         return ""

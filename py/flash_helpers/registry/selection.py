@@ -41,7 +41,7 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 class UsageError(ValueError):
-    """What was asked for does not exist or does not fit together."""
+    """A request for something that does not exist or does not fit together."""
 
 
 def add_kernel_arguments(

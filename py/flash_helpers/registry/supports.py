@@ -1,4 +1,4 @@
-"""What a kernel declares of the problems that it takes: refusals, tests' corners and the docs'
+"""A kernel's declaration of the problems that it takes: refusals, tests' corners and the docs'
 table follow. Each operation has its own class. Standard library only.
 """
 

@@ -1,1 +1,1 @@
-"""What runs a kernel: the library on a GPU, the simulator on the CPU, the driver for cubins."""
+"""Runners of kernels: the library on a GPU, the simulator on the CPU, the driver for cubins."""

@@ -23,7 +23,8 @@ _DTYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
 _SWIZZLES = ("none", "32B", "64B", "128B")
 _PROMOTIONS = ("none", "64B", "128B", "256B")
 _FILLS = ("zeros", "nan")
-"""Of a tensor map: CUtensorMapDataType, -Swizzle, -L2promotion and -FloatOOBfill from 0 on."""
+"""Enumerations of tensor maps: CUtensorMapDataType, -Swizzle, -L2promotion, -FloatOOBfill, from 0
+on."""
 
 LIBRARY = "libcuda.so.1"
 
@@ -92,7 +93,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def encode_tensor_map(tensor_map: TensorMap) -> bytes:
-    """What a kernel takes. Raises DriverError if the driver refuses the map."""
+    """The argument that a kernel takes. Raises DriverError if the driver refuses the map."""
     m, rank = tensor_map, len(tensor_map.dims)
     memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
     shift = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT

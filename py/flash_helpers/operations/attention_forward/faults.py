@@ -36,11 +36,11 @@ SHUFFLE, MMA = r"shfl\.sync", r"mma\.sync"
 PROXY_FENCE, WGMMA_WAIT = r"fence\.proxy\.async", r"wgmma\.wait_group"
 TRY_WAIT, ARRIVE = r"mbarrier\.try_wait", r"mbarrier\.arrive\.shared"
 ROW_BYTES = 256
-"""Of a row in shared memory before v15, and in global memory with one head before v16."""
+"""Bytes of a row in shared memory before v15, and in global memory with one head before v16."""
 PIECE_ROW_BYTES = 128
-"""Of a row in shared memory from v15 on."""
+"""Bytes of a row in shared memory from v15 on."""
 STAGE_BYTES = 2 * 64 * 256
-"""Of one buffer each of K and V."""
+"""Bytes of one buffer each of K and V."""
 RESCALE = r"mul\.f32\s+(%f\d+), %f\d+, \1;"
 N_RESCALED = 1 + 2 * 16
 """l, and O in 16 column tiles, of a row."""
@@ -52,7 +52,7 @@ N_SCORE_WGMMAS = 8
 N_PASSED_OVER = 7
 """Copies of the code that passes over a slot of V, in a loop unrolled by four."""
 N_SCORE_MMAS = 64
-"""Of Q @ K^T in one block of keys: `wgmma` and `mma`."""
+"""Instructions of Q @ K^T in one block of keys: `wgmma` and `mma`."""
 
 FAULTS = {
     "v1: copies of the next V begin before all have read the last": Fault(

@@ -47,7 +47,7 @@ from flash_helpers.runtime.tensors import posed_problem
 TracedConfig = MmaSyncConfig | HopperKernelConfig
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
-"""What a step holds, in the order in which a kernel comes by it."""
+"""Quantities of a step, in the order in which a kernel comes by it."""
 OF_KEYS = ("K", "V")
 """Those of which each warp has a copy."""
 
@@ -56,7 +56,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class BlockStep:
-    """What a kernel holds after one block of keys, fp32, for all thread blocks at once.
+    """State of a kernel after one block of keys, fp32, for all thread blocks at once.
 
     The leading dimensions are (batch, heads, blocks of rows). What all lanes or warps must agree
     on has one entry for each that holds a copy, or a 1 to be broadcast. It is NaN of warps that
@@ -241,7 +241,7 @@ def blockwise_forward(
 
 
 def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
-    """What the first row of its 64 has, for each; (..., B_r, 1)."""
+    """Value of the first row of its 64, for each; (..., B_r, 1)."""
     every = of_rows.split(WGMMA_M, dim=-2)
     return torch.cat([some[..., :1, :].expand_as(some) for some in every], dim=-2)
 
@@ -273,7 +273,7 @@ def finish(step: BlockStep, q: torch.Tensor) -> torch.Tensor:
 
 
 def rows_that_fit(step: BlockStep, len_q: int) -> torch.Tensor:
-    """Of the last step, the rows that have not left the range of fp32; (batch, len_q, heads, 1).
+    """The rows of the last step that have not left the range of fp32; (batch, len_q, heads, 1).
     Where m is that of the first block a kernel computes the others again, exactly."""
     return _in_sequence((step.l < MAX_L) & step.O.isfinite().all(-1, keepdim=True), len_q)
 

@@ -165,7 +165,7 @@ def _by_row_block(output: torch.Tensor, config: Config) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """What of a computation is written down.
+    """The part of a computation that is written down.
 
     row_block: of the first batch and head. key_blocks: None for all. warp: None for all; of K and V
     then the copy of warp 0.

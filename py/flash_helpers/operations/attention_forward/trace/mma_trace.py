@@ -48,7 +48,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to read at which instruction (by line of the PTX text).
+    """Values to read at each instruction (by line of the PTX text).
 
     starts: `mma`s that are the first of a block of keys.
     row_maxima, row_sums: rank of the half tile of 8 rows whose m or l the instruction writes. Row
@@ -158,7 +158,7 @@ class MmaRecorder(Recorder):
 
     @property
     def observer(self) -> Observer:
-        """What is looked at while the kernel runs."""
+        """The observer of the running kernel."""
         return Observer(self._plan.wants, self._see)
 
     def _see(self, observation: Observation) -> None:

@@ -79,7 +79,7 @@ class Recorder:
 
     @property
     def rows_of_warp(self) -> int:
-        """Of a tile of queries."""
+        """Rows of a tile of queries that a warp has."""
         return self.config.B_r // self.config.n_warps
 
     def put_row(
@@ -100,7 +100,7 @@ class Recorder:
         self.values[name][where] = found[some]
 
     def steps(self) -> tuple[BlockStep, ...]:
-        """What was seen, one step for each block of keys."""
+        """The record, one step for each block of keys."""
         arrays = dict(self.values)
         if MMA_ROW_SUM not in self.config.step.traits:
             # l stays in four parts, one a lane, until the end: added as the kernel will add them

@@ -29,12 +29,12 @@ from flash_helpers.ptx.read.module import Immediate, Instruction, Register, Vect
 from flash_helpers.registry.hopper import WARP_ROWS, WGMMA_K, HopperKernelConfig
 
 _SUMMED_BY = ("add", "fma", "mul", "selp")
-"""What l is made of, from the exponentials on."""
+"""Operations that make l, from the exponentials on."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to read at which instruction (by line of the PTX text).
+    """Values to read at each instruction (by line of the PTX text).
 
     steps: of each product its place in its group, and whether it is the last. row_maxima: fused
     multiply-adds that subtract m; row_sums: those that write l. Each with the half tile of 8 rows.
@@ -148,7 +148,7 @@ def _element(flow: DataFlow, reader: Instruction, elements: Mapping[str, int]) -
 
 
 def _halves(flow: DataFlow, sum_of: Instruction, exponents: Mapping[int, int]) -> set[int]:
-    """Of which half tiles exponentials of S are summed, directly or with other sums."""
+    """Half tiles whose exponentials of S are summed, directly or with other sums."""
     found, seen, waiting = set(), {sum_of.line}, [sum_of]
     for instruction in waiting:
         for operand in instruction.operands[1:]:
@@ -185,7 +185,7 @@ class WgmmaRecorder(Recorder):
 
     @property
     def observer(self) -> Observer:
-        """What is looked at while the kernel runs."""
+        """The observer of the running kernel."""
         return Observer(self._plan.wants, self._see, self._see_product)
 
     def _walk(self, block: int, warp: int) -> Iterator[tuple[int, int]]:
