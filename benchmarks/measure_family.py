@@ -14,11 +14,14 @@ from pathlib import Path
 from flash_helpers.compile.codegen import configs_to_build
 from flash_helpers.console.command_line import make_parser, output_folder, run_tool
 from flash_helpers.kernel_configs import FAMILIES, Config, Element
+from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.family import Family
 from flash_helpers.tune.winners import load_best
 
 ROOT = Path(__file__).resolve().parents[1]
+# pt_bench.py measures attention alone
+ATTENTION_FAMILIES = [name for name, own in FAMILIES.items() if own.operation is OPERATION]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 WHOLE = (512, 1024, 2048, 4096, 7680, 15360)  # which tiles of 192 rows and 80 keys divide, too
 ALONE = (1024, 2048, 4096, 8192, 16384)
@@ -132,7 +135,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     """Read the command line, and the options that go to pt_bench.py; exits with 2 if it is
     wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("family", choices=ATTENTION_FAMILIES)
     parser.add_argument("folder", type=output_folder, metavar="FOLDER")
     parser.add_argument("gpu", metavar="GPU", help="such as h200: a file's name ends in it")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")

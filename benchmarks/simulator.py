@@ -151,7 +151,7 @@ def run(command: str, path: Path) -> None:
     import numpy as np
 
     backend = find_backend("cpu")
-    configs = get_kernel_progression_configs()
+    configs = [c for c in get_kernel_progression_configs() if c.family.operation is OPERATION]
     work = [(config, OPERATION.small) for config in configs]
     work += [(configs[-1], shape) for shape in SCALING_SHAPES]
     hopper = measure_hopper()  # first, so that the peak is its own

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from attention_configs import attention_progression
 from listing_files import SEVERAL, extract
 
 from flash_helpers.compile.codegen import committed_configs
@@ -48,7 +49,7 @@ V1, V2, V10 = (
 # Kernels that take one block of K and V in an iteration of their loop.
 STEPS = with_siblings(
     config
-    for step in get_kernel_progression_configs()
+    for step in attention_progression()
     for config in (
         step,
         large_tile(step) or step,

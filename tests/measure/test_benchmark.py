@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_configs import ATTENTION_STEPS
 from benchmark_results import (
     BF16,
     BURST_GAIN,
@@ -1092,9 +1093,9 @@ def test_the_step_table_has_a_row_a_step_in_order_and_then_the_libraries() -> No
         *("step", "idea", "fixed tile: % of flash", "large tile: % of flash"),
         *("stride read: % of flash", "TFLOP/s at 4096"),
     ]
-    steps = rows[: len(STEPS)]
-    assert [row[:2] for row in steps] == [[step.id, step.idea] for step in STEPS.values()]
-    assert [row[1:] for row in rows[len(STEPS) :]] == [
+    steps = rows[: len(ATTENTION_STEPS)]
+    assert [row[:2] for row in steps] == [[step.id, step.idea] for step in ATTENTION_STEPS.values()]
+    assert [row[1:] for row in rows[len(ATTENTION_STEPS) :]] == [
         ["PyTorch's flash backend", "100.0", "100.0", "", "360"],
         ["PyTorch's cuDNN backend", "200.0", "200.0", "", "720"],
         ["mma.sync alone, on registers", "200.0", "200.0", "", "720"],
@@ -1337,7 +1338,7 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
     peak = tables["bf16, sustained, % of the tensor cores' peak at this clock"]
     again = next(line for line in peak if line.startswith(CONTROL))
     assert again.split()[1:4] == ["37.7"] * 3  # 300 of 132 * 4096 * 1.47 GHz
-    fastest = 100 + 10 * len(STEPS)  # the last step has no large tile
+    fastest = 100 + 10 * len(ATTENTION_STEPS)  # the last step has no large tile
     best = {line[:20].strip(): line[20:].split() for line in tables["bf16, sustained"][2:]}
     assert best["best of the others"] == ["600", CUDNN] * 2
     assert best["best of ours"][:2] == [str(fastest), BF16[-1].step.id]
@@ -1463,7 +1464,7 @@ def test_readme_and_headers_are_written_and_are_then_up_to_date(repository: Path
     assert progression_table(full_results()) in readme
     assert readme.startswith("# Title\n") and readme.endswith("\ntext\n")
     assert best_table(full_results()) in readme
-    for step in STEPS.values():
+    for step in ATTENTION_STEPS.values():
         header = (repository / step.source).read_text()
         assert header_lines(full_results(), step) in header
         assert header.startswith(f"// {step.id}\n") and header.endswith("\ncode\n")
@@ -1511,7 +1512,7 @@ def test_a_check_writes_nothing(repository: Path) -> None:
 def test_a_file_without_markers_is_wrong_usage_and_nothing_is_written(
     repository: Path, capsys
 ) -> None:
-    last = repository / list(STEPS.values())[-1].source
+    last = repository / list(ATTENTION_STEPS.values())[-1].source
     last.write_text("code\n")
     assert update_tables(repository) == 2
     assert "benchmark:begin" in capsys.readouterr().err

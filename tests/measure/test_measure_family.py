@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import measure_family
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", measure_family.ATTENTION_FAMILIES)
 def test_each_command_measures_built_kernels_at_lengths_that_they_take(
     family, tmp_path, capsys
 ) -> None:

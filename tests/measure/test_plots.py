@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from attention_configs import ATTENTION_STEPS
 from benchmark_results import (
     BF16,
     BURST_GAIN,
@@ -24,7 +25,6 @@ from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
 from test_benchmark import update_tables
 
-from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure import plots
 from flash_helpers.measure.plots import (
     PROGRESSION,
@@ -62,14 +62,14 @@ def texts_of(svg: str) -> list[str]:
 def test_each_staircase_has_a_height_for_each_step_in_percent_of_flash() -> None:
     # flash at 300, the n-th step at 100 + 10 n, at the large tile at 200 + 10 n
     numbers = progression_numbers(with_rates(full_results()), "bf16")
-    assert numbers["steps"] == list(STEPS)
-    places = {step: n for n, step in enumerate(STEPS, start=1)}
+    assert numbers["steps"] == list(ATTENTION_STEPS)
+    places = {step: n for n, step in enumerate(ATTENTION_STEPS, start=1)}
 
     def heights(base: int, *families: str) -> list[float | None]:
         """From v7 on, if it is not the staircase of the ampere family's fixed tile."""
         return [
             round((base + 10 * n) / 3, 1)
-            if STEPS[step].family in families and (base == 100 or n >= places["v7"])
+            if ATTENTION_STEPS[step].family in families and (base == 100 or n >= places["v7"])
             else None
             for step, n in places.items()
         ]
@@ -118,7 +118,7 @@ def test_lines_are_those_of_the_libraries_and_of_the_steps_that_gained() -> None
     # the last step of each family always, by the faster tile
     assert lines["v16, large tile"] == [432.0, 432.0]
     base = 200.0 if STAIRS[BF16[-1].step.id].large else 100.0
-    assert lines[BF16[-1].step.id] == [BURST_GAIN * (base + 10 * len(STEPS))] * 2
+    assert lines[BF16[-1].step.id] == [BURST_GAIN * (base + 10 * len(ATTENTION_STEPS))] * 2
     assert numbers["rates"] == {"matmul of the chip": 960.0, "mma.sync of the chip": 720.0}
 
 
@@ -161,7 +161,7 @@ def test_the_file_says_which_numbers_it_shows(svg: str) -> None:
 
 def test_lines_and_steps_are_labelled_in_the_picture(svg: str) -> None:
     texts = texts_of(svg)
-    assert set(STEPS) <= set(texts)
+    assert set(ATTENTION_STEPS) <= set(texts)
     assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN]} <= set(texts)
     # where both are as high, they share a label
     assert f"{LIBRARY_NAMES[CUDNN]}, mma.sync of the chip" in texts

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_configs import attention_progression
 from fake_backend import ROOT, load_tool
 from hopper_cases import WHOLE
 
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 TOOL = "tools/analysis/profile_kernel.py"
 BUILT = get_kernels_to_build()
-LAST = list(STEPS)[-1]
+LAST = attention_progression()[-1].step.id
 SHAPE = AttentionForward(1, 1, 128)
 
 

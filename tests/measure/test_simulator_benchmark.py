@@ -6,9 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from attention_configs import attention_progression
 from fake_backend import ROOT, load_tool
 
-from flash_helpers.kernel_configs import STEPS
 from flash_helpers.operations.attention_forward import OPERATION
 
 
@@ -31,7 +31,7 @@ def test_every_step_is_measured_in_every_dtype(tool, tmp_path):
     path = tmp_path / "simulator.json"
     assert tool.main(["--json", str(path)]) == 0
     document = json.loads(path.read_text())
-    assert len(document["small"]) == document["seconds_for_all"] == 2 * len(STEPS)
+    assert len(document["small"]) == document["seconds_for_all"] == len(attention_progression())
     assert {record["seq_len"] for record in document["small"]} == {OPERATION.small.len_q}
     assert len(document["scaling"]) == len(tool.SCALING_SHAPES)
     assert document["seconds_are"] == "the least of 3 runs"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from flash_helpers.kernel_configs import FAMILIES, STEPS, Element, get_kernel_progression_configs
+from attention_configs import attention_progression
+
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Element
 from flash_helpers.measure.machine import Reading
 from flash_helpers.measure.results import (
     BURST,
@@ -25,7 +27,7 @@ from flash_helpers.measure.results import (
 from flash_helpers.measure.staircases import stairs
 from flash_helpers.operations.attention_forward.problems import default_shape
 
-BF16 = [c for c in get_kernel_progression_configs() if c.dtype == Element.BF16]
+BF16 = [c for c in attention_progression() if c.dtype == Element.BF16]
 STAIRS = stairs("bf16")
 LARGE_TILE_7 = STAIRS["v7"].large
 PROVENANCE = Provenance(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
+    AttentionForward,
     Config,
     config_from_short_form,
     get_kernel_progression_configs,
@@ -64,9 +65,13 @@ def stair(config: Config) -> Stair:
 
 
 def stairs(dtype: str) -> dict[str, Stair]:
-    """Every step's, by its id, in the order of the registry. dtype: "bf16" or "fp16"."""
-    fixed = (config for config in get_kernel_progression_configs() if config.dtype.short == dtype)
-    return {config.step.id: stair(config) for config in fixed}
+    """Those of all steps of attention, by id, in the order of the registry. dtype: "bf16" or
+    "fp16"."""
+    return {
+        config.step.id: stair(config)
+        for config in get_kernel_progression_configs()
+        if config.dtype.short == dtype and config.family.operation.problem is AttentionForward
+    }
 
 
 def beside_parents(dtype: str) -> Iterator[tuple[Stair, list[Pair]]]:
