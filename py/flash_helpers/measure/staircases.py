@@ -11,12 +11,13 @@ from dataclasses import dataclass, fields
 
 from flash_helpers.kernel_configs import (
     LARGE_TILE,
-    AttentionForward,
     Config,
     config_from_short_form,
     get_kernel_progression_configs,
 )
+from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
 from flash_helpers.registry.family import Step
+from flash_helpers.registry.operation import Operation
 
 Pair = tuple["Config | None", "Config | None"]  # a config and its parent's
 
@@ -64,20 +65,22 @@ def stair(config: Config) -> Stair:
     return Stair(config.step, None if config == large else config, large, read)
 
 
-def stairs(dtype: str) -> dict[str, Stair]:
-    """Those of all steps of attention, by id, in the order of the registry. dtype: "bf16" or
-    "fp16"."""
+def stairs(dtype: str, operation: Operation = ATTENTION) -> dict[str, Stair]:
+    """Those of all steps of an operation, by id, in the order of the registry. dtype: its short
+    name."""
     return {
         config.step.id: stair(config)
         for config in get_kernel_progression_configs()
-        if config.dtype.short == dtype and config.family.operation.problem is AttentionForward
+        if config.dtype.short == dtype and config.family.operation is operation
     }
 
 
-def beside_parents(dtype: str) -> Iterator[tuple[Stair, list[Pair]]]:
+def beside_parents(
+    dtype: str, operation: Operation = ATTENTION
+) -> Iterator[tuple[Stair, list[Pair]]]:
     """Each step's stair; and at the fixed tile, at the large one and there with the stride read,
     its config and its parent's."""
-    found = stairs(dtype)
+    found = stairs(dtype, operation)
     for own in found.values():
         before = found[own.step.parent] if own.step.parent else None
         yield (
@@ -93,7 +96,8 @@ def beside_parents(dtype: str) -> Iterator[tuple[Stair, list[Pair]]]:
 
 def parent_at_tile(config: Config) -> Config | None:
     """The kernel of the parent that a kernel on the staircases stands beside; None for others."""
-    pairs = (pair for _, found in beside_parents(config.dtype.short) for pair in found)
+    steps = beside_parents(config.dtype.short, config.family.operation)
+    pairs = (pair for _, found in steps for pair in found)
     return next((parent for own, parent in pairs if own == config), None)
 
 
