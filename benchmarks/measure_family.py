@@ -8,30 +8,28 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flash_helpers.compile.codegen import configs_to_build
 from flash_helpers.console.command_line import make_parser, output_folder, run_tool
 from flash_helpers.kernel_configs import FAMILIES, Config, Element
-from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.operations.attention_forward.problems import default_shape
+from flash_helpers.measure.asked import swept_option
 from flash_helpers.registry.family import Family
 from flash_helpers.tune.winners import load_best
 
 ROOT = Path(__file__).resolve().parents[1]
-# pt_bench.py measures attention alone
-ATTENTION_FAMILIES = [name for name, own in FAMILIES.items() if own.operation is OPERATION]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 WHOLE = (512, 1024, 2048, 4096, 7680, 15360)  # which tiles of 192 rows and 80 keys divide, too
 ALONE = (1024, 2048, 4096, 8192, 16384)
 ODD = (1000, 1024, 4000, 4096, 8191, 8192, 15360)
 DESCRIPTION = """\
-Run pt_bench.py once for each kind of problem that the family takes: its last steps and the winners
-of sweeps on one sequence at a time, on causal problems, on grouped heads, in both dtypes, at odd
-lengths; then all of its steps beside each other. The files are FOLDER/FAMILY_KIND_GPU.json. A run
-can be ended at any time: the same command goes on with the files in FOLDER. Shortest first.
-FlashAttention-3 takes part where fa3_fwd is installed. Further options go to each pt_bench.py.
+Run pt_bench.py once for each kind of problem that the family takes: of attention its last steps and
+the winners of sweeps on one sequence at a time, on causal problems, on grouped heads, in both
+dtypes, at odd lengths; of any other operation the same in all dtypes; then all of its steps beside
+each other. The files are FOLDER/FAMILY_KIND_GPU.json. A run can be ended at any time: the same
+command goes on with the files in FOLDER. Shortest first. FlashAttention-3 takes part where fa3_fwd
+is installed. Further options go to each pt_bench.py.
 """
 EXAMPLES = """\
 examples:
@@ -49,81 +47,104 @@ exit status: 0 all was measured, 1 a kernel failed, 2 wrong usage or nothing was
 class Kind:
     """A kind of problem, and the kernels measured on it.
 
-    name: in the file's name; "" for the family's main file. options: of pt_bench.py. steps: number
-    of steps, counted from the last; None for all. winners: whether the winners of sweeps take part.
+    name: in the file's name; "" for the family's main file. sizes: the operation's own where there
+    are none. options: of pt_bench.py. steps: number of steps, counted from the last; None for all.
+    all_dtypes: those of the family, instead of one. winners: whether the winners of sweeps take
+    part.
     """
 
     name: str
-    lengths: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
     options: tuple[str, ...] = ("--load", "sustained")
     steps: int | None = 3
-    dtypes: tuple[Element, ...] = (Element.BF16,)
+    dtype: Element = Element.BF16
+    all_dtypes: bool = False
     causal: bool = False
     winners: bool = True
+
+    def dtypes(self, family: Family) -> tuple[Element, ...]:
+        """The element types that are measured."""
+        return tuple(family.dtypes) if self.all_dtypes else (self.dtype,)
 
     def kernels(self, family: Family, built: Sequence[Config]) -> list[Config]:
         """The built configs that are measured, steps in order and then winners."""
         variants = [v for config in family.progression() for v in config.variants()]
-        own = [c for c in variants if c.dtype in self.dtypes and c.supports.causal == self.causal]
+        dtypes = self.dtypes(family)
+        own = [c for c in variants if c.dtype in dtypes and is_causal(c) == self.causal]
         steps = list(dict.fromkeys(config.step for config in own))
         wanted = steps if self.steps is None else steps[-self.steps :]
         found = [config for config in own if config.step in wanted]
         if self.winners:
-            found += winners(family, self.dtypes, self.causal)
+            found += winners(family, dtypes, self.causal)
         return [config for config in dict.fromkeys(found) if config in built]
 
     def is_taken(self, configs: Sequence[Config]) -> bool:
-        """Whether each length is taken by one of the configs."""
-        problems = [default_shape(n, causal=self.causal) for n in self.lengths]
-        return all(
-            any(not config.refusal(problem.in_dtype(config.dtype)) for config in configs)
-            for problem in problems
+        """Whether each size is taken by one of the configs."""
+        return any(configs) and all(
+            any(not config.refusal(config.measured(size)) for config in configs)
+            for size in self.sizes or configs[0].family.operation.measured_at
         )
 
     def command(self, family: Family, folder: Path, gpu: str) -> list[str]:
         """Arguments of pt_bench.py, without the kernels."""
-        dtype = "all" if len(self.dtypes) > 1 else self.dtypes[0].short
+        dtype = "all" if self.all_dtypes else self.dtype.short
         name = "_".join(filter(None, (family.name, self.name, gpu)))
         causal = ["--causal"] if self.causal else []
-        lengths = map(str, self.lengths)
+        sizes = [swept_option(family.operation), *map(str, self.sizes)] if self.sizes else []
         return [
             *("--rounds", "3", "--resume", "--json", str(folder / f"{name}.json")),
-            *("--dtype", dtype, *self.options, *causal, "--seq", *lengths),
+            *("--dtype", dtype, *self.options, *causal, *sizes),
         ]
 
 
 _SUSTAINED = ("--load", "sustained")
-KINDS = (
-    Kind("alone_causal", ALONE, (*_SUSTAINED, "--batch", "1"), causal=True),
-    Kind("alone", ALONE, (*_SUSTAINED, "--batch", "1")),
-    Kind("grouped", LENGTHS, (*_SUSTAINED, "--heads", "32", "--kv-heads", "8"), causal=True),
-    Kind("causal", LENGTHS, steps=6, causal=True),
-    Kind("causal_fp16", LENGTHS, dtypes=(Element.FP16,), causal=True),
-    Kind(
-        "mantissa", WHOLE, (*_SUSTAINED, "--mantissa-bits", "7"), 1, tuple(Element), winners=False
+_ALL_STEPS = Kind("", (), (), None)
+KINDS = {
+    "attention_forward": (
+        Kind("alone_causal", ALONE, (*_SUSTAINED, "--batch", "1"), causal=True),
+        Kind("alone", ALONE, (*_SUSTAINED, "--batch", "1")),
+        Kind("grouped", LENGTHS, (*_SUSTAINED, "--heads", "32", "--kv-heads", "8"), causal=True),
+        Kind("causal", LENGTHS, steps=6, causal=True),
+        Kind("causal_fp16", LENGTHS, dtype=Element.FP16, causal=True),
+        Kind(
+            *("mantissa", WHOLE, (*_SUSTAINED, "--mantissa-bits", "7"), 1),
+            all_dtypes=True,
+            winners=False,
+        ),
+        Kind("last_dtypes", WHOLE, all_dtypes=True),
+        Kind("odd", ODD, steps=1),
+        replace(_ALL_STEPS, sizes=WHOLE),
     ),
-    Kind("last_dtypes", WHOLE, dtypes=tuple(Element)),
-    Kind("odd", ODD, steps=1),
-    Kind("", WHOLE, (), None),
-)
+}
+OTHER_KINDS = (
+    Kind("dtypes", (), ("--load", "burst"), all_dtypes=True),
+    _ALL_STEPS,
+)  # of an operation without its own
+
+
+def is_causal(config: Config) -> bool:
+    """Whether a config is compiled for causal problems."""
+    return bool(config.supports.options.get("causal"))
 
 
 def winners(family: Family, dtypes: Sequence[Element], causal: bool) -> Iterator[Config]:
     """The configs of the family's last step with winners that sweeps found on any GPU."""
     files = sorted((ROOT / "configs").glob("best_*.json"))
-    entries = [entry for path in files for entry in load_best(path).best if entry.causal == causal]
+    entries = [entry for path in files for entry in load_best(path).best]
+    entries = [entry for entry in entries if bool(entry.options.get("causal")) == causal]
     for step in reversed(family.steps):
         if own := [entry for entry in entries if entry.step == step]:
             for entry in own:
-                for n in (None, *entry.seq_lens):
-                    yield from (c for c in entry.at_length(n) if c.dtype in dtypes)
+                for n in (None, *entry.sizes):
+                    yield from (c for c in entry.at_size(n) if c.dtype in dtypes)
             return
 
 
 def commands(family: Family, folder: Path, gpu: str, more: Sequence[str]) -> list[list[str]]:
     """Arguments of pt_bench.py for each kind of problem that the family takes."""
     built = configs_to_build(ROOT)
-    chosen = [(kind, kind.kernels(family, built)) for kind in KINDS]
+    kinds = KINDS.get(family.operation.name, OTHER_KINDS)
+    chosen = [(kind, kind.kernels(family, built)) for kind in kinds]
     return [
         [*kind.command(family, folder, gpu), *more, "--kernel", *(c.short_form() for c in configs)]
         for kind, configs in chosen
@@ -135,7 +156,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     """Read the command line, and the options that go to pt_bench.py; exits with 2 if it is
     wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    parser.add_argument("family", choices=ATTENTION_FAMILIES)
+    parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("folder", type=output_folder, metavar="FOLDER")
     parser.add_argument("gpu", metavar="GPU", help="such as h200: a file's name ends in it")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")

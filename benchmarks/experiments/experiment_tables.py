@@ -27,7 +27,7 @@ def speed_table(results: BenchmarkResults) -> Table:
     header = [
         "experiment",
         "what differs",
-        *(f"% of flash at {n}" for n in results.seq_lens),
+        *(f"% of flash at {n}" for n in results.sizes),
         "% of flash, mean",
         "% of parent",
         *([f"% of {RATE_NAMES[MMA_SYNC]}"] if has_rate else []),
@@ -39,8 +39,8 @@ def speed_table(results: BenchmarkResults) -> Table:
     parent = EXPERIMENTS[0].name
 
     def speeds(name: str) -> list[str]:
-        own, other = (results.tflops(n, dtype) for n in (name, parent))
-        shares = [results.of_flash(name, dtype, n) for n in (*results.seq_lens, None)]
+        own, other = (results.speed(n, dtype) for n in (name, parent))
+        shares = [results.of_first(name, dtype, n) for n in (*results.sizes, None)]
         shares.append(own / other if own and other else None)
         if has_rate:
             shares.append(results.of_rate(MMA_SYNC, name, dtype))
@@ -69,15 +69,15 @@ def provenance_line(results: BenchmarkResults) -> str:
     """Problems, machine and date of the measurement."""
     found, dtype = results.provenance, DTYPE.short
     rate = results.rate(MMA_SYNC, dtype)
-    shapes = sorted({(m.seq_len, m.batch, m.n_heads) for m in results.measurements})
+    shapes = sorted({(m.size, m.asked.batch, m.asked.heads) for m in results.measurements})
     before = [
         f"SM clock {statistics.median(clocks):.0f} MHz at {seq_len}, {results.main_load}"
-        for seq_len in results.seq_lens
+        for seq_len in results.sizes
         if (
             clocks := [
                 clock
                 for m in results.measurements
-                if (m.seq_len, m.load) == (seq_len, results.main_load)
+                if (m.size, m.load) == (seq_len, results.main_load)
                 for clock in m.sm_mhz
             ]
         )

@@ -21,6 +21,7 @@ from flash_helpers.tune.process import KernelFile
 
 if TYPE_CHECKING:
     from flash_helpers.measure.benchmark import Contender
+    from flash_helpers.runtime.backend import Execute
 
 DTYPE = Element.BF16
 PARENT = OVERLAP.steps["o5"]
@@ -87,13 +88,13 @@ def resources(cubin: Cubin) -> ResourceRecord:
     )
 
 
-def contender(cubin: Cubin) -> Contender:
-    """The kernel for the benchmark; a CUDA context must be current. Raises DriverError."""
+def contender(cubin: Cubin, execute: Execute) -> Contender:
+    """The kernel for the benchmark, run by `execute`. Raises as `cubin_contender` does."""
     from flash_helpers.tune.worker import cubin_contender  # and torch
 
     file = KernelFile(cubin.config.short_form(), str(cubin.path), cubin.symbol)
     # all experiments share a config
-    return replace(cubin_contender(file), name=cubin.source.name, config=None)
+    return replace(cubin_contender(file, execute), name=cubin.source.name, config=None)
 
 
 def source_digest(root: Path) -> str:

@@ -158,7 +158,9 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     compiled = compile_experiments(int(found.compute_capability.replace(".", "")))
 
     torch.zeros(1, device=backend.device)  # makes PyTorch's context current
-    contenders = [library_contender(FLASH), *map(contender, compiled)]
+    operation = CONFIG.family.operation
+    own = (contender(cubin, backend.execute) for cubin in compiled)
+    contenders = [library_contender(FLASH, operation), *own]
     protocol = Protocol(rounds=arguments.rounds)
     total = len(seq_lens) * n_steps(len(contenders), protocol)
     with bar(total=total, desc="experiments", unit="step") as shown:
@@ -175,7 +177,7 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
         )
     if run.skipped:
         skipped = run.skipped[0]
-        raise UsageError(f"seq {skipped.seq_len} {skipped.reason}: use shorter --seq")
+        raise UsageError(f"seq {skipped.size} {skipped.reason}: use shorter --seq")
     results = BenchmarkResults(
         provenance=found, protocol=protocol, resources=tuple(map(resources, compiled)), **vars(run)
     )
@@ -231,7 +233,7 @@ def run(arguments: argparse.Namespace, command: str) -> int:
         if rate.failure:
             print(f"{RATE_NAMES[rate.name]}: {rate.failure}")
     for m in results.failures:
-        print(f"{m.name} at {m.seq_len}: {m.failure}")
+        print(f"{m.name} at {m.size}: {m.failure}")
     return 1 if results.failures else 0
 
 

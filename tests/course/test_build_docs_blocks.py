@@ -311,7 +311,7 @@ def drifting(
 
     def measured(config: Config, factor: float) -> Measurement:
         found = measurement(config.short_form(), 4096, 100.0)
-        return replace(found, samples_ms=tuple(factor * ms for ms in milliseconds), flash_ms=())
+        return replace(found, samples_ms=tuple(factor * ms for ms in milliseconds), first_ms=())
 
     flash = measurement(FLASH, 4096, 300.0)
     rows = (measured(before, 1), measured(after, ratio), flash, control(4096))
@@ -343,7 +343,7 @@ def test_a_change_is_told_with_the_rounds_that_it_lies_in() -> None:
 def test_clock_tells_the_measurement_and_what_was_published(show: Show, evidence: Evidence) -> None:
     text = show("clock 8")
     name = parse_kernel("8").short_form()
-    assert cells(text, "4096")[1] == f"{evidence.results.tflops(name, 'bf16', 4096):.0f}"
+    assert cells(text, "4096")[1] == f"{evidence.results.speed(name, 'bf16', 4096):.0f}"
     assert cells(text, "A100") == ["80.3% (82.3%)", "87.8% (88.9%)"]
     assert evidence.results.provenance.gpu in text
     assert "faster" not in show("clock 1")

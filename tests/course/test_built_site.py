@@ -121,8 +121,8 @@ class TestRepository:
         pictures = re.findall(r'<img alt="([^"]+)" src="_images/(\w+).svg"', text)
         assert pictures == [(title, name) for name, title in PLOT_TITLES.items()]
         results = load_results(root / RESULTS)
-        for length in results.seq_lens:
-            assert f"<td><p>{results.tflops(FLASH, 'bf16', length):.0f}</p></td>" in re.sub(
+        for length in results.sizes:
+            assert f"<td><p>{results.speed(FLASH, 'bf16', length):.0f}</p></td>" in re.sub(
                 r"<(td|p)\b[^>]*>", r"<\1>", text
             )
 

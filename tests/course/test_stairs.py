@@ -52,7 +52,7 @@ def test_a_staircase_has_the_measured_height_of_each_step(
     for tile, heights in numbers["heights"].items():
         for step, height in zip(family.steps.values(), heights, strict=True):
             config = tile_configs(step)[tile]
-            share = config and results.of_flash(config.short_form(), "bf16")
+            share = config and results.of_first(config.short_form(), "bf16")
             assert height == (round(100 * share, 1) if share else None)
 
 

@@ -127,7 +127,7 @@ def test_a_sweep_finds_a_winner_and_is_not_run_twice(sweep, repository: Path) ->
     assert first.returncode == 0, first.stdout + first.stderr
     best, rows = found(repository)
     assert [entry.step for entry in best.best] == ["v7", "v16"]
-    assert all(entry.of_flash > 0 and entry.driver for entry in best.best)
+    assert all(entry.of_first > 0 and entry.driver for entry in best.best)
     assert {row.name: row.reason for row in rows.values() if row.outcome != TIMED} == {}
     journal = next((repository / "build/autotune").glob("*/journal.jsonl")).read_text()
     assert sweep(configs, "--allow-spills", "4096").returncode == 0
@@ -242,7 +242,7 @@ def test_a_length_that_does_not_fit_is_skipped(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     # a library that is not installed is left out too, by name
     (skipped,) = (record for record in load_results(path).skipped if not record.name)
-    assert skipped.seq_len == 2**25
+    assert skipped.size == 2**25
     assert f"bf16 at {2**25} skipped: does not fit" in result.stdout
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,13 +35,15 @@ from fake_backend import ROOT, Damage, fake_backend, load_tool
 from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import (
     FAMILIES,
+    OPERATIONS,
     STEPS,
     AttentionForward,
     Element,
     FlashForwardKernelConfig,
+    Problem,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure import benchmark, rates, timing
+from flash_helpers.measure import benchmark, code, rates, timing
 from flash_helpers.measure.benchmark import (
     BenchmarkRun,
     Contender,
@@ -101,6 +103,7 @@ from flash_helpers.measure.results import (
     Protocol,
     ResourceRecord,
     SkippedRecord,
+    first_library,
     interval,
     load_results,
     refuse_another_gpu,
@@ -120,6 +123,7 @@ from flash_helpers.measure.timing import (
 )
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
+from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.runtime import library
 
 SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
@@ -456,12 +460,12 @@ def test_the_libraries_are_verified_and_timed_like_the_kernels() -> None:
     assert cudnn.failure != ""  # not on a CPU
     assert again.valid and again.ran == ""
     # the flash backend is what all are paired with, itself too
-    assert flash.flash_ms == flash.samples_ms
-    assert len(kernel.flash_ms) == len(again.flash_ms) == 2
+    assert flash.first_ms == flash.samples_ms
+    assert len(kernel.first_ms) == len(again.first_ms) == 2
 
 
 def test_without_the_flash_backend_there_is_no_pair() -> None:
-    assert [found.flash_ms for found in measure()] == [(), ()]
+    assert [found.first_ms for found in measure()] == [(), ()]
 
 
 def contenders_of(step: str) -> dict[Element, list[Contender]]:
@@ -484,7 +488,7 @@ def run_small(
 
 def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustained() -> None:
     run = run_small(contenders_of("v1"), (64, 128))
-    assert [(m.load, m.dtype, m.seq_len) for m in run.measurements if m.ran] == [
+    assert [(m.load, m.dtype, m.size) for m in run.measurements if m.ran] == [
         (load, dtype, seq_len)
         for seq_len in (64, 128)
         for dtype in ("fp16", "bf16")
@@ -505,10 +509,10 @@ def test_a_kernel_is_left_out_of_the_lengths_that_its_tile_does_not_divide() -> 
     contenders = contenders_for([BF16[6], LARGE_TILE_7], Element.BF16, fake_backend(), OPERATION)
     run = run_small({Element.BF16: contenders}, (64, 128), advance=steps.append)
     small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
-    measured = {(m.name, m.seq_len) for m in run.measurements if m.ran}
+    measured = {(m.name, m.size) for m in run.measurements if m.ran}
     assert measured == {(small, 64), (small, 128), (large, 128)}
     (skipped,) = (s for s in run.skipped if s.name not in (FLASH_ATTN, FA3))
-    assert (skipped.name, skipped.dtype, skipped.seq_len) == (large, "bf16", 64)
+    assert (skipped.name, skipped.dtype, skipped.size) == (large, "bf16", 64)
     assert "seq_len 64 is not a multiple of B_r 128" in skipped.reason
     assert sum(steps) == 2 * n_steps(len(contenders), TWO_ROUNDS)
 
@@ -542,9 +546,9 @@ def test_a_problem_that_does_not_fit_in_memory_is_skipped_and_stops_no_other() -
     steps: list[int] = []
     contenders = contenders_for(BF16[:1], Element.BF16, fake_backend(exhaust), OPERATION)
     run = run_small({Element.BF16: contenders}, (64, 128, 192), advance=steps.append)
-    assert {m.seq_len for m in run.measurements} == {64, 192}
+    assert {m.size for m in run.measurements} == {64, 192}
     (skipped,) = (s for s in run.skipped if not s.name)
-    assert (skipped.dtype, skipped.seq_len) == ("bf16", 128)
+    assert (skipped.dtype, skipped.size) == ("bf16", 128)
     assert "Tried to allocate 9 GiB" in skipped.reason and "\n" not in skipped.reason
     # the progress bar comes to its end
     assert sum(steps) == 3 * n_steps(len(contenders), TWO_ROUNDS)
@@ -670,10 +674,7 @@ GROUPED = AttentionForward(1, 4, 72, kv_heads=2)
 def test_a_library_is_asked_for_the_problem(shape: AttentionForward) -> None:
     found = run_contender(FLASH, shape)
     assert found.valid and found.max_abs_error
-    assert (found.n_heads, found.kv_heads, found.causal) == (
-        *(shape.heads, shape.kv_heads, shape.causal),
-    )
-    assert found.problem == shape
+    assert found.asked == shape and found.problem == shape.record()
 
 
 @pytest.mark.parametrize("shape", [CAUSAL, GROUPED], ids=["causal", "grouped"])
@@ -681,7 +682,7 @@ def test_a_package_is_asked_for_the_problem(
     package: tuple[str, str, Path], shape: AttentionForward
 ) -> None:
     found = run_contender(package[0], shape)
-    assert found.valid and found.problem == shape
+    assert found.valid and found.asked == shape
 
 
 def test_a_package_is_a_contender_where_it_is_installed(package: tuple[str, str, Path]) -> None:
@@ -741,15 +742,14 @@ def test_operations_are_those_of_two_matrix_products() -> None:
 def test_speed_is_taken_at_the_median() -> None:
     found = replace(
         measurement(FLASH, 1024, 100.0),
-        batch=SHAPE.batch,
-        n_heads=SHAPE.heads,
-        seq_len=SHAPE.len_q,
+        problem=SHAPE.record(),
         samples_ms=(4.0, 1.0, 2.0, 3.0, 100.0),
     )
     assert found.median_ms == 3.0
-    assert found.tflops == pytest.approx(SHAPE.operations / 3e-3 / 1e12)
+    assert found.speed == pytest.approx(SHAPE.operations / 3e-3 / 1e12)
     # 128 queries see 1 to 128 keys
-    assert replace(found, causal=True).tflops == pytest.approx(found.tflops * 129 / 256)
+    causal = replace(found, problem=replace(SHAPE, causal=True).record())
+    assert causal.speed == pytest.approx(found.speed * 129 / 256)
 
 
 def test_an_interval_holds_the_middle_four_fifths() -> None:
@@ -762,12 +762,12 @@ def test_a_ratio_is_formed_within_a_round_so_that_a_drifting_clock_cancels() -> 
     name = BF16[0].short_form()
     own, flash = measurement(name, 1024, 150.0), measurement(FLASH, 1024, 300.0)
     # the flash backend of the whole round had another clock than the one next to it
-    flash = replace(flash, samples_ms=flash.samples_ms[::-1], flash_ms=flash.samples_ms[::-1])
+    flash = replace(flash, samples_ms=flash.samples_ms[::-1], first_ms=flash.samples_ms[::-1])
     results = synthetic_results(flash, own)
     assert results.pairs(name, FLASH, "bf16", 1024) == pytest.approx([0.5] * 3)
-    assert results.of_flash(name, "bf16", 1024) == pytest.approx(0.5)
+    assert results.of_first(name, "bf16", 1024) == pytest.approx(0.5)
     # where it was not timed beside them, the samples of a round are compared themselves
-    raw = [replace(m, flash_ms=()) for m in (flash, own)]
+    raw = [replace(m, first_ms=()) for m in (flash, own)]
     ratios = synthetic_results(*raw).pairs(name, FLASH, "bf16", 1024)
     assert ratios == pytest.approx([0.5 * 1.2 / 0.9, 0.5, 0.5 * 0.9 / 1.2])
 
@@ -777,7 +777,7 @@ def test_two_kernels_are_compared_through_the_flash_backend_next_to_each() -> No
     slow = measurement(other, 1024, 150.0)
     # it was timed when the clock was at half, and so was the flash backend next to it
     halved = {
-        name: tuple(2 * ms for ms in getattr(slow, name)) for name in ("samples_ms", "flash_ms")
+        name: tuple(2 * ms for ms in getattr(slow, name)) for name in ("samples_ms", "first_ms")
     }
     results = synthetic_results(measurement(one, 1024, 100.0), replace(slow, **halved))
     assert results.ratio(other, one, "bf16", 1024) == pytest.approx(1.5)
@@ -815,9 +815,7 @@ def test_the_noise_of_a_mean_is_that_of_the_mean() -> None:
     # the third round, if one length had no time for it, has no mean
     shorter = synthetic_results(
         *(
-            replace(m, samples_ms=m.samples_ms[:2], flash_ms=m.flash_ms[:2])
-            if m.seq_len == 128
-            else m
+            replace(m, samples_ms=m.samples_ms[:2], first_ms=m.first_ms[:2]) if m.size == 128 else m
             for m in results.measurements
         )
     )
@@ -831,12 +829,12 @@ def test_burst_and_sustained_are_told_apart_and_bursts_are_meant() -> None:
     name = BF16[0].short_form()
     assert results.loads == [BURST, SUSTAINED]
     assert results.main_load == BURST
-    assert results.tflops(name, "bf16", 4096) == pytest.approx(110.0 * BURST_GAIN)
-    assert results.tflops(name, "bf16", 4096, SUSTAINED) == pytest.approx(110.0)
-    assert results.of_flash(name, "bf16", load=SUSTAINED) == pytest.approx(110 / 300)
+    assert results.speed(name, "bf16", 4096) == pytest.approx(110.0 * BURST_GAIN)
+    assert results.speed(name, "bf16", 4096, SUSTAINED) == pytest.approx(110.0)
+    assert results.of_first(name, "bf16", load=SUSTAINED) == pytest.approx(110 / 300)
     sustained = under(SUSTAINED, results)
     assert sustained.main_load == SUSTAINED
-    assert sustained.tflops(name, "bf16") == pytest.approx(110.0)
+    assert sustained.speed(name, "bf16") == pytest.approx(110.0)
 
 
 def test_means_are_harmonic_and_compared_with_flash() -> None:
@@ -844,13 +842,13 @@ def test_means_are_harmonic_and_compared_with_flash() -> None:
     # next to a flash backend of 300
     results = synthetic_results(
         measurement(FLASH, 1024, 300.0),
-        replace(measurement(FLASH, 4096, 600.0), flash_ms=()),
+        replace(measurement(FLASH, 4096, 600.0), first_ms=()),
         measurement(name, 1024, 100.0),
-        replace(measurement(name, 4096, 300.0), flash_ms=()),
+        replace(measurement(name, 4096, 300.0), first_ms=()),
     )
-    assert results.tflops(name, "bf16") == pytest.approx(150.0)
-    assert results.of_flash(name, "bf16", 4096) == pytest.approx(0.5)
-    assert results.of_flash(name, "bf16") == pytest.approx(150 / 400)
+    assert results.speed(name, "bf16") == pytest.approx(150.0)
+    assert results.of_first(name, "bf16", 4096) == pytest.approx(0.5)
+    assert results.of_first(name, "bf16") == pytest.approx(150 / 400)
 
 
 def test_the_best_of_the_others_may_be_another_at_each_length() -> None:
@@ -900,9 +898,9 @@ def test_a_failed_length_leaves_no_mean_and_no_number() -> None:
         measurement(name, 1024, 100.0),
         measurement(name, 4096, 100.0, failure="wrong output"),
     )
-    assert results.tflops(name, "bf16") is None
-    assert results.of_flash(name, "bf16", 4096) is None
-    assert results.of_flash(name, "bf16", 1024) == pytest.approx(1 / 3)
+    assert results.speed(name, "bf16") is None
+    assert results.of_first(name, "bf16", 4096) is None
+    assert results.of_first(name, "bf16", 1024) == pytest.approx(1 / 3)
     assert [m.name for m in results.failures] == [name]
 
 
@@ -916,7 +914,7 @@ def test_a_library_that_does_not_run_here_is_no_failure() -> None:
 
 def test_json_has_one_line_a_measurement() -> None:
     results = full_results()
-    lines = [line for line in results.to_json().splitlines() if '"flash_ms"' in line]
+    lines = [line for line in results.to_json().splitlines() if '"first_ms"' in line]
     assert len(lines) == len(results.measurements)
 
 
@@ -924,8 +922,8 @@ def test_json_has_one_line_a_measurement() -> None:
     ("text", "message"),
     [
         ("{", "holds no benchmark results"),
-        ('{"format": 2}', "format 2 is not 3: measure again"),
-        ('{"format": 3}', "missing required field `provenance`"),
+        ('{"format": 3}', "format 3 is not 4: measure again"),
+        ('{"format": 4}', "missing required field `provenance`"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -938,9 +936,17 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("batch", None, r"Expected `int`, got `null` - at `\$\.measurements\[0\]\.batch`"),
-        ("batch", 16.0, "Expected `int`, got `float`"),
-        ("batch", True, "Expected `int`, got `bool`"),
+        (
+            "input_sets",
+            None,
+            r"Expected `int`, got `null` - at `\$\.measurements\[0\]\.input_sets`",
+        ),
+        ("input_sets", 16.0, "Expected `int`, got `float`"),
+        ("input_sets", True, "Expected `int`, got `bool`"),
+        ("problem", [], "Expected `object`, got `array`"),
+        ("problem", {}, r"operation None is none of .*, rows - at `\$\.measurements\[0\]`"),
+        ("problem", {"operation": "rows", "rows": 2.5, "width": 8}, "rows 2.5 is no int"),
+        ("problem", {"operation": "rows", "rows": 2}, r"lacks the fields \['width'\]"),
         ("name", 7, "Expected `str`, got `int`"),
         ("samples_ms", [1.0, "2"], r"got `str` - at `\$\.measurements\[0\]\.samples_ms\[1\]`"),
         ("samples_ms", 1.0, "Expected `array`, got `float`"),
@@ -959,24 +965,72 @@ def test_a_record_with_something_else_in_it_is_refused_by_file_and_place(
         load_results(path)
 
 
-def test_results_from_before_causal_and_grouped_problems_are_read_as_neither(
-    tmp_path: Path,
+def other_values(problem: Problem) -> dict[str, object]:
+    """Another value of each field of a problem, by the field's name."""
+    other = {"dtype": Element.FP16, "causal": True, "return_lse": True, "softmax_scale": 0.5}
+    sizes = {f.name: 2 * getattr(problem, f.name) for f in fields(problem) if f.name not in other}
+    return {f.name: other.get(f.name, sizes.get(f.name)) for f in fields(problem)}
+
+
+PROBLEMS = (AttentionForward(2, 16, 1024, kv_heads=8), Rows(64, 1024))
+
+
+@pytest.mark.parametrize(
+    ("problem", "field"),
+    [(problem, name) for problem in PROBLEMS for name in other_values(problem)],
+    ids=lambda value: value if isinstance(value, str) else value.operation,
+)
+def test_results_of_problems_that_differ_in_any_one_field_never_share_a_key(
+    tmp_path: Path, problem: Problem, field: str
 ) -> None:
+    other = replace(problem, **{field: other_values(problem)[field]})
+    assert other != problem
+    first = first_library(OPERATIONS[problem.operation])
+    one, two = (
+        replace(measurement(first, 1024, 300.0), problem=p.record()) for p in (problem, other)
+    )
+    assert one.key != two.key
+    skipped = [SkippedRecord(m.problem, "does not fit") for m in (one, two)]
+    assert skipped[0].key != skipped[1].key
+    # a run that goes on measures the other one
+    assert BenchmarkRun(measurements=(one,)).problems == {problem}
+    assert BenchmarkRun(skipped=tuple(skipped)).problems == {problem, other}
     path = tmp_path / "results.json"
-    data = json.loads(full_results().to_json())
-    for row in data["measurements"]:
-        del row["kv_heads"], row["causal"]
-    path.write_text(json.dumps(data))
+    both = replace(synthetic_results(one, two), skipped=tuple(skipped))
+    both.save(path)
     found = load_results(path)
-    assert found == full_results()
-    assert all(m.problem == default_shape(m.seq_len) for m in found.measurements)
+    assert found == both and len({m.key for m in found.measurements}) == 2
+    # neither is found in the other's place
+    assert [found.find(first, p.dtype.short, p) for p in (problem, other)] == [one, two]
+    if (one.dtype, one.size) == (two.dtype, two.size):
+        with pytest.raises(ValueError, match=r"hold two problems of .* name the problem"):
+            found.find(first, one.dtype, one.size)
+    else:
+        assert [found.find(first, m.dtype, m.size) for m in (one, two)] == [one, two]
+
+
+def test_results_of_two_operations_never_share_a_key() -> None:
+    own, rows = (
+        replace(measurement(FLASH, 1024, 300.0), problem=problem.record()) for problem in PROBLEMS
+    )
+    assert own.size == rows.size and own.dtype == rows.dtype and own.key != rows.key
+    with pytest.raises(ValueError, match="are of attention_forward, rows: keep each operation"):
+        _ = synthetic_results(own, rows).operation
+
+
+def test_a_record_that_lacks_fields_is_of_the_problem_with_their_defaults() -> None:
+    whole = measurement(FLASH, 1024, 300.0)
+    short = {name: whole.problem[name] for name in ("operation", "batch", "heads", "len_q")}
+    assert replace(whole, problem=short).key == whole.key
 
 
 def test_csv_says_which_problem_was_measured() -> None:
     (row,) = csv.DictReader(
         io.StringIO(synthetic_results(grouped_results().measurements[0]).to_csv())
     )
-    assert (row["n_heads"], row["kv_heads"], row["causal"]) == ("32", "8", "True")
+    assert (row["operation"], row["heads"], row["kv_heads"], row["causal"]) == (
+        *("attention_forward", "32", "8", "True"),
+    )
 
 
 def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
@@ -994,11 +1048,13 @@ def test_csv_has_a_row_a_measurement_with_derived_numbers() -> None:
         measurement(BF16[3].short_form(), 1024, 1.0, failure="wrong output"),
     )
     flash, kernel, failed = csv.DictReader(io.StringIO(results.to_csv()))
-    assert (flash["step"], flash["percent_of_flash"]) == ("", "100.0")
+    assert (flash["step"], flash["percent_of_pytorch_flash"]) == ("", "100.0")
     assert (kernel["name"], kernel["step"]) == (name, "v3")
-    assert (kernel["tflops"], kernel["percent_of_flash"]) == ("150.0", "50.0")
+    assert (kernel["tflops"], kernel["percent_of_pytorch_flash"]) == ("150.0", "50.0")
     assert (kernel["load"], kernel["sm_mhz"], kernel["power_w"]) == (SUSTAINED, "1470.0", "698.0")
-    assert kernel["percent_of_flash_low"] == kernel["percent_of_flash_high"] == "50.0"
+    assert (
+        kernel["percent_of_pytorch_flash_low"] == kernel["percent_of_pytorch_flash_high"] == "50.0"
+    )
     assert (kernel["best_other"], kernel["percent_of_best_other"]) == (FLASH, "50.0")
     assert kernel["percent_of_tensor_peak"] == "18.9"  # 150 of 132 * 4096 * 1.47 GHz
     assert (failed["tflops"], failed["sm_mhz"], failed["failure"]) == ("", "", "wrong output")
@@ -1009,7 +1065,7 @@ def test_table_csv_and_json_have_the_same_shares_of_the_chips_rates(tmp_path: Pa
     results = with_rates(
         synthetic_results(measurement(FLASH, 1024, 300.0), measurement(name, 1024, 150.0))
     )
-    expected = {"flash": 50.0, MATMUL: 18.8, MMA_SYNC: 25.0}  # 150 over 300, 800 and 600
+    expected = {FLASH: 50.0, MATMUL: 18.8, MMA_SYNC: 25.0}  # 150 over 300, 800 and 600
     *_, row = csv.DictReader(io.StringIO(results.to_csv()))
     *_, derived = (m["derived"] for m in json.loads(results.to_json())["measurements"])
     text = report_text(results)
@@ -1042,8 +1098,10 @@ def test_what_is_derived_is_not_read_back(tmp_path: Path) -> None:
             with_rates(full_results()),
             libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
             skipped=(
-                SkippedRecord("bf16", 65536, "does not fit"),
-                SkippedRecord("bf16", 1024, "not a multiple", LARGE_TILE_7.short_form()),
+                SkippedRecord(default_shape(65536).record(), "does not fit"),
+                SkippedRecord(
+                    default_shape(1024).record(), "not a multiple", LARGE_TILE_7.short_form()
+                ),
             ),
             resources=(ResourceRecord(BF16[0].short_form(), 168, 0, 49152, 3),),
         ),
@@ -1123,7 +1181,7 @@ def with_speed(results: BenchmarkResults, name: str, tflops: float) -> Benchmark
     """The results, with another speed of one kernel: so many TFLOP/s sustained, BURST_GAIN times
     that in bursts."""
     rows = (
-        measurement(name, m.seq_len, tflops, load=m.load) if m.name == name else m
+        measurement(name, m.size, tflops, load=m.load) if m.name == name else m
         for m in results.measurements
     )
     return replace(results, measurements=tuple(rows))
@@ -1139,16 +1197,16 @@ def test_a_step_within_the_noise_of_its_parent_at_the_same_tile_is_equal(
     own = STAIRS[step]
     parent = getattr(STAIRS[own.step.parent], tile).short_form()
     results = full_results()  # whose control is within 1% of flash
-    speed = share * results.tflops(parent, "bf16", load=SUSTAINED)
+    speed = share * results.speed(parent, "bf16", load=SUSTAINED)
     results = with_speed(results, getattr(own, tile).short_form(), speed)
-    text = share_text(results.of_flash(getattr(own, tile).short_form(), "bf16"))
+    text = share_text(results.of_first(getattr(own, tile).short_form(), "bf16"))
     assert step_rows(results)[step][column] == (f"= {text}" if is_equal else text)
 
 
 def test_no_step_is_equal_to_another_tile_of_its_parent() -> None:
     results = full_results()
     fixed_6, large_7 = (STAIRS[n].widest.short_form() for n in ("v6", "v7"))
-    results = with_speed(results, large_7, results.tflops(fixed_6, "bf16", load=SUSTAINED))
+    results = with_speed(results, large_7, results.speed(fixed_6, "bf16", load=SUSTAINED))
     assert results.is_equal(large_7, fixed_6, "bf16")
     assert "=" not in "".join(step_rows(results)["v7"])
 
@@ -1175,7 +1233,7 @@ def with_control(ratios: dict[str, tuple[float, float, float]]) -> BenchmarkResu
     """The control so many times as fast as flash in each round, by load."""
     results = full_results()
     rows = (
-        control(m.seq_len, m.load, ratios[m.load]) if m.name == CONTROL else m
+        control(m.size, m.load, ratios[m.load]) if m.name == CONTROL else m
         for m in results.measurements
     )
     return replace(results, measurements=tuple(rows))
@@ -1260,7 +1318,7 @@ def test_the_table_of_loads_tells_speeds_sustained_beside_those_in_bursts() -> N
     slow = replace(
         full_results(),
         measurements=tuple(
-            measurement(m.name, m.seq_len, 330.0)
+            measurement(m.name, m.size, 330.0)
             if (m.name, m.load) == (o1.large.short_form(), SUSTAINED)
             else m
             for m in full_results().measurements
@@ -1315,8 +1373,8 @@ def test_the_terminal_gets_speeds_percents_and_failures() -> None:
         synthetic_results(*kept, failed),
         libraries=(LibraryRecord(FLASH_ATTN, "2.9.9"),),
         skipped=(
-            SkippedRecord("bf16", 65536, "does not fit"),
-            *(SkippedRecord("bf16", n, "not here", FA3) for n in (1024, 4096)),
+            SkippedRecord(default_shape(65536).record(), "does not fit"),
+            *(SkippedRecord(default_shape(n).record(), "not here", FA3) for n in (1024, 4096)),
         ),
     )
     text = report_text(results)
@@ -1366,8 +1424,10 @@ def test_the_table_by_length_sets_the_best_of_ours_against_the_best_of_the_other
             measurement(large, 4096, 450.0),
         ),
         skipped=(
-            SkippedRecord("bf16", 1024, reason, large),
-            SkippedRecord("fp16", 4096, "another dtype's", large),
+            SkippedRecord(default_shape(1024).record(), reason, large),
+            SkippedRecord(
+                default_shape(4096).in_dtype(Element.FP16).record(), "another dtype's", large
+            ),
         ),
     )
     text = lengths_table(results, "bf16", SUSTAINED)
@@ -1509,6 +1569,23 @@ def test_a_check_writes_nothing(repository: Path) -> None:
     assert {path: path.read_text() for path in before} == before
 
 
+@pytest.mark.parametrize(
+    ("measured", "now", "status"), [("a" * 16, "b" * 16, 1), ("a" * 16, "a" * 16, 0), ("", "b", 0)]
+)
+def test_a_check_fails_for_headline_tables_whose_code_is_known_and_has_changed(
+    repository: Path, monkeypatch, capsys, measured: str, now: str, status: int
+) -> None:
+    monkeypatch.setattr(code, "library_codes", lambda compute_capability: {BF16[0]: now})
+    name = BF16[0].short_form()
+    rows = (replace(m, code=measured * (m.name == name)) for m in full_results().measurements)
+    replace(full_results(), measurements=tuple(rows)).save(repository / "results.json")
+    assert update_tables(repository) == 0
+    capsys.readouterr()
+    assert update_tables(repository, "--check") == status
+    said = "the progression: measured on NVIDIA H100 80GB HBM3 with other machine code than the "
+    assert (said in capsys.readouterr().out) is bool(status)
+
+
 def test_a_file_without_markers_is_wrong_usage_and_nothing_is_written(
     repository: Path, capsys
 ) -> None:
@@ -1560,11 +1637,15 @@ def pt_bench(monkeypatch):
         "resource_record",
         lambda config, device: ResourceRecord(config.short_form(), 168, 0, 49152, 3),
     )
-    monkeypatch.setattr(
-        tool,
-        "default_shape",
-        lambda n, **options: default_shape(n, **{**options, "batch": options.get("batch") or 1}),
-    )
+    measured = tool.measured_problem
+
+    def of_one_sequence(arguments, operation, size):
+        problem = measured(arguments, operation, size)
+        if not isinstance(problem, AttentionForward):
+            return problem
+        return replace(problem, batch=getattr(arguments, "batch", None) or 1)
+
+    monkeypatch.setattr(tool, "measured_problem", of_one_sequence)
     return tool
 
 
@@ -1576,6 +1657,8 @@ def bench(pt_bench, tmp_path: Path):
         path = tmp_path / "out.json"
         given = {*options}
         usual = {"--kernel": "2", "--seq": "64", "--load": BURST, "--rounds": "1"}
+        if "--width" in given:
+            del usual["--seq"]
         filled = itertools.chain(*(pair for pair in usual.items() if pair[0] not in given))
         assert pt_bench.main([*filled, *options, "--json", str(path)]) == status
         return load_results(path)
@@ -1590,7 +1673,7 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     arguments = ["--kernel", "2", "--seq", "128", "64", "--load", "both", "--rounds", "2"]
     arguments += ["--heads", "1", "--commit", "abc", "--csv", str(csv_path)]
     results = bench(*arguments)
-    assert results.seq_lens == [64, 128]
+    assert results.sizes == [64, 128]
     assert results.names("bf16") == [FLASH, CUDNN, CONTROL, BF16[1].short_form()]
     assert results.loads == [BURST, SUSTAINED]
     assert results.noise("bf16") == 0  # the fake clock stands still
@@ -1610,7 +1693,7 @@ def test_the_tool_writes_the_files_and_prints_the_tables(
     [
         (
             ["--heads", "1", "--batch", "3"],
-            lambda r: {(m.batch, m.n_heads, m.seq_len) for m in r.measurements},
+            lambda r: {(m.asked.batch, m.asked.heads, m.size) for m in r.measurements},
             {(3, 1, 64)},
         ),
         (
@@ -1644,7 +1727,7 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
         assert pt_bench.main([*arguments, "--rounds", "1"]) == 130
     assert "the same command goes on there" in capsys.readouterr().err
     first = load_results(path)
-    assert {m.seq_len for m in first.measurements} == {64}
+    assert {m.size for m in first.measurements} == {64}
     assert pt_bench.main([*arguments, "--rounds", "2"]) == 2
     assert "was measured with other options" in capsys.readouterr().err
     assert pt_bench.main([*arguments, "--rounds", "1", "--commit", "abc"]) == 2
@@ -1658,8 +1741,8 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_was(
     both = load_results(path)
     n = len(first.measurements)
     assert both.measurements[:n] == first.measurements
-    assert {m.seq_len for m in both.measurements[n:]} == {128}
-    assert {s.seq_len for s in both.skipped} == {64, 128}
+    assert {m.size for m in both.measurements[n:]} == {128}
+    assert {s.size for s in both.skipped} == {64, 128}
 
 
 def test_the_tool_does_not_write_over_results_of_another_gpu(
@@ -1690,7 +1773,7 @@ def test_the_tool_measures_causal_problems_and_grouped_heads(bench) -> None:
     assert {s.name for s in results.skipped} == {BF16[0].short_form(), FLASH_ATTN, FA3}
     measured = [m for m in results.measurements if m.valid]
     assert {m.name for m in measured} == {FLASH, CONTROL, *names}
-    assert {(m.n_heads, m.kv_heads, m.causal) for m in measured} == {(4, 2, True)}
+    assert {(m.asked.heads, m.asked.kv_heads, m.asked.causal) for m in measured} == {(4, 2, True)}
 
 
 def test_the_tool_leaves_causal_kernels_out_of_other_problems(bench) -> None:
@@ -1709,7 +1792,10 @@ def test_if_no_length_fits_in_memory_the_tool_exits_with_2(pt_bench, monkeypatch
 
     monkeypatch.setattr(pt_bench, "find_backend", lambda device: fake_backend(exhaust))
     assert pt_bench.main(["--kernel", "2", "--seq", "64"]) == 2
-    assert "nothing was measured: seq 64 does not fit" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "nothing was measured: batch 1, heads 16, seq 64, d_head 128 does not fit"
+    )
 
 
 def test_the_tool_exits_with_1_if_a_kernel_is_wrong(pt_bench, capsys) -> None:
@@ -1741,3 +1827,117 @@ def test_what_cannot_be_parsed_is_wrong_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         load_tool("tools/benchmark/pt_bench.py").main(arguments)
     assert exit_info.value.code == 2
+
+
+# The second operation
+
+
+def test_softmax_along_rows_is_measured_beside_its_libraries(bench, tmp_path: Path, capsys) -> None:
+    csv_path = tmp_path / "out.csv"
+    kernel = "s3_fp32_w8_c4"
+    results = bench(
+        *("--kernel", kernel, "--dtype", "all", "--width", "64", "40", "--rows", "3"),
+        *("--load", "both", "--rounds", "2", "--csv", str(csv_path)),
+    )
+    said = capsys.readouterr().out
+    assert results.operation is OPERATIONS["rows"] and results.sizes == [40, 64]
+    assert results.names("fp32") == ["pytorch", "copy", "pytorch_again", kernel]
+    assert {m.asked for m in results.measurements} == {
+        Rows(3, width, Element.FP32) for width in (40, 64)
+    }
+    assert all(m.valid for m in results.measurements) and results.rates == ()
+    # a copy has no result to compare, and is none of the libraries that a kernel is compared with
+    by_name = {m.name: m for m in results.measurements}
+    assert not by_name["copy"].is_verified and by_name[kernel].is_verified
+    assert {m.relative_error for m in results.measurements if m.name == "copy"} == {None}
+    assert results.find(BEST_OTHER, "fp32", 40).name == "pytorch"
+    # each input read once, each output written once
+    found = by_name[kernel]
+    assert found.speed == pytest.approx(found.asked.bytes / (found.median_ms * 1e-3) / 1e9)
+    assert results.of_first(kernel, "fp32", 40) == 1  # the fake clock stands still
+    assert results.noise("fp32") == 0 and results.of_tensor_peak(kernel, "fp32") is None
+    assert "fp32, burst, GB/s" in said and "fp32, burst, % of pytorch" in said
+    assert "width 40" in said and "rows 3 at 40, 3 at 64" in said
+    assert "TFLOP" not in said and "flash" not in said
+    row = list(csv.DictReader(io.StringIO(csv_path.read_text())))[-1]
+    assert (row["operation"], row["rows"], row["width"]) == ("rows", "3", "64")
+    assert float(row["gbs"]) == pytest.approx(found.speed, abs=0.01)
+    assert row["percent_of_pytorch"] == "100.0"
+
+
+def test_inputs_of_32_bits_keep_all_of_them_unless_fewer_are_asked_for() -> None:
+    problem = Rows(2, 64, Element.FP32)
+    (whole,) = make_input_sets(problem, Element.FP32, CPU, FakeTimer(), Protocol())
+    (drawn,) = OPERATIONS["rows"].part("inputs").draw("normal", problem, CPU, 0).values()
+    assert torch.equal(whole.inputs["x"], drawn)
+    seven = Protocol(mantissa_bits=7)
+    (rounded,) = make_input_sets(problem, Element.FP32, CPU, FakeTimer(), seven)
+    assert torch.equal(rounded.inputs["x"], drawn.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kernel", "s3", "--seq", "64"], "--seq is an option of attention_forward"),
+        (["--kernel", "s3", "--causal"], "--causal is an option of attention_forward"),
+        (["--kernel", "2", "--width", "64"], "--width is an option of rows"),
+        (["--kernel", "s3", "2"], "name those of one operation"),
+    ],
+)
+def test_options_and_kernels_of_two_operations_are_wrong_usage(
+    pt_bench, capsys, arguments: list[str], message: str
+) -> None:
+    assert pt_bench.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tables_of_rows_are_in_their_unit_and_beside_their_library() -> None:
+    names = {"pytorch": 1000.0, "copy": 2500.0, "pytorch_again": 1000.0}
+    names |= {
+        c.short_form(): 2000.0 for c in FAMILIES["softmax"].progression() if c.dtype == Element.BF16
+    }
+    measured_at = OPERATIONS["rows"].measured
+
+    def of(name: str, width: int, speed: float, load: str) -> Measurement:
+        problem = measured_at(width)
+        ms = problem.bytes / speed / 1e6
+        first = problem.bytes / names["pytorch"] / 1e6
+        return replace(
+            measurement(FLASH, 4096, 300.0, load=load),
+            **{"name": name, "ran": "" if name in LIBRARY_NAMES else name},
+            **{"problem": problem.record(), "samples_ms": (ms,) * 3, "first_ms": (first,) * 3},
+        )
+
+    results = synthetic_results(
+        *(
+            of(name, width, speed, load)
+            for load in (BURST, SUSTAINED)
+            for width in (1024, 4096)
+            for name, speed in names.items()
+        )
+    )
+    results = replace(
+        results,
+        measurements=tuple(
+            replace(m, relative_bound=None) if m.name == "copy" else m for m in results.measurements
+        ),
+    )
+    text = progression_table(results)
+    header, *rows = rows_of(text)
+    assert header == ["step", "idea", "% of pytorch", "GB/s at 4096"]
+    assert [row[0] for row in rows] == [*FAMILIES["softmax"].steps, "", ""]
+    assert [row[2:] for row in rows] == [
+        ["200.0", "2,000"],
+        *[["= 200.0", "2,000"]] * (len(FAMILIES["softmax"].steps) - 1),  # as fast as the parent
+        ["100.0", "1,000"],
+        ["250.0", "2,500"],
+    ]
+    assert "Pytorch is torch.softmax" in text and "over widths 1024 … 4096" in text
+    best = best_table(results)
+    assert "burst: ours over the others | 2.00 | 2.00" in " ".join(best.split())
+    lengths = lengths_table(results, "bf16", SUSTAINED)
+    for table in (text, best, lengths, loads_table(results)):
+        assert "GB/s" in table and "TFLOP/s at" not in table and "flash" not in table
+    step = FAMILIES["softmax"].steps["s1"]
+    lines = header_lines(results, step).replace("\n// ", " ")
+    assert "GB/s at width 4096, and share of torch.softmax" in lines and ": 2,000, 2.00." in lines

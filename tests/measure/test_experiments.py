@@ -50,6 +50,7 @@ from flash_helpers.measure.results import (
 from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS, default_shape
 from flash_helpers.operations.attention_forward.reference import attention_reference
+from flash_helpers.runtime.backend import Execute
 from flash_helpers.runtime.simulator import run_kernel
 from flash_helpers.sass.read.records import Block, Kernel, Loop, Operation
 
@@ -307,8 +308,7 @@ def made_up_results(speeds: dict[str, dict[int, float]]) -> BenchmarkResults:
     def of(name: str, seq_len: int, tflops: float) -> Measurement:
         shape = default_shape(seq_len)
         ms = shape.operations / tflops / 1e9
-        size = (shape.batch, shape.heads, seq_len, shape.d_head)
-        return Measurement(name, "", "bf16", *size, 1, 1, (ms,), 0.0, 0.0, 1.0, 1.0, "")
+        return Measurement(name, "", shape.record(), 1, 1, (ms,), 0.0, 0.0, 1.0, 1.0, "")
 
     return BenchmarkResults(
         provenance=provenance(fake_backend(), "a command", "68cfc22"),
@@ -417,7 +417,7 @@ def test_check_alone_is_a_usage_error(tool, capsys) -> None:
 def gpu(tool, monkeypatch) -> ModuleType:
     """The tool on a made-up GPU, on which an experiment is wrong."""
 
-    def contender(cubin: Cubin) -> Contender:
+    def contender(cubin: Cubin, execute: Execute) -> Contender:
         def run(inputs: InputSet) -> torch.Tensor:
             float32_kernel(cubin.config, *inputs.inputs.values(), inputs.outputs["o"])
             if cubin.source.name == broken[0]:
@@ -457,7 +457,7 @@ def test_a_run_measures_every_experiment_beside_flash(gpu, tmp_path, capsys) -> 
     assert run(gpu, *options) == 0
     results = load_results(path)
     assert results.provenance.commit == "68cfc22"
-    assert results.seq_lens == [128, 256]
+    assert results.sizes == [128, 256]
     assert results.names("bf16") == [FLASH, *NAMES]
     assert [record.name for record in results.resources] == NAMES
     assert {len(m.samples_ms) for m in results.measurements if m.name != FLASH} == {2}

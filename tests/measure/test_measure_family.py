@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import measure_family
 
 
-@pytest.mark.parametrize("family", measure_family.ATTENTION_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_command_measures_built_kernels_at_lengths_that_they_take(
     family, tmp_path, capsys
 ) -> None:
@@ -30,15 +30,14 @@ def test_each_command_measures_built_kernels_at_lengths_that_they_take(
         asked = tool.parse_arguments(shlex.split(line)[2:])
         assert (asked.commit, asked.resume) == ("abc", True)
         files.append(Path(asked.json).name)
-        shapes = [
-            tool.default_shape(n, heads=asked.heads, kv_heads=asked.kv_heads, causal=asked.causal)
-            for n in asked.seq
-        ]
+        operation = FAMILIES[family].operation
+        sizes = tool.asked_sizes(asked, operation)
+        shapes = [tool.measured_problem(asked, operation, size) for size in sizes]
         problems = {shapes[0].operation: shapes[0]}
         dtypes = parse_dtypes(asked.dtype)
         configs = select_kernels(built, asked.kernel, dtypes, problems=problems)
         assert len(configs) == len(asked.kernel)
-        assert all(config.supports.causal == asked.causal for config in configs)
+        assert all(measure_family.is_causal(config) == bool(asked.causal) for config in configs)
         for shape in shapes:
             tool.require_taken(configs, shape)
     assert len({*files}) == len(files)

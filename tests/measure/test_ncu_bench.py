@@ -101,7 +101,8 @@ def test_the_launches_of_a_kernel_are_averaged() -> None:
     assert v1.values["bank_conflicts"] is None  # not in this table
     assert v1.spread == pytest.approx(0.2)
     # speed is taken at the mean duration
-    assert v1.tflops == pytest.approx(4 * 2 * 16 * 512**2 * 128 / 1.1e-3 / 1e12)
+    assert v1.asked == SHAPE.in_dtype(Element.BF16)
+    assert v1.speed == pytest.approx(4 * 2 * 16 * 512**2 * 128 / 1.1e-3 / 1e12)
     assert (v2.runs, v2.values["duration_us"]) == (1, 200)
     assert v2.values["tensor_pipe_percent"] == pytest.approx(61.5)
 
@@ -255,12 +256,27 @@ def test_wrong_usage_exits_with_2(tool, capsys, options: list[str], message: str
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--runs", "--seq", "--batch", "--heads"])
-def test_a_size_that_is_not_positive_is_wrong_usage(tool, capsys, option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--seq", "--seq 0 is not positive"),
+        ("--batch", "batch 0 is not positive"),
+        ("--heads", "heads 0 is not positive"),
+        ("--width", "--width is an option of rows, and the kernels compute attention_forward"),
+    ],
+)
+def test_a_size_that_is_not_positive_or_of_another_operation_is_wrong_usage(
+    tool, capsys, option: str, message: str
+) -> None:
+    assert tool.main([option, "0"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_number_of_runs_that_is_not_positive_is_wrong_usage(tool, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
-        tool.main([option, "0"])
+        tool.main(["--runs", "0"])
     assert stopped.value.code == 2
-    assert f"{option}: 0 is not positive" in capsys.readouterr().err
+    assert "--runs: 0 is not positive" in capsys.readouterr().err
 
 
 def test_without_ncu_that_is_said_in_a_line(tool, monkeypatch, capsys) -> None:

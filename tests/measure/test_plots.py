@@ -90,7 +90,7 @@ def test_a_step_that_failed_at_a_length_has_no_height() -> None:
     name = BF16[2].short_form()
     broken = [
         dataclasses.replace(m, samples_ms=(), failure="wrong output")
-        if (m.name, m.seq_len) == (name, 1024)
+        if (m.name, m.size) == (name, 1024)
         else m
         for m in results.measurements
     ]
@@ -247,7 +247,7 @@ def test_a_plot_of_other_numbers_is_found_without_matplotlib(
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert update_tables(repository, "--check") == 0
     faster = [
-        dataclasses.replace(m, flash_ms=tuple(2 * ms for ms in m.flash_ms))
+        dataclasses.replace(m, first_ms=tuple(2 * ms for ms in m.first_ms))
         if m.name == LARGE_TILE_7.short_form()
         else m
         for m in full_results().measurements

@@ -218,7 +218,7 @@ class TestMachines:
 
     def test_json_holds_the_same(self, profiles) -> None:
         found = json.loads(json.dumps(profiles_as_json(profiles)))
-        assert found["shape"]["seq_len"] == SHAPE.len_q
+        assert found["problem"] == SHAPE.record()
         first, second = found["kernels"]
         assert first["phases"]["whole kernel"]["bank_conflicts"] > 0
         assert second["phases"]["whole kernel"]["bank_conflicts"] == 0
@@ -241,7 +241,7 @@ class TestCommand:
         whole, causal = (
             json.loads(run_tool(capsys, *sizes, *option)[1]) for option in ([], ["--causal"])
         )
-        assert causal["shape"] == {**whole["shape"], "kv_heads": 1, "causal": True}
+        assert causal["problem"] == {**whole["problem"], "kv_heads": 1, "causal": True}
         products = [
             profile["kernels"][0]["phases"]["whole kernel"]["wgmma"] for profile in (whole, causal)
         ]
@@ -258,7 +258,7 @@ class TestCommand:
         _, text, _ = run_tool(capsys, "1", "--seq", "64", "--csv", "--dtype", "fp16")
         assert {row["dtype"] for row in csv.DictReader(text.splitlines())} == {"fp16"}
         _, text, _ = run_tool(capsys, "1", "--seq", "64", "--heads", "2", "--json")
-        assert json.loads(text)["shape"]["n_heads"] == 2
+        assert json.loads(text)["problem"]["heads"] == 2
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -100,17 +100,13 @@ def measurement(
 ) -> Measurement:
     """A synthetic one of the given speed, on the benchmark's own problem, next to a flash backend
     of FLASH_TFLOPS (of BURST_GAIN times that in bursts) whose clock drifts as its own does."""
-    shape = default_shape(seq_len)
+    shape = default_shape(seq_len).in_dtype(Element.from_name(dtype))
     gain = BURST_GAIN if load == BURST else 1.0
     own, flash = (shape.operations / speed / gain / 1e9 for speed in (tflops, FLASH_TFLOPS))
     return Measurement(
         name=name,
         ran="" if name in LIBRARY_NAMES else name,
-        dtype=dtype,
-        batch=shape.batch,
-        n_heads=shape.heads,
-        seq_len=seq_len,
-        d_head=shape.d_head,
+        problem=shape.record(),
         input_sets=2,
         launches_per_sample=10,
         samples_ms=() if failure else tuple(own * drift for drift in DRIFT),
@@ -120,7 +116,7 @@ def measurement(
         relative_bound=0.004,
         failure=failure,
         load=load,
-        flash_ms=() if failure else tuple(flash * drift for drift in DRIFT),
+        first_ms=() if failure else tuple(flash * drift for drift in DRIFT),
         sm_mhz=(1980.0, 1965.0, 1950.0) if load == BURST else (1500.0, 1470.0, 1455.0),
         power_w=(300.0, 310.0, 320.0) if load == BURST else (699.0, 698.0, 697.0),
         temperature_c=(45.0,) * 3 if load == BURST else (65.0,) * 3,
@@ -132,8 +128,8 @@ def control(
 ) -> Measurement:
     """Flash once more, so many times as fast in each round as the flash next to it."""
     found = measurement(CONTROL, seq_len, FLASH_TFLOPS, load=load)
-    beside = zip(found.flash_ms, ratios, strict=True)
-    return dataclasses.replace(found, flash_ms=tuple(ms * ratio for ms, ratio in beside))
+    beside = zip(found.first_ms, ratios, strict=True)
+    return dataclasses.replace(found, first_ms=tuple(ms * ratio for ms, ratio in beside))
 
 
 def synthetic_results(*measurements: Measurement) -> BenchmarkResults:
@@ -173,18 +169,12 @@ def grouped_results() -> BenchmarkResults:
     """Flash at 300 TFLOP/s and the last step of hopper at 600, on causal problems of 32 heads on
     8."""
     shape = default_shape(4096, heads=32, kv_heads=8, causal=True)
-    options = {
-        "batch": shape.batch,
-        "n_heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "causal": shape.causal,
-    }
     share = shape.operations / default_shape(4096).operations
     step = STEPS["h24"]
     own = FAMILIES[step.family].fixed_config(step, Element.BF16).replace(causal=True)
     return synthetic_results(
         *(
-            dataclasses.replace(measurement(name, 4096, tflops / share), **options)
+            dataclasses.replace(measurement(name, 4096, tflops / share), problem=shape.record())
             for name, tflops in ((FLASH, 300.0), (own.short_form(), 600.0))
         )
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from flash_helpers.kernel_configs import AttentionForward, Element
 from flash_helpers.measure.results import FLASH, Measurement
 from flash_helpers.tune.process import Request, WorkerInfo
 
@@ -45,11 +46,7 @@ def measurement(name, dtype, seq_len, tflops, failure):
     return Measurement(
         name=name,
         ran="" if name == FLASH else name,
-        dtype=dtype,
-        batch=1,
-        n_heads=16,
-        seq_len=seq_len,
-        d_head=128,
+        problem=AttentionForward(1, 16, seq_len, dtype=Element.from_name(dtype)).record(),
         input_sets=1,
         launches_per_sample=1,
         samples_ms=() if failure else (milliseconds,),
@@ -70,7 +67,7 @@ def ratio(name, seq_len):
 
 def answer(request, spoilt):
     names = [kernel.config for kernel in request.kernels]
-    note(" ".join([*names, *map(str, request.seq_lens)]))
+    note(" ".join([*names, *map(str, request.sizes)]))
     for name in names:
         if matches("FAKE_HANGS", name):
             time.sleep(60)
@@ -83,7 +80,7 @@ def answer(request, spoilt):
         spoilt |= bool(matches("FAKE_SPOILS", name))
     found = []
     dtype = names[0].split("_")[1]
-    for seq_len in request.seq_lens:
+    for seq_len in request.sizes:
         wrong = "wrong output" if spoilt else ""
         found.append(measurement(FLASH, dtype, seq_len, FLASH_TFLOPS, wrong))
         for name in names:

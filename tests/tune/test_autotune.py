@@ -4,7 +4,9 @@ the compiler and the process that measures are stand-ins, the rest is the real t
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +26,13 @@ from family_headers import copy_family_headers
 
 from flash_helpers.compile.build import LibraryBuild
 from flash_helpers.compile.codegen import configs_to_build
-from flash_helpers.compile.cubins import CubinCompiler, Source, included_files, read_code
+from flash_helpers.compile.cubins import (
+    Cubin,
+    CubinCompiler,
+    Source,
+    included_files,
+    read_code,
+)
 from flash_helpers.compile.toolchain import Toolchain
 from flash_helpers.gpu import largest_device
 from flash_helpers.kernel_configs import (
@@ -39,15 +47,18 @@ from flash_helpers.kernel_configs import (
 )
 from flash_helpers.measure.benchmark import InputSet, kernel_contender
 from flash_helpers.measure.results import FLASH
+from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.config import Config
 from flash_helpers.registry.hopper import HOPPER, LONG_TILE
+from flash_helpers.registry.rows import SOFTMAX
 from flash_helpers.runtime import driver as cuda_driver
 from flash_helpers.runtime import library
 from flash_helpers.tune import worker as sweep_worker
 from flash_helpers.tune.best import best_config
-from flash_helpers.tune.measurer import Journal, JournalEntry
+from flash_helpers.tune.measurer import Journal, JournalEntry, Measurer
 from flash_helpers.tune.process import (
+    Answer,
     KernelFile,
     Request,
     WorkerError,
@@ -62,8 +73,9 @@ from flash_helpers.tune.sweep import (
     TIMED,
     SweepRow,
     in_search_order,
+    kernel_of,
     load_sweep,
-    mean_tflops,
+    mean_speed,
     outcomes_text,
 )
 from flash_helpers.tune.winners import (
@@ -273,7 +285,7 @@ def test_a_worker_says_what_it_runs_on_and_answers(worker) -> None:
     info = worker.start()
     assert (info.gpu, info.architecture) == (H100, 90)
     answer = worker.ask(request(), timeout_s=60)
-    assert {(m.name, m.seq_len) for m in answer.measurements} == {
+    assert {(m.name, m.size) for m in answer.measurements} == {
         (name, seq_len) for name in (FLASH, V7.short_form()) for seq_len in (512, 1024)
     }
 
@@ -331,9 +343,9 @@ def measuring(monkeypatch):
 
 
 def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> None:
-    answer = measuring.answer(replace(request(), seq_lens=(64, 128)))
+    answer = measuring.answer(replace(request(), sizes=(64, 128)))
     found = answer.measurements
-    assert [(m.name, m.seq_len) for m in found] == [
+    assert [(m.name, m.size) for m in found] == [
         (name, seq_len) for seq_len in (64, 128) for name in (FLASH, V7.short_form())
     ]
     assert all(m.valid and m.max_abs_error for m in found)
@@ -341,13 +353,53 @@ def test_the_worker_verifies_and_times_beside_the_flash_backend(measuring) -> No
 
 
 def test_the_worker_times_causal_kernels_on_causal_problems(measuring) -> None:
-    answer = measuring.answer(replace(request(LAST_CAUSAL), seq_lens=(64,)))
+    answer = measuring.answer(replace(request(LAST_CAUSAL), sizes=(64,)))
     flash, own = answer.measurements
     assert flash.valid and own.valid and own.name == LAST_CAUSAL.short_form()
-    assert flash.causal and own.causal
+    assert flash.asked.causal and own.asked.causal
     # those of the same length and without a mask are not taken for them
-    answer = measuring.answer(replace(request(LAST), seq_lens=(64,)))
-    assert not any(m.causal or m.failure for m in answer.measurements)
+    answer = measuring.answer(replace(request(LAST), sizes=(64,)))
+    assert not any(m.asked.causal or m.failure for m in answer.measurements)
+
+
+def test_the_worker_times_kernels_of_another_operation_beside_its_own_library(
+    measuring, monkeypatch
+) -> None:
+    config = SOFTMAX.fixed_config([*SOFTMAX.steps.values()][-1], Element.FP32)
+    monkeypatch.setattr(Config, "measured", lambda config, width: Rows(3, width, config.dtype))
+    answer = measuring.answer(replace(request(config), sizes=(64, 40)))
+    assert [(m.name, m.asked) for m in answer.measurements] == [
+        (name, Rows(3, width, Element.FP32))
+        for width in (64, 40)
+        for name in ("pytorch", config.short_form())
+    ]
+    assert all(m.valid and m.first_ms for m in answer.measurements)
+    assert mean_speed(answer.measurements, config.short_form()) == pytest.approx(
+        statistics.harmonic_mean([m.speed for m in answer.measurements[1::2]])
+    )
+    assert kernel_of(config) == (config.step.id, Element.FP32, ())
+
+
+def test_one_key_of_the_journal_is_of_one_problem(monkeypatch, tmp_path: Path) -> None:
+    """Else a sweep would take what was measured on other problems of the same size."""
+    asked = []
+
+    class Process:
+        def ask(self, request: Request, timeout_s: float) -> Answer:
+            asked.append(request)
+            return Answer((), ())
+
+    info = WorkerInfo(H100, "9.0", 227 * 1024, "580.1", "2.13.0")
+    measurer = Measurer(Process(), info, Journal(tmp_path / "journal"), 1.0)
+    made = Cubin(Source.of(V7), tmp_path / "k.cubin", "_Zk", "digest", None)
+    problems = {}
+    for batch in (1, 1, 2):
+        monkeypatch.setattr(
+            Config, "measured", lambda config, n, batch=batch: AttentionForward(batch, 16, n)
+        )
+        entry = measurer.measure([made], (512,), SCREEN_PROTOCOL)
+        problems.setdefault(entry.key, batch)
+    assert sorted(problems.values()) == [1, 2] and len(asked) == 2
 
 
 def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monkeypatch) -> None:
@@ -361,10 +413,10 @@ def test_the_worker_makes_room_and_skips_what_still_does_not_fit(measuring, monk
 
     monkeypatch.setattr(sweep_worker, "make_input_sets", make_or_fail)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    answer = measuring.answer(replace(request(), seq_lens=(64, 128, 256)))
-    assert {m.seq_len for m in answer.measurements} == {64, 128}
+    answer = measuring.answer(replace(request(), sizes=(64, 128, 256)))
+    assert {m.size for m in answer.measurements} == {64, 128}
     (skipped,) = answer.skipped
-    assert skipped.seq_len == 256
+    assert skipped.size == 256
     assert "Tried to allocate 9 GiB" in skipped.reason
 
 
@@ -415,7 +467,8 @@ def test_a_cubin_is_registered_and_runs_like_any_kernel(monkeypatch, tmp_path) -
     registered, ran = [], []
     monkeypatch.setattr(sweep_worker, "register", lambda *kernel: registered.append(kernel))
     path = tmp_path / "cubin"
-    path.write_bytes(b"ELF")
+    image = cubin("_Zkernel", b"code")
+    path.write_bytes(image)
     contender = sweep_worker.cubin_contender(
         KernelFile(V7.short_form(), str(path), "_Zkernel"), lambda *call: ran.append(call)
     )
@@ -423,9 +476,32 @@ def test_a_cubin_is_registered_and_runs_like_any_kernel(monkeypatch, tmp_path) -
     problem = AttentionForward(1, 1, 128)
     inputs = InputSet(problem, dict.fromkeys("qkv", q), {"o": o}, None)
     assert contender.run(inputs) is o
-    assert registered == [(V7.short_form(), "_Zkernel", b"ELF")]
+    assert registered == [(V7.short_form(), "_Zkernel", image)]
     ((config, tensors, options),) = ran
     assert config == V7 and tensors[-1] is o and options == problem.call_options()
+    assert contender.code(V7) == hashlib.sha256(b"code").hexdigest()[:16]
+
+
+def test_kernels_of_one_config_are_registered_before_each_runs(monkeypatch, tmp_path) -> None:
+    """As the experiments are, which differ from their parent in what they are compiled from."""
+    registered: list[str] = []
+    monkeypatch.setattr(sweep_worker, "_registered", {})
+    monkeypatch.setattr(sweep_worker, "register", lambda name, symbol, _: registered.append(symbol))
+    contenders, ran = {}, []
+    for symbol in ("_Zone", "_Zother"):
+        path = tmp_path / f"{symbol}.cubin"
+        path.write_bytes(cubin(symbol, symbol.encode()))
+        file = KernelFile(V7.short_form(), str(path), symbol)
+        execute = lambda *call: ran.append(registered[-1])  # noqa: E731
+        contenders[symbol] = sweep_worker.cubin_contender(file, execute)
+    q, o = torch.zeros(2, 1, 128, 1, 128, dtype=torch.bfloat16)
+    inputs = InputSet(AttentionForward(1, 1, 128), dict.fromkeys("qkv", q), {"o": o}, None)
+    order = ["_Zone", "_Zone", "_Zother", "_Zone"]
+    for symbol in order:
+        contenders[symbol].run(inputs)
+    assert ran == order
+    assert registered == ["_Zone", "_Zother", "_Zone"]  # not before each run of the same
+    assert len({c.code(V7) for c in contenders.values()}) == 2
 
 
 def test_what_the_driver_refuses_is_told_in_its_own_words(monkeypatch) -> None:
@@ -444,7 +520,7 @@ def test_without_a_driver_that_is_said(monkeypatch) -> None:
 def test_a_kernel_is_not_run_on_rows_that_it_was_not_compiled_for(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sweep_worker, "register", lambda *kernel: None)
     path = tmp_path / "kernel.cubin"
-    path.write_bytes(b"ELF")
+    path.write_bytes(cubin("_Z", b"code"))
     static = max(c for c in get_kernel_progression_configs() if getattr(c, "static_row_stride", 0))
     file = KernelFile(static.short_form(), str(path), "_Z")
     contender = sweep_worker.cubin_contender(file, lambda *call: None)
@@ -521,16 +597,16 @@ def test_the_fastest_config_wins_and_the_whole_table_is_kept(
     (winner,) = sweep.best().best
     assert (winner.step, winner.dtype) == ("v7", "bf16")
     assert winner.config == LARGE.short_form()
-    assert (winner.of_flash, winner.mean_tflops) == (1.25, 375.0)  # the flash backend's is 300
-    assert (winner.seq_lens, winner.load) == ((512, 1024, 2048, 4096, 8192, 16384), "sustained")
+    assert (winner.of_first, winner.mean_speed) == (1.25, 375.0)  # the flash backend's is 300
+    assert (winner.sizes, winner.load) == ((512, 1024, 2048, 4096, 8192, 16384), "sustained")
     assert (winner.commit, winner.driver, winner.compiler) == ("abc", "580.1", "13.0")
     rows = sweep.rows()
-    assert {config: row.of_flash for config, row in rows.items()} == {
+    assert {config: row.of_first for config, row in rows.items()} == {
         V7: 1.0,
         LARGE: 1.25,
         WIDE: 0.75,
     }
-    assert all(row.final_of_flash == row.of_flash for row in rows.values())
+    assert all(row.final_of_first == row.of_first for row in rows.values())
     captured = capsys.readouterr()
     assert f"v7 bf16: {LARGE.short_form()}, 375 TFLOP/s, 1.250 of" in captured.out
     assert "best 1.250 of flash" in captured.err
@@ -551,7 +627,7 @@ def test_a_family_of_one_architecture_is_tuned_there(sweep, monkeypatch) -> None
     speeds(monkeypatch, ("_pp$", 1.25))
     assert sweep([H7, H7.replace(ping_pong=True)]) == 0
     (winner,) = sweep.best().best
-    assert winner.at_length() == [H7.replace(ping_pong=True)]
+    assert winner.at_size() == [H7.replace(ping_pong=True)]
     assert {row.outcome for row in sweep.rows().values()} == {TIMED}
 
 
@@ -566,15 +642,15 @@ def test_of_a_config_that_is_the_fastest_at_one_length_all_speeds_are_noted(
     )
     assert sweep([LAST, LONG, LAST.replace(K_slots=2)]) == 0
     (winner,) = sweep.best().best
-    assert winner.config == own and winner.of_flash == 1
-    assert {at.config for at in winner.at_lengths} == {long}
-    of_mean = {at.seq_len: at.of_mean for at in winner.at_lengths}
+    assert winner.config == own and winner.of_first == 1
+    assert {at.config for at in winner.at_sizes} == {long}
+    of_mean = {at.size: at.of_mean for at in winner.at_sizes}
     assert of_mean == {512: 0.9, 1024: 0.9, 2048: 0.9, 4096: 0.9, 8192: 1.1, 16384: 1.009}
     told = capsys.readouterr().out
     assert f"  at 8192: {long}, 1.100 of that\n" in told and "at 4096" not in told
-    assert winner.at_length(512) == [LAST, LONG]
-    assert winner.at_length(7000) == winner.at_length(10**6) == [LONG, LAST]
-    assert winner.at_length() == [LAST]
+    assert winner.at_size(512) == [LAST, LONG]
+    assert winner.at_size(7000) == winner.at_size(10**6) == [LONG, LAST]
+    assert winner.at_size() == [LAST]
     text = best_file(sweep.root / "configs", H100).read_text()
     assert read_configs(json.loads(text)) == [LAST, LONG]
 
@@ -593,12 +669,12 @@ def test_causal_configs_have_a_winner_of_their_own(sweep, monkeypatch, log) -> N
     other = LAST.replace(K_slots=2)
     assert sweep([LAST, other, LAST_CAUSAL]) == 0
     best = sweep.best()
-    assert {entry.causal: entry.config for entry in best.best} == {
+    assert {entry.asked.causal: entry.config for entry in best.best} == {
         False: other.short_form(),
         True: LAST_CAUSAL.short_form(),
     }
     for causal in (False, True):
-        assert best.find(LAST.step.id, "bf16", causal) in best.best
+        assert best.find(LAST.step.id, "bf16", causal=causal) in best.best
     assert best.find(LAST.step.id, "fp16") is None
     # no request has both
     assert not any("_causal" in line and other.short_form() in line for line in requests_in(log()))
@@ -655,7 +731,7 @@ def test_candidates_of_the_same_code_share_a_measurement(sweep, monkeypatch, log
         {"", V7.short_form()},
         {"", OTHER_LOADS.short_form()},
     )
-    assert rows[V7].of_flash == rows[OTHER_LOADS].of_flash
+    assert rows[V7].of_first == rows[OTHER_LOADS].of_first
     # two candidates in the first round, and two codes in the last
     assert [len(line.split()) for line in requests_in(log())] == [1 + 2, 1 + 2, 2 + 6]
     assert sweep.best().best[0].n_candidates == 2
@@ -668,7 +744,7 @@ def test_candidates_of_the_same_code_share_a_measurement(sweep, monkeypatch, log
         ("FAKE_CRASHES", "SIGKILL"),
         ("FAKE_FAULTS", "illegal memory access"),
         ("FAKE_WRONG", "wrong output"),
-        ("FAKE_SPOILS", "the flash backend beside it failed: wrong output"),
+        ("FAKE_SPOILS", "PyTorch's flash backend beside it failed: wrong output"),
     ],
 )
 def test_a_candidate_that_hangs_crashes_or_is_wrong_is_survived(
@@ -680,7 +756,7 @@ def test_a_candidate_that_hangs_crashes_or_is_wrong_is_survived(
     rows = sweep.rows()
     assert rows[LARGE].outcome == FAILED
     assert reason in rows[LARGE].reason
-    assert rows[LARGE].of_flash is None
+    assert rows[LARGE].of_first is None
     assert rows[V7].outcome == rows[WIDE].outcome == TIMED
     assert sweep.best().best[0].config == WIDE.short_form()
 
@@ -698,7 +774,7 @@ def test_a_finalist_that_crashes_at_a_later_length_leaves_the_others(
     sweep, monkeypatch, tmp_path
 ) -> None:
     script = (SUPPORT / "fake_sweep_worker.py").read_text()
-    only_in_the_last_round = 'if len(request.seq_lens) > 2 and matches("FAKE_CRASHES", name):'
+    only_in_the_last_round = 'if len(request.sizes) > 2 and matches("FAKE_CRASHES", name):'
     assert 'if matches("FAKE_CRASHES", name):' in script
     worker = tmp_path / "worker.py"
     worker.write_text(script.replace('if matches("FAKE_CRASHES", name):', only_in_the_last_round))
@@ -829,10 +905,10 @@ def test_the_search_sees_every_corner_early_and_each_config_once() -> None:
 def test_a_mean_needs_every_length(sweep, worker) -> None:
     worker.start()
     found = worker.ask(request(), timeout_s=60).measurements
-    assert mean_tflops(found, V7.short_form()) == pytest.approx(300)
-    wrong = [replace(m, failure="wrong") if m.seq_len == 512 else m for m in found]
-    assert mean_tflops(wrong, V7.short_form()) is None
-    assert mean_tflops(found, "nobody") is None
+    assert mean_speed(found, V7.short_form()) == pytest.approx(300)
+    wrong = [replace(m, failure="wrong") if m.size == 512 else m for m in found]
+    assert mean_speed(wrong, V7.short_form()) is None
+    assert mean_speed(found, "nobody") is None
 
 
 def test_outcomes_are_counted(sweep, monkeypatch) -> None:

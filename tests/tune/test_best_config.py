@@ -32,7 +32,7 @@ from flash_helpers.registry.hopper import LONG_TILE
 from flash_helpers.runtime import library, tensors
 from flash_helpers.tune import best
 from flash_helpers.tune.best import best_config, choose_config
-from flash_helpers.tune.winners import BestAtLength, BestConfig, BestConfigs, best_file, load_best
+from flash_helpers.tune.winners import BestAtSize, BestConfig, BestConfigs, best_file, load_best
 
 BUILT = get_kernels_to_build()
 FIXED = {(c.step.id, c.dtype): c for c in get_kernel_progression_configs()}
@@ -44,12 +44,12 @@ H100, H200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80G
 def entry(config: FlashForwardKernelConfig) -> BestConfig:
     return BestConfig(
         step=config.step.id,
-        dtype=config.dtype.short,
+        problem=config.measured(512).record(),
         config=config.short_form(),
-        mean_tflops=333.0,
-        of_flash=1.05,
+        mean_speed=333.0,
+        of_first=1.05,
         n_candidates=100,
-        seq_lens=(512, 4096),
+        sizes=(512, 4096),
         date="2026-01-02",
         commit="abc",
         driver="580.1",
@@ -183,9 +183,9 @@ def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_pa
     found(H200, "9.0", plain)
     path = best_file(tmp_path / "configs", H200)
     file = load_best(path)
-    at_lengths = (BestAtLength(4096, long.short_form(), 1.02),)
-    plain_entry = dataclasses.replace(file.best[0], at_lengths=at_lengths)
-    file.updated([plain_entry, dataclasses.replace(entry(causal), causal=True)]).save(path)
+    at_sizes = (BestAtSize(4096, long.short_form(), 1.02),)
+    plain_entry = dataclasses.replace(file.best[0], at_sizes=at_sizes)
+    file.updated([plain_entry, entry(causal)]).save(path)
     assert len(load_best(path).best) == 2
     best._files.cache_clear()
     on(H200, "9.0")
@@ -195,7 +195,7 @@ def test_causal_problems_and_lengths_have_winners_of_their_own(found, on, tmp_pa
 
 
 def test_of_two_lengths_that_are_as_near_the_longer_one_counts() -> None:
-    found = dataclasses.replace(entry(FIXED["h24", Element.BF16]), seq_lens=(1024, 4096, 16384))
+    found = dataclasses.replace(entry(FIXED["h24", Element.BF16]), sizes=(1024, 4096, 16384))
     assert [found.nearest(n) for n in (1, 2047, 2048, 8191, 8192, 10**6)] == [
         *(1024, 1024, 4096, 4096, 16384, 16384)
     ]
@@ -204,15 +204,15 @@ def test_of_two_lengths_that_are_as_near_the_longer_one_counts() -> None:
 def test_a_tile_that_a_problem_fills_better_may_be_the_faster_one_there() -> None:
     plain = FIXED["h28", Element.BF16]
     long = FIXED["h26", Element.BF16].replace(**LONG_TILE)
-    at_lengths = tuple(
-        BestAtLength(n, long.short_form(), of_mean)
+    at_sizes = tuple(
+        BestAtSize(n, long.short_form(), of_mean)
         for n, of_mean in ((1024, 0.93), (4096, 0.97), (16384, 1.03))
     )
-    found = dataclasses.replace(entry(plain), seq_lens=(1024, 4096, 16384), at_lengths=at_lengths)
+    found = dataclasses.replace(entry(plain), sizes=(1024, 4096, 16384), at_sizes=at_sizes)
     # as measured, the problems of the sweep decide as the sweep did
     for n, fastest in ((1024, plain), (4096, plain), (16384, long)):
-        assert found.for_problem(default_shape(n), largest_device(90)) == found.at_length(n)
-        assert found.at_length(n)[0] == fastest
+        assert found.for_problem(default_shape(n), largest_device(90)) == found.at_size(n)
+        assert found.at_size(n)[0] == fastest
     # 4000 rows are 20.8 tiles of 192 rows and 31.25 of 128, each two by two: 22 and 32
     assert found.for_problem(default_shape(4000), largest_device(90))[0] == long
     # of one sequence there is a tile for half of the thread blocks at the end
@@ -227,8 +227,8 @@ def test_a_tile_that_a_problem_fills_better_may_be_the_faster_one_there() -> Non
 def test_a_winner_with_a_mask_is_compared_on_problems_with_one() -> None:
     _, wide = FIXED["h28", Element.BF16].variants()
     narrow = FIXED["h24", Element.BF16].replace(B_c=64, V_slots=3, causal=True)
-    at_lengths = (BestAtLength(512, narrow.short_form(), 1.02),)
-    found = dataclasses.replace(entry(wide), causal=True, at_lengths=at_lengths)
+    at_sizes = (BestAtSize(512, narrow.short_form(), 1.02),)
+    found = dataclasses.replace(entry(wide), at_sizes=at_sizes)
     problem = AttentionForward(2, 4, 300, causal=True)
     assert found.for_problem(problem, largest_device(90)) == [narrow, wide]
     assert found.for_problem(dataclasses.replace(problem, len_k=30), largest_device(90)) == [
@@ -261,20 +261,20 @@ def test_a_file_is_read_back_and_is_what_the_generator_reads(tmp_path: Path) -> 
     assert read_configs(json.loads(path.read_text())) == [LARGE, FIXED["v8", Element.BF16]]
 
 
-def test_a_file_from_before_causal_configs_and_lengths_is_read_as_without(tmp_path: Path) -> None:
+def test_a_file_from_before_winners_at_sizes_is_read_as_without(tmp_path: Path) -> None:
     import json
 
     path = tmp_path / "best.json"
     configs = BestConfigs(H100, "9.0", (entry(LARGE),))
     data = json.loads(configs.to_json())
-    del data["best"][0]["causal"], data["best"][0]["at_lengths"]
+    del data["best"][0]["at_sizes"]
     path.write_text(json.dumps(data))
     assert load_best(path) == configs
 
 
 def test_a_winner_takes_the_place_of_the_one_before_in_order() -> None:
     first = BestConfigs(H100, "9.0", (entry(FIXED["v8", Element.BF16]), entry(LARGE)))
-    better = dataclasses.replace(entry(LARGE), of_flash=1.2)
+    better = dataclasses.replace(entry(LARGE), of_first=1.2)
     fp16 = entry(FIXED["v7", Element.FP16])
     assert first.updated([better, fp16]).best == (better, fp16, entry(FIXED["v8", Element.BF16]))
 
@@ -284,9 +284,10 @@ def test_committed_files_are_named_by_their_gpu_and_hold_configs_of_the_registry
         file = load_best(path)
         assert path == best_file(path.parent, file.gpu)
         for found in file.best:
-            assert file.find(found.step, found.dtype, found.causal) is found
-            (config,) = found.at_length()
-            assert config.step.id == found.step and config.supports.causal == found.causal
+            assert file.find(found.step, found.dtype, **found.options) is found
+            (config,) = found.at_size()
+            assert config.step.id == found.step and config.supports.options == found.options
+            assert config.measured(found.sizes[0]) == found.asked
 
 
 class TestChoice:
@@ -362,7 +363,7 @@ class TestChoice:
         plain, masked = general(WITH_CAUSAL).variants()
         monkeypatch.setattr(best, "FAMILIES", {"ampere": AMPERE, "hopper": GENERAL})
         monkeypatch.setattr(best, "preferred_steps", lambda *_: [WITH_CAUSAL])
-        monkeypatch.setattr(best, "_winners", lambda *asked: [(plain, masked)[asked[3]]])
+        monkeypatch.setattr(best, "_winners", lambda *asked: [(plain, masked)[asked[3]["causal"]]])
         monkeypatch.setattr(library, "kernels", lambda: [plain, masked])
         on(H100, "9.0")
         problem = AttentionForward(1, 1, 100)
@@ -385,9 +386,9 @@ class TestChoice:
         assert choose_config(problem, self.CUDA) == long
         assert choose_config(dataclasses.replace(problem, causal=True), self.CUDA) == causal
         path = best_file(tmp_path / "configs", H200)
-        at_lengths = (BestAtLength(512, plain.short_form(), 1.02),)
+        at_sizes = (BestAtSize(512, plain.short_form(), 1.02),)
         file = load_best(path)
-        file.updated([dataclasses.replace(file.best[0], at_lengths=at_lengths)]).save(path)
+        file.updated([dataclasses.replace(file.best[0], at_sizes=at_sizes)]).save(path)
         best._files.cache_clear()
         assert choose_config(problem, self.CUDA) == plain
         assert choose_config(AttentionForward(1, 1, 5000), self.CUDA) == long
@@ -399,8 +400,8 @@ class TestChoice:
         found(H200, "9.0", FIXED["h25", Element.BF16], before)
         path = best_file(tmp_path / "configs", H200)
         file = load_best(path)
-        at_lengths = (BestAtLength(4096, long.short_form(), 1.05),)
-        file.updated([dataclasses.replace(file.best[-1], at_lengths=at_lengths)]).save(path)
+        at_sizes = (BestAtSize(4096, long.short_form(), 1.05),)
+        file.updated([dataclasses.replace(file.best[-1], at_sizes=at_sizes)]).save(path)
         best._files.cache_clear()
         on(H200, "9.0")
         # its own kernel where h26's is the fastest, an earlier step's where that is
@@ -415,7 +416,7 @@ class TestChoice:
             long.at_step(self.ON_HOPPER.step)
         path = best_file(tmp_path / "configs", H200)
         found(H200, "9.0")
-        load_best(path).updated([dataclasses.replace(entry(long), causal=True)]).save(path)
+        load_best(path).updated([entry(long)]).save(path)
         best._files.cache_clear()
         on(H200, "9.0")
         assert choose_config(AttentionForward(1, 1, 512, causal=True), self.CUDA) == long

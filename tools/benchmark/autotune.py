@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,7 +23,6 @@ from flash_helpers.compile.cubins import CubinCompiler
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.console.command_line import (
     add_commit_argument,
-    add_lengths_argument,
     make_parser,
     not_negative,
     positive,
@@ -30,9 +30,10 @@ from flash_helpers.console.command_line import (
     run_tool,
 )
 from flash_helpers.console.progress import bar
-from flash_helpers.kernel_configs import STEPS, Config, get_autotuning_kernel_configs
+from flash_helpers.kernel_configs import OPERATIONS, STEPS, Config, get_autotuning_kernel_configs
+from flash_helpers.measure.asked import one_operation
 from flash_helpers.measure.machine import git_commit
-from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
+from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, first_library
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,
@@ -46,7 +47,7 @@ from flash_helpers.registry.selection import (
 from flash_helpers.tune.measurer import Journal, Measurer
 from flash_helpers.tune.process import WORKER_COMMAND, WorkerError, WorkerProcess
 from flash_helpers.tune.sweep import (
-    SCREEN_SEQ_LENS,
+    SCREEN_SIZES,
     Sweep,
     SweepRow,
     kernel_of,
@@ -61,14 +62,14 @@ COMPILE_TIMEOUT_S = 300.0
 DESCRIPTION = f"""\
 Search for the fastest configs of this GPU. Candidates are compiled on the side, into machine code
 for this GPU alone; those that spill or do not fit are dropped; the others are compared with
-float64 and timed beside PyTorch's flash backend, in a process that they may hang or crash. The
-fastest few of each step meet in one run at all lengths, under sustained load, and the harmonic mean
-decides; a length at which another is faster is noted. Configs for causal problems are tuned on
-such, for themselves. The winners are written to configs/best_GPU.json and all that was found to
-configs/sweep_GPU.json; those of other steps in these files stay. What was measured is kept in
-build/autotune: a sweep that was stopped goes on where it was; a candidate that failed is not tried
-again, unless that folder is deleted. First round at
-{" and ".join(map(str, SCREEN_SEQ_LENS))}, 16 heads.
+float64 and timed beside the operation's first library (PyTorch's flash backend for attention), in a
+process that they may hang or crash. The fastest few of each step meet in one run at all sizes,
+under sustained load, and the harmonic mean decides; a size at which another is faster is noted.
+Configs for causal problems are tuned on such, for themselves. The winners are written to
+configs/best_GPU.json and all that was found to configs/sweep_GPU.json; those of other steps in
+these files stay. What was measured is kept in build/autotune: a sweep that was stopped goes on
+where it was; a candidate that failed is not tried again, unless that folder is deleted. First round
+at {" and ".join(map(str, SCREEN_SIZES))}; the problems are those that pt_bench.py measures.
 """
 
 EXAMPLES = """\
@@ -102,7 +103,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="STEP",
-        help=f"{STEP_NAMES} (default: all that can be tuned)",
+        help=f"{STEP_NAMES} (default: all of attention that can be tuned)",
     )
     parser.add_argument(
         "--together",
@@ -110,8 +111,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="one winner of all steps, kept as the last one's, which attention() takes",
     )
     parser.add_argument("--dtype", choices=DTYPE_CHOICES, default="bf16", help="(default: bf16)")
-    add_lengths_argument(parser, "--seq", MEASURED_LENGTHS, "lengths of the last round")
-    add_lengths_argument(parser, "--screen-seq", SCREEN_SEQ_LENS, "lengths of the first")
+    for option, default, text in (
+        ("", "those of the operation", "sizes (sequence lengths, widths) of the last round"),
+        ("screen-", " ".join(map(str, SCREEN_SIZES)), "sizes of the first"),
+    ):
+        parser.add_argument(
+            *(f"--{option}seq", f"--{option}size"),
+            dest=f"{option.replace('-', '_')}sizes",
+            nargs="+",
+            type=positive,
+            metavar="N",
+            help=f"{text} (default: {default})",
+        )
     parser.add_argument(
         "--configs", type=Path, metavar="FILE", help="try the configs of a JSON file only"
     )
@@ -156,6 +167,9 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
         configs = read_config_file(arguments.configs)
     else:
         swept = get_autotuning_kernel_configs()
+        if not arguments.steps:
+            usual = next(iter(OPERATIONS.values()))
+            swept = [config for config in swept if config.family.operation == usual]
         configs = sorted({variant for config in swept for variant in config.variants()})
     dtypes = parse_dtypes(arguments.dtype)
     steps = parse_steps(arguments.steps or [ALL])
@@ -167,36 +181,44 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
             f"{arguments.dtype}: steps that can be tuned are "
             f"{ranges_text(step for step in STEPS.values() if step in tuned)}"
         )
-    for causal in {config.supports.causal for config in chosen}:
-        own = [config for config in chosen if config.supports.causal == causal]
-        lengths = (*arguments.seq, *arguments.screen_seq)
-        require_taken(own, *(default_shape(n, causal=causal) for n in lengths))
+    operation = one_operation(chosen)
+    arguments.sizes = sorted(set(arguments.sizes or operation.measured_at))
+    arguments.screen_sizes = sorted(set(arguments.screen_sizes or SCREEN_SIZES))
+    by_options: dict[Any, list[Config]] = {}
+    for config in chosen:
+        by_options.setdefault(tuple(config.supports.options.items()), []).append(config)
+    for own in by_options.values():
+        sizes = (*arguments.sizes, *arguments.screen_sizes)
+        require_taken(own, *(own[0].measured(size) for size in sizes))
     return chosen
 
 
 class Bar:
-    """A progress bar that shows the best candidate so far."""
+    """A progress bar that shows the best candidate so far. first: the operation's library."""
 
-    def __init__(self, bar: tqdm) -> None:
-        self._bar = bar
+    def __init__(self, bar: tqdm, first: str) -> None:
+        self._bar, self._first = bar, first
         self._best = 0.0
 
     def __call__(self, row: SweepRow) -> None:
-        if row.of_flash is not None and row.of_flash > self._best:
-            self._best = row.of_flash
-            self._bar.set_postfix_str(f"best {row.of_flash:.3f} of flash: {row.name}")
+        if row.of_first is not None and row.of_first > self._best:
+            self._best = row.of_first
+            name = "flash" if self._first == FLASH else self._first
+            self._bar.set_postfix_str(f"best {row.of_first:.3f} of {name}: {row.name}")
         self._bar.update()
 
 
 def winner_text(found: BestConfig) -> str:
-    """One line, and one for each length at which another config is faster."""
+    """One line, and one for each size at which another config is faster."""
+    operation = found.operation
     lines = [
-        f"{found.step} {found.dtype}: {found.config}, {found.mean_tflops:.0f} TFLOP/s, "
-        f"{found.of_flash:.3f} of PyTorch's flash backend, of {found.n_candidates} timed"
+        f"{found.step} {found.dtype}: {found.config}, {found.mean_speed:.0f} "
+        f"{operation.metric.unit}, {found.of_first:.3f} of "
+        f"{LIBRARY_NAMES[first_library(operation)]}, of {found.n_candidates} timed"
     ]
     lines += [
-        f"  at {at.seq_len}: {at.config}, {at.of_mean:.3f} of that"
-        for at in found.at_lengths
+        f"  at {at.size}: {at.config}, {at.of_mean:.3f} of that"
+        for at in found.at_sizes
         if at.of_mean > 1
     ]
     return "\n".join(lines)
@@ -220,8 +242,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     step = max((config.step.id for config in runs), key=list(STEPS).index)
     step = step if arguments.together else ""
     kernels = list(dict.fromkeys(kernel_of(config, step) for config in runs))
-    found = (best.find(name, dtype.short, causal) for name, dtype, causal in kernels)
-    champions = [config for entry in found if entry for config in entry.at_length()]
+    found = (best.find(name, dtype.short, **dict(options)) for name, dtype, options in kernels)
+    champions = [config for entry in found if entry for config in entry.at_size()]
     work = arguments.root / "build/autotune" / gpu_slug(info.gpu)
     sweep = Sweep(
         compiler=CubinCompiler(
@@ -233,8 +255,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
             COMPILE_TIMEOUT_S,
         ),
         measurer=Measurer(worker, info, Journal(work / "journal.jsonl"), arguments.timeout),
-        seq_lens=sorted(set(arguments.seq)),
-        screen_seq_lens=sorted(set(arguments.screen_seq)),
+        sizes=arguments.sizes,
+        screen_sizes=arguments.screen_sizes,
         spill_bytes=arguments.allow_spills,
         deadline=begin + arguments.budget,
         date=datetime.now(timezone.utc).date().isoformat(),
@@ -243,7 +265,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     )
     n_candidates = len({*configs, *champions})
     with bar(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as shown:
-        sweep.screen(configs, Bar(shown), champions)
+        first = first_library(runs[0].family.operation)
+        sweep.screen(configs, Bar(shown, first), champions)
     last_round = bar(kernels, desc="last round", unit="kernel")
     chosen = {kernel: sweep.choose(*kernel) for kernel in last_round}
     winners = [winner for winner in chosen.values() if winner is not None]
@@ -253,8 +276,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     print(outcomes_text(sweep.rows()))
     print("\n".join([*sweep.measurer.notes, *map(winner_text, winners)]))
     missing = [
-        f"{step} {dtype.short}{' causal' if causal else ''}"
-        for (step, dtype, causal), winner in chosen.items()
+        " ".join([step, dtype.short, *(name for name, value in options if value)])
+        for (step, dtype, options), winner in chosen.items()
         if winner is None
     ]
     if missing:

@@ -9,12 +9,10 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from flash_helpers.console.command_line import (
     add_commit_argument,
-    add_problem_arguments,
     make_parser,
     output_file,
     output_folder,
@@ -23,20 +21,30 @@ from flash_helpers.console.command_line import (
     typed_command,
 )
 from flash_helpers.console.files import write_if_different
+from flash_helpers.measure.asked import chosen_operation, measured_problem
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.ncu_bench import LIBRARY_KERNELS, NcuResults, ncu_table, profile_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.operations.attention_forward.problems import N_HEADS, default_shape
-from flash_helpers.registry.selection import add_kernel_arguments, chosen_kernels, require_supported
+from flash_helpers.registry.selection import (
+    UsageError,
+    add_kernel_arguments,
+    add_problem_options,
+    chosen_kernels,
+    parse_dtypes,
+    require_options_of,
+    require_supported,
+)
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/benchmark/run_kernels.py"
 
-DESCRIPTION = """\
+SIZE = 4096  # of the problem, if none is asked for
+DESCRIPTION = f"""\
 Run kernels under Nsight Compute and print what it counted, the mean of --runs launches: duration,
 cycles, registers, occupancy, L2 hit rate, use of the tensor pipe, bank conflicts of shared memory,
 instructions, and the largest stall reasons, as cycles that a warp waited per instruction issued.
+The problem is the one that pt_bench.py measures at a size, {SIZE} by default.
 Clocks are left as they are. A launch is repeated for each group of counters, so that its duration
 is that of one alone on the GPU, with a warm cache; compare speeds with pt_bench.py.
 """
@@ -68,12 +76,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="also count a library's attention",
     )
-    parser.add_argument(
-        "--seq", type=positive, default=4096, help="sequence length (default: 4096)"
-    )
-    parser.add_argument("--batch", type=positive, help="(default: 16, or what 65536 tokens leave)")
-    parser.add_argument("--heads", type=positive, help="(default: 16)")
-    add_problem_arguments(parser)
+    add_problem_options(parser)
     parser.add_argument("--runs", type=positive, default=3, help="launches of each (default: 3)")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="one row a kernel")
     parser.add_argument(
@@ -89,14 +92,17 @@ def run(arguments: argparse.Namespace, command: str) -> int:
 
     Raises KernelsNotRun without a GPU, ProfilerError, OSError and ValueError.
     """
-    usual = default_shape(
-        arguments.seq,
-        heads=arguments.heads or N_HEADS,
-        kv_heads=arguments.kv_heads,
-        causal=arguments.causal,
-    )
-    shape = replace(usual, batch=arguments.batch or usual.batch)
     backend = find_backend("cuda")
+    dtypes = parse_dtypes(arguments.dtype)
+    operation = chosen_operation(backend.kernels, arguments.kernel, dtypes)
+    require_options_of(arguments, [operation.name])
+    others = [
+        name for name in arguments.library if LIBRARY_KERNELS[name][0] not in operation.libraries
+    ]
+    if others:
+        raise UsageError(f"--library {' '.join(others)} does not compute {operation.name}")
+    asked = getattr(arguments, operation.swept)
+    shape = measured_problem(arguments, operation, SIZE if asked is None else asked)
     profiler = NsightCompute.find(arguments.raw)
     configs = chosen_kernels(arguments, backend.kernels, {shape.operation: shape})
     require_supported(configs, shape)

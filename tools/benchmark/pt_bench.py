@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the kernels beside PyTorch's own and the FlashAttention packages, in one process."""
+"""Time the kernels of an operation beside its libraries, in one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 
 from flash_helpers.console.command_line import (
     add_commit_argument,
-    add_lengths_argument,
-    add_problem_arguments,
     make_parser,
     output_file,
     positive,
@@ -26,8 +24,15 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
-from flash_helpers.kernel_configs import OPERATIONS, AttentionForward, Config
+from flash_helpers.kernel_configs import Config, Problem
+from flash_helpers.measure.asked import (
+    add_measured_options,
+    asked_sizes,
+    chosen_operation,
+    measured_problem,
+)
 from flash_helpers.measure.benchmark_tables import report_text
+from flash_helpers.measure.code import library_codes
 from flash_helpers.measure.machine import GpuSensor, git_commit, provenance, resource_record
 from flash_helpers.measure.plots import PlotError, drawable_panels, plot_svg, require_plotting
 from flash_helpers.measure.results import (
@@ -38,11 +43,7 @@ from flash_helpers.measure.results import (
     Protocol,
     refuse_another_gpu,
 )
-from flash_helpers.operations.attention_forward.problems import (
-    MEASURED_LENGTHS,
-    N_HEADS,
-    default_shape,
-)
+from flash_helpers.registry.operation import TFLOPS, Operation
 from flash_helpers.registry.selection import (
     ALL,
     UsageError,
@@ -56,19 +57,22 @@ from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 ROOT = Path(__file__).resolve().parents[2]
 
 DESCRIPTION = """\
-Time the kernels beside PyTorch's flash and cuDNN backends, and the packages flash_attn and fa3_fwd
-(FlashAttention-3) where they are installed, in one process: first in bursts, between which the chip
+Time the kernels of one operation beside its libraries, in one process: attention beside PyTorch's
+flash and cuDNN backends, and the packages flash_attn and fa3_fwd (FlashAttention-3) where they are
+installed; softmax along rows beside PyTorch's and a copy. First in bursts, between which the chip
 rests, then under sustained load, without a pause. Each sample is a CUDA graph that goes round
 several sets of inputs; every contender is timed once a round, in an order that changes, with a
-sample of the flash backend next to it, which it is compared with; flash timed twice tells the
-noise. Clock, power and temperature are read at each sample. Outputs are compared with float64
-before and after. Of 16 heads the batch is 16, or what 65536 tokens leave; of more heads it is as
-much smaller; d_head is 128. A length that does not fit in memory is skipped, and a kernel is left
-out of problems that it does not take. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations;
-for causal problems, only the pairs of a query and a key that it sees; a file holds no others then.
-The chip's own rates, of a large matrix product and of mma.sync on registers, are measured along
-with them. For an H100 or H200 the share of the tensor cores' peak is shown too, at the clock that
-was read: TFLOP/s / (4096 FLOP per SM and cycle * SMs * SM clock).
+sample of the first library next to it, which it is compared with; that library timed twice tells
+the noise. Clock, power and temperature are read at each sample. Outputs are compared with float64
+before and after. A size that does not fit in memory is skipped, and a kernel is left out of
+problems that it does not take. A file holds one problem at each size and dtype.
+
+Attention: of 16 heads the batch is 16, or what 65536 tokens leave; of more heads it is as much
+smaller; d_head is 128. TFLOP/s count 4 * batch * heads * seq^2 * d_head operations; for causal
+problems, only the pairs of a query and a key that it sees. The chip's own rates, of a large matrix
+product and of mma.sync on registers, are measured along. For an H100 or H200 the share of the
+tensor cores' peak is shown too, at the clock that was read: TFLOP/s / (4096 FLOP per SM and cycle *
+SMs * SM clock). Rows: GB/s count each input read once and each output written once.
 """
 
 EXAMPLES = """\
@@ -87,6 +91,8 @@ examples:
   causal problems, and 32 heads of Q on 8 of K and V, each into a file of its own:
     python tools/benchmark/pt_bench.py --kernel h21 h24 --causal --json causal.json
     python tools/benchmark/pt_bench.py --kernel h24 --heads 32 --kv-heads 8 --json grouped.json
+  softmax along rows, in GB/s:
+    python tools/benchmark/pt_bench.py --kernel softmax --width 1024 8192 --json rows.json
   one sequence at a time:
     python tools/benchmark/pt_bench.py --kernel h30 --batch 1 --json alone.json
   both dtypes of step 16 in bursts, within a minute, for a spreadsheet:
@@ -109,13 +115,8 @@ run, 130 interrupted
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(DESCRIPTION, EXAMPLES)
-    add_kernel_arguments(parser, default="all", dtype="bf16")
-    add_lengths_argument(parser, "--seq", MEASURED_LENGTHS, "sequence lengths")
-    parser.add_argument(
-        "--heads", type=positive, default=N_HEADS, metavar="N", help=f"of Q (default: {N_HEADS})"
-    )
-    add_problem_arguments(parser)
-    parser.add_argument("--batch", type=positive, metavar="N", help="(default: as above)")
+    add_kernel_arguments(parser, default="all of attention", dtype="bf16")
+    add_measured_options(parser)
     parser.add_argument(
         "--rounds",
         type=positive,
@@ -170,13 +171,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="write the file of --json after each length; if it is there, begin where it ends",
+        help="write the file of --json after each size; if it is there, begin where it ends",
     )
     parser.add_argument(
         "--plot",
         type=output_file,
         metavar="FILE.svg",
-        help="percent of flash by step, and TFLOP/s by length",
+        help="percent of the first library by step, and speed by size",
     )
     add_commit_argument(parser)
     arguments = parser.parse_args(argv)
@@ -197,18 +198,22 @@ def protocol_of(arguments: argparse.Namespace) -> Protocol:
 
 
 def choose(
-    arguments: argparse.Namespace, backend: Backend, shapes: Sequence[AttentionForward]
+    arguments: argparse.Namespace,
+    backend: Backend,
+    operation: Operation,
+    shapes: Sequence[Problem],
 ) -> list[Config]:
     """The chosen kernels, one of which takes each problem. Raises PlotError and UsageError."""
     first = shapes[0]
     if arguments.plot:
-        if first != default_shape(first.len_q):
+        usual = measured_problem(argparse.Namespace(), operation, getattr(first, operation.swept))
+        if first != usual:
             raise UsageError("--plot draws the steps at their usual problems: leave it out")
         require_plotting()
     dtypes = parse_dtypes(arguments.dtype)
-    own = [c for c in backend.kernels if c.family.operation.name == first.operation]
+    own = [c for c in backend.kernels if c.family.operation == operation]
     selectors = arguments.kernel or [ALL]
-    configs = select_kernels(own, selectors, dtypes, problems={first.operation: first})
+    configs = select_kernels(own, selectors, dtypes, problems={operation.name: first})
     for shape in shapes:
         require_taken(configs, shape)
     return configs
@@ -235,12 +240,18 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     found = provenance(backend, command, arguments.commit or git_commit(ROOT))
     if arguments.json:
         refuse_another_gpu(arguments.json, found.gpu)
-    problem = {name: getattr(arguments, name) for name in ("heads", "kv_heads", "causal", "batch")}
-    shapes = {n: default_shape(n, **problem) for n in sorted(set(arguments.seq))}
-    configs = choose(arguments, backend, [*shapes.values()])
+    asked = parse_dtypes(arguments.dtype)
+    operation = chosen_operation(backend.kernels, arguments.kernel, asked)
+    sizes = asked_sizes(arguments, operation)
+    shape_for = partial(measured_problem, arguments, operation)
+    shapes = [shape_for(size) for size in sizes]
+    configs = choose(arguments, backend, operation, shapes)
     dtypes = sorted({config.dtype for config in configs})
-    operation = OPERATIONS[next(iter(shapes.values())).operation]
-    contenders = {dtype: contenders_for(configs, dtype, backend, operation) for dtype in dtypes}
+    codes = library_codes(found.compute_capability)
+    contenders = {
+        dtype: contenders_for(configs, dtype, backend, operation, codes) for dtype in dtypes
+    }
+    is_counted = operation.metric == TFLOPS  # else the chip's rates are no ceiling
 
     def results_of(run: BenchmarkRun) -> BenchmarkResults:
         return BenchmarkResults(
@@ -263,18 +274,17 @@ def measure(arguments: argparse.Namespace, command: str) -> BenchmarkResults:
     steps = sum(n_steps(len(each), protocol) for each in contenders.values())
     with bar(total=len(shapes) * steps, desc="benchmark", unit="step") as shown:
         run = run_benchmark(
-            *(contenders, [*shapes], backend.device, make_timer(backend.device, protocol)),
-            *(protocol, GpuSensor(backend.device)),
-            rate_works=default_rate_works(backend.device),
+            *(contenders, sizes, backend.device, make_timer(backend.device, protocol)),
+            *(protocol, GpuSensor(backend.device), shape_for),
+            rate_works=default_rate_works(backend.device) if is_counted else {},
             time_budget_s=arguments.time_budget,
             advance=shown.update,
-            shape_for=partial(default_shape, **problem),
             measured=measured,
             keep=keep,
         )
     if not run.measurements:
         skipped = next(s for s in run.skipped if not s.name)
-        raise UsageError(f"nothing was measured: seq {skipped.seq_len} {skipped.reason}")
+        raise UsageError(f"nothing was measured: {skipped.asked} {skipped.reason}")
     return results_of(run)
 
 
@@ -299,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = parse_arguments(argv)
     command = typed_command("pt_bench.py", argv)
-    kept = "what was measured of whole lengths is kept, the same command goes on there"
+    kept = "what was measured of whole sizes is kept, the same command goes on there"
     return run_tool(
         lambda: run(arguments, command),
         *(KernelsNotRun, OSError, PlotError, ValueError),

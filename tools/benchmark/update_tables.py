@@ -30,6 +30,7 @@ from flash_helpers.measure.benchmark_tables import (
 )
 from flash_helpers.measure.call_overhead import MARKERS as CALL_MARKERS
 from flash_helpers.measure.call_overhead import CallOverhead
+from flash_helpers.measure.code import changed_names
 from flash_helpers.measure.plots import (
     PROGRESSION,
     SEQ_LEN,
@@ -63,7 +64,8 @@ examples:
   after new times of calls:
     python benchmarks/call_overhead.py
     python tools/benchmark/update_tables.py
-  do the README, the headers and the plots show what the data says? (exit 1 and a diff if not)
+  do the README, the headers and the plots show what the data says, and was the data measured with
+  the machine code that the library holds today? (exit 1, with a diff or the names, if not)
     python tools/benchmark/update_tables.py --check
 
 exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
@@ -139,6 +141,20 @@ def stale_plots(
     return stale
 
 
+def changed_code(root: Path, by_family: Mapping[str, BenchmarkResults]) -> list[str]:
+    """A line for each of the headline tables' results with kernels whose machine code is known and
+    has changed since."""
+    headline = [("the progression", by_family["ampere"]), ("the best kernels", by_family["hopper"])]
+    if (root / LOADS).is_file():
+        headline.append(("the loads", load_results(root / LOADS)))
+    return [
+        f"{title}: measured on {results.provenance.gpu} with other machine code than the library "
+        f"has today: measure {', '.join(sorted(names))} again"
+        for title, results in headline
+        if (names := changed_names(results))
+    ]
+
+
 def update(arguments: argparse.Namespace) -> int:
     """Update or check the files; returns the exit status.
 
@@ -161,9 +177,12 @@ def update(arguments: argparse.Namespace) -> int:
         for path, text in {**{path: new for path, (_, new) in stale.items()}, **drawn}.items():
             write_if_different(path, text)
             print(f"{path.relative_to(root)} written")
-    if not stale and not plots:
+    changed = changed_code(root, by_family)
+    for line in changed:
+        print(line)
+    if not stale and not plots and not changed:
         print("all is up to date")
-    return 1 if (stale or plots) and arguments.check else 0
+    return 1 if (stale or plots or changed) and arguments.check else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

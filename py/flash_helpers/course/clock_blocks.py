@@ -112,7 +112,7 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
     if before:
         headers += ["change", "80% of the rounds", "verdict"]
     rows = []
-    for seq_len in (*results.seq_lens, None):
+    for seq_len in (*results.sizes, None):
         cells = [number(speed(results, config, seq_len)) for config in (*before, own)]
         if before and seq_len is None:
             cells += [percent(mean_change(results, before[0], own), signed=True), "", ""]

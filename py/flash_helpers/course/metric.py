@@ -58,7 +58,7 @@ def metric_of(family: Family) -> Metric:
 def speed(results: BenchmarkResults, config: Config, length: int | None = None) -> float | None:
     """Speed in the metric's unit: at one length, or the harmonic mean over all; None where it was
     not measured."""
-    return results.tflops(config.short_form(), config.dtype.short, length)
+    return results.speed(config.short_form(), config.dtype.short, length)
 
 
 def share(
@@ -66,4 +66,4 @@ def share(
 ) -> float | None:
     """Speed over that of the metric's library, of a config or of a library's contender."""
     name = contender if isinstance(contender, str) else contender.short_form()
-    return results.of_flash(name, dtype, length)
+    return results.of_first(name, dtype, length)

@@ -1,10 +1,10 @@
-"""Speed of each kernel beside PyTorch's own, in one process.
+"""Speed of each kernel beside the operation's libraries, in one process.
 
 Every contender is captured in a CUDA graph, so that no launch costs host time (or launched one by
 one, as a program without graphs would); launches go round several sets of inputs, or the L2 cache
 is overwritten before each, so that no inputs are found there. Every contender is timed once a
 round, in an order that changes from round to round and from length to length, with a sample of
-PyTorch's flash backend among every few, so that a drifting clock harms all alike; first in bursts
+the first library among every few, so that a drifting clock harms all alike; first in bursts
 of a rested chip, then under load that is never let off. What is timed is also what is compared with
 float64, before and after.
 """
@@ -15,7 +15,7 @@ import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,14 +27,15 @@ from flash_helpers.kernel_configs import OPERATIONS, Config, Element, Problem
 from flash_helpers.measure.machine import GpuSensor
 from flash_helpers.measure.rates import MakeRateWork, measure_rates
 from flash_helpers.measure.results import (
-    CONTROL,
-    FLASH,
+    FP16_MANTISSA_BITS,
     LibraryRecord,
     Load,
     Measurement,
     Protocol,
     RateRecord,
     SkippedRecord,
+    control_name,
+    first_library,
 )
 from flash_helpers.measure.timing import (
     CudaTimer,
@@ -44,7 +45,6 @@ from flash_helpers.measure.timing import (
     interleaved_rounds,
     record,
 )
-from flash_helpers.operations.attention_forward.problems import default_shape
 from flash_helpers.registry.operation import Operation
 from flash_helpers.runtime.backend import Backend, Execute
 from flash_helpers.runtime.tensors import torch_dtype
@@ -65,12 +65,16 @@ class Contender:
     """A kernel or a library that computes an operation.
 
     run: computes it for a set and returns the first output, the set's own buffer or a new tensor.
-    config: None for a library.
+    config: None for a library. code: digest of the machine code of the config that is launched; ""
+    where it is not known. is_verified: the output is compared; that of a copy, which computes
+    nothing, is not.
     """
 
     name: str
     config: Config | None
     run: Callable[[InputSet], torch.Tensor]
+    code: Callable[[Config | None], str] = lambda ran: ""
+    is_verified: bool = True
 
     def refusal(self, problem: Problem) -> str:
         """Return why it is left out of a problem; "" if it is not."""
@@ -87,28 +91,33 @@ def _packages(problem: Problem) -> Mapping[str, Any]:
     return OPERATIONS[problem.operation].part("baselines").PACKAGES
 
 
-def kernel_contender(config: Config, execute: Execute) -> Contender:
-    """Return a contender for one of the kernels, run by `execute`."""
+def kernel_contender(
+    config: Config, execute: Execute, codes: Mapping[Config, str] = MappingProxyType({})
+) -> Contender:
+    """Return a contender for one of the kernels, run by `execute`. codes: digests of the machine
+    code of configs that it may be launched as."""
 
     def run(inputs: InputSet) -> torch.Tensor:
         tensors = [*inputs.inputs.values(), *inputs.outputs.values()]
         execute(config, tensors, inputs.problem.call_options())
         return next(iter(inputs.outputs.values()))
 
-    return Contender(config.short_form(), config, run)
+    return Contender(
+        config.short_form(), config, run, lambda ran: codes.get(ran, "") if ran else ""
+    )
 
 
-def library_contender(name: str) -> Contender:
+def library_contender(name: str, operation: Operation) -> Contender:
     """Return a contender for a library of the operation, or for the control."""
+    library = first_library(operation) if name == control_name(operation) else name
+    baselines = operation.part("baselines")
 
     def run(inputs: InputSet) -> torch.Tensor:
-        problem = inputs.problem
-        operation = OPERATIONS[problem.operation]
-        library = next(iter(operation.libraries)) if name == CONTROL else name
-        outputs = operation.part("baselines").run(library, problem, inputs.inputs)
-        return outputs[problem.outputs[0].name]
+        outputs = baselines.run(library, inputs.problem, inputs.inputs)
+        return outputs[inputs.problem.outputs[0].name]
 
-    return Contender(name, None, run)
+    unverified = getattr(baselines, "NOT_VERIFIED", frozenset())
+    return Contender(name, None, run, is_verified=library not in unverified)
 
 
 def library_contenders(operation: Operation) -> list[Contender]:
@@ -117,7 +126,8 @@ def library_contenders(operation: Operation) -> list[Contender]:
     A package that is not installed refuses every problem; a library that is there but does not run
     fails when it is called, with the reason.
     """
-    return [library_contender(name) for name in (*operation.libraries, CONTROL)]
+    names = (*operation.libraries, control_name(operation))
+    return [library_contender(name, operation) for name in names]
 
 
 def library_records(
@@ -199,6 +209,10 @@ class _Entry:
     def verify(self) -> None:
         """Poison the outputs, repeat the timed work, and compare; the worst ever is kept."""
         assert self.recording is not None
+        if not self.contender.is_verified:
+            self.recording.work()
+            self.timer.synchronize()
+            return
         for output in self.outputs:
             output.fill_(torch.nan)
         self.recording.work()
@@ -214,19 +228,16 @@ class _Entry:
             self.worst = found
         self.failure = self.failure or found.failure
 
-    def measurement(self, shape: Problem, dtype: Element, load: Load) -> Measurement:
+    def measurement(self, problem: Problem, load: Load) -> Measurement:
         config, worst = self.contender.config, self.worst
+        ran = config.runs_as(problem.strides()) if config else None
         taken = self.taken.get(load.name, [])
         readings = [sample.reading for sample in taken if sample.reading is not None]
         clocks, powers, temperatures = zip(*readings, strict=True) if readings else ((), (), ())
         return Measurement(
             name=self.contender.name,
-            ran=config.runs_as(shape.strides()).short_form() if config else "",
-            dtype=dtype.short,
-            batch=shape.batch,
-            n_heads=shape.heads,
-            seq_len=shape.len_q,
-            d_head=shape.d_head,
+            ran=ran.short_form() if ran else "",
+            problem=problem.record(),
             input_sets=len(self.sets),
             launches_per_sample=self.recording.sample(load).n_launches if self.recording else 0,
             samples_ms=tuple(sample.ms for sample in taken),
@@ -236,12 +247,11 @@ class _Entry:
             relative_bound=worst.bound.relative if worst else None,
             failure=self.failure,
             load=load.name,
-            flash_ms=tuple(s.reference_ms for s in taken if s.reference_ms is not None),
+            first_ms=tuple(s.reference_ms for s in taken if s.reference_ms is not None),
             sm_mhz=clocks,
             power_w=powers,
             temperature_c=temperatures,
-            kv_heads=shape.kv_heads,
-            causal=shape.causal,
+            code=self.contender.code(ran),
         )
 
 
@@ -265,7 +275,10 @@ def make_input_sets(
         drawn = operation.part("inputs").draw(
             protocol.inputs, problem, device, protocol.seed + index
         )
-        inputs = {n: with_mantissa_bits(x, protocol.mantissa_bits) for n, x in drawn.items()}
+        inputs = dict(drawn)
+        if protocol.mantissa_bits < FP16_MANTISSA_BITS:  # else all, also of 32 bits
+            bits = protocol.mantissa_bits
+            inputs = {name: with_mantissa_bits(x, bits) for name, x in drawn.items()}
         reference = operation.part("reference").reference(problem, inputs)
         outputs = {
             tensor.name: torch.empty(tensor.shape, dtype=torch_dtype(tensor.element), device=device)
@@ -308,7 +321,9 @@ def measure_problem(
 
     timed = [entry for entry in entries if not entry.failure]
     recordings = [entry.recording for entry in timed if entry.recording is not None]
-    flash = next((n for n, entry in enumerate(timed) if entry.contender.name == FLASH), None)
+    operation = OPERATIONS[shape.operation]
+    names = [entry.contender.name for entry in timed]
+    first = first_library(operation)
     for index, load in enumerate(protocol.loads):
         now = time.monotonic()
         left_ms = sum(other.slice_ms for other in protocol.loads[index:])
@@ -321,8 +336,9 @@ def measure_problem(
         rounds = interleaved_rounds(
             [recording.sample(load) for recording in recordings],
             *(timer, load, protocol.rounds, sensor),
-            reference=flash,
-            seed=shape.len_q,  # no contender follows the same neighbour at every length
+            reference=names.index(first) if first in names else None,
+            # no contender follows the same neighbour at every size
+            seed=getattr(shape, operation.swept),
             may_continue=may_continue,
         )
         for entry, taken in zip(timed, rounds, strict=True):
@@ -331,15 +347,14 @@ def measure_problem(
         if entry in timed:
             entry.attempt(entry.verify)
         advance()
-    return [entry.measurement(shape, dtype, load) for load in protocol.loads for entry in entries]
+    problem = shape.in_dtype(dtype)
+    return [entry.measurement(problem, load) for load in protocol.loads for entry in entries]
 
 
-def skipped_record(
-    dtype: Element, seq_len: int, error: torch.cuda.OutOfMemoryError
-) -> SkippedRecord:
+def skipped_record(problem: Problem, error: torch.cuda.OutOfMemoryError) -> SkippedRecord:
     """Record of a problem that `measure_problem` found no room for."""
     reason = f"does not fit in the GPU's memory ({str(error).splitlines()[0]})"
-    return SkippedRecord(dtype.short, seq_len, reason)
+    return SkippedRecord(problem.record(), reason)
 
 
 def n_steps(n_contenders: int, protocol: Protocol) -> int:
@@ -348,11 +363,16 @@ def n_steps(n_contenders: int, protocol: Protocol) -> int:
 
 
 def contenders_for(
-    configs: Sequence[Config], dtype: Element, backend: Backend, operation: Operation
+    configs: Sequence[Config],
+    dtype: Element,
+    backend: Backend,
+    operation: Operation,
+    codes: Mapping[Config, str] = MappingProxyType({}),
 ) -> list[Contender]:
-    """The libraries, then the configs of one dtype."""
-    own = (kernel_contender(config, backend.execute) for config in configs if config.dtype == dtype)
-    return [*library_contenders(operation), *own]
+    """The libraries, then the configs of one dtype. codes: as for `kernel_contender`."""
+    own = (config for config in configs if config.dtype == dtype)
+    kernels = (kernel_contender(config, backend.execute, codes) for config in own)
+    return [*library_contenders(operation), *kernels]
 
 
 @dataclass(frozen=True)
@@ -364,38 +384,40 @@ class BenchmarkRun:
     measurements: tuple[Measurement, ...] = ()
 
     @property
-    def problems(self) -> set[tuple[str, int]]:
-        """dtype and length of the problems that are done."""
-        empty = {(s.dtype, s.seq_len) for s in self.skipped if not s.name}
-        return empty | {(m.dtype, m.seq_len) for m in self.measurements}
+    def problems(self) -> set[Problem]:
+        """The problems that are done."""
+        empty = {s.asked for s in self.skipped if not s.name}
+        return empty | {m.asked for m in self.measurements}
 
     def require_problems(self, shape_for: Callable[[int], Problem]) -> None:
-        """Raise ValueError unless the measured problem of each length is the given one."""
-        for found in self.measurements:
-            asked = replace(shape_for(found.seq_len), dtype=found.problem.dtype)
-            if found.problem != asked:
+        """Raise ValueError unless the measured problem of each size is the given one."""
+        for found in (*self.skipped, *self.measurements):
+            asked = shape_for(found.size).in_dtype(found.asked.dtype)
+            if found.asked != asked:
                 raise ValueError(
-                    f"what was measured is {found.problem}, and this is {asked}: go on with that, "
+                    f"what was measured is {found.asked}, and this is {asked}: go on with that, "
                     "or name another file"
                 )
 
 
 def run_benchmark(
     contenders: Mapping[Element, Sequence[Contender]],
-    seq_lens: Sequence[int],
+    sizes: Sequence[int],
     device: torch.device,
     timer: CudaTimer,
     protocol: Protocol,
     sensor: GpuSensor,
+    shape_for: Callable[[int], Problem],
     rate_works: Mapping[str, MakeRateWork] = MappingProxyType({}),
     time_budget_s: float = math.inf,
     advance: Callable[[int], object] = lambda steps: None,
-    shape_for: Callable[[int], Problem] = default_shape,
     measured: BenchmarkRun | None = None,
     keep: Callable[[BenchmarkRun], object] = lambda run: None,
 ) -> BenchmarkRun:
-    """Measure the contenders of each dtype at every length under each load; dtypes of one length
-    one after the other, so that a change during the run does not look like one of them.
+    """Measure the contenders of each dtype at every size under each load; dtypes of one size one
+    after the other, so that a change during the run does not look like one of them.
+
+    shape_for: the problem of a size, in any dtype.
 
     rate_works: what the chip's rates are measured with, once for each dtype, by name.
     time_budget_s: seconds for the whole run; what is left is shared out evenly, and a problem whose
@@ -417,19 +439,20 @@ def run_benchmark(
     )
     run.require_problems(shape_for)
     done = run.problems
-    problems = [(dtype, shape_for(seq_len)) for seq_len in seq_lens for dtype in contenders]
-    new = [(dtype, shape) for dtype, shape in problems if (dtype.short, shape.len_q) not in done]
+    problems = [(dtype, shape_for(size)) for size in sizes for dtype in contenders]
+    new = [(dtype, shape) for dtype, shape in problems if shape.in_dtype(dtype) not in done]
     for dtype, _ in set(problems) - set(new):
         advance(n_steps(len(contenders[dtype]), protocol))
     for index, (dtype, shape) in enumerate(new):
         now = time.monotonic()
         share = (begin + time_budget_s - now) / (len(new) - index)
         left = n_steps(len(contenders[dtype]), protocol)
-        reasons = {c.name: c.refusal(shape.in_dtype(dtype)) for c in contenders[dtype]}
+        problem = shape.in_dtype(dtype)
+        reasons = {c.name: c.refusal(problem) for c in contenders[dtype]}
         taking = [c for c in contenders[dtype] if not reasons[c.name]]
         measurements: list[Measurement] = []
         skipped = [
-            SkippedRecord(dtype.short, shape.len_q, reason, name)
+            SkippedRecord(problem.record(), reason, name)
             for name, reason in reasons.items()
             if reason
         ]
@@ -447,7 +470,7 @@ def run_benchmark(
                 advance=step,
             )
         except torch.cuda.OutOfMemoryError as error:
-            skipped.append(skipped_record(dtype, shape.len_q, error))
+            skipped.append(skipped_record(problem, error))
         run = BenchmarkRun(run.rates, (*run.skipped, *skipped), (*run.measurements, *measurements))
         keep(run)
         advance(left)

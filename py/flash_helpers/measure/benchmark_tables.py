@@ -6,19 +6,25 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 
 from flash_helpers.console.tables import DASH, Table, number, percent
-from flash_helpers.kernel_configs import FAMILIES, Config, Element, config_from_short_form
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    AttentionForward,
+    Config,
+    Element,
+    config_from_short_form,
+)
+from flash_helpers.measure.code import DAGGER, changed_names
 from flash_helpers.measure.results import (
     BEST_OTHER,
-    CONTROL,
     FLASH,
     FP16_MANTISSA_BITS,
     LIBRARY_NAMES,
     LOAD_TEXTS,
     MMA_SYNC,
-    OTHERS,
     RATE_NAMES,
     SUSTAINED,
     BenchmarkResults,
@@ -37,6 +43,7 @@ from flash_helpers.measure.staircases import (
 )
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.family import Family, Step
+from flash_helpers.registry.operation import TFLOPS
 from flash_helpers.registry.selection import names_of
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
@@ -51,7 +58,9 @@ HEADER_BEGIN_MARKER = "// benchmark:begin"
 HEADER_END_MARKER = "// benchmark:end"
 COMMENT_WIDTH = 96
 
-# (contender, dtype, length or None for the mean over all, load) to a number, if there is one
+CHANGED = f"{DAGGER} The kernel's machine code has changed since it was measured."
+
+# (contender, dtype, size or None for the mean over all, load) to a number, if there is one
 Share = Callable[[str, str, "int | None", str], "float | None"]
 
 Column = tuple[str, str]  # dtype and load
@@ -70,6 +79,43 @@ def main_dtype(results: BenchmarkResults) -> str:
 def share_text(share: float | None) -> str:
     """A share as a number of percent, under a title that says so; a dash where there is none."""
     return number(None if share is None else 100 * share, 1)
+
+
+def first_name(results: BenchmarkResults) -> str:
+    """The first library's short name, in words about percents."""
+    return "flash" if results.first == FLASH else results.first
+
+
+def unit(results: BenchmarkResults) -> str:
+    """The unit of the speeds."""
+    return results.operation.metric.unit
+
+
+def size_name(results: BenchmarkResults) -> str:
+    """Name of the size that the problems differ in, as on a command line."""
+    operation = results.operation
+    (swept,) = (f for f in fields(operation.problem) if f.name == operation.swept)
+    return swept.metadata.get("name", swept.name)
+
+
+class _Marks:
+    """Daggers for contenders whose code has changed since they were measured."""
+
+    def __init__(self, results: BenchmarkResults) -> None:
+        self._changed = changed_names(results)
+        self.any = False
+
+    def __call__(self, text: str, *names: str) -> str:
+        """The text, with a dagger if one of the names is such a contender's."""
+        if self._changed.isdisjoint(names):
+            return text
+        self.any = True
+        return f"{text} {DAGGER}"
+
+    @property
+    def line(self) -> list[str]:
+        """The line under the table, if a dagger is in it."""
+        return [CHANGED] if self.any else []
 
 
 def supports_table() -> str:
@@ -111,25 +157,25 @@ def _length_table(
     value: Share,
     text: Callable[..., str],
 ) -> Table:
-    """A row a contender, a column a length and one for the mean, for which `value` gets None; then
-    the widest spread over the lengths, the SM's clock and the power."""
-    lengths = results.seq_lens
-    header = [f"{dtype}, {load}, {title}", *(f"seq {n}" for n in lengths), "harmonic mean"]
+    """A row a contender, a column a size and one for the mean, for which `value` gets None; then
+    the widest spread over the sizes, the SM's clock and the power."""
+    lengths, marks = results.sizes, _Marks(results)
+    header = [f"{dtype}, {load}, {title}", *_length_titles(results), "harmonic mean"]
     rows = []
     for name in results.names(dtype):
         cells = [text(value(name, dtype, n, load)) for n in (*lengths, None)]
         found = [m for n in lengths if (m := results.find(name, dtype, n, load)) is not None]
         cells.append(share_text(_widest_spread(results, found)))
         cells += [number(_median(readings)) for readings in _readings(found)]
-        rows.append([name, *cells])
+        rows.append([marks(name, name), *cells])
     return Table([*header, "spread %", "MHz", "W"], rows)
 
 
 def _widest_spread(results: BenchmarkResults, found: Iterable[Measurement]) -> float | None:
-    """The longest interval of the ratios to the flash backend, over their median."""
+    """The longest interval of the ratios to the first library, over their median."""
     widths = []
     for m in found:
-        if ratios := results.pairs(m.name, FLASH, m.dtype, m.seq_len, m.load):
+        if ratios := results.pairs(m.name, results.first, m.dtype, m.size, m.load):
             low, high = interval(ratios)
             widths.append((high - low) / statistics.median(ratios))
     return max(widths, default=None)
@@ -145,15 +191,16 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
-    shares: dict[str, Share] = {"% of flash": results.of_flash}
+    shares: dict[str, Share] = {f"% of {first_name(results)}": results.of_first}
     for rate, title in RATE_NAMES.items():
         if results.rate(rate, dtype, load) is not None:
             shares[f"% of {title}"] = partial(results.of_rate, rate)
-    if results.provenance.tensor_peak is not None:
+    is_counted = results.operation.metric == TFLOPS
+    if is_counted and results.provenance.tensor_peak is not None:
         shares["% of the tensor cores' peak at this clock"] = results.of_tensor_peak
     shares["% of the best of the others"] = results.of_best_other
     return [
-        _length_table(results, dtype, load, "TFLOP/s", results.tflops, number),
+        _length_table(results, dtype, load, unit(results), results.speed, number),
         *(
             _length_table(results, dtype, load, title, share, share_text)
             for title, share in shares.items()
@@ -163,18 +210,22 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
 
 
 def _length_titles(results: BenchmarkResults) -> list[str]:
-    return [f"seq {n}" for n in results.seq_lens]
+    return [f"{size_name(results)} {n}" for n in results.sizes]
 
 
-def _best_rows(results: BenchmarkResults, dtype: str, load: str) -> list[list[str]]:
-    """The fastest library and the fastest kernel at each length, and how the two compare."""
+def _best_rows(
+    results: BenchmarkResults, dtype: str, load: str, marks: _Marks | None = None
+) -> list[list[str]]:
+    """The fastest library and the fastest kernel at each size, and how the two compare."""
+    marks = marks or _Marks(results)
     labels = _kernel_labels(results, dtype)
     rows = [["best of the others"], ["best of ours"], ["ours over the others"]]
-    for n in results.seq_lens:
+    for n in results.sizes:
         other = results.find(BEST_OTHER, dtype, n, load)
         own = results.fastest(labels, dtype, n, load)
-        rows[0].append(f"{number(other.tflops)} {other.name}" if other else DASH)
-        rows[1].append(f"{number(own.tflops)} {labels[own.name]}" if own else DASH)
+        rows[0].append(f"{number(other.speed)} {other.name}" if other else DASH)
+        text = f"{number(own.speed)} {labels[own.name]}" if own else DASH
+        rows[1].append(marks(text, own.name) if own else text)
         place = (own.name if own else "", BEST_OTHER, dtype, n, load)
         ratio = number(results.ratio(*place), 2)
         rows[2].append(f"= {ratio}" if results.is_equal(*place) else ratio)
@@ -189,9 +240,9 @@ def _kernel_labels(results: BenchmarkResults, dtype: str) -> dict[str, str]:
 
 
 def report_text(results: BenchmarkResults) -> str:
-    """For each dtype and load the TFLOP/s and the percent of PyTorch's flash backend, of the rates
-    of the chip that were measured, of the tensor cores' peak and of the fastest library, and the
-    fastest at each length; then what to mind."""
+    """For each dtype and load the speed and the percent of the first library, of the rates of the
+    chip that were measured, of the tensor cores' peak and of the fastest library, and the fastest
+    at each size; then what to mind."""
     loads = [(dtype, load) for dtype in results.dtypes for load in results.loads]
     parts = [f"{t.text()}\n" for dtype, load in loads for t in _tables(results, dtype, load)]
     parts += [
@@ -202,40 +253,47 @@ def report_text(results: BenchmarkResults) -> str:
     parts.append(_problems_text(results.measurements))
     parts += [f"{library.name} {library.version}" for library in results.libraries]
     parts += [
-        f"{dtype}, {load}: {CONTROL} is within {100 * noise:.2f}% of {FLASH} in the mean over "
-        "lengths; less than that is no difference"
+        f"{dtype}, {load}: {results.control} is within {100 * noise:.2f}% of {results.first} in "
+        f"the mean over {_sizes_word(results)}; less than that is no difference"
         for dtype, load in loads
         if (noise := results.noise(dtype, load=load)) is not None
     ]
     parts.append(
-        "speeds are those at the median time; % of flash is the median of ratios within a round; "
-        "spread is what 80% of them lie in, the widest of a contender's lengths"
+        f"speeds are those at the median time; % of {first_name(results)} is the median of ratios "
+        "within a round; spread is what 80% of them lie in, the widest of a contender's "
+        f"{_sizes_word(results)}"
     )
     parts += [
-        f"{m.name} at {m.seq_len} was run by {m.ran}"
+        f"{m.name} at {m.size} was run by {m.ran}"
         for m in results.measurements
         if m.ran not in ("", m.name) and m.load == results.main_load
     ]
     parts += [
-        f"{m.name} at {m.seq_len}, {m.load}: {m.failure}" for m in results.measurements if m.failure
+        f"{m.name} at {m.size}, {m.load}: {m.failure}" for m in results.measurements if m.failure
     ]
     parts += _skipped_lines(results.skipped)
+    parts += [CHANGED] if changed_names(results) else []
     return "\n".join(parts)
 
 
+def _sizes_word(results: BenchmarkResults) -> str:
+    """The sizes in words: lengths, widths."""
+    return {"seq": "lengths"}.get(name := size_name(results), f"{name}s")
+
+
 def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
-    """Contenders that were left out, at which lengths, and why."""
+    """Contenders that were left out, at which sizes, and why."""
     return _lines_by_reason(
-        (f"{s.name}, {s.dtype}," if s.name else s.dtype, s.seq_len, f"skipped: {s.reason}")
+        (f"{s.name}, {s.dtype}," if s.name else s.dtype, s.size, f"skipped: {s.reason}")
         for s in skipped
     )
 
 
 def _lines_by_reason(found: Iterable[tuple[str, int, str]]) -> list[str]:
-    """A line per subject and reason, with all lengths."""
+    """A line per subject and reason, with all sizes."""
     lengths: dict[tuple[str, str], list[int]] = {}
-    for what, seq_len, reason in found:
-        lengths.setdefault((what, reason), []).append(seq_len)
+    for what, size, reason in found:
+        lengths.setdefault((what, reason), []).append(size)
     return [
         f"{what} at {', '.join(map(str, at))} {reason}" for (what, reason), at in lengths.items()
     ]
@@ -280,8 +338,21 @@ def _load_text(load: Load, found: Sequence[Measurement]) -> str:
 
 
 def _problems_text(found: Sequence[Measurement]) -> str:
+    """The problems, beside their sizes."""
+    attention = {m.asked for m in found if isinstance(m.asked, AttentionForward)}
+    if attention:
+        return _attention_text(attention)
+    problems = dict.fromkeys((m.size, m.asked) for m in sorted(found, key=lambda m: m.size))
+    names = {f.name for m in found for f in fields(m.asked)}
+    names -= {"dtype", *(m.operation.swept for m in found)}
+    return ", ".join(
+        f"{name} " + ", ".join(f"{getattr(problem, name)} at {size}" for size, problem in problems)
+        for name in sorted(names)
+    )
+
+
+def _attention_text(problems: set[AttentionForward]) -> str:
     """The mask and the heads of the problems, and the batch at each length."""
-    problems = {m.problem for m in found}
     causal = any(p.causal for p in problems)
     heads = sorted({(p.heads, p.kv_heads) for p in problems})
     batches = sorted({(p.len_q, p.batch) for p in problems})
@@ -320,20 +391,21 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
     that was not measured."""
     fixed = FAMILIES[step.family].fixed_config(step, Element.from_name(MAIN_DTYPE))
     found = results.provenance
-    lines = [
-        f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
-        f"TFLOP/s at length {TABLE_SEQ_LEN}, and share of PyTorch's flash backend in the harmonic "
-        "mean over lengths."
-    ]
-    resources = {record.name: record for record in results.resources}
     own = stair(fixed)
     tiles = [c for c in (own.fixed, own.large) if c is not None]
-    if not any(results.tflops(c.short_form(), MAIN_DTYPE) for c in tiles):
+    if not any(results.speed(c.short_form(), MAIN_DTYPE) for c in tiles):
         return ""
+    swept = _sizes_word(results)
+    lines = [
+        f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
+        f"{unit(results)} at {swept.removesuffix('s')} {TABLE_SEQ_LEN}, and share of "
+        f"{LIBRARY_NAMES[results.first]} in the harmonic mean over {swept}."
+    ]
+    resources = {record.name: record for record in results.resources}
     for config in tiles:
         name = config.short_form()
-        speed = number(results.tflops(name, MAIN_DTYPE, TABLE_SEQ_LEN))
-        share = number(results.of_flash(name, MAIN_DTYPE), 2)
+        speed = number(results.speed(name, MAIN_DTYPE, TABLE_SEQ_LEN))
+        share = number(results.of_first(name, MAIN_DTYPE), 2)
         lines.append(f"{tile_text(config)}: {speed}, {share}.")
         if record := resources.get(name):
             spilled = f", {record.local_bytes} bytes of it spilled" if record.local_bytes else ""
@@ -342,6 +414,8 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
                 f"{record.smem_bytes // 1024} KiB of shared memory per block, "
                 f"{record.blocks_per_sm} block{'s' * (record.blocks_per_sm != 1)} per SM."
             )
+    if not changed_names(results).isdisjoint(config.short_form() for config in tiles):
+        lines.append("The machine code has changed since.")
     wrapped = textwrap.wrap(" ".join(lines), COMMENT_WIDTH)
     return "\n".join(f"// {line}" for line in wrapped)
 
@@ -350,29 +424,40 @@ def progression_table(results: BenchmarkResults) -> str:
     """Markdown: a row a step in the order of the registry, then the libraries and the rate of
     mma.sync; below, folded, the other configs that were measured.
 
-    Percent of PyTorch's flash backend in the harmonic mean over all lengths at both tiles, and
-    TFLOP/s at TABLE_SEQ_LEN (the longest length measured, if that was not), under the main load.
+    Percent of the first library in the harmonic mean over all sizes, at both tiles where steps have
+    tiles, and speed at TABLE_SEQ_LEN (the largest size measured, if that was not), under the main
+    load. A dagger marks a step whose machine code has changed since.
     """
-    dtype = main_dtype(results)
-    rows = [*_step_rows(results, dtype), *_ceiling_rows(results, dtype)]
-    header = ["step", "idea", "fixed tile: % of flash", "large tile: % of flash"]
-    header += ["stride read: % of flash", f"TFLOP/s at {_table_length(results)}"]
+    dtype, marks = main_dtype(results), _Marks(results)
+    share = f"% of {first_name(results)}"
+    rows = [*_step_rows(results, dtype, marks), *_ceiling_rows(results, dtype)]
+    columns = [f"{tile}: {share}" for tile in ("fixed tile", "large tile", "stride read")]
+    header = ["step", "idea", *columns, f"{unit(results)} at {_table_length(results)}"]
+    if not _has_tiles(results, dtype):
+        header[2:5] = [share]
+        rows = [[*row[:3], *row[5:]] for row in rows]
     parts = [
         Table(header, rows, "ll").markdown(),
         _legend(results, dtype),
-        *_other_configs(results, dtype),
+        *_other_configs(results, dtype, marks),
+        *marks.line,
         _provenance_text(results, [dtype], [results.main_load]),
     ]
     return "\n\n".join(parts)
 
 
+def _has_tiles(results: BenchmarkResults, dtype: str) -> bool:
+    """Whether steps of the operation take the large tile beside the fixed one."""
+    return any(own.large for own in stairs(dtype, results.operation).values())
+
+
 def _table_length(results: BenchmarkResults) -> int:
-    lengths = results.seq_lens
+    lengths = results.sizes
     return TABLE_SEQ_LEN if TABLE_SEQ_LEN in lengths else lengths[-1]
 
 
 def _speed_cell(results: BenchmarkResults, name: str, dtype: str, load: str | None = None) -> str:
-    return number(results.tflops(name, dtype, _table_length(results), load))
+    return number(results.speed(name, dtype, _table_length(results), load))
 
 
 def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | None = None) -> str:
@@ -382,83 +467,98 @@ def _share_cell(results: BenchmarkResults, pair: Pair, dtype: str, load: str | N
     if config is None:
         return ""
     name = config.short_form()
-    text = share_text(results.of_flash(name, dtype, load=load))
+    text = share_text(results.of_first(name, dtype, load=load))
     is_equal = parent is not None and results.is_equal(name, parent.short_form(), dtype, load=load)
     return f"= {text}" if is_equal else text
 
 
-def _step_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
+def _step_rows(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iterator[list[str]]:
     measured = measured_families(results.names(dtype))
-    for own, pairs in beside_parents(dtype):
+    for own, pairs in beside_parents(dtype, results.operation):
         if own.step.family not in measured:
             continue
         cells = [_share_cell(results, pair, dtype) for pair in pairs]
         speed = _speed_cell(results, own.widest.short_form(), dtype)
-        yield [own.step.id, own.step.idea, *cells, speed]
+        names = (config.short_form() for config in own.configs)
+        yield [marks(own.step.id, *names), own.step.idea, *cells, speed]
 
 
 def _ceiling_rows(results: BenchmarkResults, dtype: str) -> Iterator[list[str]]:
-    """The libraries, and mma.sync back to back."""
+    """The libraries, and mma.sync back to back, if it was measured."""
     for name, title in _libraries(results, dtype):
-        share = share_text(results.of_flash(name, dtype))
+        share = share_text(results.of_first(name, dtype))
         yield ["", title, share, share, "", _speed_cell(results, name, dtype)]
     if (rate := results.rate(MMA_SYNC, dtype)) is not None:
-        share = share_text(_rate_of_flash(results, dtype, results.main_load))
+        share = share_text(_rate_of_first(results, dtype, results.main_load))
         yield ["", RATE_TITLE, share, share, "", number(rate)]
 
 
 def _libraries(results: BenchmarkResults, dtype: str) -> Iterator[tuple[str, str]]:
     """Those that were measured, with their titles; the control is none."""
     names = results.names(dtype)
-    return ((name, LIBRARY_NAMES[name]) for name in OTHERS if name in names)
+    return ((name, LIBRARY_NAMES[name]) for name in results.library_names if name in names)
 
 
-def _rate_of_flash(results: BenchmarkResults, dtype: str, load: str) -> float | None:
-    flash = results.of_rate(MMA_SYNC, FLASH, dtype, load=load)
+def _rate_of_first(results: BenchmarkResults, dtype: str, load: str) -> float | None:
+    flash = results.of_rate(MMA_SYNC, results.first, dtype, load=load)
     return 1 / flash if flash else None
 
 
 def _legend(results: BenchmarkResults, dtype: str) -> str:
-    lengths = results.seq_lens
+    lengths, first = results.sizes, first_name(results)
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-    own = list(stairs(dtype).values())
-    fixed = next(tile_text(s.fixed) for s in own if s.fixed)
-    large = next(tile_text(s.large) for s in own if s.large)
+    swept = {"seq": "sequence lengths"}.get(size_name(results), _sizes_word(results))
+    same_tile = " at the same tile" if _has_tiles(results, dtype) else ""
     sentences = [
-        f"Flash is {LIBRARY_NAMES[FLASH]}: each sample is set against flash's sample next to it in "
-        f"the same round, and % is of the harmonic means over sequence lengths {span}.",
-        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s are at the large tile where a "
-        "step has it, and count 4·B·H·S²·D operations.",
-        "Stride read: at the large tile, the row stride read at run time, of the steps that know "
-        "it at compile time.",
+        f"{first.capitalize()} is {LIBRARY_NAMES[results.first]}: each sample is set against "
+        f"{first}'s sample next to it in the same round, and % is of the harmonic means over "
+        f"{swept} {span}.",
+        *_tile_sentences(results, dtype),
         f"Speeds are {LOAD_TEXTS[results.main_load]}.",
     ]
     if (noise := results.noise(dtype)) is not None:
         sentences.append(
-            "Set against itself, flash differs in the mean of a round by up to "
-            f'{100 * noise:.1f}%; a step no further from its parent at the same tile has an "=".'
+            f"Set against itself, {first} differs in the mean of a round by up to "
+            f'{100 * noise:.1f}%; a step no further from its parent{same_tile} has an "=".'
         )
     return " ".join(sentences)
 
 
+def _tile_sentences(results: BenchmarkResults, dtype: str) -> list[str]:
+    """The two tiles and the work that is counted; nothing for an operation without tiles."""
+    if not _has_tiles(results, dtype):
+        return []
+    own = list(stairs(dtype, results.operation).values())
+    fixed = next(tile_text(s.fixed) for s in own if s.fixed)
+    large = next(tile_text(s.large) for s in own if s.large)
+    return [
+        f"The fixed tile is {fixed}, the large tile {large}; TFLOP/s are at the large tile where a "
+        "step has it, and count 4·B·H·S²·D operations.",
+        "Stride read: at the large tile, the row stride read at run time, of the steps that know "
+        "it at compile time.",
+    ]
+
+
 def _off_the_stairs(results: BenchmarkResults, dtype: str) -> list[Config]:
     """Measured configs that stand on neither staircase."""
-    shown = {config for own in stairs(dtype).values() for config in own.configs}
+    every = stairs(dtype, results.operation).values()
+    shown = {config for own in every for config in own.configs}
     names = [name for name in results.names(dtype) if name not in LIBRARY_NAMES]
     return sorted(c for c in map(config_from_short_form, names) if c not in shown)
 
 
-def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
+def _other_configs(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iterator[str]:
     """Measured configs that stand on neither staircase, folded."""
     others = _off_the_stairs(results, dtype)
     if not others:
         return
-    header = ["step", "config", "% of flash", f"TFLOP/s at {_table_length(results)}"]
+    speed = f"{unit(results)} at {_table_length(results)}"
+    header = ["step", "config", f"% of {first_name(results)}", speed]
     rows = [
         [
-            config.step.id,
+            marks(config.step.id, config.short_form()),
             f"`{config.short_form()}`",
-            share_text(results.of_flash(config.short_form(), dtype)),
+            share_text(results.of_first(config.short_form(), dtype)),
             _speed_cell(results, config.short_form(), dtype),
         ]
         for config in others
@@ -470,37 +570,40 @@ def _other_configs(results: BenchmarkResults, dtype: str) -> Iterator[str]:
 
 
 def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
-    """Markdown: TFLOP/s, a row a kernel and a library and a column a length, then the best of the
+    """Markdown: speed, a row a kernel and a library and a column a size, then the best of the
     libraries, the best of the kernels, and how these compare.
 
     Below, folded: what stands beside each speed, and what has none at which length, and why.
     """
+    marks, first = _Marks(results), first_name(results)
     names = _kernel_labels(results, dtype) | dict(_libraries(results, dtype))
+    names = {name: marks(label, name) for name, label in names.items()}
 
     def rows(text: Callable[[Measurement], str]) -> list[list[str]]:
         places = [(name, [results.find(name, dtype, n, load) for n in lengths]) for name in names]
         return [[names[name], *(text(m) if m else DASH for m in ms)] for name, ms in places]
 
     def beside(m: Measurement) -> str:
-        share = results.of_tensor_peak(m.name, m.dtype, m.seq_len, m.load)
+        share = results.of_tensor_peak(m.name, m.dtype, m.size, m.load)
         clock, power = map(_median, _readings([m]))
         texts = (percent(share), f"{number(clock)} MHz", f"{number(power)} W")
         return ", ".join(text for text in texts if not text.startswith(DASH)) or DASH
 
-    lengths = results.seq_lens
+    lengths = results.sizes
     titles = _length_titles(results)
-    speeds = [*rows(lambda m: number(m.tflops)), *_best_rows(results, dtype, load)]
+    speeds = [*rows(lambda m: number(m.speed)), *_best_rows(results, dtype, load, marks)]
     missing = _skipped_lines(s for s in results.skipped if s.dtype == dtype)
     missing += _lines_by_reason(
-        (m.name, m.seq_len, f"failed: {m.failure.splitlines()[0]}")
+        (m.name, m.size, f"failed: {m.failure.splitlines()[0]}")
         for m in results.measurements
         if (m.dtype, m.load) == (dtype, load) and m.failure
     )
     parts = [
-        Table([f"{dtype}, {load}: TFLOP/s", *titles], speeds).markdown(),
-        "Ours over the others: the fastest kernel over the fastest library at the same length, the "
-        "median of the ratios within a round; within the noise of flash against itself it has an "
-        '"=". A dash: not measured there.',
+        Table([f"{dtype}, {load}: {unit(results)}", *titles], speeds).markdown(),
+        *marks.line,
+        "Ours over the others: the fastest kernel over the fastest library at the same "
+        f"{_sizes_word(results).removesuffix('s')}, the median of the ratios within a round; "
+        f'within the noise of {first} against itself it has an "=". A dash: not measured there.',
         '<details markdown="1">\n<summary>Share of the tensor cores\' peak at this clock, SM clock '
         "and power</summary>",
         Table(["", *titles], rows(beside)).markdown(),
@@ -516,48 +619,56 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
 def best_table(results: BenchmarkResults) -> str:
     """Markdown: at each length and under each load the fastest library, the fastest kernel, and how
     they compare, in the main dtype."""
-    dtype = main_dtype(results)
+    dtype, marks = main_dtype(results), _Marks(results)
     rows = [
         [f"{load}: {title}", *cells]
         for load in results.loads
-        for title, *cells in _best_rows(results, dtype, load)
+        for title, *cells in _best_rows(results, dtype, load, marks)
     ]
-    table = Table([f"{dtype}: TFLOP/s", *_length_titles(results)], rows)
+    table = Table([f"{dtype}: {unit(results)}", *_length_titles(results)], rows)
     names = "; ".join(f"{name}: {title}" for name, title in _libraries(results, dtype))
-    return f"{table.markdown()}\n\n{names}. {_provenance_text(results, [dtype], results.loads)}"
+    said = f"{names}. {_provenance_text(results, [dtype], results.loads)}"
+    return "\n\n".join([table.markdown(), *marks.line, said])
 
 
 def loads_table(results: BenchmarkResults) -> str:
     """Markdown: a row a kernel, those at the large tile first, then the libraries and the rate of
     mma.sync.
 
-    Percent of PyTorch's flash backend in the harmonic mean over all lengths, of each dtype under
-    each load; of the main dtype, sustained, TFLOP/s at TABLE_SEQ_LEN, SM clock and power.
+    Percent of the first library in the harmonic mean over all sizes, of each dtype under each load;
+    of the main dtype, sustained, speed at TABLE_SEQ_LEN, SM clock and power.
     """
-    main = main_dtype(results)
+    main, marks, first = main_dtype(results), _Marks(results), first_name(results)
     dtypes = [main, *(dtype for dtype in results.dtypes if dtype != main)]
     columns = [(dtype, load) for dtype in dtypes for load in results.loads]
     header = ["step", "idea", *(f"{dtype}, {load}: %" for dtype, load in columns)]
-    header += ["TFLOP/s", "MHz", "W"]
-    rows = [*_kernel_load_rows(results, columns), *_ceiling_load_rows(results, columns)]
+    header += [unit(results), "MHz", "W"]
+    rows = [*_kernel_load_rows(results, columns, marks), *_ceiling_load_rows(results, columns)]
     noises = ((column, results.noise(column[0], load=column[1])) for column in columns)
     said = [f"{100 * n:.2f}% ({dtype}, {load})" for (dtype, load), n in noises if n is not None]
     parts = [
         Table(header, rows, "ll").markdown(),
-        "At the large tile unless a config is named, % of flash; the last three columns are of "
-        f"{main}, {SUSTAINED}: TFLOP/s at {_table_length(results)}, SM clock and power, medians "
-        "over the samples of all lengths. A step no further from its parent than flash from "
+        *marks.line,
+        f"At the large tile unless a config is named, % of {first}; the last three columns are of "
+        f"{main}, {SUSTAINED}: {unit(results)} at {_table_length(results)}, SM clock and power, "
+        f"medians over the samples of all {_sizes_word(results)}. A step no further from its "
+        f"parent than {first} from "
         f'itself, up to {", ".join(said)}, has an "=".',
         _provenance_text(results, dtypes, results.loads),
     ]
     return "\n\n".join(parts)
 
 
-def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
+def _kernel_load_rows(
+    results: BenchmarkResults, columns: Sequence[Column], marks: _Marks
+) -> Iterator[list[str]]:
     """Those that were measured, with the static stride and then reading it; then other tiles."""
     main, _ = columns[0]
-    pairs = {dtype: [found for _, found in beside_parents(dtype)] for dtype, _ in columns}
-    for n, own in enumerate(stairs(main).values()):
+    operation = results.operation
+    pairs = {
+        dtype: [found for _, found in beside_parents(dtype, operation)] for dtype, _ in columns
+    }
+    for n, own in enumerate(stairs(main, operation).values()):
         for tile, title in (
             (1, own.step.idea),
             (2, "the same, with the row stride read at run time"),
@@ -566,29 +677,30 @@ def _kernel_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> I
             if config is not None and config.short_form() in results.names(main):
                 shares = [_share_cell(results, pairs[d][n][tile], d, load) for d, load in columns]
                 speed = _sustained_cells(results, config.short_form(), main)
-                yield [own.step.id, title, *shares, *speed]
+                yield [marks(own.step.id, config.short_form()), title, *shares, *speed]
     for config in _off_the_stairs(results, main):
         shares = [
             _share_cell(results, (config.replace(dtype=Element.from_name(d)), None), d, load)
             for d, load in columns
         ]
         speed = _sustained_cells(results, config.short_form(), main)
-        yield [config.step.id, f"`{config.short_form()}`", *shares, *speed]
+        step = marks(config.step.id, config.short_form())
+        yield [step, f"`{config.short_form()}`", *shares, *speed]
 
 
 def _ceiling_load_rows(results: BenchmarkResults, columns: Sequence[Column]) -> Iterator[list[str]]:
     """The libraries, and mma.sync back to back, whose clock was not read."""
     main, _ = columns[0]
     for name, title in _libraries(results, main):
-        shares = [share_text(results.of_flash(name, d, load=load)) for d, load in columns]
+        shares = [share_text(results.of_first(name, d, load=load)) for d, load in columns]
         yield ["", title, *shares, *_sustained_cells(results, name, main)]
     if (rate := results.rate(MMA_SYNC, main, SUSTAINED)) is not None:
-        shares = [share_text(_rate_of_flash(results, *column)) for column in columns]
+        shares = [share_text(_rate_of_first(results, *column)) for column in columns]
         yield ["", RATE_TITLE, *shares, number(rate), "", ""]
 
 
 def _sustained_cells(results: BenchmarkResults, name: str, dtype: str) -> list[str]:
-    """TFLOP/s, SM clock and power."""
-    found = [m for n in results.seq_lens if (m := results.find(name, dtype, n, SUSTAINED))]
+    """Speed, SM clock and power."""
+    found = [m for n in results.sizes if (m := results.find(name, dtype, n, SUSTAINED))]
     speed = _speed_cell(results, name, dtype, SUSTAINED)
     return [speed, *(number(_median(readings)) for readings in _readings(found))]

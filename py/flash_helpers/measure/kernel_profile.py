@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flash_helpers.console.tables import Table, change, number, records_csv
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import Config, Problem
 from flash_helpers.ptx import Counts, Phase, Role
 from flash_helpers.ptx.run.count.counters import ROLES
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
@@ -77,7 +77,7 @@ class KernelProfile:
 
     config: Config
     ran: Config
-    shape: AttentionForward
+    shape: Problem
     run: Run
 
     @property
@@ -102,7 +102,7 @@ class SourceLine:
 
 
 def profile_kernels(
-    configs: Sequence[Config], shape: AttentionForward, simulate: Simulate
+    configs: Sequence[Config], shape: Problem, simulate: Simulate
 ) -> list[KernelProfile]:
     """Run each config once on a shape.
 
@@ -305,14 +305,7 @@ def profiles_as_json(profiles: Sequence[KernelProfile]) -> dict[str, Any]:
     """Everything but the source lines, for a machine."""
     shape = profiles[0].shape
     return {
-        "shape": {
-            "batch": shape.batch,
-            "n_heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "causal": shape.causal,
-            "seq_len": shape.len_q,
-            "d_head": shape.d_head,
-        },
+        "problem": shape.record(),
         "kernels": [
             {
                 "step": profile.config.step.id,
@@ -360,14 +353,10 @@ def profiles_as_csv(profiles: Sequence[KernelProfile]) -> str:
             {
                 "config": p.ran.short_form(),
                 "step": p.ran.step.id,
-                "dtype": p.ran.dtype.short,
-                "batch": p.shape.batch,
-                "heads": p.shape.heads,
-                "seq": p.shape.len_q,
+                **p.shape.in_dtype(p.ran.dtype).record(),
                 "phase": phase.value,
                 "opcode": opcode,
                 **as_dict(counts),
-                "kv_heads": p.shape.kv_heads,
             }
             for p in profiles
             for phase in Phase

@@ -267,7 +267,9 @@ def timed_launch(
     sms = SM_COUNTS.get(results.provenance.gpu)
     if found is None or sms is None or not found.sm_mhz:
         return None
-    problem = AttentionForward(found.batch, found.n_heads, seq_len, found.d_head, config.dtype)
+    problem = found.asked
+    if not isinstance(problem, AttentionForward):
+        return None
     return problem, Chip(sms, statistics.median(found.sm_mhz))
 
 
@@ -299,7 +301,7 @@ def config_facts(
         launch=launch_of(config),
         unit=unit_of(config),
         prediction=prediction,
-        measurement=Measured(found.median_ms, found.tflops) if found else None,
+        measurement=found and Measured(found.median_ms, found.speed, found.unit),
         timed=f"seq_len {seq_len}",
     )
 

@@ -5,26 +5,33 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from flash_helpers.console.tables import DASH, Table, csv_text, number
-from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.kernel_configs import Config, Problem
 from flash_helpers.measure.nsight import (
     EXECUTED_METRICS,
-    FORWARD_KERNEL,
     NsightCompute,
     ProfiledLaunch,
     ProfilerDenied,
     ProfilerError,
+    kernel_pattern,
     launched_config,
 )
-from flash_helpers.measure.results import CUDNN, FLASH, FLASH_ATTN, Provenance, RecordFile
+from flash_helpers.measure.results import (
+    CUDNN,
+    FLASH,
+    FLASH_ATTN,
+    OfProblem,
+    Provenance,
+    RecordFile,
+)
 
 SHOWN_STALLS = 3
 
-# What `--library` calls a library, its name among the contenders of the benchmark, and the pattern
-# of its kernels' names.
+# What `--library` calls a library of attention, its name among the contenders of the benchmark, and
+# the pattern of its kernels' names.
 LIBRARY_KERNELS: Mapping[str, tuple[str, str]] = {
     "flash": (FLASH, "flash_fwd"),
     "cudnn": (CUDNN, "cudnn|sdpa|fprop"),
@@ -93,11 +100,10 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class KernelCounters:
+class KernelCounters(OfProblem):
     """One kernel on one problem: means over its launches.
 
     name: what was asked for, a short form or a library's name. kernel: what was launched for it.
-    kv_heads, causal: of the problem, as in AttentionForward.
     values: by key of COUNTERS; None where the GPU has no such number.
     spread: largest over smallest duration, less 1; None without a duration.
     stalls: cycles that a warp waited for each reason, per instruction issued; largest first.
@@ -105,36 +111,19 @@ class KernelCounters:
 
     name: str
     kernel: str
-    batch: int
-    n_heads: int
-    seq_len: int
-    d_head: int
+    problem: dict[str, Any]
     runs: int
     values: Mapping[str, float | None]
     spread: float | None
     stalls: Mapping[str, float]
-    kv_heads: int | None = None
-    causal: bool = False
 
     @property
-    def problem(self) -> AttentionForward:
-        """The problem, without its dtype."""
-        return AttentionForward(
-            self.batch,
-            self.n_heads,
-            self.seq_len,
-            self.d_head,
-            kv_heads=self.kv_heads,
-            causal=self.causal,
-        )
-
-    @property
-    def tflops(self) -> float | None:
-        """10^12 floating-point operations a second, at the mean duration."""
+    def speed(self) -> float | None:
+        """Speed at the mean duration, in the unit of the operation's metric."""
         duration_us = self.values["duration_us"]
         if not duration_us:
             return None
-        return self.problem.operations / (duration_us * 1e-6) / 1e12
+        return self.operation.metric.speed(self.asked, duration_us * 1e-3)
 
     def stall_text(self) -> str:
         """The SHOWN_STALLS largest stalls, in words; a dash if there are none."""
@@ -146,7 +135,7 @@ class KernelCounters:
 class NcuResults(RecordFile):
     """Everything that one run found. profiler: its version."""
 
-    FORMAT: ClassVar[int] = 1
+    FORMAT: ClassVar[int] = 2
     HOLDS: ClassVar[str] = "counters of kernels"
 
     provenance: Provenance
@@ -154,40 +143,42 @@ class NcuResults(RecordFile):
     kernels: tuple[KernelCounters, ...]
 
     def to_csv(self) -> str:
-        """One row a kernel; a column for each counter and each stall reason."""
-        asked = ("name", "kernel", "batch", "n_heads", "seq_len", "d_head", "runs")
-        problem = ("kv_heads", "causal")
+        """One row a kernel; a column for each field of its problem, each counter, its speed and
+        each stall reason."""
+        problem = tuple(dict.fromkeys(name for k in self.kernels for name in k.problem))
         counters = [counter.key for counter in COUNTERS]
 
         def cells(kernel: KernelCounters) -> list[Any]:
             values = [
                 *(kernel.values[key] for key in counters),
-                kernel.tflops,
+                kernel.speed,
                 *(kernel.stalls.get(reason) for reason in STALL_REASONS),
             ]
             texts = (None if value is None else f"{value:.6g}" for value in values)
-            return [*(getattr(kernel, name) for name in (*asked, *problem)), *texts]
+            asked = [kernel.problem.get(name) for name in problem]
+            return [kernel.name, kernel.kernel, *asked, kernel.runs, *texts]
 
         stalls = (f"stall_{reason}" for reason in STALL_REASONS)
-        header = [*asked, *problem, *counters, "tflops", *stalls]
+        header = ["name", "kernel", *problem, "runs", *counters, "speed", *stalls]
         return csv_text(header, map(cells, self.kernels))
 
 
 def ncu_table(results: NcuResults) -> str:
     """A row a kernel, and what it was counted on."""
     titles = [counter.title for counter in COUNTERS]
-    header = ["kernel", "TFLOP/s", *titles, "stalled warp cycles per instruction"]
+    units = dict.fromkeys(kernel.operation.metric.unit for kernel in results.kernels)
+    header = ["kernel", " or ".join(units), *titles, "stalled warp cycles per instruction"]
     rows = [
         [
             kernel.name,
-            number(kernel.tflops),
+            number(kernel.speed),
             *(number(kernel.values[c.key], c.digits) for c in COUNTERS),
             kernel.stall_text(),
         ]
         for kernel in results.kernels
     ]
     table = Table(header, rows, "l" + "r" * (len(header) - 2) + "l")
-    shapes = dict.fromkeys((kernel.problem, kernel.runs) for kernel in results.kernels)
+    shapes = dict.fromkeys((str(kernel.asked), kernel.runs) for kernel in results.kernels)
     lines = [f"{problem}: mean of {runs} launches" for problem, runs in shapes]
     spreads = [k.spread for k in results.kernels if k.spread is not None]
     if spreads:
@@ -202,7 +193,7 @@ def _averages(launches: Sequence[ProfiledLaunch], metric: str) -> float | None:
 
 
 def average_launches(
-    name: str, shape: AttentionForward, launches: Sequence[ProfiledLaunch]
+    name: str, problem: Problem, launches: Sequence[ProfiledLaunch]
 ) -> KernelCounters:
     """The means of one kernel's launches, at least one."""
     values: dict[str, float | None] = {}
@@ -217,16 +208,11 @@ def average_launches(
     return KernelCounters(
         name=name,
         kernel=_short_name(launches[0].kernel),
-        batch=shape.batch,
-        n_heads=shape.heads,
-        seq_len=shape.len_q,
-        d_head=shape.d_head,
+        problem=problem.record(),
         runs=len(launches),
         values=values,
         spread=max(measured) / min(measured) - 1 if measured else None,
         stalls=dict(sorted(found.items(), key=lambda item: -item[1])),
-        kv_heads=shape.kv_heads,
-        causal=shape.causal,
     )
 
 
@@ -238,10 +224,26 @@ def _short_name(kernel: str) -> str:
     return re.split(r"[<(]", name, maxsplit=1)[0]
 
 
+def problem_options(problem: Problem) -> list[str]:
+    """Return the options that ask for a problem on a command line, but its dtype
+    (`selection.add_problem_options`)."""
+    found = []
+    for field in fields(problem):  # type: ignore[arg-type]  # each class is a dataclass
+        if "help" not in field.metadata:
+            continue
+        value = getattr(problem, field.name)
+        option = "--" + field.metadata.get("name", field.name).replace("_", "-")
+        if isinstance(value, bool):
+            found += [option] * value
+        else:
+            found += [option, str(value)]
+    return found
+
+
 def profile_kernels(
     configs: Sequence[Config],
     libraries: Sequence[str],
-    shape: AttentionForward,
+    shape: Problem,
     runs: int,
     profiler: NsightCompute,
     launcher: Sequence[str],
@@ -254,9 +256,7 @@ def profile_kernels(
     Raises ProfilerDenied if counters may not be read.
     """
     metrics = profiler.available(METRICS)
-    sizes = ["--batch", str(shape.batch), "--heads", str(shape.heads)]
-    sizes += ["--kv-heads", str(shape.kv_heads), *(["--causal"] if shape.causal else [])]
-    sizes += ["--seq", str(shape.len_q), "--repeat", str(runs)]
+    sizes = [*problem_options(shape), "--repeat", str(runs)]
     counted: list[KernelCounters] = []
     failures: list[str] = []
 
@@ -269,19 +269,21 @@ def profile_kernels(
             failures.append(f"{what}: {error}")
             return []
 
-    for dtype in sorted({config.dtype.short for config in configs}):
+    for dtype in sorted({config.dtype for config in configs}, key=lambda dtype: dtype.short):
         for library in libraries:
             name, pattern = LIBRARY_KERNELS[library]
-            options = ["--dtype", dtype, "--library", name]
-            if launches := launches_of(f"{name}_{dtype}", options, pattern):
-                counted.append(average_launches(f"{name} {dtype}", shape, launches))
+            options = ["--dtype", dtype.short, "--library", name]
+            if launches := launches_of(f"{name}_{dtype.short}", options, pattern):
+                found = average_launches(f"{name} {dtype.short}", shape.in_dtype(dtype), launches)
+                counted.append(found)
     names = [config.short_form() for config in configs]
-    launches = launches_of("kernels", ["--kernel", *names], FORWARD_KERNEL)
+    launches = launches_of("kernels", ["--kernel", *names], kernel_pattern(configs))
     for config in configs:
         ran = config.runs_as(shape.strides()).short_form()
         own = [launch for launch in launches if launched_config(launch.kernel) == ran]
         if own:
-            counted.append(average_launches(config.short_form(), shape, own))
+            problem = shape.in_dtype(config.dtype)
+            counted.append(average_launches(config.short_form(), problem, own))
         elif launches:
             failures.append(f"{config.short_form()}: ncu saw no launch of {ran}")
     return counted, failures

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FORWARD_KERNEL = "forward_kernel"  # what the names of this library's kernels match
+from flash_helpers.kernel_configs import FAMILIES, Config
+
+FORWARD_KERNEL = "forward_kernel"  # what the names of attention's kernels match
+_OWN_KERNELS = dict.fromkeys(name for family in FAMILIES.values() for name in family.kernels)
 EXECUTED_METRICS = ("smsp__inst_executed.sum", "sm__inst_executed.sum")
 TIMEOUT_SECONDS = 600
 _ATTEMPTS = 4
@@ -115,10 +118,15 @@ def parse_metric_names(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"^\s*([a-z]\w*__\w+)", text, flags=re.MULTILINE))
 
 
+def kernel_pattern(configs: Iterable[Config]) -> str:
+    """The regular expression that the names of these configs' kernels match."""
+    return "|".join(dict.fromkeys(name for config in configs for name in config.family.kernels))
+
+
 def launched_config(kernel: str) -> str | None:
     """The short form that stands in ncu's name of a kernel; None unless it is of this library."""
     # not config_from_symbol: ncu leaves the namespace out where a name is clear without it
-    found = re.search(rf"{FORWARD_KERNEL}<\s*(\w+)", kernel)
+    found = re.search(rf"(?:{'|'.join(_OWN_KERNELS)})<\s*(\w+)", kernel)
     return found[1] if found else None
 
 

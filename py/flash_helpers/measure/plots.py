@@ -30,7 +30,7 @@ from flash_helpers.measure.results import (
     RATE_NAMES,
     BenchmarkResults,
 )
-from flash_helpers.measure.staircases import measured_families, stairs
+from flash_helpers.measure.staircases import Stair, measured_families, stairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,6 +91,10 @@ def _rounded(value: float | None, factor: float = 1) -> float | None:
     return None if value is None else round(factor * value, 1)
 
 
+def _stairs(results: BenchmarkResults, dtype: str) -> Iterable[Stair]:
+    return stairs(dtype, results.operation).values() if results.measurements else ()
+
+
 def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     """By step, of the families that were measured: percent of PyTorch's flash backend in the
     harmonic mean over all lengths, at the fixed tile, at the large one, and there with a stride
@@ -99,10 +103,10 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     Raises PlotError if no step or not the flash backend was measured at every length.
     """
     measured = measured_families(results.names(dtype))
-    found = [own for own in stairs(dtype).values() if own.step.family in measured]
+    found = [own for own in _stairs(results, dtype) if own.step.family in measured]
 
     def percents(configs: Iterable[Config | None]) -> list[float | None]:
-        return [_rounded(c and results.of_flash(c.short_form(), dtype), 100) for c in configs]
+        return [_rounded(c and results.of_first(c.short_form(), dtype), 100) for c in configs]
 
     heights = {
         "fixed": percents(own.fixed for own in found),
@@ -111,7 +115,7 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     }
     if not any(value is not None for values in heights.values() for value in values):
         raise PlotError(f"no step of {dtype} was measured beside {LIBRARY_NAMES[FLASH]}")
-    lines = {LIBRARY_NAMES[name]: results.of_flash(name, dtype) for name in _DRAWN_LIBRARIES}
+    lines = {LIBRARY_NAMES[name]: results.of_first(name, dtype) for name in _DRAWN_LIBRARIES}
     flash_of_rate = results.of_rate(MMA_SYNC, FLASH, dtype)
     lines[_RATE_TITLES[MMA_SYNC]] = 1 / flash_of_rate if flash_of_rate else None
     return {
@@ -127,10 +131,10 @@ def _milestones(results: BenchmarkResults, dtype: str) -> dict[str, str]:
     and of the last step of each family that was measured."""
     measured = []
     highest = 0.0
-    for own in stairs(dtype).values():
+    for own in _stairs(results, dtype):
         tiles = [(own.fixed, own.step.id), (own.large, f"{own.step.id}, large tile")]
         speeds = [
-            (results.tflops(config.short_form(), dtype) or 0.0, config, label)
+            (results.speed(config.short_form(), dtype) or 0.0, config, label)
             for config, label in tiles
             if config is not None
         ]
@@ -154,7 +158,7 @@ def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     shown = {name: LIBRARY_NAMES[name] for name in _DRAWN_LIBRARIES} | _milestones(results, dtype)
     lines = {}
     for name, label in shown.items():
-        speeds = [_rounded(results.tflops(name, dtype, n)) for n in results.seq_lens]
+        speeds = [_rounded(results.speed(name, dtype, n)) for n in results.sizes]
         if any(speed is not None for speed in speeds):
             lines[label] = speeds
     if not lines:
@@ -162,7 +166,7 @@ def seq_len_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     rates = {title: results.rate(rate, dtype) for rate, title in _RATE_TITLES.items()}
     return {
         "load": results.main_load,
-        "seq_lens": results.seq_lens,
+        "seq_lens": results.sizes,
         "lines": lines,
         "rates": {label: _rounded(rate) for label, rate in rates.items() if rate},
     }

@@ -20,31 +20,50 @@ from flash_helpers.console.tables import csv_text
 from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import (
     FAMILIES,
-    AttentionForward,
+    OPERATIONS,
     Config,
-    Element,
+    Problem,
     config_from_short_form,
 )
+from flash_helpers.registry.operation import TFLOPS, Operation
 from flash_helpers.sass.read.opcodes import tensor_peak
 
 Own = TypeVar("Own", bound="RecordFile")
 
 RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
 
+
+def first_library(operation: Operation) -> str:
+    """Return the name of the library that is 100%."""
+    return next(iter(operation.libraries))
+
+
+def control_name(operation: Operation) -> str:
+    """Return the name of the first library's second contender, which tells the noise."""
+    return f"{first_library(operation)}_again"
+
+
+# Of attention's libraries.
 FLASH = "pytorch_flash"
 CUDNN = "pytorch_cudnn"
 FLASH_ATTN = "flash_attn"
 FA3 = "fa3"
 CONTROL = "pytorch_flash_again"
-LIBRARY_NAMES = {
-    FLASH: "PyTorch's flash backend",
-    CUDNN: "PyTorch's cuDNN backend",
-    FLASH_ATTN: "the flash_attn package",
-    FA3: "FlashAttention-3 (fa3_fwd)",
-    CONTROL: "PyTorch's flash backend once more, as the control",
-}
-OTHERS = tuple(name for name in LIBRARY_NAMES if name != CONTROL)
-BEST_OTHER = "best_other"  # stands for the fastest of OTHERS, which may be another at each length
+# Of every operation: contenders that are no kernels.
+LIBRARY_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        name: title
+        for operation in OPERATIONS.values()
+        for name, title in (
+            *operation.libraries.items(),
+            (
+                control_name(operation),
+                f"{operation.libraries[first_library(operation)]} once more, as the control",
+            ),
+        )
+    }
+)
+BEST_OTHER = "best_other"  # stands for the fastest library, which may be another at each size
 MATMUL = "matmul"
 MMA_SYNC = "mma_sync"
 RATE_NAMES = {MATMUL: "matmul", MMA_SYNC: "mma.sync"}
@@ -56,15 +75,6 @@ SUSTAINED = "sustained"
 LOAD_TEXTS = {BURST: "in bursts", SUSTAINED: "sustained"}
 
 READINGS = ("sm_mhz", "power_w", "temperature_c")  # of the GPU, at each sample
-
-CSV_COLUMNS = (
-    *("name", "step", "load", "dtype"),
-    *("batch", "n_heads", "kv_heads", "seq_len", "d_head", "causal"),
-    *("median_ms", "tflops", *READINGS),
-    *("percent_of_flash", "percent_of_flash_low", "percent_of_flash_high"),
-    *(f"percent_of_{name}" for name in (*RATE_NAMES, "tensor_peak", BEST_OTHER)),
-    *(BEST_OTHER, "failure"),
-)
 
 
 # -- files of records ------------------------------------------------------------------------------
@@ -123,31 +133,70 @@ class RecordFile:
 # -- records ---------------------------------------------------------------------------------------
 
 
+def problem_of(record: Mapping[str, Any]) -> Problem:
+    """Return the problem of a record, of any operation.
+
+    Raises ValueError for a record of none, and as `Problem.from_record` does.
+    """
+    name = record.get("operation")
+    if name not in OPERATIONS:
+        raise ValueError(f"operation {name!r} is none of {', '.join(OPERATIONS)}")
+    return OPERATIONS[name].problem.from_record(record)
+
+
+class OfProblem:
+    """A record of one problem. problem: `Problem.record()`.
+
+    Raises ValueError where that is no record.
+    """
+
+    problem: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _ = self.asked
+
+    @functools.cached_property
+    def asked(self) -> Problem:
+        """The problem."""
+        return problem_of(self.problem)
+
+    @property
+    def operation(self) -> Operation:
+        """The problem's operation."""
+        return OPERATIONS[self.asked.operation]
+
+    @property
+    def dtype(self) -> str:
+        """Short name of the problem's element type."""
+        return self.asked.dtype.short
+
+    @property
+    def size(self) -> int:
+        """The field of the problem that benchmarks vary, such as the sequence length."""
+        return getattr(self.asked, self.operation.swept)
+
+
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(OfProblem):
     """One contender on one problem under one load.
 
     name: a kernel's short form, or a key of LIBRARY_NAMES.
-    kv_heads, causal: of the problem, as in AttentionForward; in files from before they were
-        written, as many as n_heads, and False.
     ran: short form of the config that was launched for it; empty for a library.
     samples_ms: milliseconds per launch, one value a round, each the mean over a sample's launches.
-    flash_ms: the same of PyTorch's flash backend, of the sample that stands next to it in its
-        round; empty if that backend was not timed.
+    first_ms: the same of the operation's first library, of the sample that stands next to it in its
+        round; empty if that was not timed.
     sm_mhz, power_w, temperature_c: of the GPU at the end of each sample; empty where the driver
         does not tell.
     max_abs_error, relative_error: the worst of all verifications, before and after timing;
-        max_abs_bound, relative_bound: what was allowed there.
+        max_abs_bound, relative_bound: what was allowed there; None of what was not verified.
     failure: why there are no samples to trust; empty if the output was right before and after.
+    code: digest of the machine code that was launched (flash_helpers.measure.code); empty for a
+        library, and where it is not known.
     """
 
     name: str
     ran: str
-    dtype: str
-    batch: int
-    n_heads: int
-    seq_len: int
-    d_head: int
+    problem: dict[str, Any]
     input_sets: int
     launches_per_sample: int
     samples_ms: tuple[float, ...]
@@ -157,21 +206,16 @@ class Measurement:
     relative_bound: float | None
     failure: str
     load: str = SUSTAINED
-    flash_ms: tuple[float, ...] = ()
+    first_ms: tuple[float, ...] = ()
     sm_mhz: tuple[float, ...] = ()
     power_w: tuple[float, ...] = ()
     temperature_c: tuple[float, ...] = ()
-    kv_heads: int | None = None
-    causal: bool = False
+    code: str = ""
 
     @property
-    def problem(self) -> AttentionForward:
-        """The measured problem."""
-        return AttentionForward(
-            *(self.batch, self.n_heads, self.seq_len, self.d_head, Element.from_name(self.dtype)),
-            kv_heads=self.kv_heads,
-            causal=self.causal,
-        )
+    def key(self) -> tuple[str, Problem, str]:
+        """The contender, the whole problem and the load: no two results share it."""
+        return self.name, self.asked, self.load
 
     @property
     def config(self) -> Config | None:
@@ -189,14 +233,24 @@ class Measurement:
         return statistics.median(self.samples_ms)
 
     @property
-    def of_flash(self) -> list[float]:
-        """Speed over that of the flash backend's sample next to it, one value a round."""
-        return [flash / own for flash, own in zip(self.flash_ms, self.samples_ms, strict=True)]
+    def of_first(self) -> list[float]:
+        """Speed over that of the first library's sample next to it, one value a round."""
+        return [first / own for first, own in zip(self.first_ms, self.samples_ms, strict=True)]
 
     @property
-    def tflops(self) -> float:
-        """10^12 floating-point operations a second, at the median time."""
-        return self.problem.operations / (self.median_ms * 1e-3) / 1e12
+    def speed(self) -> float:
+        """Speed at the median time, in the unit of the operation's metric."""
+        return self.operation.metric.speed(self.asked, self.median_ms)
+
+    @property
+    def unit(self) -> str:
+        """The unit of the speed, such as TFLOP/s."""
+        return self.operation.metric.unit
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the output was compared: a copy, which only bounds a speed, has none."""
+        return self.relative_bound is not None
 
 
 @dataclass(frozen=True)
@@ -233,13 +287,17 @@ class LibraryRecord:
 
 
 @dataclass(frozen=True)
-class SkippedRecord:
+class SkippedRecord(OfProblem):
     """A contender that was left out of a problem, and why. name: empty if all were left out."""
 
-    dtype: str
-    seq_len: int
+    problem: dict[str, Any]
     reason: str
     name: str = ""
+
+    @property
+    def key(self) -> tuple[str, Problem]:
+        """The contender and the whole problem: no two records share it."""
+        return self.name, self.asked
 
 
 @dataclass(frozen=True)
@@ -358,16 +416,22 @@ class Protocol:
     mantissa_bits: int = FP16_MANTISSA_BITS
 
 
+# A size, or a problem, which is needed where results have several problems of one size.
+Place = int | Problem
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkResults(RecordFile):
     """Everything that one run of the benchmark found.
 
     A speed over another's is formed within each round, between samples that stand next to each
     other, so that a clock that drifts cancels: `pairs`. load: name of one; None stands for
-    `main_load`. Of a contender's name BEST_OTHER may take the place.
+    `main_load`. Of a contender's name BEST_OTHER may take the place. size: of a problem
+    (`OfProblem.size`), or the problem itself where the results have several of one size and dtype.
+    Speeds are in the unit of the operation's metric.
     """
 
-    FORMAT: ClassVar[int] = 3
+    FORMAT: ClassVar[int] = 4
     HOLDS: ClassVar[str] = "benchmark results"
 
     provenance: Provenance
@@ -401,8 +465,49 @@ class BenchmarkResults(RecordFile):
                 )
 
     @functools.cached_property
-    def _valid(self) -> Mapping[tuple[str, str, int, str], Measurement]:
-        return {(m.name, m.dtype, m.seq_len, m.load): m for m in self.measurements if m.valid}
+    def operation(self) -> Operation:
+        """The operation that was measured. Raises ValueError unless it is one."""
+        found = {m.operation.name: m.operation for m in self.measurements}
+        if not found:
+            raise ValueError("the results hold no measurement: run the benchmark first")
+        if len(found) > 1:
+            raise ValueError(
+                f"the results are of {', '.join(found)}: keep each operation in a file of its own"
+            )
+        return next(iter(found.values()))
+
+    @property
+    def library_names(self) -> tuple[str, ...]:
+        """Names of the operation's libraries, without the control; none if nothing was measured."""
+        return tuple(self.operation.libraries) if self.measurements else ()
+
+    @property
+    def first(self) -> str:
+        """The library that is 100%; "" if nothing was measured."""
+        return next(iter(self.library_names), "")
+
+    @property
+    def control(self) -> str:
+        """The first library once more; "" if nothing was measured."""
+        return control_name(self.operation) if self.measurements else ""
+
+    @functools.cached_property
+    def _valid(self) -> Mapping[tuple[str, Problem, str], Measurement]:
+        return {m.key: m for m in self.measurements if m.valid}
+
+    @functools.cached_property
+    def _problems(self) -> Mapping[tuple[str, int], Problem]:
+        """The problem of each dtype at each size. Raises ValueError where there are several."""
+        found: dict[tuple[str, int], Problem] = {}
+        for m in self.measurements:
+            known = found.setdefault((m.dtype, m.size), m.asked)
+            if known != m.asked:
+                raise ValueError(
+                    f"the results hold two problems of {m.operation.name} in {m.dtype} at "
+                    f"{m.size}, {known} and {m.asked}: name the problem, or keep each in a file of "
+                    "its own"
+                )
+        return found
 
     @property
     def loads(self) -> list[str]:
@@ -429,9 +534,9 @@ class BenchmarkResults(RecordFile):
         return list(dict.fromkeys(m.dtype for m in self.measurements))
 
     @property
-    def seq_lens(self) -> list[int]:
-        """Sequence lengths measured, ascending."""
-        return sorted({m.seq_len for m in self.measurements})
+    def sizes(self) -> list[int]:
+        """Sizes of the problems measured, ascending."""
+        return sorted({m.size for m in self.measurements})
 
     def of_steps(self, steps: Collection[str]) -> BenchmarkResults:
         """Without the kernels of all other steps. steps: ids."""
@@ -450,44 +555,50 @@ class BenchmarkResults(RecordFile):
         return list(dict.fromkeys(m.name for m in self.measurements if m.dtype == dtype))
 
     def find(
-        self, name: str, dtype: str, seq_len: int, load: str | None = None
+        self, name: str, dtype: str, size: Place, load: str | None = None
     ) -> Measurement | None:
-        """The valid measurement of a contender at one length, if there is one."""
+        """The valid measurement of a contender at one size, if there is one.
+
+        Raises ValueError for a size of which the results have several problems.
+        """
         if name == BEST_OTHER:
-            return self.fastest(OTHERS, dtype, seq_len, load)
-        return self._valid.get((name, dtype, seq_len, load or self.main_load))
+            return self.fastest(self.library_names, dtype, size, load)
+        problem = size if isinstance(size, Problem) else self._problems.get((dtype, size))
+        return self._valid.get((name, problem, load or self.main_load)) if problem else None
 
     def fastest(
-        self, names: Iterable[str], dtype: str, seq_len: int, load: str | None = None
+        self, names: Iterable[str], dtype: str, size: Place, load: str | None = None
     ) -> Measurement | None:
-        """The measurement of the fastest of some contenders at one length, if one was measured."""
-        found = (self.find(name, dtype, seq_len, load) for name in names)
-        return max(filter(None, found), key=lambda m: m.tflops, default=None)
+        """The measurement of the fastest of some contenders at one size, if one was measured; of
+        those whose outputs were compared."""
+        found = (self.find(name, dtype, size, load) for name in names)
+        right = (m for m in found if m is not None and m.is_verified)
+        return max(right, key=lambda m: m.speed, default=None)
 
-    def tflops(
-        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+    def speed(
+        self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
-        """TFLOP/s of a contender at one length, or the harmonic mean over all of them; None if one
-        that it takes is missing."""
-        lengths = self.seq_lens if seq_len is None else [seq_len]
-        found = [m.tflops for n in lengths if (m := self.find(name, dtype, n, load))]
-        return statistics.harmonic_mean(found) if found and len(found) == len(lengths) else None
+        """Speed of a contender at one size, or the harmonic mean over all of them; None if one that
+        it takes is missing."""
+        sizes = self.sizes if size is None else [size]
+        found = [m.speed for n in sizes if (m := self.find(name, dtype, n, load))]
+        return statistics.harmonic_mean(found) if found and len(found) == len(sizes) else None
 
     def pairs(
-        self, name: str, other: str, dtype: str, seq_len: int, load: str | None = None
+        self, name: str, other: str, dtype: str, size: Place, load: str | None = None
     ) -> list[float]:
-        """A contender's speed over another's at one length, one value a round; none unless both
+        """A contender's speed over another's at one size, one value a round; none unless both
         were measured.
 
-        Each sample's speed is taken over that of the flash backend's sample next to it, if there is
+        Each sample's speed is taken over that of the first library's sample next to it, if there is
         one, before the two are divided.
         """
-        own, base = (self.find(n, dtype, seq_len, load) for n in (name, other))
+        own, base = (self.find(n, dtype, size, load) for n in (name, other))
         if own is None or base is None:
             return []
-        beside_flash = bool(own.flash_ms and base.flash_ms)
+        beside_first = bool(own.first_ms and base.first_ms)
         speeds = (
-            m.of_flash if beside_flash else [1 / ms for ms in m.samples_ms] for m in (own, base)
+            m.of_first if beside_first else [1 / ms for ms in m.samples_ms] for m in (own, base)
         )
         return [a / b for a, b in zip(*speeds, strict=True)]
 
@@ -496,17 +607,17 @@ class BenchmarkResults(RecordFile):
         name: str,
         other: str,
         dtype: str,
-        seq_len: int | None = None,
+        size: Place | None = None,
         load: str | None = None,
     ) -> float | None:
-        """A contender's speed over another's: the median of `pairs` at one length; else of the
-        harmonic means over all, when each length has the ratio of its median."""
-        if seq_len is not None:
-            found = self.pairs(name, other, dtype, seq_len, load)
+        """A contender's speed over another's: the median of `pairs` at one size; else of the
+        harmonic means over all, when each size has the ratio of its median."""
+        if size is not None:
+            found = self.pairs(name, other, dtype, size, load)
             return statistics.median(found) if found else None
         own = base = 0.0
-        for n in self.seq_lens:
-            speed = self.tflops(other, dtype, n, load)
+        for n in self.sizes:
+            speed = self.speed(other, dtype, n, load)
             ratio = self.ratio(name, other, dtype, n, load)
             if speed is None or ratio is None:
                 return None
@@ -514,24 +625,22 @@ class BenchmarkResults(RecordFile):
             own += 1 / (speed * ratio)
         return base / own if own else None
 
-    def noise(
-        self, dtype: str, seq_len: int | None = None, load: str | None = None
-    ) -> float | None:
+    def noise(self, dtype: str, size: Place | None = None, load: str | None = None) -> float | None:
         """How far from 1 the `ratio` of two equal kernels lies, told from the control's ratios to
-        flash; None without a control.
+        the first library; None without a control.
 
-        At one length, the farther end of the `interval` of the rounds of all lengths: its own are
-        too few to tell. Of the mean over lengths, the farthest of the rounds, each with the
-        harmonic mean of its ratios at all lengths: what differs from length to length cancels there
-        as it does in the mean that is compared.
+        At one size, the farther end of the `interval` of the rounds of all sizes: its own are too
+        few to tell. Of the mean over sizes, the farthest of the rounds, each with the harmonic mean
+        of its ratios at all sizes: what differs from size to size cancels there as it does in the
+        mean that is compared.
         """
-        lengths = [self.pairs(CONTROL, FLASH, dtype, n, load) for n in self.seq_lens]
-        if seq_len is not None:
-            ratios = list(itertools.chain.from_iterable(lengths))
+        each = [self.pairs(self.control, self.first, dtype, n, load) for n in self.sizes]
+        if size is not None:
+            ratios = list(itertools.chain.from_iterable(each))
             found: Sequence[float] = interval(ratios) if ratios else ()
         else:
-            # a round that some lengths had no time for has no mean
-            found = [statistics.harmonic_mean(ratios) for ratios in zip(*lengths, strict=False)]
+            # a round that some sizes had no time for has no mean
+            found = [statistics.harmonic_mean(ratios) for ratios in zip(*each, strict=False)]
         return max((abs(ratio - 1) for ratio in found), default=None)
 
     def is_equal(
@@ -539,45 +648,48 @@ class BenchmarkResults(RecordFile):
         name: str,
         other: str,
         dtype: str,
-        seq_len: int | None = None,
+        size: Place | None = None,
         load: str | None = None,
     ) -> bool:
-        """Whether the `ratio` of two contenders, at one length or of the means, lies within the
+        """Whether the `ratio` of two contenders, at one size or of the means, lies within the
         `noise` of the same; False if one of the two is not known."""
-        ratio = self.ratio(name, other, dtype, seq_len, load)
-        noise = self.noise(dtype, seq_len, load)
+        ratio = self.ratio(name, other, dtype, size, load)
+        noise = self.noise(dtype, size, load)
         return ratio is not None and noise is not None and abs(ratio - 1) <= noise
 
-    def of_flash(
-        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+    def of_first(
+        self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
-        """Speed over that of PyTorch's flash backend: at one length, or of the harmonic means."""
-        return self.ratio(name, FLASH, dtype, seq_len, load)
+        """Speed over that of the first library, which is PyTorch's flash backend for attention: at
+        one size, or of the harmonic means."""
+        return self.ratio(name, self.first, dtype, size, load)
 
     def of_best_other(
-        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+        self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
-        """Speed over that of the fastest library: at one length, or of the harmonic means, when
-        each length has its own fastest."""
-        return self.ratio(name, BEST_OTHER, dtype, seq_len, load)
+        """Speed over that of the fastest library: at one size, or of the harmonic means, when
+        each size has its own fastest."""
+        return self.ratio(name, BEST_OTHER, dtype, size, load)
 
     def of_tensor_peak(
-        self, name: str, dtype: str, seq_len: int | None = None, load: str | None = None
+        self, name: str, dtype: str, size: Place | None = None, load: str | None = None
     ) -> float | None:
         """Share of the tensor cores' peak at this clock, TFLOP/s / (FLOP per SM and cycle · SMs ·
-        SM clock): at one length, or the harmonic mean over all.
+        SM clock): at one size, or the harmonic mean over all.
 
         Derived, not counted by the chip: the operations are those of the problem, at the median
         time, and the clock is the median of what the driver told at the end of each sample. An SM
         does 4096 FLOP a cycle on 9.0, by wgmma (flash_helpers.sass.read.opcodes). None where the
-        peak or a clock is not known.
+        peak or a clock is not known, and for an operation that is not measured in TFLOP/s.
         """
-        lengths = self.seq_lens if seq_len is None else [seq_len]
-        measured = [self.find(name, dtype, n, load) for n in lengths]
+        sizes = self.sizes if size is None else [size]
+        measured = [self.find(name, dtype, n, load) for n in sizes]
         peak = self.provenance.tensor_peak
         if peak is None or not all(m and m.sm_mhz for m in measured):
             return None
-        shares = [m.tflops * 1e6 / (peak * statistics.median(m.sm_mhz)) for m in measured if m]
+        if self.operation.metric != TFLOPS:
+            return None
+        shares = [m.speed * 1e6 / (peak * statistics.median(m.sm_mhz)) for m in measured if m]
         return statistics.harmonic_mean(shares) if shares else None
 
     def rate(self, name: str, dtype: str, load: str | None = None) -> float | None:
@@ -591,26 +703,30 @@ class BenchmarkResults(RecordFile):
         rate: str,
         name: str,
         dtype: str,
-        seq_len: int | None = None,
+        size: Place | None = None,
         load: str | None = None,
     ) -> float | None:
-        """Speed over one of RATE_NAMES: at one length, or of the harmonic mean over all."""
-        own, other = self.tflops(name, dtype, seq_len, load), self.rate(rate, dtype, load)
+        """Speed over one of RATE_NAMES: at one size, or of the harmonic mean over all; None for an
+        operation that is not measured in TFLOP/s."""
+        if not self.measurements or self.operation.metric != TFLOPS:
+            return None
+        own, other = self.speed(name, dtype, size, load), self.rate(rate, dtype, load)
         return own / other if own and other else None
 
     def derived(self, m: Measurement) -> dict[str, float | str | None]:
         """Numbers that follow from a valid measurement and its neighbours, by CSV column."""
-        place = (m.name, m.dtype, m.seq_len, m.load)
-        shares = {"flash": self.of_flash(*place)}
-        if found := self.pairs(m.name, FLASH, *place[1:]):
-            shares["flash_low"], shares["flash_high"] = interval(found)
+        place = (m.name, m.dtype, m.asked, m.load)
+        first = self.first
+        shares = {first: self.of_first(*place)}
+        if found := self.pairs(m.name, self.first, *place[1:]):
+            shares[f"{first}_low"], shares[f"{first}_high"] = interval(found)
         shares |= {rate: self.of_rate(rate, *place) for rate in RATE_NAMES}
         shares["tensor_peak"] = self.of_tensor_peak(*place)
         shares[BEST_OTHER] = self.of_best_other(*place)
         best = self.find(BEST_OTHER, *place[1:])
         return {
             "median_ms": round(m.median_ms, 6),
-            "tflops": round(m.tflops, 2),
+            self._speed_column: round(m.speed, 2),
             **{
                 name: statistics.median(getattr(m, name)) if getattr(m, name) else None
                 for name in READINGS
@@ -622,6 +738,11 @@ class BenchmarkResults(RecordFile):
             BEST_OTHER: best.name if best else None,
         }
 
+    @property
+    def _speed_column(self) -> str:
+        """The speed's name in columns, its unit: tflops, gbs."""
+        return re.sub(r"\W", "", self.operation.metric.unit).lower()
+
     def document(self) -> dict[str, Any]:
         """The entries; a valid measurement also has the derived numbers, which are not read
         back."""
@@ -631,16 +752,25 @@ class BenchmarkResults(RecordFile):
         return super().document() | {"measurements": tuple(rows)}
 
     def to_csv(self) -> str:
-        """One row a measurement, with the derived numbers."""
+        """One row a measurement, with the problem's fields and the derived numbers."""
+        first = self.first
+        columns = (
+            *("name", "step", "load", "code"),
+            *dict.fromkeys(field for m in self.measurements for field in m.problem),
+            *("median_ms", self._speed_column, *READINGS),
+            *(f"percent_of_{name}" for name in (first, f"{first}_low", f"{first}_high")),
+            *(f"percent_of_{name}" for name in (*RATE_NAMES, "tensor_peak", BEST_OTHER)),
+            *(BEST_OTHER, "failure"),
+        )
 
         def cells(m: Measurement) -> list[Any]:
             config = m.config
-            found = asdict(m) | {"step": config.step.id if config else None}
+            found = asdict(m) | m.problem | {"step": config.step.id if config else None}
             found |= dict.fromkeys(READINGS)  # of a sample each
             found |= self.derived(m) if m.valid else {}
-            return [found.get(column) for column in CSV_COLUMNS]
+            return [found.get(column) for column in columns]
 
-        return csv_text(CSV_COLUMNS, map(cells, self.measurements))
+        return csv_text(columns, map(cells, self.measurements))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

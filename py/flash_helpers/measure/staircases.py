@@ -102,8 +102,10 @@ def parent_at_tile(config: Config) -> Config | None:
 
 
 def tile_text(config: Config) -> str:
-    """Its tile shape in words."""
-    return f"B_r {config.B_r}, B_c {config.B_c}, {config.n_warps} warps"
+    """Its tile shape, of a family that has tiles, and its warps in words."""
+    sizes = [(name, getattr(config, name, None)) for name in ("B_r", "B_c")]
+    found = [f"{name} {size}" for name, size in sizes if size is not None]
+    return ", ".join([*found, f"{config.n_warps} warps"])
 
 
 def measured_families(names: Iterable[str]) -> set[str]:

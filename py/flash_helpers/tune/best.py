@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,7 +61,8 @@ def best_config(
         raise UsageError(f"step {step!r} is not one of {', '.join(STEPS)}")
     element = _element_type(dtype)
     built = set(library.kernels())
-    for config in _winners(found[0], element, device, causal, lambda e: e.at_length(seq_len)):
+    options = {"causal": causal}
+    for config in _winners(found[0], element, device, options, lambda e: e.at_size(seq_len)):
         if config in built:
             return config
     fixed = FAMILIES[found[0].family].fixed_config(found[0], element)
@@ -102,10 +104,10 @@ def _candidates(problem: Problem, device: torch.device) -> tuple[Config, ...]:
             every = [fixed]
             made_for = variant_for(fixed, problem)
             if made_for in built and not made_for.supports.lacking(problem):
-                causal = bool(made_for.supports.options.get("causal"))
-                swept = _last_swept(step, problem.dtype, device, causal)
+                options = made_for.supports.options
+                swept = _last_swept(step, problem.dtype, device, options)
                 in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
-                best = _winners(swept, problem.dtype, device, causal, in_order)
+                best = _winners(swept, problem.dtype, device, options, in_order)
                 every = [*(_succeeded(c, swept, step) for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
@@ -118,12 +120,15 @@ def _candidates(problem: Problem, device: torch.device) -> tuple[Config, ...]:
 
 
 def _last_swept(
-    step: Step, dtype: Element, device: torch.device | str | int | None, causal: bool
+    step: Step,
+    dtype: Element,
+    device: torch.device | str | int | None,
+    options: Mapping[str, Any],
 ) -> Step:
     """The last step of the family that sweeps have found a winner for, no later than this one; this
     one if there is none."""
     steps = [*FAMILIES[step.family].steps.values()][: step.number]
-    known = (s for s in reversed(steps) if _winners(s, dtype, device, causal, BestConfig.at_length))
+    known = (s for s in reversed(steps) if _winners(s, dtype, device, options, BestConfig.at_size))
     return next(known, step)
 
 
@@ -148,7 +153,7 @@ def _winners(
     step: Step,
     dtype: Element,
     device: torch.device | str | int | None,
-    causal: bool,
+    options: Mapping[str, Any],
     in_order: Callable[[BestConfig], list[Config]],
 ) -> list[Config]:
     """Winners in the files of this GPU, then of others of its compute capability, each in some
@@ -159,7 +164,7 @@ def _winners(
     name, capability = gpu
     own, near = [], []
     for file in _files(library.package_folder() / CONFIG_FOLDER):
-        entry = file.find(step.id, dtype.short, causal)
+        entry = file.find(step.id, dtype.short, **options)
         if entry and file.compute_capability == capability:
             (own if file.gpu == name else near).extend(in_order(entry))
     if own and own[0] not in library.kernels():

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from flash_helpers.compile.cubins import Cubin
-from flash_helpers.measure.results import FLASH, Measurement, Protocol
+from flash_helpers.measure.results import LIBRARY_NAMES, Measurement, Protocol, first_library
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -67,7 +67,7 @@ class Measurer:
     """One worker and its journal.
 
     worker must have been started: info is its answer. kernel_s: seconds that one kernel's
-    measurement may take. notes: lengths that were skipped, and why.
+    measurement may take. notes: sizes that were skipped, and why.
     """
 
     worker: WorkerProcess
@@ -77,15 +77,20 @@ class Measurer:
     notes: list[str] = field(default_factory=list, init=False)
 
     def measure(
-        self, cubins: Sequence[Cubin], seq_lens: Sequence[int], protocol: Protocol
+        self, cubins: Sequence[Cubin], sizes: Sequence[int], protocol: Protocol
     ) -> JournalEntry:
-        """The journal's entry, or else the worker's answer, which is noted."""
+        """The journal's entry, or else the worker's answer, which is noted.
+
+        cubins: of one operation, measured on the same problems.
+        """
+        config = cubins[0].config
+        first = first_library(config.family.operation)
         names = [cubin.config.short_form() for cubin in cubins]
         asked = [
             [cubin.code for cubin in cubins],
             names if len(names) > 1 else [],  # one may be noted for another name of the same code
             asdict(self.info),
-            list(seq_lens),
+            [config.measured(size).record() for size in sizes],
             asdict(protocol),
         ]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
@@ -98,17 +103,17 @@ class Measurer:
             KernelFile(name, str(cubin.path), cubin.symbol)
             for name, cubin in zip(names, cubins, strict=True)
         )
-        request = Request(kernels, tuple(seq_lens), protocol)
-        found = self._ask(key, request)
-        if any(m.failure for m in found.measurements if m.name == FLASH):
+        request = Request(kernels, tuple(sizes), protocol)
+        found = self._ask(key, request, first)
+        if any(m.failure for m in found.measurements if m.name == first):
             # what the kernel before this one did to memory may be why
-            found = self._ask(key, request)
+            found = self._ask(key, request, first)
         self.journal.note(found)
         return found
 
-    def _ask(self, key: str, request: Request) -> JournalEntry:
+    def _ask(self, key: str, request: Request, first: str) -> JournalEntry:
         n_kernels = len(request.kernels)
-        timeout_s = self.kernel_s * (1 + n_kernels * len(request.seq_lens))
+        timeout_s = self.kernel_s * (1 + n_kernels * len(request.sizes))
         try:
             answer = self.worker.ask(request, timeout_s)
         except WorkerNotStarted:
@@ -116,7 +121,7 @@ class Measurer:
         except WorkerError as error:
             return JournalEntry(key, str(error), ())
         for skipped in answer.skipped:
-            note = f"{skipped.dtype} at {skipped.seq_len} skipped: {skipped.reason}"
+            note = f"{skipped.dtype} at {skipped.size} skipped: {skipped.reason}"
             if note not in self.notes:
                 self.notes.append(note)
         wrong = [m for m in answer.measurements if m.failure]
@@ -125,9 +130,9 @@ class Measurer:
             self.worker.end()
         failure = ""
         if not answer.measurements:
-            failure = "no length fits in the GPU's memory"
-        elif any(m.name == FLASH for m in wrong):
-            failure = f"the flash backend beside it failed: {wrong[0].failure}"
+            failure = "no problem fits in the GPU's memory"
+        elif any(m.name == first for m in wrong):
+            failure = f"{LIBRARY_NAMES[first]} beside it failed: {wrong[0].failure}"
         elif wrong and n_kernels == 1:
             failure = wrong[0].failure
         return JournalEntry(key, failure, answer.measurements)

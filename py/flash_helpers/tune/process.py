@@ -63,17 +63,17 @@ class KernelFile:
 
 @dataclass(frozen=True)
 class Request:
-    """Kernels of one dtype, all causal or none, to be measured beside PyTorch's flash backend at
-    some lengths."""
+    """Kernels that are measured on the same problems, beside the first library of their operation
+    at some sizes."""
 
     kernels: tuple[KernelFile, ...]
-    seq_lens: tuple[int, ...]
+    sizes: tuple[int, ...]
     protocol: Protocol
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Measurements of a worker, and the lengths that do not fit in the GPU's memory."""
+    """Measurements of a worker, and the problems that do not fit in the GPU's memory."""
 
     measurements: tuple[Measurement, ...]
     skipped: tuple[SkippedRecord, ...]

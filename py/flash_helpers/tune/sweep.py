@@ -1,10 +1,10 @@
 """The search for the fastest configs of a GPU: compile, drop, verify, time, and choose.
 
 Each candidate is compiled on the side and dropped if it spills or does not fit. One that is left is
-verified and timed beside PyTorch's flash backend, in turns, in a process of its own
+verified and timed beside the operation's first library, in turns, in a process of its own
 (flash_helpers.tune.process), so that it is ranked by a ratio that a drifting clock leaves alone,
 and so that it may hang or crash. Candidates with the same machine code share a measurement. The
-fastest few of each step then meet in one run at all lengths, and the harmonic mean decides.
+fastest few of each step then meet in one run at all sizes, and the harmonic mean decides.
 
 What was measured is in a journal as soon as it is known: a sweep that was stopped goes on there.
 """
@@ -18,25 +18,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flash_helpers.compile.cubins import Compiled, Cubin, CubinCompiler, Source
 from flash_helpers.kernel_configs import STEPS, Config, Element, config_from_short_form
 from flash_helpers.measure.results import (
-    FLASH,
     LOADS,
     SUSTAINED,
     Load,
     Measurement,
     Protocol,
+    first_library,
 )
 from flash_helpers.registry.selection import first_refusal
 from flash_helpers.tune.measurer import Measurer
-from flash_helpers.tune.winners import BestAtLength, BestConfig, GpuFile
+from flash_helpers.tune.winners import BestAtSize, BestConfig, GpuFile
 
 N_FINALISTS = 5
 AT_LENGTH_GAIN = 1.01
-SCREEN_SEQ_LENS = (1024, 4096)
+SCREEN_SIZES = (1024, 4096)
 # Short samples, one after the other: what is ranked is a ratio within a round. So close together,
 # contenders share one clock, and one that draws more power does not pay for it: the last round lets
 # the limiter settle on each.
@@ -59,8 +59,8 @@ class SweepRow:
     registers, spill_bytes (stores and loads): per thread, as ptxas says; None if it was not
         compiled. smem_bytes: per block.
     code: digest of the machine code; same_as: the candidate of the same code that was run for it.
-    of_flash: speed over that of PyTorch's flash backend, of the harmonic means over the lengths of
-        the first round; final_of_flash: the same over all lengths, of those that came so far.
+    of_first: speed over that of the operation's first library, of the harmonic means over the sizes
+        of the first round; final_of_first: the same over all sizes, of those that came so far.
     """
 
     name: str
@@ -73,51 +73,56 @@ class SweepRow:
     smem_bytes: int
     code: str
     same_as: str
-    of_flash: float | None
-    final_of_flash: float | None
+    of_first: float | None
+    final_of_first: float | None
     date: str
     commit: str
 
 
-def mean_tflops(measurements: Iterable[Measurement], name: str) -> float | None:
-    """Harmonic mean of a contender's speed over all lengths; None if one is missing."""
+def mean_speed(measurements: Iterable[Measurement], name: str) -> float | None:
+    """Harmonic mean of a contender's speed over all sizes; None if one is missing."""
     own = [m for m in measurements if m.name == name]
     if not own or not all(m.valid for m in own):
         return None
-    return statistics.harmonic_mean([m.tflops for m in own])
+    return statistics.harmonic_mean([m.speed for m in own])
 
 
-def _ratio(measurements: Sequence[Measurement], name: str) -> float | None:
-    own, flash = (mean_tflops(measurements, n) for n in (name, FLASH))
-    return own / flash if own and flash else None
+def _ratio(measurements: Sequence[Measurement], config: Config) -> float | None:
+    names = config.short_form(), first_library(config.family.operation)
+    own, first = (mean_speed(measurements, name) for name in names)
+    return own / first if own and first else None
 
 
-def _at_lengths(
+def _at_sizes(
     measurements: Iterable[Measurement], winner: Config, configs: Iterable[Config]
-) -> Iterator[BestAtLength]:
-    """The speeds at all lengths of those configs that at one of them are the fastest, and faster
+) -> Iterator[BestAtSize]:
+    """The speeds at all sizes of those configs that at one of them are the fastest, and faster
     than the winner of the mean by more than AT_LENGTH_GAIN, so that no kernel is built for less
     than what measurements differ by."""
     names = {config.short_form() for config in configs}
     speeds: dict[int, dict[str, float]] = {}
     for m in measurements:
         if m.name in names:
-            speeds.setdefault(m.seq_len, {})[m.name] = m.tflops
+            speeds.setdefault(m.size, {})[m.name] = m.speed
     of_mean = {
-        seq_len: {name: tflops / found[winner.short_form()] for name, tflops in found.items()}
-        for seq_len, found in sorted(speeds.items())
+        size: {name: speed / found[winner.short_form()] for name, speed in found.items()}
+        for size, found in sorted(speeds.items())
     }
     fastest = (max(found.items(), key=lambda item: item[1]) for found in of_mean.values())
     kept = {name for name, gain in fastest if gain > AT_LENGTH_GAIN}
-    for seq_len, found in of_mean.items():
+    for size, found in of_mean.items():
         for name in sorted(kept):
-            yield BestAtLength(seq_len, name, round(found[name], 4))
+            yield BestAtSize(size, name, round(found[name], 4))
 
 
-def kernel_of(config: Config, step: str = "") -> tuple[str, Element, bool]:
-    """The contest of one config: its step, or another that it competes for, its dtype, and
-    whether problems are causal."""
-    return step or config.step.id, config.dtype, config.supports.causal
+# A step, a dtype, and the options of problems that configs are compiled for, by name.
+Contest = tuple[str, Element, tuple[tuple[str, Any], ...]]
+
+
+def kernel_of(config: Config, step: str = "") -> Contest:
+    """The contest of one config: its step, or another that it competes for, its dtype, and the
+    options of its problems, such as causal."""
+    return step or config.step.id, config.dtype, tuple(sorted(config.supports.options.items()))
 
 
 def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> list[Config]:
@@ -135,15 +140,15 @@ def in_search_order(configs: Iterable[Config], first: Iterable[Config] = ()) -> 
 class Sweep:
     """One search, on the GPU of one worker.
 
-    seq_lens: of the final round. spill_bytes: stores and loads of a thread that are allowed.
+    sizes: of the final round. spill_bytes: stores and loads of a thread that are allowed.
     deadline: of `time.monotonic`, after which no candidate is begun. date, commit: marks of the
     rows. step: the one that all configs compete for; "" for each its own.
     """
 
     compiler: CubinCompiler
     measurer: Measurer
-    seq_lens: Sequence[int]
-    screen_seq_lens: Sequence[int]
+    sizes: Sequence[int]
+    screen_sizes: Sequence[int]
     spill_bytes: int
     deadline: float
     date: str
@@ -192,48 +197,47 @@ class Sweep:
                 f"needs {config.smem_bytes} bytes of shared memory a block, "
                 f"{self.measurer.info.gpu} has {self.measurer.info.smem_bytes}"
             )
-        shapes = (config.measured(n) for n in {*self.seq_lens, *self.screen_seq_lens})
+        shapes = (config.measured(n) for n in {*self.sizes, *self.screen_sizes})
         return first_refusal(config, shapes)
 
-    def choose(self, step: str, dtype: Element, causal: bool) -> BestConfig | None:
-        """The fastest config of a step in a dtype, on causal problems or on others, by a run of
-        the fastest few at all lengths; None if none was timed."""
+    def choose(self, *contest: Any) -> BestConfig | None:
+        """The fastest config of a contest (`kernel_of`), by a run of the fastest few at all sizes;
+        None if none was timed."""
         rows = [
             row
             for config, row in self._rows.items()
-            if kernel_of(config, self.step) == (step, dtype, causal) and row.of_flash is not None
+            if kernel_of(config, self.step) == contest and row.of_first is not None
         ]
         fastest: dict[str, Config] = {}  # of each code
-        for row in sorted(rows, key=lambda row: (-(row.of_flash or 0), row.name)):
+        for row in sorted(rows, key=lambda row: (-(row.of_first or 0), row.name)):
             if len(fastest) < N_FINALISTS:
                 fastest.setdefault(row.code, config_from_short_form(row.name))
         measurements = self._final(list(fastest.values()))
-        ratios = {c: _ratio(measurements, c.short_form()) for c in fastest.values()}
+        ratios = {config: _ratio(measurements, config) for config in fastest.values()}
         right = {config: ratio for config, ratio in ratios.items() if ratio is not None}
         for config, ratio in right.items():
-            self._rows[config] = replace(self._rows[config], final_of_flash=round(ratio, 4))
+            self._rows[config] = replace(self._rows[config], final_of_first=round(ratio, 4))
         if not right:
             return None
         winner = max(right, key=lambda config: right[config])
         name = winner.short_form()
-        lengths = sorted({m.seq_len for m in measurements if m.name == name})
-        mean = mean_tflops(measurements, name)
+        sizes = sorted({m.size for m in measurements if m.name == name})
+        mean = mean_speed(measurements, name)
         assert mean is not None
         return BestConfig(
-            step=step,
-            dtype=dtype.short,
+            step=contest[0],
+            problem=winner.measured(sizes[0]).record(),
             config=name,
-            mean_tflops=round(mean, 2),
-            of_flash=round(right[winner], 4),
+            mean_speed=round(mean, 2),
+            of_first=round(right[winner], 4),
             n_candidates=len({row.code for row in rows}),
-            seq_lens=tuple(lengths),
+            sizes=tuple(sizes),
             date=self.date,
             commit=self.commit,
             driver=self.measurer.info.driver,
             compiler=".".join(map(str, self.compiler.toolchain.version)),
             torch=self.measurer.info.torch,
-            causal=causal,
-            at_lengths=tuple(_at_lengths(measurements, winner, right)),
+            at_sizes=tuple(_at_sizes(measurements, winner, right)),
             load=FINAL_PROTOCOL.loads[0].name,
         )
 
@@ -251,7 +255,7 @@ class Sweep:
         cubin: Cubin | None,
         outcome: str,
         reason: str = "",
-        of_flash: float | None = None,
+        of_first: float | None = None,
     ) -> SweepRow:
         report = cubin.report if cubin else None
         return SweepRow(
@@ -265,8 +269,8 @@ class Sweep:
             smem_bytes=config.smem_bytes,
             code=cubin.code[:16] if cubin else "",
             same_as="",
-            of_flash=None if of_flash is None else round(of_flash, 4),
-            final_of_flash=None,
+            of_first=None if of_first is None else round(of_first, 4),
+            final_of_first=None,
             date=self.date,
             commit=self.commit,
         )
@@ -286,21 +290,21 @@ class Sweep:
         self._cubins[config] = cubin
         if (known := self._by_code.get(cubin.code)) is not None:
             return replace(known, name=config.short_form(), same_as=known.name)
-        found = self.measurer.measure([cubin], self.screen_seq_lens, SCREEN_PROTOCOL)
-        ratio = None if found.failure else _ratio(found.measurements, config.short_form())
+        found = self.measurer.measure([cubin], self.screen_sizes, SCREEN_PROTOCOL)
+        ratio = None if found.failure else _ratio(found.measurements, config)
         outcome = FAILED if ratio is None else TIMED
         row = self._row(config, cubin, outcome, found.failure, ratio)
         self._by_code[cubin.code] = row
         return row
 
     def _final(self, finalists: Sequence[Config]) -> list[Measurement]:
-        """Measurements of the finalists, and of PyTorch's flash backend beside them."""
+        """Measurements of the finalists, and of the first library beside them."""
         if not finalists:
             return []
         cubins = [self._cubins[config] for config in finalists]
-        found = self.measurer.measure(cubins, self.seq_lens, FINAL_PROTOCOL)
+        found = self.measurer.measure(cubins, self.sizes, FINAL_PROTOCOL)
         if found.failure and len(finalists) > 1:
-            # One of them took all along: each by itself, beside the flash backend.
+            # One of them took all along: each by itself, beside the library.
             return [m for config in finalists for m in self._final([config])]
         for config in finalists:
             own = [m.failure for m in found.measurements if m.name == config.short_form()]

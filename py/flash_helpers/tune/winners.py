@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from flash_helpers.gpu import Device
-from flash_helpers.kernel_configs import OPERATIONS, STEPS, Config, config_from_short_form
-from flash_helpers.measure.results import RecordFile, refuse_mixing
+from flash_helpers.kernel_configs import (
+    FAMILIES,
+    OPERATIONS,
+    STEPS,
+    Config,
+    config_from_short_form,
+)
+from flash_helpers.measure.results import OfProblem, RecordFile, refuse_mixing
 from flash_helpers.registry.problem import Problem
 
 Own = TypeVar("Own", bound="GpuFile")
@@ -55,46 +61,58 @@ class GpuFile(RecordFile):
 
 
 @dataclass(frozen=True)
-class BestAtLength:
-    """The speed of one config, by short form, at one length. of_mean: over that of the config that
-    is fastest in the mean."""
+class BestAtSize:
+    """The speed of one config, by short form, at one size. of_mean: over that of the config that is
+    fastest in the mean."""
 
-    seq_len: int
+    size: int
     config: str
     of_mean: float
 
 
 @dataclass(frozen=True)
-class BestConfig:
-    """The fastest config of one step in one dtype, and what it was measured with.
+class BestConfig(OfProblem):
+    """The fastest config of one step on problems of one kind, and what it was measured with.
 
-    config: short form. mean_tflops: harmonic mean over seq_lens; of_flash: over that of PyTorch's
-    flash backend in the same process. n_candidates: configs that were timed. causal: on causal
-    problems, as its configs are. at_lengths: of other configs that are the fastest at one of
-    seq_lens, at each of these; in older files where they are the fastest. load: of the last round;
-    "turns" was samples of 10 ms, one contender's right after another's.
+    problem: the one at the first of sizes; that of another is `Config.measured` of the config.
+    config: short form. mean_speed: harmonic mean over sizes, in the unit of the operation's metric;
+    of_first: over that of the operation's first library in the same process. n_candidates: configs
+    that were timed. at_sizes: of other configs that are the fastest at one of sizes, at each of
+    these; in older files where they are the fastest. load: of the last round; "turns" was samples
+    of 10 ms, one contender's right after another's.
     """
 
     step: str
-    dtype: str
+    problem: dict[str, Any]
     config: str
-    mean_tflops: float
-    of_flash: float
+    mean_speed: float
+    of_first: float
     n_candidates: int
-    seq_lens: tuple[int, ...]
+    sizes: tuple[int, ...]
     date: str
     commit: str
     driver: str
     compiler: str
     torch: str
-    causal: bool = False
-    at_lengths: tuple[BestAtLength, ...] = ()
+    at_sizes: tuple[BestAtSize, ...] = ()
     load: str = "turns"
 
-    def at_length(self, seq_len: int | None = None) -> list[Config]:
-        """Configs that the registry still has, the fastest first. seq_len: of problems, which
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields of the problem that the step's kernels are compiled for, such as causal."""
+        step = STEPS[self.step]
+        fixed = FAMILIES[step.family].fixed_config(step, self.asked.dtype)
+        return {name: getattr(self.asked, name) for name in fixed.supports.options}
+
+    @property
+    def contest(self) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
+        """The step, dtype and options, of which there is one winner."""
+        return self.step, self.dtype, tuple(sorted(self.options.items()))
+
+    def at_size(self, size: int | None = None) -> list[Config]:
+        """Configs that the registry still has, the fastest first. size: of problems, which
         `nearest` stands for; None: in the mean, which is one config."""
-        return _fastest_first(self._speeds(None if seq_len is None else self.nearest(seq_len)))
+        return _fastest_first(self._speeds(None if size is None else self.nearest(size)))
 
     def for_problem(self, problem: Problem, device: Device) -> list[Config]:
         """Return configs that the registry still has, the one that should be the fastest on a
@@ -112,13 +130,13 @@ class BestConfig:
             }
         )
 
-    def nearest(self, seq_len: int) -> int:
-        """The measured length that is nearest, as a ratio; of two as near the longer."""
-        return min(self.seq_lens, key=lambda n: (max(n / seq_len, seq_len / n), -n))
+    def nearest(self, size: int) -> int:
+        """The measured size that is nearest, as a ratio; of two as near the larger."""
+        return min(self.sizes, key=lambda n: (max(n / size, size / n), -n))
 
-    def _speeds(self, seq_len: int | None) -> dict[Config, float]:
+    def _speeds(self, size: int | None) -> dict[Config, float]:
         of_mean = {self.config: 1.0}
-        of_mean |= {at.config: at.of_mean for at in self.at_lengths if at.seq_len == seq_len}
+        of_mean |= {at.config: at.of_mean for at in self.at_sizes if at.size == size}
         found = {}
         for name, speed in of_mean.items():
             with contextlib.suppress(ValueError):
@@ -134,19 +152,24 @@ def _fastest_first(speeds: Mapping[Config, float]) -> list[Config]:
 class BestConfigs(GpuFile):
     """The fastest configs known for one GPU."""
 
-    FORMAT: ClassVar[int] = 2
+    FORMAT: ClassVar[int] = 3
     HOLDS: ClassVar[str] = "best configs"
 
     best: tuple[BestConfig, ...]
 
-    def find(self, step: str, dtype: str, causal: bool = False) -> BestConfig | None:
-        """The winner of a step in a dtype, on causal problems or on others."""
-        wanted = (step, dtype, causal)
-        return next((e for e in self.best if (e.step, e.dtype, e.causal) == wanted), None)
+    def find(self, step: str, dtype: str, **options: Any) -> BestConfig | None:
+        """The winner of a step in a dtype, on problems with these options; those that are left out
+        are False."""
+        for entry in self.best:
+            if (entry.step, entry.dtype) == (step, dtype):
+                asked = {name: options.get(name, False) for name in entry.options}
+                if entry.options == asked:
+                    return entry
+        return None
 
     def updated(self, entries: Iterable[BestConfig]) -> BestConfigs:
-        """With these in the place of others of their steps, dtypes and masks; in order."""
-        by_kernel = {(e.step, e.dtype, e.causal): e for e in (*self.best, *entries)}
+        """With these in the place of others of their contests; in order."""
+        by_kernel = {entry.contest: entry for entry in (*self.best, *entries)}
         ordered = sorted(by_kernel, key=lambda key: (list(STEPS).index(key[0]), *key[1:]))
         return replace(self, best=tuple(by_kernel[key] for key in ordered))
 
@@ -157,7 +180,7 @@ class BestConfigs(GpuFile):
         names = (
             name
             for entry in self.best
-            for name in (entry.config, *(at.config for at in entry.at_lengths))
+            for name in (entry.config, *(at.config for at in entry.at_sizes))
         )
         return {**document, "configs": tuple(dict.fromkeys(names)), "best": best}
 

@@ -5,7 +5,7 @@ input. Whatever goes wrong in the GPU ends with the process: a kernel that reads
 takes the CUDA context along, and one that never ends takes the process.
 
     {"gpu": ..., "compute_capability": ..., ...}            the first line: WorkerInfo
-    {"kernels": [...], "seq_lens": [...], "protocol": ...}  a request: Request
+    {"kernels": [...], "sizes": [...], "protocol": ...}     a request: Request
     {"measurements": [...], "skipped": [...]}               its answer
     {"error": "..."}                                        the last line, if something went wrong
 """
@@ -36,31 +36,39 @@ from flash_helpers.measure.benchmark import (
     measure_problem,
     skipped_record,
 )
+from flash_helpers.measure.code import cubin_code
 from flash_helpers.measure.machine import GpuSensor, driver_version
-from flash_helpers.measure.results import FLASH, Measurement, Protocol, SkippedRecord
+from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord, first_library
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.backend import Execute, find_backend
 from flash_helpers.runtime.call import register
 from flash_helpers.tune.process import Answer, KernelFile, Request, WorkerInfo
 
+_registered: dict[str, KernelFile] = {}  # by the name that the library has for the kernel
+
 
 def cubin_contender(kernel: KernelFile, execute: Execute) -> Contender:
     """Return a contender for a kernel that is registered from its cubin, and runs like any other.
 
+    Several may have one config: each is registered before it runs, if another one was meanwhile.
+
     Running it raises ValueError for inputs that another kernel takes over, and RuntimeError if the
-    cubin does not load.
+    cubin does not load. Raises OSError, and SassError for a file that is no cubin.
     """
     config = config_from_short_form(kernel.config)
     (name,) = config.kernels.values()
-    register(name, kernel.symbol, Path(kernel.cubin).read_bytes())
+    code = cubin_code(Path(kernel.cubin))
     registered = kernel_contender(config, execute)
 
     def run(inputs: InputSet) -> torch.Tensor:
         if config.runs_as(inputs.problem.strides()) != config:
             raise ValueError(f"{kernel.config} is not for {inputs.problem}")
+        if _registered.get(name) != kernel:
+            register(name, kernel.symbol, Path(kernel.cubin).read_bytes())
+            _registered[name] = kernel
         return registered.run(inputs)
 
-    return Contender(kernel.config, config, run)
+    return Contender(kernel.config, config, run, lambda ran: code)
 
 
 def worker_info(device: torch.device) -> WorkerInfo:
@@ -76,7 +84,7 @@ def worker_info(device: torch.device) -> WorkerInfo:
 
 
 class Worker:
-    """Measures kernels beside PyTorch's flash backend on one device.
+    """Measures kernels beside the operation's first library on one device.
 
     Inputs and their float64 results are kept from one request to the next.
     """
@@ -87,19 +95,19 @@ class Worker:
         self._sets: dict[tuple[Any, ...], list[InputSet]] = {}
 
     def answer(self, request: Request) -> Answer:
-        """Measure every kernel of a request at every length."""
+        """Measure every kernel of a request at every size."""
         execute = find_backend("cuda").execute
         own = (cubin_contender(kernel, execute) for kernel in request.kernels)
-        contenders = [library_contender(FLASH), *own]
         first = config_from_short_form(request.kernels[0].config)
+        operation = first.family.operation
+        contenders = [library_contender(first_library(operation), operation), *own]
         measurements: list[Measurement] = []
         skipped: list[SkippedRecord] = []
-        for seq_len in request.seq_lens:
+        for problem in map(first.measured, request.sizes):
             try:
-                problem = first.measured(seq_len)
                 measurements += self._measure(contenders, problem, request.protocol)
             except torch.cuda.OutOfMemoryError as error:
-                skipped.append(skipped_record(first.dtype, seq_len, error))
+                skipped.append(skipped_record(problem, error))
         return Answer(tuple(measurements), tuple(skipped))
 
     def _measure(
@@ -108,7 +116,7 @@ class Worker:
         try:
             return self._measure_once(contenders, problem, protocol)
         except torch.cuda.OutOfMemoryError:
-            # the inputs of the other lengths may be all that is in the way
+            # the inputs of the other sizes may be all that is in the way
             self._sets.clear()
         torch.cuda.empty_cache()
         return self._measure_once(contenders, problem, protocol)

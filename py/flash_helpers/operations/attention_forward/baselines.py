@@ -42,8 +42,8 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Return o, (batch, seq, heads, d_head), by one of the operation's libraries.
 
-    PyTorch's backends get the same
-    memory as the kernels do, as (batch, heads, seq, d_head) views.
+    PyTorch's backends get the same memory as the kernels do, as (batch, heads, seq, d_head) views.
+    Each is called as users call it: a scale is passed only if it is not the usual one.
 
     Raises ValueError for a causal problem of two lengths, since PyTorch aligns the mask to the top
     left, and the packages, as the kernels, to the bottom right; RuntimeError if the library does
@@ -57,11 +57,13 @@ def run(
     q, k, v = (tensors[name] for name in "qkv")
     if library in PACKAGES:
         module = importlib.import_module(PACKAGES[library].module)
-        return {"o": module.flash_attn_func(q, k, v, causal=problem.causal)}
+        scale = {} if problem.has_usual_scale else {"softmax_scale": problem.softmax_scale}
+        return {"o": module.flash_attn_func(q, k, v, causal=problem.causal, **scale)}
     with sdpa_kernel(_SDPA_BACKENDS[library]):
         output = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             is_causal=problem.causal,
             enable_gqa=q.shape[2] != k.shape[2],
+            scale=None if problem.has_usual_scale else problem.softmax_scale,
         )
     return {"o": output.transpose(1, 2)}

@@ -127,10 +127,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Measured:
-    """A launch that was timed: its median time, and 10^12 floating-point operations a second."""
+    """A launch that was timed: its median time, and its speed in a unit such as TFLOP/s."""
 
     median_ms: float
-    tflops: float
+    speed: float
+    unit: str
+
+    def speed_text(self) -> str:
+        """The speed with its unit."""
+        return f"{self.speed:.0f} {self.unit}"
 
 
 @dataclass(frozen=True)

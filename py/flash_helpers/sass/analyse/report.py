@@ -266,7 +266,7 @@ def _launch_verdict(facts: KernelFacts, prediction: Prediction) -> str:
         problem = ", ".join(f"{name.removeprefix('n_')} {size}" for name, size in sizes)
         return f"{problem.capitalize()}: {limit} allows no less than {least}."
     return (
-        f"Measured: {measured.median_ms:.3f} ms ({measured.tflops:.0f} TFLOP/s) at "
+        f"Measured: {measured.median_ms:.3f} ms ({measured.speed_text()}) at "
         f"{facts.timed}, {measured.median_ms / prediction.least_ms:.2f} times the least that "
         f"{limit} allows, {least}."
     )

@@ -34,7 +34,7 @@ def page_facts(facts: KernelFacts, timed: str) -> list[tuple[str, str]]:
         name, cycles = next(iter(facts.bound_cycles.items()))
         found.append(("bound of an iteration", f"{cycles:,.0f} cycles of the SM, by {name}"))
     if facts.measurement is not None:
-        found.append((timed, f"{facts.measurement.tflops:.0f} TFLOP/s"))
+        found.append((timed, facts.measurement.speed_text()))
     found.append(("compiled by", str(facts.kernel.compiler)))
     return found
 

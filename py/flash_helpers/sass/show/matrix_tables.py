@@ -102,7 +102,7 @@ def _time_row(name: str, facts: KernelFacts) -> list[str]:
         number(measurement.median_ms if measurement else None, 3),
         percent(share, 0),
         number(prediction.most_tflops if prediction else None),
-        number(measurement.tflops if measurement else None),
+        number(measurement.speed if measurement else None),
     ]
 
 
@@ -230,7 +230,7 @@ def facts_as_dict(facts: KernelFacts) -> dict[str, Any]:
         "unknown_cost": facts.loop.unknown if facts.loop else None,
         "least_ms": facts.prediction.least_ms if facts.prediction else None,
         "measured_ms": facts.measurement.median_ms if facts.measurement else None,
-        "tflops": facts.measurement.tflops if facts.measurement else None,
+        "speed": facts.measurement.speed if facts.measurement else None,
     }
 
 

@@ -117,7 +117,7 @@ def _most(facts: KernelFacts) -> float | None:
 
 
 def _speed(facts: KernelFacts) -> float | None:
-    return facts.measurement.tflops if facts.measurement else None
+    return facts.measurement.speed if facts.measurement else None
 
 
 def picture_svg(matrix: Matrix) -> str:
@@ -146,8 +146,15 @@ def picture_svg(matrix: Matrix) -> str:
     if speeds:
         speed = _Panel(registers.bottom + _GAP, 1.5 * _STRIP_HEIGHT, 1.05 * max(speeds))
         panels.append(speed)
+        units = dict.fromkeys(f.measurement.unit for f in matrix.rows if f.measurement)
         parts += [
-            _label(speed, "TFLOP/s", "measured (dot),", "bound (line)", matrix.timed),
+            _label(
+                speed,
+                " or ".join(units) or "TFLOP/s",
+                "measured (dot),",
+                "bound (line)",
+                matrix.timed,
+            ),
             _axis(speed),
             _bounds(matrix, xs, width, speed),
             _dots(matrix, xs, speed, _speed, text_dy=15),

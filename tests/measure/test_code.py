@@ -1,0 +1,188 @@
+"""Digests of machine code: of libraries and cubins, and beside what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmark_results import BF16, STAIRS, full_results, measurement, synthetic_results
+from fake_backend import fake_backend
+from fake_cubin import cubin
+
+from flash_helpers.kernel_configs import Config, Element
+from flash_helpers.measure import code
+from flash_helpers.measure.benchmark import contenders_for
+from flash_helpers.measure.benchmark_tables import (
+    CHANGED,
+    best_table,
+    header_lines,
+    lengths_table,
+    loads_table,
+    progression_table,
+    report_text,
+)
+from flash_helpers.measure.code import (
+    DAGGER,
+    changed_names,
+    code_digest,
+    cubin_code,
+    file_codes,
+    library_codes,
+)
+from flash_helpers.measure.results import BURST, SUSTAINED, BenchmarkResults
+from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.runtime import library
+from flash_helpers.sass.read.containers import cubins_of
+from flash_helpers.sass.read.elf import read_sections
+from flash_helpers.sass.read.records import SassError
+
+V1, V2 = BF16[:2]
+OLD, NEW = "0123456789abcdef", "fedcba9876543210"
+
+
+def with_code(results: BenchmarkResults, codes: dict[Config, str]) -> BenchmarkResults:
+    """The results, measured with code of these digests."""
+    by_name = {config.short_form(): digest for config, digest in codes.items()}
+    rows = (replace(m, code=by_name.get(m.ran, "")) for m in results.measurements)
+    return replace(results, measurements=tuple(rows))
+
+
+@pytest.fixture
+def today(monkeypatch) -> dict[Config, str]:
+    """The digests that the library has today, of every GPU."""
+    found: dict[Config, str] = {}
+    monkeypatch.setattr(code, "library_codes", lambda compute_capability: found)
+    return found
+
+
+# Digests
+
+
+def test_a_digest_is_of_the_sections_alone_in_the_order_of_their_symbols() -> None:
+    wanted = hashlib.sha256(b"onetwo").hexdigest()[:16]
+    assert code_digest([("a", b"one"), ("b", b"two")]) == wanted
+    assert code_digest([("b", b"two"), ("a", b"one")]) == wanted
+    assert code_digest([("a", b"one")]) != wanted
+
+
+def test_the_library_has_a_digest_of_each_config(package: Path) -> None:
+    path = package / "libflash_attention.so"
+    found = file_codes(path, 90)
+    assert set(library.kernels()) == set(found)
+    assert all(len(digest) == 16 for digest in found.values())
+    sections = [
+        section
+        for member in cubins_of(path, 90)
+        for section in read_sections(member.read(), member.origin)
+        if section.name.startswith(".text.") and V1.short_form() in section.name
+    ]
+    assert [hashlib.sha256(s.data).hexdigest()[:16] for s in sections] == [found[V1]]
+    other = file_codes(path, 80)
+    assert other[V1] != found[V1]
+    # those of Hopper alone are not there for other GPUs
+    assert {c.family.name for c in found} - {c.family.name for c in other} == {"hopper"}
+
+
+def test_a_library_has_no_digest_for_a_gpu_that_it_was_not_built_for(package: Path) -> None:
+    assert file_codes(package / "libflash_attention.so", 120) == {}
+    assert library_codes("12.0") == library_codes("") == {}
+    assert library_codes("9.0")[V1]
+
+
+def test_without_a_library_nothing_is_known(monkeypatch) -> None:
+    def absent() -> Path:
+        raise RuntimeError("not there")
+
+    monkeypatch.setattr(library, "library_path", absent)
+    assert library_codes("9.0") == {}
+
+
+def test_a_cubin_has_the_digest_that_a_library_of_it_would_have(tmp_path: Path) -> None:
+    path = tmp_path / "a.cubin"
+    path.write_bytes(cubin("_Zk", b"instructions", registers=99, constants=b"\x01"))
+    assert cubin_code(path) == hashlib.sha256(b"instructions").hexdigest()[:16]
+    path.write_bytes(b"no cubin")
+    with pytest.raises(SassError):
+        cubin_code(path)
+
+
+def test_a_contender_tells_the_code_of_the_config_that_is_launched() -> None:
+    static = next(config for config in reversed(BF16) if config.siblings() != (config,))
+    codes = {static: OLD, static.general(): NEW}
+    every = contenders_for([static], Element.BF16, fake_backend(), OPERATION, codes)
+    *libraries, kernel = every
+    assert (kernel.code(static), kernel.code(static.general())) == (OLD, NEW)
+    assert kernel.code(V1) == ""
+    assert {contender.code(None) for contender in libraries} == {""}
+
+
+# Beside what was measured
+
+
+@pytest.mark.parametrize(
+    ("measured", "now", "has_changed"),
+    [(OLD, {V1: NEW}, True), (OLD, {V1: OLD}, False), (OLD, {}, False), ("", {V1: NEW}, False)],
+)
+def test_only_known_code_that_the_library_has_otherwise_has_changed(
+    today, measured: str, now: dict[Config, str], has_changed: bool
+) -> None:
+    today.update(now)
+    found = with_code(full_results(), {V1: measured})
+    assert changed_names(found) == ({V1.short_form()} if has_changed else set())
+
+
+def test_the_library_is_not_read_for_results_without_digests(monkeypatch) -> None:
+    def unread(compute_capability: str) -> dict[Config, str]:
+        raise AssertionError("the library was read")
+
+    monkeypatch.setattr(code, "library_codes", unread)
+    assert changed_names(full_results()) == set()
+
+
+def marked(table: str) -> list[str]:
+    """First cells of the rows that have a dagger."""
+    rows = [line for line in table.splitlines() if line.startswith("|") and DAGGER in line]
+    return [row.strip("|").split("|")[0].strip() for row in rows]
+
+
+def test_tables_mark_the_rows_whose_code_has_changed_and_say_so_below(today) -> None:
+    o1 = STAIRS["o1"].large
+    today |= {V1: NEW, o1: NEW, V2: OLD}
+    results = with_code(full_results(), {V1: OLD, o1: OLD, V2: OLD})
+    assert marked(progression_table(results)) == [f"v1 {DAGGER}", f"o1 {DAGGER}"]
+    assert marked(loads_table(results)) == [f"o1 {DAGGER}"]  # v1 has no large tile
+    lengths = lengths_table(results, "bf16", SUSTAINED)
+    assert marked(lengths)[:1] == [f"v1 {DAGGER}"]
+    for text in (progression_table(results), loads_table(results), lengths, report_text(results)):
+        assert text.count(CHANGED) == 1
+    assert f"{V1.short_form()} {DAGGER}" in report_text(results)
+    assert "has changed since." in header_lines(results, STAIRS["v1"].step)
+    assert "has changed since" not in header_lines(results, STAIRS["v2"].step)
+    assert all(line.startswith("//") for line in header_lines(results, V1.step).splitlines())
+
+
+def test_the_best_kernel_is_marked_where_its_code_has_changed(today) -> None:
+    results = full_results()
+    own = {name for name in results.names("bf16") if name.partition("_")[0] in STAIRS}
+    best = results.fastest(own, "bf16", 4096, BURST)
+    today[best.config] = NEW
+    assert CHANGED not in best_table(results)
+    text = best_table(with_code(results, {best.config: OLD}))
+    assert marked(text) == ["burst: best of ours", "sustained: best of ours"]
+    assert text.count(CHANGED) == 1
+
+
+def test_unchanged_results_have_neither_dagger_nor_line(today) -> None:
+    today[V1] = OLD
+    results = with_code(full_results(), {V1: OLD})
+    for text in (progression_table(results), loads_table(results), report_text(results)):
+        assert text and DAGGER not in text and CHANGED not in text
+    assert progression_table(results) == progression_table(full_results())
+
+
+def test_a_digest_survives_the_file(tmp_path: Path) -> None:
+    results = with_code(synthetic_results(measurement(V1.short_form(), 1024, 100.0)), {V1: OLD})
+    results.save(tmp_path / "a.json")
+    assert BenchmarkResults.load(tmp_path / "a.json").measurements[0].code == OLD
