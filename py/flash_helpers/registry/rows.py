@@ -159,7 +159,7 @@ SOFTMAX = Family(
             "the row in registers, read once",
             _file(3),
             sets={"chunks": 4},
-            opens={"n_warps": (4, 8, 16), "chunks": (1, 2, 4, 8, 16)},
+            opens={"n_warps": (1, 2, 4, 8, 16, 32), "chunks": (1, 2, 4, 8, 16)},
             traits=frozenset({ROW_IN_REGISTERS}),
         ),
     ),
