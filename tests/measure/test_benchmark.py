@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import itertools
 import json
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -484,6 +486,29 @@ def run_small(
         shape_for=lambda seq_len: AttentionForward(1, 1, seq_len),
         **options,
     )
+
+
+def test_a_problem_leaves_no_tensor_behind_for_the_next() -> None:
+    """A GPU's memory is full long before Python's garbage collection looks for cycles."""
+    (own,) = contenders_of("v1")[Element.BF16][-1:]
+    seen: list[weakref.ref[torch.Tensor]] = []
+    left: list[list[bool]] = []
+
+    def run(inputs: InputSet) -> torch.Tensor:
+        if inputs.problem.len_q == 128 and not left:
+            left.append([tensor() is not None for tensor in seen])
+        output = own.run(inputs)
+        if inputs.problem.len_q == 64:
+            tensors = (*inputs.inputs.values(), *inputs.reference.expected.values(), output)
+            seen.extend(map(weakref.ref, tensors))
+        return output
+
+    gc.disable()
+    try:
+        run_small({Element.BF16: [replace(own, run=run)]}, (64, 128))
+    finally:
+        gc.enable()
+    assert seen and left == [[False] * len(seen)]
 
 
 def test_a_run_measures_every_dtype_at_every_length_first_in_bursts_then_sustained() -> None:

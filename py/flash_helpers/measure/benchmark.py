@@ -201,10 +201,13 @@ class _Entry:
     def record(self, protocol: Protocol) -> None:
         """Record the work that is timed, which goes round all sets of inputs."""
 
-        def rotate() -> None:
-            self.outputs[:] = [self.contender.run(inputs) for inputs in self.sets]
+        # without self: what refers to itself keeps its tensors until Python looks for cycles
+        outputs, run, sets = self.outputs, self.contender.run, self.sets
 
-        self.recording = record(rotate, len(self.sets), self.timer, protocol)
+        def rotate() -> None:
+            outputs[:] = [run(inputs) for inputs in sets]
+
+        self.recording = record(rotate, len(sets), self.timer, protocol)
 
     def verify(self) -> None:
         """Poison the outputs, repeat the timed work, and compare; the worst ever is kept."""
@@ -463,9 +466,10 @@ def run_benchmark(
             advance(1)
 
         try:
-            sets = make_input_sets(shape, dtype, device, timer, protocol)
             measurements = measure_problem(
-                *(taking, sets, shape, dtype, timer, protocol, sensor),
+                taking,
+                make_input_sets(shape, dtype, device, timer, protocol),
+                *(shape, dtype, timer, protocol, sensor),
                 deadline=now + share,
                 advance=step,
             )
