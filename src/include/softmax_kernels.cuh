@@ -18,6 +18,8 @@ Kernel s2_fp16_w8_kernel();
 Kernel s2_bf16_w8_kernel();
 Kernel s2_fp32_w8_kernel();
 Kernel s3_fp16_w8_c4_kernel();
+Kernel s3_bf16_w2_c2_kernel();
+Kernel s3_bf16_w4_c1_kernel();
 Kernel s3_bf16_w8_c4_kernel();
 Kernel s3_fp32_w8_c4_kernel();
 
@@ -36,6 +38,10 @@ inline const std::map<SoftmaxKernelConfig, std::vector<Kernel>> softmax_kernels 
      {s2_fp32_w8_kernel()}},
     {{.softmax = 3, .dtype = DType::FP16, .n_warps = 8, .chunks = 4},
      {s3_fp16_w8_c4_kernel()}},
+    {{.softmax = 3, .dtype = DType::BF16, .n_warps = 2, .chunks = 2},
+     {s3_bf16_w2_c2_kernel()}},
+    {{.softmax = 3, .dtype = DType::BF16, .n_warps = 4, .chunks = 1},
+     {s3_bf16_w4_c1_kernel()}},
     {{.softmax = 3, .dtype = DType::BF16, .n_warps = 8, .chunks = 4},
      {s3_bf16_w8_c4_kernel()}},
     {{.softmax = 3, .dtype = DType::FP32, .n_warps = 8, .chunks = 4},

@@ -411,13 +411,17 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
             spilled = f", {record.local_bytes} bytes of it spilled" if record.local_bytes else ""
             lines.append(
                 f"Cost: {record.registers} registers per thread{spilled}, "
-                f"{record.smem_bytes // 1024} KiB of shared memory per block, "
+                f"{_size_text(record.smem_bytes)} of shared memory per block, "
                 f"{record.blocks_per_sm} block{'s' * (record.blocks_per_sm != 1)} per SM."
             )
     if not changed_names(results).isdisjoint(config.short_form() for config in tiles):
         lines.append("The machine code has changed since.")
     wrapped = textwrap.wrap(" ".join(lines), COMMENT_WIDTH)
     return "\n".join(f"// {line}" for line in wrapped)
+
+
+def _size_text(size: int) -> str:
+    return f"{size} bytes" if size < 1024 else f"{size // 1024} KiB"
 
 
 def progression_table(results: BenchmarkResults) -> str:
