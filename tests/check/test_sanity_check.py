@@ -8,15 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from fake_backend import ARRIVAL, ROOT, Damage, fake_backend, load_tool
 
 from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
+from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import (
     OPERATIONS,
     AttentionForward,
+    Config,
     Element,
     FlashForwardKernelConfig,
     get_kernel_progression_configs,
@@ -97,7 +100,7 @@ def test_right_kernels_pass() -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (leave_a_row_unwritten, "256 of 32768 elements were not written or are not finite"),
+        (leave_a_row_unwritten, "256 of 32768 elements were not written, or"),
         (shift_by_a_tenth, "max abs error"),
         (scale_by_two_percent, "relative error"),
         (refuse_to_launch, "RuntimeError: too many resources requested for launch"),
@@ -122,15 +125,17 @@ def test_a_kernel_that_writes_nothing_fails() -> None:
 def test_the_inputs_of_a_check_do_not_depend_on_the_other_kernels() -> None:
     alone = report_on(fake_backend(), "5").checks
     among_others = [c for c in report_on(fake_backend()).checks if c.config.step.id == "v5"]
-    assert [c.error for c in alone] == [c.error for c in among_others]
+    assert [c.outputs for c in alone] == [c.outputs for c in among_others]
 
 
 def test_the_diff_names_the_first_wrong_element() -> None:
     report = report_on(fake_backend(only(1, shift_by_a_tenth)), "1", diff=True)
-    difference = report.checks[0].difference
+    (output,) = report.checks[0].outputs
+    difference = output.difference
     assert difference is not None and difference.first_wrong is not None
     assert difference.first_wrong.place == (0, 70, 1, 5)
     assert "o (batch 0, seq 70, heads 1, d_head 5): got" in report.text()
+    assert f"{report.checks[0].config.short_form()}, o\n" in report.text()
 
 
 def test_the_report_says_which_config_really_ran() -> None:
@@ -161,7 +166,86 @@ def test_a_tile_that_does_not_divide_the_length_is_skipped_where_another_of_its_
         report_on(backend, alone)
 
 
+class TestAllOutputsAreCompared:
+    SHAPE = AttentionForward(1, 2, 64, len_k=80, return_lse=True)
+
+    def report(
+        self,
+        damage: Callable[[torch.Tensor, torch.Tensor], None],
+        kernel: str = "h20_bf16_d128_Br128_Bc128_K3_V2_pp",
+        shape: AttentionForward = SHAPE,
+    ) -> SanityReport:
+        """Return the report on a kernel that is simulated; o and lse are damaged afterwards."""
+        real = find_backend("cpu")
+
+        def execute(config: Config, tensors: Sequence[torch.Tensor], options: Mapping) -> Findings:
+            found = real.execute(config, tensors, options)
+            damage(*tensors[3:])
+            return found
+
+        backend = Backend(real.device, "damaged", execute, real.kernels)
+        return report_on(backend, kernel, diff=True, shape=shape)
+
+    def test_of_a_right_kernel_all_pass_and_each_has_a_line(self) -> None:
+        report = self.report(lambda o, lse: None)
+        (check,) = report.checks
+        assert check.passed
+        assert [output.name for output in check.outputs] == ["o", "lse"]
+        lines = [line for line in report.table().splitlines() if line.endswith("pass")]
+        assert [line.split()[-6] for line in lines] == ["o", "lse"]
+        (told,) = report.as_json()["checks"]
+        assert [output["name"] for output in told["outputs"]] == ["o", "lse"]
+        json.loads(json_text(report.as_json()), parse_constant=pytest.fail)
+
+    def test_a_wrong_second_output_fails_the_kernel_and_is_named(self) -> None:
+        report = self.report(lambda o, lse: lse[0, 1, 63].add_(0.01))
+        (check,) = report.checks
+        assert [bool(output.reason) for output in check.outputs] == [False, True]
+        assert check.reason.startswith("lse: max abs error 1.000e-02 is over its bound")
+        assert [line.split()[-1] for line in report.table().splitlines()[2:]] == ["pass", "FAIL"]
+        assert "lse (batch 0, heads 1, seq 63): got" in report.text()
+        assert report.exit_code == 1
+
+    def test_a_second_output_that_was_not_written_fails_the_kernel(self) -> None:
+        (check,) = self.report(lambda o, lse: lse[0, 0].fill_(math.nan)).checks
+        assert check.reason.startswith("lse: 64 of 128 elements were not written, or are infinite")
+
+    def test_an_infinity_is_counted_only_where_it_is_wrong(self) -> None:
+        # a mask hides all keys from 32 of 64 queries, whose LSE is -inf
+        shape = AttentionForward(1, 1, 64, len_k=32, causal=True, return_lse=True)
+
+        def damage(o: torch.Tensor, lse: torch.Tensor) -> None:
+            lse[0, 0, :3] = 1.0
+            lse[0, 0, -1] = -math.inf
+
+        (check,) = self.report(damage, "h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal", shape).checks
+        assert check.reason.startswith("lse: 4 of 64 elements were not written, or are infinite")
+
+    def test_a_wrong_first_output_is_named_too(self) -> None:
+        (check,) = self.report(lambda o, lse: o.mul_(1.02)).checks
+        assert check.reason.startswith("o: relative error")
+
+    def test_the_option_is_refused_where_the_kernel_has_no_lse(self, monkeypatch, capsys) -> None:
+        status, out, err = run_tool(monkeypatch, capsys, None, "--kernel", "1", "--lse")
+        assert (status, out) == (2, "")
+        assert "return_lse is not supported by v1_" in err
+
+
 # The command line
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, ROOT / "tools/debug/sanity_check.py", "--small", "--kernel", "s1"]
+    try:
+        found = subprocess.run(
+            [*command, "--device", "cpu"], stdout=writing, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writing)
+    assert found.returncode == 0, found.stderr
+    assert "BrokenPipeError" not in found.stderr
 
 
 def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(
@@ -201,9 +285,11 @@ def test_json_is_all_of_stdout_and_holds_no_nan(monkeypatch, capsys) -> None:
     assert (report["passed"], report["failed"]) == (2, 2)
     assert report["problems"] == [AttentionForward(1, 1, 128).record()]
     right, *_, wrong = report["checks"]
-    assert right["verdict"] == "pass" and right["max_abs_error"] <= right["max_abs_bound"]
-    assert wrong["verdict"] == "fail" and wrong["max_abs_error"] is None
-    assert wrong["diff"]["first_wrong"]["place"][1] == 127
+    (right_o,), (wrong_o,) = right["outputs"], wrong["outputs"]
+    assert right_o["name"] == wrong_o["name"] == "o"
+    assert right["verdict"] == "pass" and right_o["max_abs_error"] <= right_o["max_abs_bound"]
+    assert wrong["verdict"] == "fail" and wrong_o["max_abs_error"] is None
+    assert wrong_o["diff"]["first_wrong"]["place"][1] == 127
     assert err.splitlines()[-1] == "2 passed, 2 failed"
 
 
@@ -290,7 +376,7 @@ def test_faults_that_did_not_stop_a_kernel_fail_it_with_their_text(monkeypatch, 
 
     report = report_on(Backend(fake.device, "a fake", execute, fake.kernels), "1")
     assert report.exit_code == 1
-    assert report.checks[0].error is not None
+    assert report.checks[0].outputs[0].error is not None
     assert report.checks[0].reason == "shared-memory race: here\nmisaligned access: there"
 
 

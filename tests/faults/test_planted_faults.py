@@ -32,18 +32,21 @@ WATCHED = [name for name, fault in FAULTS.items() if fault.error is not None]
 WRONG = [name for name, fault in FAULTS.items() if fault.error is None]
 
 
-def run(config: Config, kernel: Kernel) -> torch.Tensor:
-    """The kernel's output; a fault is raised."""
+def run(config: Config, kernel: Kernel) -> dict[str, torch.Tensor]:
+    """Return the kernel's outputs; a fault is raised."""
     problem = problem_of(config)
     tensors = tensors_for(config, problem, inputs_of(config))
     device = config.family.operation.part("faults").device_of(config)
     run_kernel(config, kernel, tensors, device=device, **problem.call_options())
-    return tensors[problem.outputs[0].name]
+    return {tensor.name: tensors[tensor.name] for tensor in problem.outputs}
 
 
-def passes_the_check(config: Config, output: torch.Tensor) -> bool:
-    reference, name = reference_of(config), problem_of(config).outputs[0].name
-    return measure_error(output, reference.expected[name]).within(reference.bounds[name])
+def passes_the_check(config: Config, outputs: dict[str, torch.Tensor]) -> bool:
+    reference = reference_of(config)
+    return all(
+        measure_error(output, reference.expected[name]).within(reference.bounds[name])
+        for name, output in outputs.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def torch_dtype(config: Config) -> torch.dtype:
 
 
 def whole(config: Config, seq_len: int) -> int:
-    """The next length that is whole blocks of the config."""
+    """Return the next length that is a multiple of the config's blocks."""
     return -(-seq_len // config.supports.whole) * config.supports.whole
 
 

@@ -46,6 +46,16 @@ def test_the_sanity_check_of_every_kernel_gives_json() -> None:
     assert {c.step for c in CONFIGS} == {c.step for c in CONFIGS if c.short_form() in taken}
 
 
+def test_the_sanity_check_compares_the_lse_too() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("family hopper: compute capability 9.0")
+    options = ["--small", "--kernel", "h20..h30", "--lse", "--json"]
+    result = run("tools/debug/sanity_check.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    checks = json.loads(result.stdout)["checks"]
+    assert {tuple(x["name"] for x in check["outputs"]) for check in checks} == {("o", "lse")}
+
+
 def test_the_benchmark_times_a_kernel_beside_flash(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     kernel = next(c for c in PROGRESSION if c.dtype.short == "bf16").short_form()

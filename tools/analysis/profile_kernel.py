@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flash_helpers.console.command_line import (
     make_parser,
@@ -17,7 +18,7 @@ from flash_helpers.console.command_line import (
     run_tool,
 )
 from flash_helpers.console.tables import json_text
-from flash_helpers.kernel_configs import Element
+from flash_helpers.kernel_configs import Config, Element
 from flash_helpers.measure.kernel_profile import (
     KernelProfile,
     annotated_source_text,
@@ -40,6 +41,11 @@ from flash_helpers.registry.selection import (
     require_options_of,
     variant_for,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from flash_helpers.ptx import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,8 +137,11 @@ def source(profile: KernelProfile, arguments: argparse.Namespace) -> str:
 
 def profile(arguments: argparse.Namespace) -> str:
     """The text to print. Raises ValueError, and RuntimeError if a kernel is at fault."""
-    from flash_helpers.runtime import library  # and torch, which --help does not wait for
+    import torch  # which --help does not wait for
+
+    from flash_helpers.runtime import library
     from flash_helpers.runtime.call import prepare
+    from flash_helpers.runtime.tensors import torch_dtype
 
     configs = choose_kernels(
         library.kernels(),
@@ -150,9 +159,13 @@ def profile(arguments: argparse.Namespace) -> str:
     configs = [variant_for(config, shape) for config in configs]
     if arguments.by_line and len(configs) > 1:
         raise UsageError(f"--by-line {arguments.by_line} names {len(configs)} kernels: name one")
-    profiles = profile_kernels(
-        configs, shape, lambda config, inputs: prepare(config, *inputs).simulate()
-    )
+
+    def simulate(config: Config, inputs: Sequence[torch.Tensor]) -> Run:
+        problem = shape.in_dtype(config.dtype)
+        outputs = [torch.empty(x.shape, dtype=torch_dtype(x.element)) for x in problem.outputs]
+        return prepare(config, *inputs, *outputs, **problem.call_options()).simulate()
+
+    profiles = profile_kernels(configs, shape, simulate)
     return source(profiles[0], arguments) if arguments.by_line else comparison(profiles, arguments)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where does a kernel go wrong? Its own Q, K, S, m, l, P, V and O beside the right ones."""
+"""Compare a kernel's own Q, K, S, m, l, P, V and O with the right ones."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ line; the last line of the output names the first quantity, block, warp and row 
 A kernel with a static row stride gets heads of a tensor that has it. Of family hopper the matrices
 are those that wgmma multiplies, and its sums when they retire; from h12 on m is what the exponents
 of a block are taken with, and P, l and O are relative to what it is raised to; S is not yet hidden
-where a query does not see a key. Blocks of keys that a warp leaves out are nan, in both files. With
---device cuda the kernel runs on the GPU, where only its output can be seen.
+where a query does not see a key. Blocks of keys that a warp leaves out are nan, in both files.
+--lse compares the LSE as well, with float64. With --device cuda the kernel runs on the GPU, where
+only its outputs can be seen.
 """
 
 EXAMPLES = """\
@@ -121,7 +122,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen_config(arguments: argparse.Namespace) -> Config:
-    """The config that the command line asks for. Raises ValueError if there is none."""
+    """Return the config that the command line asks for. Raises ValueError if there is none."""
     from flash_helpers.check.debugging import config_of_ptx  # and torch, no sooner than needed
 
     if arguments.step and arguments.kernel:
@@ -148,7 +149,7 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
 
 
 def chosen_excerpt(arguments: argparse.Namespace, config: Config, problem: Problem) -> Any:
-    """Return what is written down: all outputs, unless the operation has a trace.
+    """Return the part that is written down: None, for all outputs, without a trace.
 
     Raises UsageError for a block or warp that does not exist.
     """

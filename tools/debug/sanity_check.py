@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the kernels against float64 on the same inputs."""
+"""Compare the kernels' outputs with float64 on the same inputs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from flash_helpers.check.sanity import SanityRequest
 
 DESCRIPTION = """\
-Run each kernel, on a GPU or in the PTX simulator, on an output full of NaN and compare it with its
-operation in float64 on the same inputs. A kernel passes when its largest absolute error is at most
-twice that of plain PyTorch in the same dtype plus half an ulp, and its relative (Frobenius) error
-is at most half the dtype's epsilon, unless its operation has bounds of its own; the table's bound
-column gives both. Below the table stand the reasons of failures, and accesses that the simulator
-finds legal and suspicious (lints), which fail no kernel.
+Run each kernel, on a GPU or in the PTX simulator, on outputs full of NaN and compare all of them
+with its operation in float64 on the same inputs. A kernel passes when the largest absolute error of
+each output is at most twice that of plain PyTorch in the same dtype plus half an ulp, and its
+relative (Frobenius) error is at most half the dtype's epsilon, unless its operation has bounds of
+its own; the table's bound column gives both. Below the table stand the reasons of failures, and
+accesses that the simulator finds legal and suspicious (lints), which fail no kernel.
 """
 
 EXAMPLES = """\
@@ -47,6 +47,8 @@ examples:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
   every kernel that is built, three heads, for a script:
     python tools/debug/sanity_check.py --small --heads 3 --kernel all --json > sanity.json
+  the output and the LSE of two causal steps:
+    python tools/debug/sanity_check.py --small --kernel h29..h30 --causal --lse
   everything that the simulator finds wrong with step 3: races, missing waits, stray accesses:
     python tools/debug/sanity_check.py --small --kernel v3 --device cpu --keep-going
 
@@ -154,7 +156,7 @@ def check(arguments: argparse.Namespace) -> int:
         print_text(json_text(report.as_json()))
         print(report.summary, file=sys.stderr)
     else:
-        print(report.text())
+        print_text(f"{report.text()}\n")
     return report.exit_code
 
 

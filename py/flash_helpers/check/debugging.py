@@ -1,4 +1,4 @@
-"""Where does a kernel go wrong? Its values beside the right ones, and the first that differs.
+"""A kernel's values beside the right ones, and the first that differs.
 
 An operation with a trace compares the values inside a kernel; any other compares the outputs.
 """
@@ -26,8 +26,8 @@ from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
 
 def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
-    """The config of the kernel in a PTX file: the one that was asked for, or the only one that the
-    file holds of the same step and dtype.
+    """Return the config of the kernel in a PTX file: the one that was asked for, or the only one
+    that the file holds of the same step and dtype.
 
     Raises OSError, PtxError, and ValueError if there is no such kernel, or several, saying how
     those that are there differ from what was asked for.
@@ -59,7 +59,7 @@ def config_of_ptx(path: Path, asked: Config | None = None) -> Config:
 def fault_summary(
     faults: Sequence[SimulatorError], hint: str = " (--all-faults prints them)"
 ) -> str:
-    """The first fault whole, and how many more there are of which kind. hint: how to see them."""
+    """Return the first fault whole, and the number of others by kind. hint: how to see them."""
     first, *more = faults
     if not more:
         return str(first)
@@ -68,16 +68,19 @@ def fault_summary(
     return f"{first}\nand {len(more)} more: {counted}{hint}"
 
 
+SIMULATOR = "the simulator"  # where a kernel ran
+
+
 class Compared(Protocol):
     """A kernel that ran, and the right values beside it."""
 
     @property
-    def output(self) -> torch.Tensor:
-        """The first output."""
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        """All outputs, by name, on the CPU."""
 
     @property
     def ran(self) -> str:
-        """Where it ran, in words."""
+        """The place where it ran, in words."""
 
     @property
     def faults(self) -> tuple[SimulatorError, ...]:
@@ -97,7 +100,7 @@ class Compared(Protocol):
 
 @dataclass(frozen=True)
 class ComparedOutputs:
-    """The outputs of a kernel beside the reference."""
+    """Outputs of a kernel beside the reference (`Compared`)."""
 
     problem: Problem
     outputs: Mapping[str, torch.Tensor]
@@ -105,11 +108,6 @@ class ComparedOutputs:
     ran: str
     faults: tuple[SimulatorError, ...] = ()
     lints: tuple[Lint, ...] = ()
-
-    @property
-    def output(self) -> torch.Tensor:
-        """The first output."""
-        return next(iter(self.outputs.values()))
 
     @property
     def disagreement(self) -> WrongElement | None:
@@ -186,4 +184,4 @@ def compare_with_reference(
     options = problem.call_options()
     run = run_kernel(config, kernel, tensors, device=gpu, keep_going=True, **options)
     outputs = {tensor.name: tensors[tensor.name] for tensor in problem.outputs}
-    return ComparedOutputs(problem, outputs, reference, "the simulator", run.faults, run.lints)
+    return ComparedOutputs(problem, outputs, reference, SIMULATOR, run.faults, run.lints)

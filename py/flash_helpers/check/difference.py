@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flash_helpers.check.errors import absolute_errors
 from flash_helpers.console.tables import Table
 
 WORST_ROWS = 8
@@ -71,13 +72,6 @@ class OutputDifference:
         )
 
 
-def _errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return absolute errors, 0 where infinities and NaN are as expected."""
-    got = output.double()
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    return (got - expected).abs().masked_fill_(same, 0.0)
-
-
 def first_wrong(
     name: str,
     output: torch.Tensor,
@@ -87,7 +81,7 @@ def first_wrong(
 ) -> WrongElement | None:
     """Return the first element that differs by more than a bound or is not finite; None if there
     is none. axes: names of the dimensions, numbers by default."""
-    wrong = (~(_errors(output, expected) <= bound)).nonzero()
+    wrong = (~(absolute_errors(output, expected) <= bound)).nonzero()
     if not len(wrong):
         return None
     place = tuple(wrong[0].tolist())
@@ -107,7 +101,7 @@ def output_difference(
 
     An element is wrong if it differs by more than `max_abs_bound` or is wrongly not finite.
     """
-    error = _errors(output, expected)
+    error = absolute_errors(output, expected)
     wrong = ~(error <= max_abs_bound)
     row_errors = error.amax(-1)  # NaN if any element is
     n_wrong = wrong.sum(-1)

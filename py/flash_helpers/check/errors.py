@@ -68,22 +68,30 @@ def relative_bound(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def absolute_errors(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the absolute difference of each element from the float64 `expected`.
+
+    An infinity or a NaN that is expected has error 0; elsewhere its error is not finite, as is that
+    of a finite value in its place.
+    """
+    got = output.double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    return (got - expected).abs_().masked_fill_(same, 0.0)
+
+
 def measure_error(output: torch.Tensor, expected: torch.Tensor) -> OutputError:
     """Return the distance of `output` from the float64 `expected`, over all elements.
 
-    Infinities and NaN are right where they are expected, and nowhere else. Raises ValueError if the
-    shapes differ.
+    Raises ValueError if the shapes differ.
     """
     if output.shape != expected.shape:
         raise ValueError(
             f"output has shape {tuple(output.shape)}, the reference {tuple(expected.shape)}"
         )
-    got = output.double()
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    difference = (got - expected).masked_fill_(same, 0.0)
+    errors = absolute_errors(output, expected)
     norm = torch.linalg.vector_norm(expected.masked_fill(~expected.isfinite(), 0.0)).item()
-    error = torch.linalg.vector_norm(difference).item()
+    error = torch.linalg.vector_norm(errors).item()
     return OutputError(
-        max_abs=difference.abs_().max().item(),
+        max_abs=errors.max().item(),
         relative=error / norm if norm else math.inf if error else 0.0,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -50,13 +50,13 @@ def _part(config: Config) -> ModuleType:
 
 @functools.cache
 def kernel_of(config: Config) -> Kernel:
-    """The kernel as it is shipped."""
+    """Return the kernel as it is shipped."""
     return load_kernel(config, ptx_path(config))
 
 
 @dataclass(frozen=True)
 class Planted:
-    """PTX with a fault in it. edits: each instruction, its line before, and what is there now."""
+    """PTX with a fault in it. edits: each instruction, its line before, and the one there now."""
 
     fault: Fault
     ptx: str
@@ -69,8 +69,11 @@ class Planted:
 
 
 def plant(fault: Fault) -> Planted:
-    """The kernel's PTX with the fault in it. Raises NotPlantedError if there is nowhere to put it,
-    and OSError, RuntimeError or PtxError if the PTX cannot be read."""
+    """Return the kernel's PTX with the fault in it.
+
+    Raises NotPlantedError if there is nowhere to put it, and OSError, RuntimeError or PtxError if
+    the PTX cannot be read.
+    """
     lines = ptx_path(fault.config).read_text().split("\n")
     program = kernel_of(fault.config).program
     found = [
@@ -94,17 +97,17 @@ def plant(fault: Fault) -> Planted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a kernel that ran with a fault, beside the reference. error, bound: of its
-    output."""
+    """A kernel that ran with a fault, beside the reference. errors, bounds: by output."""
 
     found: Compared
-    error: OutputError
-    bound: OutputError
+    errors: Mapping[str, OutputError]
+    bounds: Mapping[str, OutputError]
 
     @property
     def is_caught(self) -> bool:
-        """Whether the watcher or the check of the output says that something is wrong."""
-        return bool(self.found.faults) or not self.error.within(self.bound)
+        """Whether the watcher or the check of the outputs says that something is wrong."""
+        within = (error.within(self.bounds[name]) for name, error in self.errors.items())
+        return bool(self.found.faults) or not all(within)
 
 
 def run_planted(planted: Planted) -> Outcome:
@@ -119,20 +122,25 @@ def run_planted(planted: Planted) -> Outcome:
         gpu=part.device_of(config),
     )
     reference = reference_of(config)
-    output = problem_of(config).outputs[0].name
-    error = measure_error(found.output, reference.expected[output])
-    return Outcome(found, error, reference.bounds[output])
+    errors = {
+        name: measure_error(output, reference.expected[name])
+        for name, output in found.outputs.items()
+    }
+    return Outcome(found, errors, {name: reference.bounds[name] for name in errors})
 
 
 def source_lines(text: str, root: Path) -> Iterator[tuple[str, str]]:
-    """The lines of CUDA source that a text names: where, and the line. root: of the repository."""
+    """Yield the lines of CUDA source that a text names: where, and the line.
+
+    root: of the repository.
+    """
     for file, line in _LINE.findall(text):
         if (root / file).is_file():
             yield f"{file}:{line}", (root / file).read_text().splitlines()[int(line) - 1]
 
 
 def is_built_from(root: Path, config: Config) -> bool:
-    """Whether the shipped PTX names the right lines: its barriers stand where it says."""
+    """Return whether the shipped PTX names the right lines: its barriers stand where it says."""
     barriers = [i for i in kernel_of(config).program.instructions if i.opcode == "bar.sync"]
     return all(
         any("__syncthreads()" in line for _, line in source_lines(str(i.location), root))
@@ -152,7 +160,12 @@ def planted_text(planted: Planted, root: Path) -> str:
 def outcome_text(outcome: Outcome, root: Path) -> str:
     """Report of the simulator and of the check, with the lines of CUDA source."""
     found = outcome.found
-    errors = f"{_error_text(outcome.error)}; allowed are {_error_text(outcome.bound)}"
+    several = len(outcome.errors) > 1
+    errors = "; ".join(
+        (f"{name} has " if several else "")
+        + f"{_error_text(error)}; allowed are {_error_text(outcome.bounds[name])}"
+        for name, error in outcome.errors.items()
+    )
     if found.faults:
         told = fault_summary(found.faults, "")
         lines = [f"caught by the watcher: {told}", *_quoted(str(found.faults[0]), root)]

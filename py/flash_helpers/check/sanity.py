@@ -1,4 +1,4 @@
-"""Is each kernel right? Every kernel against float64 on the same inputs, one verdict each."""
+"""Verdicts on kernels: all outputs of each against float64 on the same inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from flash_helpers.check.difference import OutputDifference, output_difference
-from flash_helpers.check.errors import OutputError, Reference, measure_error
+from flash_helpers.check.errors import OutputError, Reference, absolute_errors, measure_error
+from flash_helpers.check.tensors import unwritten
 from flash_helpers.console.tables import DASH, Table
 from flash_helpers.kernel_configs import (
     Config,
@@ -18,8 +19,9 @@ from flash_helpers.kernel_configs import (
     Problem,
     get_kernel_progression_configs,
 )
+from flash_helpers.registry.problem import Tensor
 from flash_helpers.registry.selection import UsageError, require_supported, select_kernels
-from flash_helpers.runtime.backend import Backend, Findings
+from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.tensors import torch_dtype
 
 
@@ -44,37 +46,51 @@ class SanityRequest:
 
 
 @dataclass(frozen=True)
+class OutputCheck:
+    """One output of a kernel beside float64.
+
+    error: None if the kernel could not be run. reason: why it is wrong; empty if it is within the
+    bound or unknown.
+    """
+
+    name: str
+    error: OutputError | None
+    bound: OutputError
+    reason: str
+    difference: OutputDifference | None
+
+
+@dataclass(frozen=True)
 class KernelCheck:
     """The verdict on one config.
 
     ran: the config that was launched for `config`.
-    error: None if the kernel could not be run.
-    reason: why it failed, the faults found in it included; empty if it passed.
+    outputs: in the order of the problem.
+    faults: found in the kernel, or the error that stopped it.
     lints: accesses that the simulator found legal and suspicious.
     """
 
     config: Config
     ran: Config
-    error: OutputError | None
-    bound: OutputError
-    reason: str
-    difference: OutputDifference | None
+    outputs: tuple[OutputCheck, ...]
+    faults: tuple[str, ...] = ()
     lints: tuple[str, ...] = ()
 
     @property
+    def reason(self) -> str:
+        """Reasons of the failure: wrong outputs, then faults; empty if the kernel passed."""
+        several = len(self.outputs) > 1
+        wrong = (
+            f"{output.name}: {output.reason}" if several else output.reason
+            for output in self.outputs
+            if output.reason
+        )
+        return "\n".join((*wrong, *self.faults))
+
+    @property
     def passed(self) -> bool:
-        """Whether the kernel ran and both errors are within the bound."""
+        """Whether the kernel ran without a fault and all outputs are within their bounds."""
         return not self.reason
-
-    @property
-    def max_abs(self) -> float | None:
-        """The largest absolute error; None if the kernel could not be run."""
-        return self.error.max_abs if self.error else None
-
-    @property
-    def relative(self) -> float | None:
-        """The relative error; None if the kernel could not be run."""
-        return self.error.relative if self.error else None
 
 
 def make_request(
@@ -114,13 +130,30 @@ def make_request(
     )
 
 
-def _reason(output: torch.Tensor, error: OutputError, bound: OutputError) -> str:
+def _reason(
+    output: torch.Tensor, expected: torch.Tensor, error: OutputError, bound: OutputError
+) -> str:
     if error.within(bound):
         return ""
-    if not math.isfinite(error.max_abs):
-        n_bad = int((~output.isfinite()).sum())
-        return f"{n_bad} of {output.numel()} elements were not written or are not finite"
-    return error.excess(bound)
+    if math.isfinite(error.max_abs):
+        return error.excess(bound)
+    n_bad = int((~absolute_errors(output, expected).isfinite()).sum())
+    return (
+        f"{n_bad} of {output.numel()} elements were not written, or are infinite or NaN where the "
+        "reference is not, or finite where it is not"
+    )
+
+
+def _check_output(
+    tensor: Tensor, output: torch.Tensor, reference: Reference, diff: bool
+) -> OutputCheck:
+    expected, bound = reference.expected[tensor.name], reference.bounds[tensor.name]
+    error = measure_error(output, expected)
+    difference = None
+    if diff:
+        difference = output_difference(tensor.name, output, expected, bound.max_abs, tensor.axes)
+    reason = _reason(output, expected, error, bound)
+    return OutputCheck(tensor.name, error, bound, reason, difference)
 
 
 def _check_kernel(
@@ -131,32 +164,37 @@ def _check_kernel(
     reference: Reference,
 ) -> KernelCheck:
     problem = request.problem_of(config)
-    name = problem.outputs[0].name
-    bound = reference.bounds[name]
     ran = config.runs_as(problem.strides())
-    error = difference = None
-    found = Findings()
     try:
-        outputs = {
-            tensor.name: torch.full(
-                tensor.shape, torch.nan, dtype=torch_dtype(tensor.element), device=backend.device
+        outputs = [
+            torch.full(
+                tensor.shape,
+                unwritten(tensor),
+                dtype=torch_dtype(tensor.element),
+                device=backend.device,
             )
             for tensor in problem.outputs
-        }
-        output = outputs[name]
-        given = [*inputs.values(), *outputs.values()]
-        found = backend.execute(config, given, problem.call_options())
+        ]
+        found = backend.execute(config, [*inputs.values(), *outputs], problem.call_options())
         backend.synchronize()
-        error = measure_error(output, reference.expected[name])
-        reason = "\n".join(filter(None, (_reason(output, error, bound), *found.faults)))
-        if request.diff:
-            axes = problem.axes[name]
-            difference = output_difference(
-                name, output, reference.expected[name], bound.max_abs, axes
-            )
-    except Exception as problem:  # whatever stops one kernel must not stop the others
-        reason = f"{type(problem).__name__}: {problem}"
-    return KernelCheck(config, ran, error, bound, reason, difference, found.lints)
+        checks = tuple(
+            _check_output(tensor, output, reference, request.diff)
+            for tensor, output in zip(problem.outputs, outputs, strict=True)
+        )
+    except Exception as error:  # whatever stops one kernel must not stop the others
+        checks = tuple(
+            OutputCheck(tensor.name, None, reference.bounds[tensor.name], "", None)
+            for tensor in problem.outputs
+        )
+        return KernelCheck(config, ran, checks, (f"{type(error).__name__}: {error}",))
+    return KernelCheck(config, ran, checks, found.faults, found.lints)
+
+
+def _error_texts(error: OutputError | None) -> list[str]:
+    """Return both errors for a table."""
+    if error is None:
+        return [DASH, DASH]
+    return [f"{error.max_abs:.2e}", f"{error.relative:.2e}"]
 
 
 def estimated_seconds(request: SanityRequest) -> float:
@@ -168,10 +206,10 @@ def estimated_seconds(request: SanityRequest) -> float:
 
 
 def check_kernels(request: SanityRequest, backend: Backend) -> Iterator[KernelCheck]:
-    """Run each config of the request on an output full of NaN and compare it with float64.
+    """Run each config of the request on outputs full of NaN and compare all with float64.
 
     Yields one KernelCheck per config, in order. A config that raises fails, with the text as
-    reason.
+    fault.
     """
     inputs: dict[Problem, dict[str, torch.Tensor]] = {}
     references: dict[Problem, Reference] = {}
@@ -218,24 +256,28 @@ class SanityReport:
         return f"{self.n_passed} passed, {self.n_failed} failed"
 
     def table(self) -> str:
-        """Return a table of one line per config."""
-        columns = ["step", "idea", "config", "dtype", "max abs error", "relative error", "bound"]
+        """Return a table of one line per config and output; outputs are named if there are several.
+
+        The verdict of a line is that of its output; a fault in the kernel fails all of them.
+        """
+        several = any(len(check.outputs) > 1 for check in self.checks)
+        columns = ["step", "idea", "config", "dtype", *(["output"] if several else [])]
+        columns += ["max abs error", "relative error", "bound", "verdict"]
         rows = [
             [
                 check.config.step.id,
                 check.config.step.idea,
                 check.config.short_form(),
                 check.config.dtype.short,
-                *(
-                    f"{value:.2e}" if value is not None else DASH
-                    for value in (check.max_abs, check.relative)
-                ),
-                f"{check.bound.max_abs:.2e}, {check.bound.relative:.2e}",
-                "pass" if check.passed else "FAIL",
+                *([output.name] if several else []),
+                *_error_texts(output.error),
+                ", ".join(_error_texts(output.bound)),
+                "FAIL" if output.reason or check.faults else "pass",
             ]
             for check in self.checks
+            for output in check.outputs
         ]
-        return Table([*columns, "verdict"], rows, "l" * 8).text()
+        return Table(columns, rows, "l" * len(columns)).text()
 
     def notes(self) -> list[str]:
         """Return fallbacks, kernels left out, reasons of failures, and lints."""
@@ -266,9 +308,10 @@ class SanityReport:
             *self.notes(),
         ]
         parts += [
-            f"\n{check.config.short_form()}\n{check.difference.text()}"
+            f"\n{check.config.short_form()}, {output.name}\n{output.difference.text()}"
             for check in self.checks
-            if check.difference is not None
+            for output in check.outputs
+            if output.difference is not None
         ]
         return "\n".join([*parts, self.summary])
 
@@ -291,14 +334,20 @@ class SanityReport:
                     "config": check.config.short_form(),
                     "ran": check.ran.short_form(),
                     "dtype": check.config.dtype.short,
-                    "max_abs_error": check.max_abs,
-                    "relative_error": check.relative,
-                    "max_abs_bound": check.bound.max_abs,
-                    "relative_bound": check.bound.relative,
                     "verdict": "pass" if check.passed else "fail",
                     "reason": check.reason or None,
                     "lints": list(check.lints),
-                    "diff": asdict(check.difference) if check.difference else None,
+                    "outputs": [
+                        {
+                            "name": output.name,
+                            "max_abs_error": output.error.max_abs if output.error else None,
+                            "relative_error": output.error.relative if output.error else None,
+                            "max_abs_bound": output.bound.max_abs,
+                            "relative_bound": output.bound.relative,
+                            "diff": asdict(output.difference) if output.difference else None,
+                        }
+                        for output in check.outputs
+                    ],
                 }
                 for check in self.checks
             ],

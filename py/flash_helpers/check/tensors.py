@@ -8,7 +8,14 @@ from collections.abc import Mapping
 import torch
 
 from flash_helpers.kernel_configs import Config, Problem
-from flash_helpers.runtime.tensors import with_strides
+from flash_helpers.registry.problem import Tensor
+from flash_helpers.runtime.tensors import torch_dtype, with_strides
+
+
+def unwritten(tensor: Tensor) -> float:
+    """Return the value that fills an output before the kernel runs: NaN, or the largest integer."""
+    dtype = torch_dtype(tensor.element)
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def tensors_for(
@@ -20,15 +27,14 @@ def tensors_for(
     """Return a problem's inputs and outputs, in the order of `Problem.axes`, on the CPU.
 
     They have strides for which the config itself is launched and none that takes over, or the
-    strides given; outputs are full of NaN, or of the largest integer.
+    strides given; outputs are full of `unwritten`.
     """
     strides = strides or config.own_strides(problem)
     found = {}
     for tensor in (*problem.inputs, *problem.outputs):
-        is_integer = tensor.element.torch_name.startswith("int")
-        fill = torch.iinfo(torch.int32).max if is_integer else math.nan
         own = strides.get(tensor.name, tensor.strides)
-        found[tensor.name] = with_strides(tensor, own, fill if tensor.is_output else 0)
+        fill = unwritten(tensor) if tensor.is_output else 0
+        found[tensor.name] = with_strides(tensor, own, fill)
         if tensor.name in inputs:
             found[tensor.name].copy_(inputs[tensor.name])
     return found

@@ -49,7 +49,7 @@ class AttentionForward(Problem):
     kv_heads: int = option("heads of K and V, as many as of Q by default", None)
     causal: bool = option("a causal mask, aligned to the bottom right", False)
     softmax_scale: float = option("1/sqrt(d_head) by default", None, metavar="X")
-    return_lse: bool = False
+    return_lse: bool = option("also the LSE, the logarithm of each row's sum", False, name="lse")
 
     def __post_init__(self) -> None:
         for name, usual in (("len_k", self.len_q), ("kv_heads", self.heads)):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from flash_helpers.check.debugging import run_on
+from flash_helpers.check.debugging import SIMULATOR, ComparedOutputs, run_on
+from flash_helpers.check.difference import WrongElement
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward, Config
-from flash_helpers.operations.attention_forward.reference import attention_float64
+from flash_helpers.operations.attention_forward.reference import attention_float64, reference
 from flash_helpers.operations.attention_forward.trace.blockwise import (
     OF_KEYS,
     QUANTITIES,
@@ -29,7 +30,7 @@ from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
-# What the quantity is off by, relative to the largest value of its row, when only roundings differ:
+# Error of a quantity, relative to the largest value of its row, when only roundings differ:
 # fp32 sums taken in another order, and one unit in the last place of ex2.
 _FP32_TOLERANCE = {"Q": 0.0, "K": 0.0, "V": 0.0, "S": 2.0**-18, "m": 2.0**-18, "l": 2.0**-16}
 _OF_ROWS = ("m", "l")
@@ -71,7 +72,7 @@ class Disagreement:
 def tolerance(
     name: str, expected: torch.Tensor, config: Config, dtype: torch.dtype
 ) -> torch.Tensor:
-    """How far a value of a quantity may be off, for each row of `expected`.
+    """Return the largest error allowed of a quantity, for each row of `expected`.
 
     P, and what it is summed into, carry its 16-bit rounding: a value on the edge may go either way.
     """
@@ -98,10 +99,11 @@ def _first_wrong(
     dtype: torch.dtype,
     key_block: int | None,
 ) -> Disagreement | None:
-    """The first element of (batch, heads, row blocks, [warps,] rows, columns) that is off."""
+    """Return the first element of (batch, heads, row blocks, [warps,] rows, columns) that is
+    wrong."""
     expected = expected.expand_as(got)
-    # NaN, which is what was never computed, is off too, except in a row that does not fit and where
-    # the block of keys is left out
+    # NaN, the mark of a value that was never computed, is wrong too, except in a row that does not
+    # fit and where the block of keys is left out
     within = (got - expected).abs() <= tolerance(name, expected, config, dtype)
     wrong = ~(within | ~(got.isfinite() | expected.isfinite()))
     places = wrong.nonzero()
@@ -182,7 +184,8 @@ def excerpt_text(
     output: torch.Tensor,
     excerpt: Excerpt,
 ) -> str:
-    """The chosen part as text: every quantity of each block of keys, a line a row; then the output.
+    """Return the chosen part as text: every quantity of each block of keys, a line per row; then
+    the output.
 
     The kernel's text and the reference's have the same lines, so that `diff` can compare them.
     Where a warp leaves a block of keys out, and behind the last query, all is nan.
@@ -239,8 +242,8 @@ def _row_lines(values: torch.Tensor, first: int, rows: range) -> Iterator[str]:
 class Comparison:
     """A kernel that ran, and the reference beside it (flash_helpers.check.debugging.Compared).
 
-    steps: empty where only the output can be seen. ran: where, in words. faults, lints: that the
-    watcher found. disagreement: the first; None if all agree within rounding.
+    steps: empty where only the outputs can be seen. lse: beside its float64 result and bound; None
+    if it was not asked for. ran: the place, in words. faults, lints: that the watcher found.
     """
 
     config: Config
@@ -248,24 +251,31 @@ class Comparison:
     output: torch.Tensor
     expected_steps: tuple[BlockStep, ...]
     expected_output: torch.Tensor
+    lse: ComparedOutputs | None
     ran: str
     faults: tuple[SimulatorError, ...] = ()
     lints: tuple[Lint, ...] = ()
 
     @property
-    def disagreement(self) -> Disagreement | None:
-        """The first element that is wrong, if any is."""
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The output o, and lse if it was asked for."""
+        return {"o": self.output, **(self.lse.outputs if self.lse else {})}
+
+    @property
+    def disagreement(self) -> Disagreement | WrongElement | None:
+        """The first element that is wrong, if any is; of lse only where all else is right."""
         compared = self.expected_steps if self.steps else ()
-        return first_disagreement(
+        found = first_disagreement(
             self.config, self.steps, self.output, compared, self.expected_output
         )
+        return found or (self.lse.disagreement if self.lse else None)
 
     def texts(self, excerpt: Excerpt) -> tuple[str, str]:
-        """The chosen part of the reference, and of the kernel."""
-        return (
-            excerpt_text(self.config, self.expected_steps, self.expected_output, excerpt),
-            excerpt_text(self.config, self.steps, self.output, excerpt),
-        )
+        """Return the chosen part of the reference, and of the kernel, each with the whole lse."""
+        right = excerpt_text(self.config, self.expected_steps, self.expected_output, excerpt)
+        own = excerpt_text(self.config, self.steps, self.output, excerpt)
+        right_lse, own_lse = self.lse.texts() if self.lse else ("", "")
+        return right + right_lse, own + own_lse
 
 
 def _expected_output(
@@ -300,16 +310,14 @@ def compare(
     launched as on `device`; with one, the library's kernel runs there. Raises OSError, PtxError and
     ValueError.
     """
-    if problem.return_lse:
-        raise ValueError(
-            "the LSE is not compared, m and l that it is made of are: leave out return_lse"
-        )
     q, k, v = (inputs[name] for name in "qkv")
     expected = tuple(blockwise_forward(config, q, k, v, problem.softmax_scale))
     expected_output = _expected_output(config, problem, expected[-1], q, k, v)
     if backend is not None:
-        output = run_on(backend, config, problem, inputs)["o"]
-        return Comparison(config, (), output, expected, expected_output, backend.description)
+        outputs = run_on(backend, config, problem, inputs)
+        lse = _compared_lse(problem, inputs, outputs, backend.description)
+        ran = backend.description
+        return Comparison(config, (), outputs["o"], expected, expected_output, lse, ran)
     kernel = load_kernel(config, ptx or ptx_path(config))
     trace = trace_forward(config, kernel, problem, inputs, device)
     return Comparison(
@@ -318,14 +326,26 @@ def compare(
         trace.output,
         expected,
         expected_output,
-        "the simulator",
+        _compared_lse(problem, inputs, trace.outputs, SIMULATOR),
+        SIMULATOR,
         trace.run.faults,
         trace.run.lints,
     )
 
 
+def _compared_lse(
+    problem: AttentionForward,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    ran: str,
+) -> ComparedOutputs | None:
+    if not problem.return_lse:
+        return None
+    return ComparedOutputs(problem, {"lse": outputs["lse"]}, reference(problem, inputs), ran)
+
+
 def check_excerpt(config: TracedConfig, problem: AttentionForward, excerpt: Excerpt) -> None:
-    """Raises ValueError for a block or a warp that does not exist."""
+    """Raise ValueError for a block or a warp that does not exist."""
     for name, values, number in (
         ("block", excerpt.key_blocks or [], -(-problem.len_k // config.B_c)),
         ("row block", [excerpt.row_block], -(-problem.len_q // config.B_r)),

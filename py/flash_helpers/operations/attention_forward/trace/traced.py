@@ -24,14 +24,19 @@ from flash_helpers.runtime.tensors import device_for
 class KernelTrace:
     """A simulated launch, looked into.
 
-    steps: one for each block of keys, in the kernel's order; what was not computed is NaN.
-    output: (batch, len_q, heads, d_head). run: its counters, and the faults that the watcher
-        found.
+    steps: one for each block of keys, in the kernel's order; values that were not computed are NaN.
+    outputs: o, (batch, len_q, heads, d_head), and lse, (batch, heads, len_q), if the problem asks
+        for it. run: its counters, and the faults that the watcher found.
     """
 
     steps: tuple[BlockStep, ...]
-    output: torch.Tensor
+    outputs: Mapping[str, torch.Tensor]
     run: Run
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The output o."""
+        return self.outputs["o"]
 
 
 def trace_forward(
@@ -63,4 +68,5 @@ def trace_forward(
         keep_going=True,
         observer=recorder.observer,
     )
-    return KernelTrace(recorder.steps(), tensors["o"].contiguous(), run)
+    outputs = {tensor.name: tensors[tensor.name].contiguous() for tensor in problem.outputs}
+    return KernelTrace(recorder.steps(), outputs, run)

@@ -170,7 +170,7 @@ class TestGeneralProblems:
 
 
 class TestRowsThatDoNotFit:
-    """Where m is that of a tile's first block."""
+    """Rows of which m of a tile's first block is too low."""
 
     @pytest.mark.parametrize(("step", "dtype"), [("h12", Element.FP16), ("h17", Element.BF16)])
     def test_are_compared_with_exact_ones(self, step, dtype):
