@@ -1,4 +1,4 @@
-"""CONTRIBUTING's way to a new step, walked by the page's own commands and entries in a copy."""
+"""CONTRIBUTING's ways to a new step and a new family, walked in copies by the page's own words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 CLOSINGS = {
     "py/flash_helpers/registry/ampere.py": "    ),\n    targets=",
     "py/flash_helpers/operations/attention_forward/faults.py": "}  # fmt: skip",
+    "py/flash_helpers/operations/rows/faults.py": "}  # fmt: skip",
 }
 
 
@@ -97,53 +99,164 @@ def run(root: Path, commands: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def walk(root: Path) -> Iterator[Walk]:
-    """A step seventeen, added to a copy as the page says, and what its commands printed."""
+def walked(copy: Path, heading: str) -> Walk:
+    """Return what the commands of a section printed; its entries stand in the copy."""
+    found = Walk(copy)
+    for block in blocks_of((copy / "CONTRIBUTING.md").read_text(), heading):
+        if not block.is_shell:
+            insert(copy, block)
+        for commands in shell_commands(block):
+            found.said[commands] = run(copy, commands)
+    return found
+
+
+@contextmanager
+def copy_to_build(root: Path) -> Iterator[Path]:
+    """A copy of the repository; the test is skipped where no toolchain can build it."""
     try:
         find_toolchain([90], os.environ)
     except BuildError as error:
         pytest.skip(str(error))
     with copy_of(root) as copy:
+        yield copy
+
+
+@pytest.fixture(scope="module")
+def step_walk(root: Path) -> Iterator[Walk]:
+    """The way to a step seventeen of family ampere."""
+    with copy_to_build(root) as copy:
         for best in (copy / "configs").glob("best_*.json"):
-            best.unlink()  # of the step itself it is the build that compiles, not those of sweeps
-        found = Walk(copy)
-        for block in blocks_of((copy / "CONTRIBUTING.md").read_text(), "Add a step"):
-            if not block.is_shell:
-                insert(copy, block)
-            for commands in shell_commands(block):
-                found.said[commands] = run(copy, commands)
-        yield found
+            best.unlink()  # the build would compile v16 at the configs of sweeps, too
+        yield walked(copy, "Add a step")
 
 
-def test_the_build_holds_the_step_and_its_parent(walk: Walk) -> None:
-    said = walk.of("setup.py build_kernels")
-    assert {name for name in re.findall(r" (v\d+)_", said)} == {"v16", "v17"}
+class TestStep:
+    """What the commands of a step seventeen do."""
+
+    def test_the_build_holds_the_step_and_its_parent(self, step_walk: Walk) -> None:
+        said = step_walk.of("setup.py build_kernels")
+        assert {name for name in re.findall(r" (v\d+)_", said)} == {"v16", "v17"}
+
+    def test_the_debugger_finds_the_copied_kernel_right(self, step_walk: Walk) -> None:
+        assert "all quantities agree within rounding" in step_walk.of("debug.py --ptx")
+
+    def test_the_new_kernels_pass_the_sanity_check(self, step_walk: Walk) -> None:
+        said = step_walk.of("sanity_check.py")
+        assert "v17_bf16" in said and "v17_fp16" in said and "v16" not in said
+
+    def test_the_planted_fault_is_caught(self, step_walk: Walk) -> None:
+        assert "caught by the check of the output" in step_walk.of("plant_fault.py")
+
+    def test_the_registry_s_tests_and_the_planted_fault_take_the_step(
+        self, step_walk: Walk
+    ) -> None:
+        said = step_walk.of("pytest")
+        assert re.search(r"\d+ passed", said) and "failed" not in said
+
+    def test_the_step_stands_beside_its_parent(self, step_walk: Walk) -> None:
+        for tool in ("compare_kernels.py", "profile_kernel.py"):
+            assert "v17" in step_walk.of(tool)
+
+    def test_a_step_that_was_not_measured_stands_in_the_table_without_numbers(
+        self, step_walk: Walk
+    ) -> None:
+        readme = (step_walk.copy / "README.md").read_text()
+        (row,) = re.findall(r"^\| (?:v?17) \|.*$", readme, re.MULTILINE)
+        assert "the same once more" in row and not re.search(r"\d\.\d", row)
 
 
-def test_the_debugger_finds_the_copied_kernel_right(walk: Walk) -> None:
-    assert "all quantities agree within rounding" in walk.of("debug.py --ptx")
+def files_of(root: Path) -> dict[str, bytes]:
+    """Return the contents of the files that a commit may hold, by path."""
+    built = {"flash_attention", "build", "debug"}
+    paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return {
+        str(path): (root / path).read_bytes()
+        for path in paths
+        if path.parts[0] not in built and not {*path.parts} & {"__pycache__", ".pytest_cache"}
+    }
 
 
-def test_the_new_kernels_pass_the_sanity_check(walk: Walk) -> None:
-    said = walk.of("sanity_check.py")
-    assert "v17_bf16" in said and "v17_fp16" in said and "v16" not in said
+@dataclass(frozen=True)
+class FamilyWalk:
+    """The way to a second family of operation rows. changed: paths of files that it wrote."""
+
+    walk: Walk
+    changed: set[str]
 
 
-def test_the_planted_fault_is_caught(walk: Walk) -> None:
-    assert "caught by the check of the output" in walk.of("plant_fault.py")
+@pytest.fixture(scope="module")
+def family(root: Path) -> Iterator[FamilyWalk]:
+    """The way to family practice."""
+    with copy_to_build(root) as copy:
+        before = files_of(copy)
+        walk = walked(copy, "Add a family")
+        after = files_of(copy)
+        yield FamilyWalk(walk, {path for path in after if before.get(path) != after[path]})
 
 
-def test_the_registry_s_tests_and_the_planted_fault_take_the_step(walk: Walk) -> None:
-    said = walk.of("pytest")
-    assert re.search(r"\d+ passed", said) and "failed" not in said
+WRITTEN_BY_HAND = {
+    "kernels/practice/arguments.cuh",
+    "kernels/practice/z1.cuh",
+    "py/flash_helpers/operations/rows/__init__.py",
+    "py/flash_helpers/operations/rows/faults.py",
+    "py/flash_helpers/registry/practice.py",
+}
+GENERATED = {
+    "README.md",
+    "docs/glossary.md",
+    "src/include/flash_kernels.cuh",
+    "src/include/practice_kernels.cuh",
+}
 
 
-def test_the_step_stands_beside_its_parent(walk: Walk) -> None:
-    assert "v17" in walk.of("compare_kernels.py") and "v17" in walk.of("profile_kernel.py")
+class TestFamily:
+    """What the commands of a second family of operation rows do."""
 
+    def test_is_made_by_the_files_of_the_page_alone(self, family: FamilyWalk) -> None:
+        assert family.changed == WRITTEN_BY_HAND | GENERATED
 
-def test_a_step_that_was_not_measured_stands_in_the_table_without_numbers(walk: Walk) -> None:
-    readme = (walk.copy / "README.md").read_text()
-    (row,) = re.findall(r"^\| (?:v?17) \|.*$", readme, re.MULTILINE)
-    assert "the same once more" in row and not re.search(r"\d\.\d", row)
+    def test_is_built_beside_its_parent(self, family: FamilyWalk) -> None:
+        built = re.findall(r"\] (\w+)_(\w+)_w8", family.walk.of("setup.py build_kernels"))
+        assert {*built} == {(step, x) for step in ("s1", "z1") for x in ("fp16", "bf16", "fp32")}
+
+    def test_is_in_a_map_of_its_own(self, family: FamilyWalk) -> None:
+        include = family.walk.copy / "src/include"
+        assert "z1_fp32_w8_kernel()" in (include / "practice_kernels.cuh").read_text()
+        every = (include / "flash_kernels.cuh").read_text()
+        assert '#include "practice_kernels.cuh"' in every and "take(practice_kernels);" in every
+        structs = (family.walk.copy / "kernels/practice/arguments.cuh").read_text()
+        assert "    int practice; // the step\n    DType dtype;" in structs
+
+    def test_passes_the_sanity_check_in_all_dtypes(self, family: FamilyWalk) -> None:
+        said = family.walk.of("sanity_check.py")
+        assert re.findall(r"^z1 .* (\w+) +\S+ +\S+ +\S+, \S+ +pass$", said, re.M) == [
+            "fp16",
+            "bf16",
+            "fp32",
+        ]
+
+    def test_that_has_a_fault_is_caught(self, family: FamilyWalk) -> None:
+        said = family.walk.of("plant_fault.py")
+        assert "caught by the check of the output: max abs error" in said
+        assert "first difference: y (row 0, column " in said
+
+    def test_passes_the_tests_of_all_families(self, family: FamilyWalk) -> None:
+        for part in ("pytest tests/registry", "tests/faults -k z1"):  # run() asserts the status
+            assert re.search(r" [1-9]\d* passed", family.walk.of(part))
+
+    def test_stands_beside_its_parent(self, family: FamilyWalk) -> None:
+        said = family.walk.of("compare_kernels.py")
+        resources, *_ = said.partition("Resources")[2].split("\n\n")
+        assert re.findall(r"^(\w+) +\d", resources, re.M) == ["s1", "z1"]
+
+    def test_is_known_to_help_and_lists(self, family: FamilyWalk) -> None:
+        help_text = run(family.walk.copy, "python tools/debug/sanity_check.py --help")
+        assert re.search(r"a family\s+\([^)]*\bpractice\b", help_text)
+        assert "z1_bf16_w8" in run(family.walk.copy, "python -m flash_attention")
+        listed = run(family.walk.copy, "python tools/debug/plant_fault.py practice --list")
+        assert listed == "z1: the exponents of base 2 lack the factor log2(e)\n"
+
+    def test_stands_in_the_table_of_what_kernels_take(self, family: FamilyWalk) -> None:
+        readme = (family.walk.copy / "README.md").read_text()
+        (row,) = re.findall(r"^\| practice \|.*$", readme, re.M)
+        assert "fp16, bf16, fp32" in row
