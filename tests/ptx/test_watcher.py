@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_snippets import entry, run_body
+from ptx_snippets import entry
 
 from flash_helpers.ptx import (
     BarrierError,
@@ -30,9 +30,6 @@ DECLARATIONS = """
 .reg .b64 %rd<8>;
 .shared .align 16 .b8 tile[1024];
 """
-PROLOGUE = """
-.file 1 "kernel.cu"
-"""
 START = """
 mov.u32 %r0, %tid.x;
 shl.b32 %r1, %r0, 2;
@@ -44,40 +41,141 @@ setp.eq.u32 %p, %r5, 0;
 """
 
 
-def run(body, **options):
-    return run_body(START + body, DECLARATIONS, before=PROLOGUE, **options)
-
-
-def run_on_array(body, size=256, **options):
+def run(body, grid=1, threads=64, **options):
+    """Runs the body after START; %rd1 points to 256 bytes."""
     memory = DeviceMemory()
-    address = memory.upload(np.arange(size, dtype=np.uint8))
+    address = memory.upload(np.arange(256, dtype=np.uint8))
     memory.upload(np.zeros(64))
-    text = entry(
-        "ld.param.u64 %rd0, [p];\ncvta.to.global.u64 %rd1, %rd0;" + START + body,
-        ".param .u64 p",
-        DECLARATIONS,
-        PROLOGUE,
-    )
+    pointer = "ld.param.u64 %rd0, [p];\ncvta.to.global.u64 %rd1, %rd0;"
+    text = entry(pointer + START + body, ".param .u64 p", DECLARATIONS, '.file 1 "kernel.cu"\n')
     return (
-        load_ptx(text)
-        .kernel("k")
-        .launch(grid=2, block=64, args=[address], memory=memory, **options)
+        load_ptx(text).kernel("k").launch(grid, threads, args=[address], memory=memory, **options)
     )
+
+
+COPY = "cp.async.ca.shared.global [%r3], [%rd1], 4;\n"
+COMMIT = "cp.async.commit_group;\n"
+READ = "ld.shared.u32 %r6, [%r3];\n"
+WRITE = "st.shared.u32 [%r3], 0;\nbar.sync 0;\n"
+SOME_LANES = "setp.gt.u32 %q, %r4, 7;\n@%q ret;\n"
+SHUFFLE = "shfl.sync.bfly.b32 %r6, %r0, 1, 31, -1;"
+WORD_OF_LANE = "shl.b32 %r6, %r4, 2;\nadd.u32 %r7, %r2, %r6;\n"
+# The reader stands before the writer in the program, so it always runs first here.
+READER_FIRST = """
+setp.eq.u32 %q, %r4, 0;
+st.shared.u32 [%r3], 0;
+@!%p bra WRITE;
+bar.sync 0;
+ld.shared.u32 %r6, [tile];
+bra.uni DONE;
+WRITE:
+bar.sync 0;
+@%q st.shared.u32 [tile], 2;
+DONE:
+"""
+WEAK_READ_RACES = "write of shared address 0 and read by warp 1"
+
+WRONG = {
+    # -- addresses
+    "a global access that is misaligned": (
+        "ld.global.v2.u32 {%r6, %r7}, [%rd1+4];", MisalignedError, "multiple of 8",
+    ),
+    "a shared access that is misaligned": (
+        "st.shared.u32 [%r3+2], 0;", MisalignedError, "multiple of 4",
+    ),
+    "a shared access past the end": (
+        "st.shared.u32 [%r3+1000], 0;", OutOfBoundsError, "1024 bytes of shared memory",
+    ),
+    # -- copies
+    "a read of a copy that was not waited for": (
+        COPY + COMMIT + READ, PendingCopyError, r"cp\.async\.ca\.shared\.global",
+    ),
+    "a write over a copy on its way": (COPY + WRITE, PendingCopyError, "write of shared address"),
+    # -- races
+    "a race whose reader always runs first": (READER_FIRST, RaceError, None),
+    "two warps that write one word in the same instruction": (
+        WORD_OF_LANE + "st.shared.u32 [%r7], %r0;", RaceError, None,
+    ),
+    "a strong write and a weak read": (
+        WRITE + "@!%p ld.shared.u32 %r6, [tile];\n@%p st.volatile.shared.u32 [tile], 1;",
+        RaceError, WEAK_READ_RACES,
+    ),
+    "a weak write and a strong read": (
+        WRITE + "@!%p ld.volatile.shared.u32 %r6, [tile];\n@%p st.shared.u32 [tile], 1;",
+        RaceError, WEAK_READ_RACES,
+    ),
+    # -- barriers and lanes
+    "an arrival without a number of threads": (
+        "bar.arrive 1;", UnsupportedInstruction, "a number of threads is due",
+    ),
+    "a barrier that lanes of one warp reach apart": (
+        "setp.lt.u32 %q, %r4, 7;\n@%q bra A;\nbar.sync 0;\nbra.uni B;\nA: bar.sync 0;\nB:",
+        BarrierError, "different barrier instructions",
+    ),
+    "a shuffle whose lanes never come": (
+        "setp.gt.u32 %q, %r4, 3;\n@%q ret;\n" + SHUFFLE,
+        MissingLanesError, "0xfffffff0 do not come",
+    ),
+    "a shuffle executed by a lane outside its mask": (
+        SHUFFLE.replace("-1", "0xffff"), MissingLanesError, "not among them",
+    ),
+    "a shuffle that reads a lane that does not take part": (
+        SOME_LANES + "shfl.sync.down.b32 %r6, %r0, 1, 31, 0xff;",
+        MissingLanesError, "lane 8, whose value is read",
+    ),
+    "a trap": ("@%p trap;", TrapError, None),
+    "an endless loop": (
+        "LOOP:\nadd.u32 %r6, %r6, 1;\nbra.uni LOOP;",
+        InstructionLimitError, "more than 5000 instructions",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "error", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_told(body, error, words):
+    with pytest.raises(error, match=words):
+        run(body, max_instructions=5000)
+
+
+RIGHT = {
+    "a copy reads zeros beyond its source size": """
+        cp.async.ca.shared.global [%r3], [%rd1+1], 4, 0;
+        cp.async.wait_all;
+        ld.shared.u32 %r6, [%r3];
+        setp.ne.u32 %q, %r6, 0;
+        @%q trap;
+    """,
+    "warps write one value in the same instruction": WORD_OF_LANE + "st.shared.u32 [%r7], %r4;",
+    "reads are strong and weak":
+        WRITE + "ld.volatile.shared.u32 %r6, [tile];\nld.shared.u32 %r6, [tile];",
+    "threads touch neighbouring bytes":
+        "add.u32 %r7, %r2, %r0;\nst.shared.u8 [%r7], %r0;\nld.shared.u8 %h0, [%r7];",
+    "atomics meet at one word": WRITE + "red.shared.add.u32 [tile], 1;",
+    "a barrier orders what threads did that have ended":
+        "@%p st.shared.u32 [%r3], 1;\n@%p ret;\nbar.sync 0;\nld.shared.u32 %r6, [%r3+-128];",
+    "a shuffle waits for lanes that come another way":
+        "setp.gt.u32 %q, %r4, 3;\n@%q bra A;\nadd.u32 %r0, %r0, 1;\nA: " + SHUFFLE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RIGHT.values(), ids=RIGHT)
+def test_nothing_is_told_if(body):
+    run(body)
 
 
 # -- addresses ---------------------------------------------------------------------------------
 
 
 def test_global_access_past_the_end():
+    body = """
+    .loc 1 42 7
+    mul.wide.u32 %rd2, %r0, 8;
+    add.s64 %rd3, %rd1, %rd2;
+    ld.global.u32 %r6, [%rd3+4];
+    """
     with pytest.raises(OutOfBoundsError) as caught:
-        run_on_array(
-            """
-            .loc 1 42 7
-            mul.wide.u32 %rd2, %r0, 8;
-            add.s64 %rd3, %rd1, %rd2;
-            ld.global.u32 %r6, [%rd3+4];
-            """
-        )
+        run(body, grid=2)
+
     error = caught.value
     # Thread 31 reads the last word of the 256 bytes, thread 32 lies beyond them.
     assert (error.thread.block, error.thread.warp, error.thread.lane) == ((0, 0, 0), 1, 0)
@@ -96,77 +194,36 @@ def test_null_and_foreign_pointers(address, words):
         load_ptx(text).kernel("k").launch(grid=1, block=32, args=[address])
 
 
-def test_misaligned_accesses():
-    with pytest.raises(MisalignedError, match="multiple of 8"):
-        run_on_array("ld.global.v2.u32 {%r6, %r7}, [%rd1+4];")
-    with pytest.raises(MisalignedError, match="multiple of 4"):
-        run("st.shared.u32 [%r3+2], 0;")
-
-
-def test_shared_access_past_the_end():
-    with pytest.raises(OutOfBoundsError, match="1024 bytes of shared memory"):
-        run("st.shared.u32 [%r3+1000], 0;")
-
-
 # -- shared memory -----------------------------------------------------------------------------
 
 
 def test_reading_what_nobody_wrote():
-    body = "@%p st.shared.u32 [%r3], 0;\n bar.sync 0;\n ld.shared.u32 %r6, [%r3];\n"
+    body = "@%p st.shared.u32 [%r3], 0;\n bar.sync 0;\n" + READ
     run(body)
     with pytest.raises(UninitialisedReadError) as caught:
         run(body + "setp.ne.u32 %q, %r6, 0;\n @%q trap;")
     assert (caught.value.thread.warp, caught.value.site.opcode) == (1, "trap")
 
 
-COPY = "cp.async.ca.shared.global [%r3], [%rd1], 4;\n"
+SECOND_COPY = COPY.replace("[%r3]", "[%r3+512]")
+GROUPS = COPY + COMMIT + SECOND_COPY + COMMIT + "cp.async.wait_group 1;\n"
+WAITED = COPY + "cp.async.wait_all;\n"
+OF_OTHER_WARP = "xor.b32 %r6, %r3, 128;\nld.shared.u32 %r7, [%r6];"
+WAITS = {
+    "a copy that was not committed":
+        (WAITED + READ, COPY + "cp.async.wait_group 0;\n" + READ, PendingCopyError),
+    "too few groups":
+        (GROUPS + READ, GROUPS + "ld.shared.u32 %r7, [%r3+512];", PendingCopyError),
+    "a copy, which other warps see only after a barrier":
+        (WAITED + "bar.sync 0;\n" + OF_OTHER_WARP, WAITED + OF_OTHER_WARP, RaceError),
+}  # fmt: skip
 
 
-def test_reading_a_copy_that_was_not_waited_for():
-    with pytest.raises(PendingCopyError, match=r"cp\.async\.ca\.shared\.global"):
-        run_on_array(COPY + "cp.async.commit_group;\n ld.shared.u32 %r6, [%r3];")
-
-
-def test_waiting_for_a_copy_that_was_not_committed():
-    body = COPY + "cp.async.wait_group 0;\n ld.shared.u32 %r6, [%r3];"
-    with pytest.raises(PendingCopyError):
-        run_on_array(body)
-    run_on_array(body.replace("wait_group 0", "wait_all"))
-
-
-def test_waiting_for_too_few_groups():
-    body = COPY + "cp.async.commit_group;\n"
-    body += COPY.replace("[%r3]", "[%r3+512]") + "cp.async.commit_group;\n"
-    body += "cp.async.wait_group 1;\n ld.shared.u32 %r6, [%r3];\n"
-    run_on_array(body)
-    with pytest.raises(PendingCopyError):
-        run_on_array(body + "ld.shared.u32 %r7, [%r3+512];")
-
-
-def test_overwriting_a_copy_on_its_way():
-    with pytest.raises(PendingCopyError, match="write of shared address"):
-        run_on_array(COPY + "st.shared.u32 [%r3], 0;")
-
-
-def test_a_copy_that_was_waited_for_is_seen_by_other_warps_only_after_a_barrier():
-    body = (
-        COPY + "cp.async.wait_all;\n%BARRIER%\n xor.b32 %r6, %r3, 128;\n ld.shared.u32 %r7, [%r6];"
-    )
-    run_on_array(body.replace("%BARRIER%", "bar.sync 0;"))
-    with pytest.raises(RaceError):
-        run_on_array(body.replace("%BARRIER%", ""))
-
-
-def test_a_copy_reads_zeros_beyond_its_source_size():
-    run_on_array(
-        """
-        cp.async.ca.shared.global [%r3], [%rd1+1], 4, 0;
-        cp.async.wait_all;
-        ld.shared.u32 %r6, [%r3];
-        setp.ne.u32 %q, %r6, 0;
-        @%q trap;
-        """
-    )
+@pytest.mark.parametrize(("right", "wrong", "error"), WAITS.values(), ids=WAITS)
+def test_waiting_for(right, wrong, error):
+    run(right)
+    with pytest.raises(error):
+        run(wrong)
 
 
 RACES = {
@@ -191,32 +248,6 @@ def test_a_race_is_found_and_a_barrier_cures_it(name):
     assert "kernel.cu:5" in caught.value.detail and caught.value.site.source == "kernel.cu:6"
 
 
-def test_a_race_is_found_whatever_the_order_in_which_warps_run():
-    # The reader stands before the writer in the program, so it always runs first here.
-    body = """
-    @!%p bra WRITE;
-    bar.sync 0;
-    ld.shared.u32 %r6, [tile];
-    bra.uni DONE;
-    WRITE:
-    bar.sync 0;
-    @%q st.shared.u32 [tile], 2;
-    DONE:
-    """
-    head = "setp.eq.u32 %q, %r4, 0;\n st.shared.u32 [%r3], 0;\n"
-    with pytest.raises(RaceError):
-        run(head + body)
-
-
-def test_two_warps_writing_one_word_in_the_same_instruction():
-    with pytest.raises(RaceError):
-        run("shl.b32 %r6, %r4, 2;\n add.u32 %r7, %r2, %r6;\n st.shared.u32 [%r7], %r0;")
-
-
-def test_warps_that_write_one_value_in_the_same_instruction_are_no_race():
-    run("shl.b32 %r6, %r4, 2;\n add.u32 %r7, %r2, %r6;\n st.shared.u32 [%r7], %r4;")
-
-
 STRONG_WRITES = [
     "st.volatile.shared.u32 [%r3], 1;",
     "st.relaxed.cta.shared.u32 [%r3], 1;",
@@ -229,9 +260,8 @@ STRONG_WRITES = [
 @pytest.mark.parametrize("write", STRONG_WRITES)
 def test_a_first_write_may_be_strong(write):
     run(f"{write}\n ld.shared.u32 %r7, [%r3];")
-    run(
-        f"{write}\n bar.sync 0;\n red.shared.add.u32 [%r3], 1;\n ld.volatile.shared.u32 %r7, [%r3];"
-    )
+    add = "red.shared.add.u32 [%r3], 1;\n ld.volatile.shared.u32 %r7, [%r3];"
+    run(f"{write}\n bar.sync 0;\n {add}")
     other = "xor.b32 %r8, %r3, 128;\n ld.shared.u32 %r7, [%r8];"
     run(f"{write}\n bar.sync 0;\n {other}")
     with pytest.raises(RaceError, match="and write by warp 0"):
@@ -252,27 +282,6 @@ def test_an_update_of_what_nobody_wrote(first):
     run(first)
     with pytest.raises(UninitialisedReadError):
         run(f"{first}\n{use}setp.ne.u32 %q, %r6, 0;\n@%q trap;")
-
-
-def test_strong_and_weak_reads_are_no_race():
-    run("st.shared.u32 [%r3], 0;\n bar.sync 0;\n ld.volatile.shared.u32 %r6, [tile];\n "
-        "ld.shared.u32 %r6, [tile];")  # fmt: skip
-
-
-def test_a_strong_write_races_with_a_weak_read():
-    body = "st.shared.u32 [%r3], 0;\n bar.sync 0;\n"
-    with pytest.raises(RaceError, match="write of shared address 0 and read by warp 1"):
-        run(body + "@!%p ld.shared.u32 %r6, [tile];\n @%p st.volatile.shared.u32 [tile], 1;")
-    with pytest.raises(RaceError, match="write of shared address 0 and read by warp 1"):
-        run(body + "@!%p ld.volatile.shared.u32 %r6, [tile];\n @%p st.shared.u32 [tile], 1;")
-
-
-def test_neighbouring_bytes_are_no_race():
-    run("add.u32 %r7, %r2, %r0;\n st.shared.u8 [%r7], %r0;\n ld.shared.u8 %h0, [%r7];")
-
-
-def test_atomics_on_one_word_are_no_race():
-    run("st.shared.u32 [%r3], 0;\n bar.sync 0;\n red.shared.add.u32 [tile], 1;")
 
 
 def test_a_barrier_of_some_warps_orders_only_these():
@@ -314,10 +323,6 @@ def test_a_barrier_waits_for_threads_that_have_not_ended(name):
     run(ENDED[name])
     with pytest.raises(BarrierError, match=r"of 64 threads wait, \d+ have ended"):
         run(ENDED[name], strict_barriers=True)
-
-
-def test_a_barrier_orders_what_threads_did_that_have_ended():
-    run("@%p st.shared.u32 [%r3], 1;\n @%p ret;\n bar.sync 0;\n ld.shared.u32 %r6, [%r3+-128];")
 
 
 def test_a_barrier_that_some_threads_never_reach():
@@ -366,36 +371,6 @@ def test_a_number_of_threads_is_told_of_the_block_that_has_no_whole_warps():
         run("bar.sync 1, 50;", threads=50)
 
 
-def test_to_arrive_without_a_number_of_threads_is_refused():
-    with pytest.raises(UnsupportedInstruction, match="a number of threads is due"):
-        run("bar.arrive 1;")
-
-
-def test_a_barrier_that_lanes_of_one_warp_reach_apart():
-    with pytest.raises(BarrierError, match="different barrier instructions"):
-        run("setp.lt.u32 %q, %r4, 7;\n @%q bra A;\n bar.sync 0;\n bra.uni B;\nA: bar.sync 0;\nB:")
-
-
-def test_a_shuffle_whose_lanes_never_come():
-    with pytest.raises(MissingLanesError, match="0xfffffff0 do not come"):
-        run("setp.gt.u32 %q, %r4, 3;\n @%q ret;\n shfl.sync.bfly.b32 %r6, %r0, 1, 31, -1;")
-
-
-def test_a_shuffle_waits_for_lanes_that_come_another_way():
-    run("setp.gt.u32 %q, %r4, 3;\n @%q bra A;\n add.u32 %r0, %r0, 1;\nA: "
-        "shfl.sync.bfly.b32 %r6, %r0, 1, 31, -1;")  # fmt: skip
-
-
-def test_a_shuffle_executed_by_a_lane_outside_its_mask():
-    with pytest.raises(MissingLanesError, match="not among them"):
-        run("shfl.sync.bfly.b32 %r6, %r0, 1, 31, 0xffff;")
-
-
-def test_a_shuffle_that_reads_a_lane_that_does_not_take_part():
-    with pytest.raises(MissingLanesError, match="lane 8, whose value is read"):
-        run("setp.gt.u32 %q, %r4, 7;\n @%q ret;\n shfl.sync.down.b32 %r6, %r0, 1, 31, 0xff;")
-
-
 @pytest.mark.parametrize(
     "instruction",
     ["mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%f0,%f1,%f2,%f3}, {%r0,%r1}, {%r2}, "
@@ -407,13 +382,6 @@ def test_a_shuffle_that_reads_a_lane_that_does_not_take_part():
 def test_a_matrix_instruction_without_a_lane(instruction, how):
     with pytest.raises(MissingLanesError):
         run(f"st.shared.u32 [%r3], 0;\n bar.sync 0;\n{how}{instruction}")
-
-
-def test_trap_and_endless_loop():
-    with pytest.raises(TrapError):
-        run("@%p trap;")
-    with pytest.raises(InstructionLimitError, match="more than 5000 instructions"):
-        run("LOOP:\n add.u32 %r6, %r6, 1;\n bra.uni LOOP;", max_instructions=5000)
 
 
 # -- collected faults --------------------------------------------------------------------------
@@ -482,32 +450,26 @@ def test_a_launch_keeps_the_faults_that_only_the_one_before_had():
 # -- launches and text -------------------------------------------------------------------------
 
 
-def test_a_launch_that_cannot_exist():
-    kernel = load_ptx(entry("", ".param .u32 n", ".shared .align 4 .b8 t[4096];\n"
-                            ".reg .b64 %a;\nmov.u64 %a, t;")).kernel("k")  # fmt: skip
-    with pytest.raises(LaunchError, match="1025 threads"):
-        kernel.launch(grid=1, block=1025, args=[1])
-    with pytest.raises(LaunchError, match=r"sm_86 has 101376"):
-        kernel.launch(grid=1, block=32, shared_bytes=98 * 1024, args=[1], target="sm_86")
-    with pytest.raises(LaunchError, match="takes 1 arguments, got 0"):
-        kernel.launch(grid=1, block=32)
-    with pytest.raises(LaunchError, match="8 bytes, its parameter has 4"):
-        kernel.launch(grid=1, block=32, args=[np.complex64(1)])
-    with pytest.raises(LaunchError, match="does not fit 32 bits"):
-        kernel.launch(grid=1, block=32, args=[1 << 32])
-    with pytest.raises(LaunchError, match="3 bytes, its parameter 4"):
-        kernel.launch(grid=1, block=32, args=[b"abc"])
-    for target in ("sm_10", "H100", "sm_"):
-        with pytest.raises(LaunchError, match=f"limits of {target} are not known: .* sm_75, sm_80"):
-            kernel.launch(grid=1, block=32, args=[1], target=target)
-    with pytest.raises(LaunchError, match=r"sm_90a has 232448"):
-        kernel.launch(grid=1, block=32, shared_bytes=230 * 1024, args=[1], target="sm_90a")
-    with pytest.raises(LaunchError, match="64 in z"):
-        kernel.launch(grid=1, block=(1, 1, 65), args=[1])
-    with pytest.raises(LaunchError, match="limits are"):
-        kernel.launch(grid=(1, 70000), block=32, args=[1])
-    with pytest.raises(LaunchError, match="positive"):
-        kernel.launch(grid=(1, 0), block=32, args=[1])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block": 1025}, "1025 threads"),
+        ({"block": (1, 1, 65)}, "64 in z"),
+        ({"grid": (1, 70000)}, "limits are"),
+        ({"grid": (1, 0)}, "positive"),
+        ({"args": []}, "takes 1 arguments, got 0"),
+        ({"args": [b"abc"]}, "3 bytes, its parameter 4"),
+        *(
+            ({"target": name}, f"limits of {name} are not known")
+            for name in ("sm_10", "H100", "sm_")
+        ),
+    ],
+)
+def test_a_launch_that_cannot_exist(options, words):
+    """Its grid, block, arguments or target; test_loading.py has numbers and limits of memory."""
+    kernel = load_ptx(entry("", ".param .u32 n")).kernel("k")
+    with pytest.raises(LaunchError, match=words):
+        kernel.launch(**{"grid": 1, "block": 32, "args": [1], **options})
 
 
 def test_a_missing_kernel_is_answered_with_those_there_are():
