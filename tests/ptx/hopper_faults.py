@@ -83,6 +83,11 @@ HALF_WARP = only("%laneid", "lt 16")
 # -- faults ----------------------------------------------------------------------------------------
 
 
+def as_it_is(case: Case) -> Case:
+    """The launch of the case itself."""
+    return case
+
+
 @dataclass(frozen=True)
 class Edit:
     """A change of some instructions: those from a line of the .cu file that holds `source`, whose
@@ -107,7 +112,7 @@ class Fault:
     edits: tuple[Edit, ...]
     error: str
     at: str
-    launch: Callable[[Case], Case] = lambda case: case
+    launch: Callable[[Case], Case] = as_it_is
 
 
 def nth(n: int) -> slice:
@@ -160,291 +165,212 @@ def fewer_keys(case: Case) -> Case:
 TRY_WAIT, EXPECT, COPY = r"mbarrier\.try_wait", r"mov\.u32|mov\.b32", r"cp\.async\.bulk\.tensor"
 WGMMA, WGMMA_WAIT, WGMMA_FENCE = r"wgmma\.mma", r"wgmma\.wait_group", r"wgmma\.fence"
 PROXY, STORES_READ, CLUSTER = r"fence\.proxy", r"cp\.async\.bulk\.wait_group", r"barrier\.cluster"
+BARRIER, INIT = r"barrier\.sync|bar", r"mbarrier\.init"
 TILE = "tile_bf16_n64_k_k 128B 128B 2"
 OVERLAP = "attention_bf16_ping_pong_overlap"
 GEMM_STEP, A_STEP = "wgmma<T>(acc, a + advance", "wgmma<T, 1>(acc, a + 4 * step"
 QK_STEP, PV_STEP = "wgmma<T>(S, Q + advance", "wgmma<T, 1>(O, P + 4 * step"
+TILE_STEP = "wgmma<T, A_transposed, B_transposed>(acc"
 ASM_COPY = '"r"(in_block(barrier, next))'  # the end of the asm statement
 GEMM_LOAD, EXPECT_GEMM = "load_2d(A_smem + ring.slot", "arrive_expecting(barrier, A_bytes + B_byt"
+RING_WAIT, RING_EMPTY = "wait(full + 8 * ring.slot, ring.lap)", "wait(empty + 8 * ring.slot"
 
 # C3.1: shared memory is read before the phase of its mbarrier was seen to be complete.
 EARLY_READS = {
-    "consumers of a ring do not wait": fault(
-        "gemm_bf16", "wait(full + 8 * ring.slot, ring.lap)", TRY_WAIT, no_wait,
-        "MbarrierError", "arrive(last)",  # of a phase whose predecessor the producer never saw
-    ),
-    "consumers of a ring do not wait for its only stage": fault(
-        "gemm_f16", "wait(full + 8 * ring.slot, ring.lap)", TRY_WAIT, no_wait,
-        "UninitialisedReadError", GEMM_STEP,
-    ),
-    "threads that change a tile do not wait": fault(
-        "scale_tiles", "wait(full + 8 * ring.slot, ring.lap)", TRY_WAIT, no_wait,
-        "UninitialisedReadError", "four.x *= factor",  # before the copy is issued
-    ),
-    "ldmatrix does not wait": fault(
-        "gemm_a_registers", "wait(full + i % 2 * 8, i / 2 % 2)", TRY_WAIT, no_wait,
-        "PendingCopyError", "load_fragment(a, 4 * step",
-    ),
-    "V is not waited for": fault(
-        "attention_bf16", "wait(shared.V_full", TRY_WAIT, no_wait, "PendingCopyError", PV_STEP,
-    ),
-    "what another block sends is not waited for": fault(
-        "cluster_shift", "wait_cluster(barrier, 0)", TRY_WAIT, no_wait,
-        "PendingCopyError", "out[thread] = received[thread]",
-    ),
+    name: fault(case, source, TRY_WAIT, no_wait, error, at)
+    for name, case, source, error, at in (
+        # of a phase whose predecessor the producer never saw
+        ("consumers of a ring do not wait",
+         "gemm_bf16", RING_WAIT, "MbarrierError", "arrive(last)"),
+        ("consumers of a ring do not wait for its only stage",
+         "gemm_f16", RING_WAIT, "UninitialisedReadError", GEMM_STEP),
+        # before the copy is issued
+        ("threads that change a tile do not wait",
+         "scale_tiles", RING_WAIT, "UninitialisedReadError", "four.x *= factor"),
+        ("ldmatrix does not wait", "gemm_a_registers",
+         "wait(full + i % 2 * 8, i / 2 % 2)", "PendingCopyError", "load_fragment(a, 4 * step"),
+        ("V is not waited for",
+         "attention_bf16", "wait(shared.V_full", "PendingCopyError", PV_STEP),
+        ("what another block sends is not waited for", "cluster_shift",
+         "wait_cluster(barrier, 0)", "PendingCopyError", "out[thread] = received[thread]"),
+    )
 }  # fmt: skip
 
 # C3.2: bytes are written that wgmma or a bulk store still reads.
 EARLY_WRITES = {
-    "a stage is released while wgmma reads it": fault(
-        "gemm_bf16", "wgmma_wait<1>()", WGMMA_WAIT, swap("1;", "7;"), "RaceError", GEMM_LOAD
-    ),
-    "a slot is loaded while its store reads it": fault(
-        "copy_bytes", "wait_stores_read<slots - ahead - 1>()", STORES_READ, drop,
-        "RaceError", "load_bytes(ring + slot * chunk_bytes",
-    ),
-    "a tile is released while its store reads it": fault(
-        "scale_tiles", "wait_stores_read<1>()", STORES_READ, drop,
-        "RaceError", "load_2d(tiles_smem + ring.slot",
-    ),
-    "O is staged while the last store reads it": fault(
-        "attention_bf16", "wait_stores_read<0>()", STORES_READ, drop,
-        "RaceError", "store_fragment<T>(shared.O", nth(0),
-    ),
-    "C is staged while the last store reads it": fault(
-        "gemm_cluster_bf16", "wait_stores_read<0>(); // of the tile before", STORES_READ, drop,
-        "RaceError", "store_fragment<T>(C_rows",
-    ),
-    "a stage is loaded while slower warps read it": fault(
-        "gemm_a_registers", "__syncthreads(); // all have read", r"bar", drop,
-        "RaceError", "load_2d(",
-    ),
+    name: fault(case, source, opcode, change, "RaceError", at, which)
+    for name, case, source, opcode, change, at, which in (
+        ("a stage is released while wgmma reads it",
+         "gemm_bf16", "wgmma_wait<1>()", WGMMA_WAIT, swap("1;", "7;"), GEMM_LOAD, None),
+        ("a slot is loaded while its store reads it", "copy_bytes",
+         "wait_stores_read<slots - ahead - 1>()", STORES_READ, drop,
+         "load_bytes(ring + slot * chunk_bytes", None),
+        ("a tile is released while its store reads it", "scale_tiles",
+         "wait_stores_read<1>()", STORES_READ, drop, "load_2d(tiles_smem + ring.slot", None),
+        ("O is staged while the last store reads it", "attention_bf16",
+         "wait_stores_read<0>()", STORES_READ, drop, "store_fragment<T>(shared.O", nth(0)),
+        ("C is staged while the last store reads it", "gemm_cluster_bf16",
+         "wait_stores_read<0>(); // of the tile before", STORES_READ, drop,
+         "store_fragment<T>(C_rows", None),
+        ("a stage is loaded while slower warps read it", "gemm_a_registers",
+         "__syncthreads(); // all have read", r"bar", drop, "load_2d(", None),
+    )
 }  # fmt: skip
 
 # C3.3: registers of a wgmma are touched before it is waited for.
 REGISTERS_IN_FLIGHT = {
-    "accumulators are stored before the wait": fault(
-        "gemm_bf16", "wgmma_wait<0>()", WGMMA_WAIT, drop,
-        "WgmmaRegisterError", "store_fragment<T>(panel",
-    ),
-    "fragments of A are loaded while they are read": Fault(
-        "gemm_a_registers", (Edit("wgmma_wait<0>()", WGMMA_WAIT, drop),),
-        "WgmmaRegisterError", "load_fragment(a, 4 * step", two_stages,
-    ),
-    "scores are read before the wait": fault(
-        OVERLAP, "wgmma_wait<overlap ? 1 : 0>()", WGMMA_WAIT, drop,
-        "WgmmaRegisterError", "softmax(S, m, l, rescale",
-    ),
-    "O is rescaled before the wait": fault(
-        OVERLAP, "wgmma_wait<0>();", WGMMA_WAIT, swap("0;", "1;"),
-        "WgmmaRegisterError", "O[i] *= rescale", nth(1),
-    ),
+    name: Fault(case, (Edit(source, WGMMA_WAIT, change, which),), "WgmmaRegisterError", at, launch)
+    for name, case, source, change, at, which, launch in (
+        ("accumulators are stored before the wait", "gemm_bf16",
+         "wgmma_wait<0>()", drop, "store_fragment<T>(panel", None, as_it_is),
+        ("fragments of A are loaded while they are read", "gemm_a_registers",
+         "wgmma_wait<0>()", drop, "load_fragment(a, 4 * step", None, two_stages),
+        ("scores are read before the wait", OVERLAP,
+         "wgmma_wait<overlap ? 1 : 0>()", drop, "softmax(S, m, l, rescale", None, as_it_is),
+        ("O is rescaled before the wait", OVERLAP,
+         "wgmma_wait<0>();", swap("0;", "1;"), "O[i] *= rescale", nth(1), as_it_is),
+    )
 }  # fmt: skip
 
 # C3.4: registers are written, and no wgmma.fence follows before the wgmma that uses them.
 MISSING_WGMMA_FENCES = {
-    "after ldmatrix": fault(
-        "gemm_a_registers", "wgmma_fence()", WGMMA_FENCE, drop, "WgmmaFenceError", A_STEP
-    ),
-    "after O was rescaled": fault(
-        "attention_bf16", "wgmma_fence()", WGMMA_FENCE, drop, "WgmmaFenceError", PV_STEP, nth(3)
-    ),
-    "after S was read and written": fault(
-        "attention_bf16", "wgmma_fence()", WGMMA_FENCE, drop, "WgmmaFenceError", QK_STEP, nth(1)
-    ),
-    "after accumulators were set": fault(
-        TILE, "wgmma_fence()", WGMMA_FENCE, drop,
-        "WgmmaFenceError", "wgmma<T, A_transposed, B_transposed>(acc",
-    ),
-}  # fmt: skip
+    name: fault(case, "wgmma_fence()", WGMMA_FENCE, drop, "WgmmaFenceError", at, which)
+    for name, case, at, which in (
+        ("after ldmatrix", "gemm_a_registers", A_STEP, None),
+        ("after O was rescaled", "attention_bf16", PV_STEP, nth(3)),
+        ("after S was read and written", "attention_bf16", QK_STEP, nth(1)),
+        ("after accumulators were set", TILE, TILE_STEP, None),
+    )
+}
 
 # C3.5: the asynchronous proxy meets what a thread wrote, without fence.proxy.async between.
 MISSING_PROXY_FENCES = {
-    "between stmatrix and a store": fault(
-        "gemm_bf16", "fence_proxy()", PROXY, drop, "ProxyError", "store_2d(C, C_smem"
-    ),
-    "between stmatrix and a store of the warp": fault(
-        "attention_bf16", "fence_proxy()", PROXY, drop, "ProxyError", "store_4d(p.O"
-    ),
-    "between a change in place and a store": fault(
-        "scale_tiles", "fence_proxy()", PROXY, drop, "ProxyError", "store_2d(&out"
-    ),
-    "between stores and wgmma": fault(
-        TILE, "fence_proxy()", PROXY, drop,
-        "ProxyError", "wgmma<T, A_transposed, B_transposed>(acc",
-    ),
-    "between stores and a load over them": fault(
-        "load_box 1", "fence_proxy()", PROXY, drop, "ProxyError", "load<rank>("
-    ),
-    "between stores and a copy to another block": fault(
-        "cluster_shift", "fence_proxy()", PROXY, drop,
-        "ProxyError", ASM_COPY,
-    ),
-}  # fmt: skip
+    name: fault(case, "fence_proxy()", PROXY, drop, "ProxyError", at)
+    for name, case, at in (
+        ("between stmatrix and a store", "gemm_bf16", "store_2d(C, C_smem"),
+        ("between stmatrix and a store of the warp", "attention_bf16", "store_4d(p.O"),
+        ("between a change in place and a store", "scale_tiles", "store_2d(&out"),
+        ("between stores and wgmma", TILE, TILE_STEP),
+        ("between stores and a load over them", "load_box 1", "load<rank>("),
+        ("between stores and a copy to another block", "cluster_shift", ASM_COPY),
+    )
+}
 
 # C3.6: a wait for the wrong parity.
 WRONG_PARITIES = {
-    "the producer waits for a slot that nobody used yet": fault(
-        "gemm_bf16", "wait(empty + 8 * ring.slot, ring.lap ^ 1)", TRY_WAIT, other_parity,
-        "DeadlockError", "wait(empty + 8 * ring.slot",
-    ),
-    "consumers take the lap before": fault(
-        "gemm_bf16", "wait(full + 8 * ring.slot, ring.lap)", TRY_WAIT, other_parity,
-        "DeadlockError", "wait(full + 8 * ring.slot, ring.lap)",
-    ),
-    "a ring whose parity never changes": fault(
-        "copy_bytes", "wait(full + 8 * slot, j / slots % 2)", TRY_WAIT, swap(r"%r\d+;", "0;"),
-        "PendingCopyError", "store_bytes(out + j * chunk_bytes",
-    ),
-    "the second tile takes the first one's Q": fault(
-        "attention_bf16", "wait(shared.Q_full, at.lap)", TRY_WAIT, swap(r"%r\d+;", "0;"),
-        "PendingCopyError", QK_STEP,
-    ),
-    "two blocks that both wait": fault(
-        "gemm_cluster_bf16", "wait_cluster(shared.empty", TRY_WAIT, other_parity,
-        "DeadlockError", "wait_cluster(shared.empty",
-    ),
-    "a writer that waits for the next round": fault(
-        "hand_over", "wait(empty, (i - 1) % 2)", TRY_WAIT, other_parity,
-        "DeadlockError", "wait(empty, (i - 1) % 2)",
-    ),
+    name: fault(case, source, TRY_WAIT, change, error, at or source)
+    for name, case, source, change, error, at in (
+        ("the producer waits for a slot that nobody used yet", "gemm_bf16",
+         "wait(empty + 8 * ring.slot, ring.lap ^ 1)", other_parity, "DeadlockError", ""),
+        ("consumers take the lap before",
+         "gemm_bf16", RING_WAIT, other_parity, "DeadlockError", ""),
+        ("a ring whose parity never changes", "copy_bytes", "wait(full + 8 * slot, j / slots % 2)",
+         swap(r"%r\d+;", "0;"), "PendingCopyError", "store_bytes(out + j * chunk_bytes"),
+        ("the second tile takes the first one's Q", "attention_bf16",
+         "wait(shared.Q_full, at.lap)", swap(r"%r\d+;", "0;"), "PendingCopyError", QK_STEP),
+        ("two blocks that both wait", "gemm_cluster_bf16",
+         "wait_cluster(shared.empty", other_parity, "DeadlockError", ""),
+        ("a writer that waits for the next round", "hand_over",
+         "wait(empty, (i - 1) % 2)", other_parity, "DeadlockError", ""),
+    )
 }  # fmt: skip
 
 # C3.7: other bytes are announced than delivered.
 WRONG_BYTES = {
-    "too many": fault(
-        "gemm_bf16", EXPECT_GEMM, EXPECT, swap("24576", "24592"), "DeadlockError",
-        "wait(full + 8 * ring.slot, ring.lap)",
-    ),
-    "too few for both boxes": fault(
-        "gemm_bf16", EXPECT_GEMM, EXPECT, swap("24576", "24560"), "DeadlockError",
-        "wait(full + 8 * ring.slot, ring.lap)",
-    ),
-    "as many as the first box has": fault(
-        "gemm_bf16", EXPECT_GEMM, EXPECT, swap("24576", "8192"), "PendingCopyError", GEMM_STEP
-    ),
-    "half of V": fault(
-        "attention_bf16", "load_tile<B_c>(shared.V + block", r"mbarrier\.arrive\.expect",
-        swap(r"%r\d+;", "16384;"), "PendingCopyError", PV_STEP,
-    ),
-    "without the other block's half": fault(
-        "gemm_cluster_bf16", "arrive_expecting(full, A_bytes + B_bytes)", EXPECT,
-        swap("32768", "24576"), "PendingCopyError", "wgmma<T>(acc, a + advance",
-    ),
-    "without what comes by st.async": fault(
-        "cluster_shift", "arrive_expecting(barrier, sizeof received)", EXPECT,
-        swap("2064", "2048"), "PendingCopyError", "out[threads] = received[threads]",
-    ),
+    name: fault(case, source, opcode, change, error, at)
+    for name, case, source, opcode, change, error, at in (
+        ("too many",
+         "gemm_bf16", EXPECT_GEMM, EXPECT, swap("24576", "24592"), "DeadlockError", RING_WAIT),
+        ("too few for both boxes",
+         "gemm_bf16", EXPECT_GEMM, EXPECT, swap("24576", "24560"), "DeadlockError", RING_WAIT),
+        ("as many as the first box has",
+         "gemm_bf16", EXPECT_GEMM, EXPECT, swap("24576", "8192"), "PendingCopyError", GEMM_STEP),
+        ("half of V", "attention_bf16", "load_tile<B_c>(shared.V + block",
+         r"mbarrier\.arrive\.expect", swap(r"%r\d+;", "16384;"), "PendingCopyError", PV_STEP),
+        ("without the other block's half", "gemm_cluster_bf16",
+         "arrive_expecting(full, A_bytes + B_bytes)", EXPECT, swap("32768", "24576"),
+         "PendingCopyError", GEMM_STEP),
+        ("without what comes by st.async", "cluster_shift",
+         "arrive_expecting(barrier, sizeof received)", EXPECT, swap("2064", "2048"),
+         "PendingCopyError", "out[threads] = received[threads]"),
+    )
 }  # fmt: skip
 
 # C3.8: arrivals and initialisation.
 WRONG_ARRIVALS = {
-    "one arrival is missing for ever": fault(
-        "gemm_bf16", "init(empty + 8 * s, 128)", r"mbarrier\.init", swap(r"%r\d+;", "129;"),
-        "DeadlockError", "wait(empty + 8 * ring.slot",
-    ),
-    "a warpgroup too many is expected": fault(
-        "attention_bf16", "shared.init_barriers()", r"mbarrier\.init", swap(r"%r\d+;", "3;"),
-        "DeadlockError", "wait(shared.Q_empty", nth(1),
-    ),
-    "more arrive than are expected": fault(
-        "hand_over", "mbarrier.arrive.shared.b64 _, [%0], 32;", r"mbarrier\.arrive",
-        swap("32;", "33;"), "MbarrierError", "mbarrier.arrive.shared.b64 _, [%0], 32;",
-    ),
-    "a barrier is not initialised": fault(
-        "hand_over", "init(full, 32)", r"mbarrier\.init", drop,
-        "MbarrierError", ': "r"(full), "r"(i % 2)',
-    ),
-    "the other block's barriers are used before they are made": fault(
-        "gemm_cluster_bf16", "cluster_sync(); // nothing may reach", CLUSTER, only_block,
-        "AbsentBlockError", "load_2d_multicast(shared.B",
-    ),
-    "the other block's barrier, likewise": fault(
-        "cluster_shift", "cluster_sync();", CLUSTER, only_block,
-        "AbsentBlockError", ASM_COPY, slice(0, 2),
-    ),
+    name: fault(case, source, opcode, change, error, at, which)
+    for name, case, source, opcode, change, error, at, which in (
+        ("one arrival is missing for ever", "gemm_bf16", "init(empty + 8 * s, 128)", INIT,
+         swap(r"%r\d+;", "129;"), "DeadlockError", RING_EMPTY, None),
+        ("a warpgroup too many is expected", "attention_bf16", "shared.init_barriers()", INIT,
+         swap(r"%r\d+;", "3;"), "DeadlockError", "wait(shared.Q_empty", nth(1)),
+        ("more arrive than are expected", "hand_over",
+         "mbarrier.arrive.shared.b64 _, [%0], 32;", r"mbarrier\.arrive", swap("32;", "33;"),
+         "MbarrierError", "mbarrier.arrive.shared.b64 _, [%0], 32;", None),
+        ("a barrier is not initialised", "hand_over", "init(full, 32)", INIT, drop,
+         "MbarrierError", ': "r"(full), "r"(i % 2)', None),
+        ("the other block's barriers are used before they are made", "gemm_cluster_bf16",
+         "cluster_sync(); // nothing may reach", CLUSTER, only_block,
+         "AbsentBlockError", "load_2d_multicast(shared.B", None),
+        ("the other block's barrier, likewise", "cluster_shift", "cluster_sync();", CLUSTER,
+         only_block, "AbsentBlockError", ASM_COPY, slice(0, 2)),
+    )
 }  # fmt: skip
 
 # C3.9: setmaxnreg.
 WRONG_REGISTERS = {
-    "more than the block has": fault(
-        "attention_bf16", "take_registers<240>()", "setmaxnreg", swap("240", "256"),
-        "DeadlockError", "take_registers<240>()",
-    ),
-    "more than the producer left": fault(
-        "gemm_cluster_bf16", "give_registers<40>()", "setmaxnreg", drop,
-        "DeadlockError", "take_registers<232>()",
-    ),
-    "a warp that does not give": fault(
-        "attention_bf16", "give_registers<24>()", "setmaxnreg", only("%tid.x", "lt 352"),
-        "WarpgroupError", "give_registers<24>()",
-    ),
-    "a warp that does not take": fault(
-        "gemm_cluster_bf16", "take_registers<232>()", "setmaxnreg", only("%tid.x", "ge 32"),
-        "WarpgroupError", "take_registers<232>()",
-    ),
+    name: fault(case, source, "setmaxnreg", change, error, at or source)
+    for name, case, source, change, error, at in (
+        ("more than the block has", "attention_bf16",
+         "take_registers<240>()", swap("240", "256"), "DeadlockError", ""),
+        ("more than the producer left", "gemm_cluster_bf16",
+         "give_registers<40>()", drop, "DeadlockError", "take_registers<232>()"),
+        ("a warp that does not give", "attention_bf16",
+         "give_registers<24>()", only("%tid.x", "lt 352"), "WarpgroupError", ""),
+        ("a warp that does not take", "gemm_cluster_bf16",
+         "take_registers<232>()", only("%tid.x", "ge 32"), "WarpgroupError", ""),
+    )
 }  # fmt: skip
 
 # C3.10: an .aligned instruction that not all lanes of a warp execute.
 DIVERGENCE = {
-    "wgmma.commit_group": fault(
-        "gemm_bf16", "wgmma_commit()", r"wgmma\.commit", HALF_WARP,
-        "MissingLanesError", "wgmma_commit()",
-    ),
-    "wgmma.fence": fault(
-        "gemm_a_registers", "wgmma_fence()", WGMMA_FENCE, HALF_WARP,
-        "MissingLanesError", "wgmma_fence()",
-    ),
-    "barrier.cluster.arrive": fault(
-        "cluster_shift", "cluster_sync();", r"barrier\.cluster\.arrive", HALF_WARP,
-        "MissingLanesError", "cluster_sync();", nth(0),
-    ),
-    "stmatrix": fault(
-        "attention_bf16", "store_fragment<T>(shared.O", "stmatrix", HALF_WARP,
-        "MissingLanesError", "store_fragment<T>(shared.O", nth(0),
-    ),
-    "setmaxnreg": fault(
-        "gemm_cluster_bf16", "take_registers<232>()", "setmaxnreg", HALF_WARP,
-        "MissingLanesError", "take_registers<232>()",
-    ),
-}  # fmt: skip
+    opcode: fault(case, source, re.escape(opcode), HALF_WARP, "MissingLanesError", source, which)
+    for opcode, case, source, which in (
+        ("wgmma.commit_group", "gemm_bf16", "wgmma_commit()", None),
+        ("wgmma.fence", "gemm_a_registers", "wgmma_fence()", None),
+        ("barrier.cluster.arrive", "cluster_shift", "cluster_sync();", nth(0)),
+        ("stmatrix", "attention_bf16", "store_fragment<T>(shared.O", nth(0)),
+        ("setmaxnreg", "gemm_cluster_bf16", "take_registers<232>()", None),
+    )
+}
 
 # C3.11: named barriers.
 WRONG_BARRIERS = {
-    "more threads than there are": fault(
-        "gemm_bf16", "barrier_sync(1, 128)", r"barrier\.sync|bar", swap(r"%r\d+;", "192;"),
-        "BarrierOperandError", "barrier_sync(1, 128)",
-    ),
-    "fewer threads than come": fault(
-        "scale_tiles", "barrier_sync(1, consumers)", r"barrier\.sync|bar", swap(r"%r\d+;", "96;"),
-        "BarrierOperandError", "barrier_sync(1, consumers)",
-    ),
-    "other threads arrive than are waited for": fault(
-        OVERLAP, "pass_turn();", r"barrier\.arrive", swap(r"%r\d+;", "128;"),
-        "DeadlockError", "take_turn();",
-    ),
-    "arrivals at another barrier": fault(
-        "cluster_softmax", "top = over_block(", r"barrier\.arrive", swap(r"%r\d+,", "3,"),
-        "BarrierError", "top = over_block(",
-    ),
+    name: fault(case, source, opcode, swap(*operands), error, at or source)
+    for name, case, source, opcode, operands, error, at in (
+        ("more threads than there are", "gemm_bf16",
+         "barrier_sync(1, 128)", BARRIER, (r"%r\d+;", "192;"), "BarrierOperandError", ""),
+        ("fewer threads than come", "scale_tiles",
+         "barrier_sync(1, consumers)", BARRIER, (r"%r\d+;", "96;"), "BarrierOperandError", ""),
+        ("other threads arrive than are waited for", OVERLAP, "pass_turn();",
+         r"barrier\.arrive", (r"%r\d+;", "128;"), "DeadlockError", "take_turn();"),
+        ("arrivals at another barrier", "cluster_softmax", "top = over_block(",
+         r"barrier\.arrive", (r"%r\d+,", "3,"), "BarrierError", ""),
+    )
 }  # fmt: skip
 
 # C3.11, too: arrivals that are left over at the end. No rule of the PTX ISA is broken, and the
 # barriers of a block end with it.
 LEFT_TURNS = {
-    name: fault(
-        name, "take_turn(); // that consumer 1", r"barrier\.sync|bar", drop,
+    case: fault(
+        case, "take_turn(); // that consumer 1", BARRIER, drop,
         "left arrivals lint", "exponentials();",
     )
-    for name in ("attention_f16_ping_pong", OVERLAP)
+    for case in ("attention_f16_ping_pong", OVERLAP)
 }  # fmt: skip
 
 # C3.12: a block ends too early.
 EARLY_EXITS = {
-    "before the other block's last arrivals": fault(
-        "gemm_cluster_bf16", "cluster_sync(); // the other block", CLUSTER, drop,
-        "AbsentBlockError", "arrive_remote(last)",
-    ),
     "before its sum is read": Fault(
         "cluster_softmax",
         (
@@ -453,52 +379,44 @@ EARLY_EXITS = {
         ),
         "AbsentBlockError", "all += load_remote",
     ),
-    "before what it sends is received": fault(
-        "cluster_shift", "cluster_sync(); // none may leave", CLUSTER, drop,
-        "OutlivedError", ASM_COPY,
-    ),
-    "before its store has read": fault(
-        "gemm_bf16", "wait_stores_read<0>()", STORES_READ, drop,
-        "OutlivedError", "store_2d(C, C_smem",
-    ),
-    "before the last tile's store has read": fault(
-        "attention_bf16", "wait_stores_read<0>()", STORES_READ, drop,
-        "OutlivedError", "store_4d(p.O", nth(-1),
-    ),
+} | {
+    name: fault(case, source, opcode, drop, error, at, which)
+    for name, case, source, opcode, error, at, which in (
+        ("before the other block's last arrivals", "gemm_cluster_bf16",
+         "cluster_sync(); // the other block", CLUSTER, "AbsentBlockError", "arrive_remote(last)",
+         None),
+        ("before what it sends is received", "cluster_shift",
+         "cluster_sync(); // none may leave", CLUSTER, "OutlivedError", ASM_COPY, None),
+        ("before its store has read", "gemm_bf16",
+         "wait_stores_read<0>()", STORES_READ, "OutlivedError", "store_2d(C, C_smem", None),
+        ("before the last tile's store has read", "attention_bf16",
+         "wait_stores_read<0>()", STORES_READ, "OutlivedError", "store_4d(p.O", nth(-1)),
+    )
 }  # fmt: skip
 
 # C3.13: addresses and coordinates that the units do not take.
 MISALIGNED = {
-    "a box to 64 bytes past a line": fault(
-        "gemm_bf16", GEMM_LOAD, COPY, swap(r"bytes \[(%r\d+)\]", r"bytes [\1+64]"),
-        "MisalignedError", GEMM_LOAD,
-    ),
-    "a box from 16 bytes past a line": fault(
-        "attention_bf16", "store_4d(p.O", COPY, swap(r"\[(%r\d+)\];", r"[\1+16];"),
-        "MisalignedError", "store_4d(p.O",
-    ),
-    "a copy of 2040 bytes": fault(
-        "copy_bytes", "store_bytes(out + j * chunk_bytes", r"cp\.async\.bulk\.global",
-        odd_size, "BulkCopyError", "store_bytes(out + j * chunk_bytes",
-    ),
-    "a first column that is no multiple of 16 bytes": fault(
-        "scale_tiles", "load_2d(tiles_smem + ring.slot", COPY, swap(r"\{%r\d+,", "{1,"),
-        "BulkCopyError", "load_2d(tiles_smem + ring.slot",
-    ),
-    "a store to a row before the first": fault(
-        "gemm_bf16", "store_2d(C, C_smem, col0", COPY, swap(r", %r\d+\}", ", -8}"),
-        "BulkCopyError", "store_2d(C, C_smem, col0",
-    ),
-    "a box to beyond shared memory": Fault(
-        "gemm_a_registers", (), "OutOfBoundsError", "load_2d(panel", less_shared_memory
-    ),
-    "fragments to beyond shared memory": Fault(
-        "gemm_cluster_bf16", (), "OutOfBoundsError", "store_fragment<T>(C_rows",
-        less_shared_memory,
-    ),
-    "an operand from beyond shared memory": Fault(
-        TILE, (), "OutOfBoundsError", "wgmma<T, A_transposed, B_transposed>(acc", wider_stride
-    ),
+    name: fault(case, source, opcode, change, error, source)
+    for name, case, source, opcode, change, error in (
+        ("a box to 64 bytes past a line", "gemm_bf16",
+         GEMM_LOAD, COPY, swap(r"bytes \[(%r\d+)\]", r"bytes [\1+64]"), "MisalignedError"),
+        ("a box from 16 bytes past a line", "attention_bf16",
+         "store_4d(p.O", COPY, swap(r"\[(%r\d+)\];", r"[\1+16];"), "MisalignedError"),
+        ("a copy of 2040 bytes", "copy_bytes", "store_bytes(out + j * chunk_bytes",
+         r"cp\.async\.bulk\.global", odd_size, "BulkCopyError"),
+        ("a first column that is no multiple of 16 bytes", "scale_tiles",
+         "load_2d(tiles_smem + ring.slot", COPY, swap(r"\{%r\d+,", "{1,"), "BulkCopyError"),
+        ("a store to a row before the first", "gemm_bf16",
+         "store_2d(C, C_smem, col0", COPY, swap(r", %r\d+\}", ", -8}"), "BulkCopyError"),
+    )
+} | {
+    name: Fault(case, (), "OutOfBoundsError", at, launch)
+    for name, case, at, launch in (
+        ("a box to beyond shared memory", "gemm_a_registers", "load_2d(panel", less_shared_memory),
+        ("fragments to beyond shared memory", "gemm_cluster_bf16",
+         "store_fragment<T>(C_rows", less_shared_memory),
+        ("an operand from beyond shared memory", TILE, TILE_STEP, wider_stride),
+    )
 }  # fmt: skip
 
 # C3.14: shared memory that nobody wrote, or that holds nothing but what fills the outside.
@@ -535,16 +453,13 @@ UNWRITTEN = {
 
 # C3.15: what is delivered is never read.
 UNREAD = {
-    "the last 16 of k": fault(
-        "gemm_bf16", GEMM_STEP, WGMMA, drop, "never read lint", GEMM_LOAD, nth(3)
-    ),
-    "the last 16 of k, from registers": fault(
-        "gemm_a_registers", A_STEP, WGMMA, drop, "never read lint", "load_2d(panel", nth(3)
-    ),
-    "the last 16 keys": fault(
-        "attention_bf16", PV_STEP, WGMMA, drop,
-        "never read lint", "load_tile<B_c>(shared.V", slice(7, None, 8),
-    ),
+    name: fault(case, source, WGMMA, drop, "never read lint", at, which)
+    for name, case, source, at, which in (
+        ("the last 16 of k", "gemm_bf16", GEMM_STEP, GEMM_LOAD, nth(3)),
+        ("the last 16 of k, from registers", "gemm_a_registers", A_STEP, "load_2d(panel", nth(3)),
+        ("the last 16 keys", "attention_bf16", PV_STEP, "load_tile<B_c>(shared.V",
+         slice(7, None, 8)),
+    )
 }  # fmt: skip
 
 HAZARDS: Mapping[str, Mapping[str, Fault]] = {
