@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_snippets import entry, evaluate
-
-from flash_helpers.ptx import UnsupportedInstruction, load_ptx
+from ptx_snippets import evaluate
 
 INF, NAN = float("inf"), float("nan")
 MIN32, MAX32 = -(1 << 31), (1 << 31) - 1
@@ -365,26 +363,6 @@ def test_generic_addresses_know_their_space():
     assert got[0] == 7
 
 
-def test_constant_and_global_variables_are_initialised():
-    body = """
-    .reg .b32 %x;
-    ld.const.u32 %x, [table+4];
-    ld.global.u32 %d, [counter];
-    add.u32 %d, %d, %x;
-    """
-    before = ".const .align 4 .u32 table[3] = {10, 20, 30};\n.global .align 4 .u32 counter = 5;"
-    assert evaluate(body, before=before)[0] == 25
-
-
-def test_local_memory_is_each_threads_own():
-    body = """
-    st.local.u32 [stack+4], %thread;
-    ld.local.u32 %d, [stack+4];
-    """
-    got = evaluate(body, declarations=".local .align 8 .b8 stack[8];")
-    np.testing.assert_array_equal(got, np.arange(32))
-
-
 def test_indexed_branch():
     body = """
     .reg .b32 %i;
@@ -399,19 +377,3 @@ def test_indexed_branch():
     DONE:
     """
     np.testing.assert_array_equal(evaluate(body), np.where(np.arange(32) % 2, 200, 100))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["tex.2d.v4.f32.f32 {%a, %a, %a, %a}, [t, {%a, %a}];", "frobnicate.s32 %a, %a;",
-     "add.e4m3 %a, %a, %a;", "shr.f16 %a, %a, 1;", "add.s32.twice %a, %a, %a;", "bar.none 0;",
-     "or.b32 %a, %a;", "ex2.approx.ftz.f32 %a;", "st.shared [%a], %a;",
-     "ld.shared.b32 {%a, %a}, [%a];",
-     "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32 {%a}, {%a}, {%a}, {%a};"],
-)  # fmt: skip
-def test_an_unknown_instruction_is_named_with_its_line(text):
-    module = load_ptx(entry(text, declarations=".reg .b32 %a;\n.global .u64 t;"))
-    with pytest.raises(UnsupportedInstruction) as caught:
-        module.kernel("k").launch(grid=1, block=32)
-    assert text.split()[0] in str(caught.value)
-    assert "PTX line 9" in str(caught.value)

@@ -67,6 +67,12 @@ def test_a_mistake_while_an_instruction_runs_is_not_called_unsupported(monkeypat
     ("instruction", "reason"),
     [
         ("frobnicate.s32 %a, %a, 1;", ""),
+        ("shr.f16 %a, %a, 1;", ""),
+        ("bar.none 0;", ""),
+        ("st.shared [%a], %a;", ""),
+        ("ld.shared.b32 {%a, %a}, [%a];", ""),
+        ("ex2.approx.ftz.f32 %a;", ""),
+        ("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32 {%a}, {%a}, {%a}, {%a};", ""),
         ("add.s32.twice %a, %a, 1;", r"the modifier \.twice is not known"),
         ("add.b64x3 %a, %a, 1;", r"the modifier \.b64x3 is not known"),
         ("add.e5m2 %a, %a, 1;", r"the type \.e5m2 is not known"),

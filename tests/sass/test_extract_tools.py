@@ -131,10 +131,6 @@ class TestGraph:
             r"\n    subgraph cluster_\d+ \{.*\n        subgraph cluster_\d+ \{", text, re.S
         )
 
-    def test_names_are_escaped(self, kernels: dict[str, Kernel]) -> None:
-        text = graph_text(kernels["table"])
-        assert re.fullmatch(r'(?:[^"]|"(?:[^"\\]|\\.)*")*', text)
-
 
 class TestNames:
     def test_of_files_are_all_different_and_safe(self) -> None:

@@ -66,23 +66,8 @@ def matrix(results) -> Matrix:
 
 
 class TestChoice:
-    def test_of_all_is_one_kernel_a_version(self) -> None:
-        assert len(choose_kernels(BUILT, ["all"], Element.BF16)) == len(STEPS)
-
     def test_of_a_short_form_is_itself_in_its_own_dtype(self) -> None:
         assert choose_kernels(BUILT, [LARGE.short_form()], Element.FP16) == [LARGE]
-
-    def test_by_fields(self) -> None:
-        chosen = choose_kernels(BUILT, ["7", "16"], Element.BF16, {"B_r": 128})
-        assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (16, 128)]
-        # of the two that are left, the one nearest to the progression's
-        assert chosen[1].static_row_stride == of_version(16).static_row_stride
-
-    def test_by_a_config_is_the_nearest(self) -> None:
-        chosen = choose_kernels(BUILT, ["7..8"], Element.BF16, LARGE)
-        assert [(c.version, c.B_r) for c in chosen] == [(7, 128), (8, 128)]
-        chosen = choose_kernels(BUILT, ["6..7"], Element.BF16, LARGE)
-        assert [(c.version, c.B_r) for c in chosen] == [(6, 64), (7, 128)]
 
     def test_knows_what_the_library_holds(self) -> None:
         assert library_configs(DEFAULT) == library.kernels()
@@ -120,24 +105,12 @@ class TestFacts:
             assert sum(facts.groups.values()) == facts.phases.main_loop.work
             assert min(facts.groups.values()) >= 0
 
-    def test_mma_of_the_loop_are_those_of_one_block_at_every_step(self, matrix) -> None:
-        """2 * (16 rows a warp / 16) * (64 keys / 8) * (128 / 16)."""
-        for facts in matrix.rows:
-            assert facts.phases.main_loop.tensor == facts.config.mma_per_key_block == 128
-
     @needs("sm_90")
     def test_version_8_lowers_integer_work_and_registers(self, matrix) -> None:
         before, after = matrix.rows[6], matrix.rows[7]
         assert after.groups["integer"] < before.groups["integer"]
         assert after.kernel.resources.registers < before.kernel.resources.registers
         assert after.occupancy.blocks == before.occupancy.blocks + 1
-
-    @needs("sm_90")
-    def test_version_9_lowers_moves(self, matrix) -> None:
-        before, after = matrix.rows[7], matrix.rows[8]
-        lowered = before.groups["move"] - after.groups["move"]
-        assert lowered > 50
-        assert before.phases.main_loop.work - after.phases.main_loop.work == lowered
 
     def test_version_6_lowers_fp32(self, matrix) -> None:
         """A multiplication and a subtraction of each of a lane's 32 elements of S become an FFMA,
@@ -146,22 +119,6 @@ class TestFacts:
 
     def test_shared_memory_is_a_tile_each_of_q_k_and_v(self, matrix) -> None:
         assert {facts.smem_bytes for facts in matrix.rows} == {3 * 64 * 128 * 2}
-
-    @needs("sm_90")
-    def test_are_those_that_the_gpu_reported(self, matrix, results) -> None:
-        """The driver's numbers, taken when the kernels were timed."""
-        reported = {record.name: record for record in results.resources}
-        timed = [facts for facts in matrix.rows if facts.measurement]
-        assert timed
-        for facts in timed:
-            record = reported[facts.config.short_form()]
-            assert facts.smem_bytes == record.smem_bytes
-            assert facts.occupancy.blocks == record.blocks_per_sm
-
-    @needs("sm_90")
-    def test_no_launch_is_faster_than_its_bound(self, matrix) -> None:
-        timed = [facts for facts in matrix.rows if facts.measurement]
-        assert timed and all(0 < facts.of_bound < 1 for facts in timed)
 
     def test_measurements_of_another_architecture_are_left_aside(self, results) -> None:
         other = replace(library_kernel(16), architecture="sm_80")
