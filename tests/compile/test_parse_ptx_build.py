@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fake_backend import load_tool
+from fake_backend import run_tool
 from listing_files import FILES, SEVERAL
 
 from flash_helpers.compile.ptxas import PtxasReport, parse_ptxas_log
@@ -28,12 +28,6 @@ NOTHING = io.BytesIO()
 
 def reports(log: str) -> dict[tuple[str, str], PtxasReport]:
     return {(report.symbol, report.target): report for report in parse_ptxas_log(LOGS[log])}
-
-
-def run_tool(capsys, *arguments: str | Path) -> tuple[int, str, str]:
-    status = load_tool(TOOL).main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 class TestLog:
@@ -209,7 +203,7 @@ class TestReading:
 
 class TestTool:
     def test_prints_a_table(self, capsys) -> None:
-        status, out, err = run_tool(capsys, FILES / "nvcc-13.0.log")
+        status, out, err = run_tool(capsys, TOOL, FILES / "nvcc-13.0.log")
         assert (status, err) == (0, "")
         rows = [line.split() for line in out.splitlines()[2:]]
         assert ["_Z6sharesPfi", "sm_80", "10", "0", "0", "0", "32", "364", "1"] in rows
@@ -219,24 +213,24 @@ class TestTool:
     def test_prints_csv_and_json_with_all_that_is_known(self, capsys) -> None:
         path = FILES / "ptxas-12.4.log"
         entries = read_logs([str(path)], NOTHING)
-        _, out, _ = run_tool(capsys, path, "--csv")
+        _, out, _ = run_tool(capsys, TOOL, path, "--csv")
         assert out == entries_as_csv(entries)
         (row,) = [r for r in csv.DictReader(io.StringIO(out)) if r["symbol"] == "_Z6sharesPfi"]
         assert (row["smem_bytes"], row["barriers"], row["log"]) == ("32", "", str(path))
-        _, out, _ = run_tool(capsys, path, "--json")
+        _, out, _ = run_tool(capsys, TOOL, path, "--json")
         assert out == entries_as_json(entries)
         assert json.loads(out)[0]["cmem_bytes"] == {"0": 364}
 
     def test_writes_where_it_is_told(self, capsys, tmp_path) -> None:
         output = tmp_path / "table.csv"
-        status, out, _ = run_tool(capsys, FILES, "--csv", "--output", output)
+        status, out, _ = run_tool(capsys, TOOL, FILES, "--csv", "--output", output)
         assert (status, out) == (0, "")
         assert output.read_text() == entries_as_csv(read_logs([str(FILES)], NOTHING))
 
     def test_reads_stdin(self, capsys, monkeypatch) -> None:
         data = io.BytesIO(LOGS["nvcc-13.0"].encode())
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data))
-        status, out, _ = run_tool(capsys, "-")
+        status, out, _ = run_tool(capsys, TOOL, "-")
         assert status == 0
         assert out.count("_Z6sharesPfi") == 2
 
@@ -249,7 +243,7 @@ class TestTool:
             (SEVERAL, "is a fatbin, not what ptxas -v says: use "),
             (Path(__file__), "compile with -Xptxas -v"),
         ):
-            status, out, err = run_tool(capsys, file)
+            status, out, err = run_tool(capsys, TOOL, file)
             assert (status, out) == (2, "")
             assert message in err
             assert len(err.splitlines()) == 1
@@ -257,5 +251,5 @@ class TestTool:
     def test_leaves_the_output_as_it_was_when_it_fails(self, capsys, tmp_path) -> None:
         output = tmp_path / "table.csv"
         output.write_text("before")
-        assert run_tool(capsys, SEVERAL, "--output", output)[0] == 2
+        assert run_tool(capsys, TOOL, SEVERAL, "--output", output)[0] == 2
         assert output.read_text() == "before"

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fake_backend import load_tool
+from fake_backend import run_tool
 from listing_files import SEVERAL, code_sizes, extract, run_nvidia
 
 from flash_helpers.sass.analyse.counts import Bucket
@@ -88,12 +88,6 @@ def run_script(*arguments: str | Path, stdin: str = "", python: str = sys.execut
         text=True,
         env={**os.environ, "PYTHON": python},
     )
-
-
-def run_compare(capsys, *arguments: str | Path) -> tuple[int, str, str]:
-    status = load_tool(COMPARE).main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 def total(counts: OpcodeCounts) -> int:
@@ -288,25 +282,27 @@ class TestCompareTool:
         return path
 
     def test_compares_counts_with_a_listing(self, capsys, kept, small) -> None:
-        status, out, _ = run_compare(capsys, kept, small)
+        status, out, _ = run_tool(capsys, COMPARE, kept, small)
         assert status == 0
         assert out.splitlines()[2].split() == ["LDS.128", "7", "1", "-6", "-85.7%"]
         assert "BEFORE is a file of bare counts" in out
 
     def test_compares_machine_code(self, capsys, cubins) -> None:
-        status, out, _ = run_compare(capsys, cubins["sm_80"], cubins["sm_90"], "--base", "--all")
+        status, out, _ = run_tool(
+            capsys, COMPARE, cubins["sm_80"], cubins["sm_90"], "--base", "--all"
+        )
         assert status == 0
         before, after = (load_counts(path).work.total() for path in cubins.values())
         assert f"{before:,} -> {after:,} instructions" in out
 
     def test_prints_for_machines_and_pages(self, capsys, kept, small) -> None:
-        _, out, _ = run_compare(capsys, kept, small, "--markdown")
+        _, out, _ = run_tool(capsys, COMPARE, kept, small, "--markdown")
         assert out.startswith("| opcode")
         assert out.splitlines()[1] == "| :-- | --: | --: | --: | --: |"
-        _, out, _ = run_compare(capsys, kept, small, "--csv")
+        _, out, _ = run_tool(capsys, COMPARE, kept, small, "--csv")
         assert out.splitlines()[:2] == [
             "opcode,before,after,delta,percent",
             f"LDS.128,7,1,-6,{-600 / 7}",
         ]
-        _, out, _ = run_compare(capsys, kept, small, "--json")
+        _, out, _ = run_tool(capsys, COMPARE, kept, small, "--json")
         assert json.loads(out)["total"]["before"] == 9

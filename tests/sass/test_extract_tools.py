@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fake_backend import ROOT, load_tool
+from fake_backend import ROOT, run_tool
 from sass_text import DEFAULT
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.slow
 
 SASS_TOOL = "tools/build/extract_sass.py"
 PTX_TOOL = "tools/build/get_embedded_ptx_from_cubin.py"
-
-
-def run_tool(capsys, tool: str, *arguments: object) -> tuple[int, str, str]:
-    status = load_tool(tool).main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.fixture

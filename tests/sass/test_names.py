@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from archives import archive
-from fake_backend import load_tool
+from fake_backend import run_tool
 from sass_text import DEFAULT
 
 from flash_helpers.measure.machine_code import installed_library
@@ -18,6 +18,7 @@ from flash_helpers.sass.show import listing_counts
 
 pytestmark = pytest.mark.slow
 
+EXTRACT = "tools/build/extract_sass.py"
 FLOATS = "_Z4gemmIfLi64EEvPKT_PS0_i"  # void gemm<float, 64>(float const*, float*, int)
 DOUBLES = "_Z4gemmIdLi64EEvPKT_PS0_i"
 LAMBDA = "_ZZ4mainENKUlvE0_clEv"  # main::{lambda()#2}::operator()() const
@@ -98,8 +99,8 @@ def twice(planted: Path, tmp_path: Path) -> Path:
 
 class TestDuplicates:
     def test_are_listed_with_their_members(self, twice: Path, capsys) -> None:
-        load_tool("tools/build/extract_sass.py").main([str(twice), "--list", "--arch", "sm_90"])
-        assert capsys.readouterr().out.splitlines() == [
+        _, out, _ = run_tool(capsys, EXTRACT, twice, "--list", "--arch", "sm_90")
+        assert out.splitlines() == [
             "sm_90   one @one.sm_90.cubin",
             "sm_90   one @one.2.sm_90.cubin",
         ]
@@ -125,14 +126,11 @@ class TestDuplicates:
 
 class TestDeviceFunctions:
     def test_are_listed_and_disassembled(self, planted: Path, capsys) -> None:
-        tool = load_tool("tools/build/extract_sass.py")
         path = planted / "functions.sm_90.cubin"
-        tool.main([str(path), "--list"])
-        listed = capsys.readouterr().out.splitlines()
+        listed = run_tool(capsys, EXTRACT, path, "--list")[1].splitlines()
         assert "sm_90   _Z5twicei twice(int) (device function)" in listed
         assert "sm_90   calls" in listed
-        tool.main([f"{path}#twice(int)"])
-        text = capsys.readouterr().out
+        _, text, _ = run_tool(capsys, EXTRACT, f"{path}#twice(int)")
         assert text.startswith("// device function twice(int)\n")
         assert "UMOV UR4, 32@lo(table) ;" in text and "RET.ABS.NODEC R20" in text
 
@@ -142,10 +140,9 @@ class TestDeviceFunctions:
 
 
 def printed(capsys, tool: str, *arguments: object) -> str:
-    status = load_tool(tool).main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert (status, captured.err) == (0, "")
-    return captured.out
+    status, out, err = run_tool(capsys, tool, *arguments)
+    assert (status, err) == (0, "")
+    return out
 
 
 class TestTools:
@@ -156,7 +153,7 @@ class TestTools:
     )
     def test_of_machine_code(self, name: str, planted: Path, capsys) -> None:
         file = f"{planted}/{name}"
-        text = printed(capsys, "tools/build/extract_sass.py", file)
+        text = printed(capsys, EXTRACT, file)
         assert text.count("// compiler") == 1
         text = printed(capsys, "tools/analysis/sass_report.py", file)
         assert text.splitlines()[0] == name.partition("#")[2]
@@ -176,7 +173,7 @@ class TestTools:
     def test_of_a_listing(self, planted: Path, tmp_path: Path, capsys) -> None:
         path = tmp_path / "several.sass"
         several = planted / "several.sm_90.cubin"
-        path.write_text(printed(capsys, "tools/build/extract_sass.py", several))
+        path.write_text(printed(capsys, EXTRACT, several))
         assert listing_counts.main([f"{path}#nested", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["functions"] == 1
         assert listing_counts.main([f"{path}@x#nested"]) == 2
@@ -184,5 +181,5 @@ class TestTools:
 
     def test_of_a_step_in_the_library(self, capsys) -> None:
         name = f"{installed_library()}#v3_bf16_d128_Br64"
-        text = printed(capsys, "tools/build/extract_sass.py", name, "--arch", DEFAULT, "--list")
+        text = printed(capsys, EXTRACT, name, "--arch", DEFAULT, "--list")
         assert len(text.splitlines()) == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from edited_kernels import library_kernel
-from fake_backend import load_tool
+from fake_backend import run_tool
 from sass_text import DEFAULT, of_version
 
 from flash_helpers.measure.machine_code import installed_library, shipped_ptx
@@ -206,41 +206,32 @@ class TestEmbedded:
 
 class TestCommand:
     @pytest.fixture
-    def tool(self):
-        return load_tool(TOOL)
-
-    @pytest.fixture
     def file(self) -> list[str]:
         return [str(installed_library()), "--arch", DEFAULT, "--kernel", V9.short_form()]
-
-    def run(self, tool, capsys, *arguments: str) -> tuple[int, str, str]:
-        status = tool.main(list(arguments))
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
 
     @pytest.fixture
     def mma(self, ptx) -> str:
         return str(next(i.line for i in ptx.program.instructions if i.name == "mma"))
 
-    def test_prints_ptx_and_its_sass(self, tool, capsys, file, mma) -> None:
-        status, out, err = self.run(tool, capsys, *file, mma)
+    def test_prints_ptx_and_its_sass(self, capsys, file, mma) -> None:
+        status, out, err = run_tool(capsys, TOOL, *file, mma)
         assert (status, err) == (0, "")
         first, second = out.splitlines()[:2]
         assert first.startswith("mma.sync")
         assert second.startswith("    -> HMMA")
         alone = [*file, mma, "--depth", "0"]
-        _, out, _ = self.run(tool, capsys, *alone, "-ptx")
+        _, out, _ = run_tool(capsys, TOOL, *alone, "-ptx")
         assert out.startswith("mma.sync") and len(out.splitlines()) == 1
-        _, out, _ = self.run(tool, capsys, *alone, "-sass")
+        _, out, _ = run_tool(capsys, TOOL, *alone, "-sass")
         assert out.startswith("HMMA") and len(out.splitlines()) == 1
-        _, out, _ = self.run(tool, capsys, *alone, "-n")
+        _, out, _ = run_tool(capsys, TOOL, *alone, "-n")
         assert out.splitlines()[0].split()[0] == mma
         assert out.splitlines()[1].split()[1].startswith("0x")
 
-    def test_prints_the_fan_out_of_a_short_form(self, tool, capsys, mma) -> None:
+    def test_prints_the_fan_out_of_a_short_form(self, capsys, mma) -> None:
         """The short form of version 16 without a static stride begins that with one."""
         name = "v16_bf16_d128_Br64_Bc64_w4_async_eager_swizzled_Q1_K1_V1_db_ffma"
         arguments = [str(installed_library()), "--arch", DEFAULT, "--kernel", name, "--fan-out"]
-        status, out, _ = self.run(tool, capsys, *arguments, "-n")
+        status, out, _ = run_tool(capsys, TOOL, *arguments, "-n")
         assert status == 0
         assert "[became several]" in out and "[vanished, or was merged into another]" in out

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from flash_helpers.kernel_configs import (
@@ -30,6 +31,16 @@ def load_tool(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_tool(
+    capsys: pytest.CaptureFixture[str], tool: str | ModuleType, *arguments: object
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command line, which is loaded if its path is given."""
+    main = load_tool(tool).main if isinstance(tool, str) else tool.main
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def float32_kernel(
