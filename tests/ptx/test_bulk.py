@@ -45,6 +45,7 @@ bar.sync 0;
 """
 """The inverse: 1000 + the thread's number, four times."""
 STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+REDUCE = STORE.replace("cp.async", "cp.reduce.async").replace(".tile", ".add.tile")
 WAIT_ALL = "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n"
 
 
@@ -57,6 +58,23 @@ def loaded(tensor_map: TensorMap, *coordinates: int, threads: int = 32, **option
     @%p0 {load} [smem], [%rd2, {{{at}}}], [bar];
     {wait("bar", 0)}{STORE_ALL}"""
     return run(body, results=4 * threads, block=threads, tensor_map=tensor_map, **options)[1]
+
+
+SAME_BOX = {
+    "with a cache hint, after prefetches": ("""
+        createpolicy.fractional.L2::evict_first.b64 %rd5, 1.0;
+        prefetch.tensormap [%rd2];
+        cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd2, {0, 4}];
+        cp.async.bulk.prefetch.L2.global.L2::cache_hint [%rd0], 128, %rd5;
+    """, ".L2::cache_hint", ", %rd5"),
+    "by a mask with the only block": ("mov.u16 %h0, 1;", ".multicast::cluster", ", %h0"),
+    "over poison, which ends where bytes come": ("""
+        ld.shared.u32 %r5, [smem+4096];
+        st.shared.u32 [smem], %r5;
+        fence.proxy.async;
+        bar.sync 0;
+    """, "", ""),
+}  # fmt: skip
 
 
 class TestLoads:
@@ -105,41 +123,14 @@ class TestLoads:
         found = run(body, data, block=32, results=128)[1]
         assert np.array_equal(found.view(np.float32), np.arange(128))
 
-    def test_cache_hints_and_prefetches_change_nothing(self):
-        body = f"""{MADE}
-        createpolicy.fractional.L2::evict_first.b64 %rd5, 1.0;
-        prefetch.tensormap [%rd2];
-        cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd2, {{0, 4}}];
-        cp.async.bulk.prefetch.L2.global.L2::cache_hint [%rd0], 128, %rd5;
+    @pytest.mark.parametrize(("before", "modifier", "operand"), SAME_BOX.values(), ids=SAME_BOX)
+    def test_of_one_box(self, before, modifier, operand):
+        body = f"""{MADE}{before}
         @%p0 {EXPECT} [bar], 512;
-        @%p0 {LOAD}.L2::cache_hint [smem], [%rd2, {{0, 4}}], [bar], %rd5;
+        @%p0 {LOAD}{modifier} [smem], [%rd2, {{0, 4}}], [bar]{operand};
         {wait("bar", 0)}{STORE_ALL}"""
-        assert np.array_equal(
-            run(body, block=32, results=128)[1], DATA[4:8].view(np.uint32).ravel()
-        )
-
-    def test_a_mask_with_the_only_block(self):
-        body = f"""{MADE}
-        mov.u16 %h0, 1;
-        @%p0 {EXPECT} [bar], 512;
-        @%p0 {LOAD}.multicast::cluster [smem], [%rd2, {{0, 4}}], [bar], %h0;
-        {wait("bar", 0)}{STORE_ALL}"""
-        assert np.array_equal(
-            run(body, block=32, results=128)[1], DATA[4:8].view(np.uint32).ravel()
-        )
-
-    def test_poison_ends_where_bytes_come(self):
-        body = f"""{MADE}
-        ld.shared.u32 %r5, [smem+4096];
-        st.shared.u32 [smem], %r5;
-        fence.proxy.async;
-        bar.sync 0;
-        @%p0 {EXPECT} [bar], 512;
-        @%p0 {LOAD} [smem], [%rd2, {{0, 4}}], [bar];
-        {wait("bar", 0)}{STORE_ALL}"""
-        assert np.array_equal(
-            run(body, block=32, results=128)[1], DATA[4:8].view(np.uint32).ravel()
-        )
+        found = run(body, block=32, results=128)[1]
+        assert np.array_equal(found, DATA[4:8].view(np.uint32).ravel())
 
 
 OUT = INPUT + DATA.nbytes + 4096  # of the output, that `run` allocates next
@@ -334,8 +325,7 @@ class TestGlobalMemory:
         ],
     )
     def test_stores_to_the_same_bytes_are_a_lint(self, first, second, is_told):
-        reduce = STORE.replace("cp.async", "cp.reduce.async").replace(".tile", ".add.tile")
-        first, second = ((reduce if which else STORE) for which in (first, second))
+        first, second = ((REDUCE if which else STORE) for which in (first, second))
         commit = "@%p0 cp.async.bulk.commit_group;\n"
 
         def lints(row: int, between: str = "", **options) -> list[Lint]:
@@ -355,8 +345,7 @@ class TestGlobalMemory:
         assert len(lints(7, "@%p0 cp.async.bulk.wait_group.read 0;", seed=1)) == is_told
 
     def test_reductions_go_together(self):
-        reduce = STORE.replace("cp.async", "cp.reduce.async").replace(".tile", ".add.tile")
-        body = self.STORED.replace(STORE, reduce).replace("THEN", "")
+        body = self.STORED.replace(STORE, REDUCE).replace("THEN", "")
         atomic = "@%p0 red.global.add.u32 [%rd1+1024], 7;"
         found = run(body.replace("FIRST", atomic), block=32, tensor_map=out_map())[1]
         assert found[256] == 1007

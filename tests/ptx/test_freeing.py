@@ -9,9 +9,10 @@ import weakref
 import pytest
 from hopper_cases import CASES
 from hopper_faults import module_of
+from hopper_launches import launched
 from ptx_snippets import entry
 
-from flash_helpers.ptx import DeviceMemory, load_ptx
+from flash_helpers.ptx import load_ptx
 from flash_helpers.ptx.run.execute.scheduler import Scheduler
 
 
@@ -36,22 +37,7 @@ def batches(monkeypatch):
 @pytest.mark.parametrize("name", ["gemm_cluster_bf16", "copy_bytes", "cluster_shift"])
 def test_of_hoppers_units(batches, name) -> None:
     case = CASES[name]
-    memory = DeviceMemory()
-    addresses = {name: memory.upload(array) for name, array in case.buffers.items()}
-    run = (
-        module_of(case.module)
-        .kernel(case.kernel)
-        .launch(
-            case.grid,
-            case.block,
-            case.shared_bytes,
-            case.bind(addresses, lambda tensor_map: tensor_map.encode()),
-            memory,
-            cluster=case.cluster,
-            lints=True,
-            seed=1,
-        )
-    )
+    run, _ = launched(case, module_of(case.module), lints=True, seed=1)
     assert run.counters.total.instructions
     assert batches and all(part() is None for part in batches)
 

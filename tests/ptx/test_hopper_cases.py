@@ -49,7 +49,7 @@ def check(name: str, seed: int | None = None) -> None:
     et al. 2021, "Numerical behavior of NVIDIA tensor cores"), so they are at most twice that apart.
     """
     case: Case = CASES[name]
-    found = launched(case, module_of(case.module), seed)
+    _, found = launched(case, module_of(case.module), seed=seed)
     error = ERRORS[name]
     if not case.bound:
         assert error == 0

@@ -4,37 +4,21 @@ mistakes."""
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
-from fake_backend import ROOT
-from hopper_faults import (
-    HAZARDS,
-    Case,
-    Edit,
-    Fault,
-    module_of,
-    only,
-    plant,
-    source_of,
-    swap,
-)
+from hopper_cases import WHOLE, gemm, gemm_a_registers
+from hopper_faults import HAZARDS, Case, Edit, Fault, module_of, only, plant, source_of, swap
+from hopper_launches import launched
 from tma_snippets import EXPECT, INIT, LOAD, run, wait
 
 from flash_helpers.ptx import (
-    DeviceMemory,
     EarlyReleaseLint,
     LeftArrivalsLint,
     Lint,
     NeverReadLint,
-    Run,
     ZeroFillLint,
     load_ptx,
 )
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from hopper_cases import WHOLE, gemm, gemm_a_registers
 
 KINDS = {
     "zero fill lint": ZeroFillLint,
@@ -43,25 +27,15 @@ KINDS = {
 }
 
 
-def launched(case: Case, text: str | None = None, **options: object) -> Run:
-    """The run of a case, of its own PTX or another."""
-    memory = DeviceMemory()
-    addresses = {name: memory.upload(buffer) for name, buffer in case.buffers.items()}
+def lints_of(case: Case, text: str | None = None) -> tuple[Lint, ...]:
+    """The lints of a case, of its own PTX or another."""
     module = module_of(case.module) if text is None else load_ptx(text)
-    return module.kernel(case.kernel).launch(
-        case.grid,
-        case.block,
-        case.shared_bytes,
-        case.bind(addresses, lambda tensor_map: tensor_map.encode()),
-        memory,
-        cluster=case.cluster,
-        **options,
-    )
+    return launched(case, module, lints=True)[0].lints
 
 
 def linted(planted: Fault, cases: dict[str, Case] = WHOLE) -> tuple[Lint, ...]:
     case = planted.launch(cases[planted.case])
-    return launched(case, plant(planted), lints=True).lints
+    return lints_of(case, plant(planted))
 
 
 def lines_of(lint: Lint, case: Case) -> list[str]:
@@ -77,6 +51,7 @@ PLANTED = {
     for name, planted in faults.items()
     if planted.error in KINDS
 }
+WHOLE_BOXES = gemm("gemm_bf16", "bf16", 4, 64, 128, 448)
 RELEASES = r"mbarrier\.arrive\."
 
 
@@ -105,7 +80,7 @@ class TestMistakes:
         ],
     )
     def test_what_lies_outside_of_a_tensor_is_read(self, name: str, at: str, opcode: str) -> None:
-        found = [x for x in launched(WHOLE[name], lints=True).lints if isinstance(x, ZeroFillLint)]
+        found = [x for x in lints_of(WHOLE[name]) if isinstance(x, ZeroFillLint)]
         lines = [
             line for x in found if opcode in x.site.opcode for line in lines_of(x, WHOLE[name])
         ]
@@ -114,22 +89,21 @@ class TestMistakes:
 
     def test_one_warp_releases_for_its_warpgroup(self) -> None:
         case = WHOLE["attention_bf16"]
-        found = launched(case, lints=True).lints
+        found = lints_of(case)
         assert {type(lint) for lint in found} == {EarlyReleaseLint}
         assert all("arrive(barrier)" in "".join(lines_of(x, case)) for x in found)
         assert "warps 1, 2, 3, 5, 6, 7 of its block" in str(found[0])
 
     def test_a_turn_that_is_taken_at_the_end_is_not_left(self) -> None:
-        found = launched(WHOLE["attention_f16_ping_pong"], lints=True).lints
+        found = lints_of(WHOLE["attention_f16_ping_pong"])
         assert {type(lint) for lint in found} == {EarlyReleaseLint}
 
     def test_one_thread_releases_for_its_warpgroup(self) -> None:
         planted = Fault("gemm_bf16", released_by(1, "%tid.x"), "", "")
-        cases = {"gemm_bf16": gemm("gemm_bf16", "bf16", 4, 64, 128, 448)}
-        (lint,) = linted(planted, cases)
+        (lint,) = linted(planted, {"gemm_bf16": WHOLE_BOXES})
         assert type(lint) is EarlyReleaseLint
         assert "warps 1, 2, 3 of its block" in str(lint)
-        assert "arrive(last)" in "".join(lines_of(lint, cases["gemm_bf16"]))
+        assert "arrive(last)" in "".join(lines_of(lint, WHOLE_BOXES))
 
 
 class TestNone:
@@ -138,7 +112,7 @@ class TestNone:
     @pytest.mark.parametrize(
         "case",
         [
-            gemm("gemm_bf16", "bf16", 4, 64, 128, 448),
+            WHOLE_BOXES,
             gemm_a_registers(64, 128, 192),
             WHOLE["copy_bytes"],
             WHOLE["cluster_shift"],
@@ -147,14 +121,15 @@ class TestNone:
         ids=lambda case: case.kernel,
     )
     def test_of_kernels_whose_tensors_are_multiples_of_boxes(self, case: Case) -> None:
-        assert launched(case, lints=True).lints == ()
+        assert lints_of(case) == ()
 
     def test_of_a_slot_that_each_warp_releases(self) -> None:
         planted = Fault("gemm_bf16", released_by(4, "%laneid"), "", "")
-        assert linted(planted, {"gemm_bf16": gemm("gemm_bf16", "bf16", 4, 64, 128, 448)}) == ()
+        assert linted(planted, {"gemm_bf16": WHOLE_BOXES}) == ()
 
     def test_unless_asked_for(self) -> None:
-        assert launched(WHOLE["scale_tiles"]).lints == ()
+        case = WHOLE["scale_tiles"]
+        assert launched(case, module_of(case.module))[0].lints == ()
 
 
 class TestArrivals:
