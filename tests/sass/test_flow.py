@@ -102,15 +102,7 @@ def test_reconvergence_is_no_jump():
 
 
 def test_a_computed_jump_has_no_known_successors_but_its_targets_are_analysed():
-    text = """
-        BRX R2
-        loop: FADD R1, R1, R1
-        @P0 BRA loop
-        EXIT
-        BRA far
-    """
-    assert successors(text) == [[], [1, 3], [], []]
-    assert loops_as_addresses(operations(text)) == [(1, {1}, 1)]
+    assert successors(LOOPS["behind a computed jump"][0]) == [[], [1, 3], [], []]
 
 
 def test_a_computed_jump_goes_where_its_table_says():
@@ -146,32 +138,31 @@ def test_recursion_is_a_routine_that_calls_itself_be_it_through_another():
     assert not calls_itself(operations(looping))
 
 
-def test_a_loop_of_one_block():
-    text = """
+# Each loop: the line of its header, the lines that its blocks begin with, its depth.
+LOOPS = {
+    "of one block": ("""
         MOV R1, RZ
         loop: FADD R1, R1, R1
         @P0 BRA loop
         EXIT
-    """
-    assert loops_as_addresses(operations(text)) == [(1, {1}, 1)]
-
-
-def test_ptxas_leaves_a_loop_through_a_call_that_never_returns():
-    """As ptxas 13.0 ends loops for sm_80, sm_86 and sm_89."""
-    text = """
+    """, [(1, {1}, 1)]),
+    "behind a computed jump": ("""
+        BRX R2
+        loop: FADD R1, R1, R1
+        @P0 BRA loop
+        EXIT
+        BRA far
+    """, [(1, {1}, 1)]),
+    # as ptxas 13.0 ends loops for sm_80, sm_86 and sm_89
+    "left through a call that never returns": ("""
         MOV R1, RZ
         loop: FADD R1, R1, R1
         @P0 CALL.REL.NOINC out
         BRA loop
         out: STG.E [R2], R1
         EXIT
-    """
-    assert successors(text) == [[1], [3, 4], [1], []]
-    assert loops_as_addresses(operations(text)) == [(1, {1, 3}, 1)]
-
-
-def test_a_loop_is_left_through_a_call_although_a_routine_is_called_behind_it():
-    text = """
+    """, [(1, {1, 3}, 1)]),
+    "left through a call although a routine is called behind it": ("""
         loop: FADD R1, R1, R1
         @P0 CALL.REL.NOINC out
         BRA loop
@@ -179,12 +170,8 @@ def test_a_loop_is_left_through_a_call_although_a_routine_is_called_behind_it():
         EXIT
         routine: FADD R1, R1, R1
         RET.REL.NODEC R2, kernel
-    """
-    assert loops_as_addresses(operations(text)) == [(0, {0, 2}, 1)]
-
-
-def test_a_call_comes_back_and_its_routine_is_in_the_loop_that_calls_it():
-    text = """
+    """, [(0, {0, 2}, 1)]),
+    "that calls a routine, which is in the loop": ("""
         MOV R1, RZ
         loop: CALL.REL.NOINC routine
         FADD R1, R1, R1
@@ -195,28 +182,16 @@ def test_a_call_comes_back_and_its_routine_is_in_the_loop_that_calls_it():
         inner: FADD R1, R1, R1
         @P1 BRA inner
         RET.REL.NODEC R2, kernel
-    """
-    assert successors(text)[1] == [2, 6]
-    assert loops_as_addresses(operations(text)) == [
-        (1, {1, 2, 4, 6, 7, 9}, 1),
-        (7, {7}, 2),
-    ]
-
-
-def test_a_routine_that_is_called_from_outside_too_is_in_no_loop():
-    text = """
+    """, [(1, {1, 2, 4, 6, 7, 9}, 1), (7, {7}, 2)]),
+    "that calls a routine, which is called from outside too": ("""
         CALL.REL.NOINC routine
         loop: CALL.REL.NOINC routine
         @P0 BRA loop
         EXIT
         routine: FADD R1, R1, R1
         RET.REL.NODEC R2, kernel
-    """
-    assert loops_as_addresses(operations(text)) == [(1, {1, 2}, 1)]
-
-
-def test_nested_loops():
-    text = """
+    """, [(1, {1, 2}, 1)]),
+    "that nest": ("""
         outer: MOV R1, RZ
         middle: MOV R2, RZ
         inner: FADD R1, R1, R1
@@ -226,27 +201,32 @@ def test_nested_loops():
         @P2 BRA other
         @P3 BRA outer
         EXIT
-    """
-    assert loops_as_addresses(operations(text)) == [
-        (0, {0, 1, 2, 4, 5, 7}, 1),
-        (1, {1, 2, 4}, 2),
-        (2, {2}, 3),
-        (5, {5}, 2),
-    ]
-    _, loops = control_flow(operations(text))
-    assert [loop.parent for loop in loops] == [None, 0, 1, 0]
-
-
-def test_two_ways_back_to_one_header_are_one_loop():
-    text = """
+    """, [(0, {0, 1, 2, 4, 5, 7}, 1), (1, {1, 2, 4}, 2), (2, {2}, 3), (5, {5}, 2)]),
+    "with two ways back to one header": ("""
         loop: @P0 BRA other
         FADD R1, R1, R1
         @P1 BRA loop
         EXIT
         other: FADD R2, R2, R2
         BRA loop
-    """
-    assert loops_as_addresses(operations(text)) == [(0, {0, 1, 4}, 1)]
+    """, [(0, {0, 1, 4}, 1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "loops"), LOOPS.values(), ids=LOOPS)
+def test_loops(text, loops):
+    assert loops_as_addresses(operations(text)) == loops
+
+
+def test_loops_know_the_one_around_them():
+    _, loops = control_flow(operations(LOOPS["that nest"][0]))
+    assert [loop.parent for loop in loops] == [None, 0, 1, 0]
+
+
+def test_calls_come_back_and_some_never_do():
+    assert successors(LOOPS["that calls a routine, which is in the loop"][0])[1] == [2, 6]
+    left = LOOPS["left through a call that never returns"][0]
+    assert successors(left) == [[1], [3, 4], [1], []]
 
 
 def test_a_cycle_with_two_entries_is_a_loop_and_terminates():
