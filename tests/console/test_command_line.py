@@ -46,23 +46,14 @@ def test_the_commit_is_asked_from_git_unless_it_is_given() -> None:
 class TestTypesOfArguments:
     @pytest.mark.parametrize(
         ("kind", "text", "value"),
-        [
-            (positive, "1", 1),
-            (not_negative, "0", 0),
-            (positive_seconds, "0.5", 0.5),
-        ],
+        [(positive, "1", 1), (not_negative, "0", 0), (positive_seconds, "0.5", 0.5)],
     )
     def test_take_what_is_in_range(self, kind, text, value) -> None:
         assert kind(text) == value
 
     @pytest.mark.parametrize(
         ("kind", "text"),
-        [
-            (positive, "0"),
-            (not_negative, "-1"),
-            (positive_seconds, "0"),
-            (positive_seconds, "nan"),
-        ],
+        [(positive, "0"), (not_negative, "-1"), (positive_seconds, "0"), (positive_seconds, "nan")],
     )
     def test_name_a_value_that_is_not(self, kind, text) -> None:
         with pytest.raises(argparse.ArgumentTypeError, match=rf"^{text} "):
@@ -262,9 +253,7 @@ class TestPrintText:
         module = "flash_helpers.console.command_line"
         program = f"from {module} import print_text; print_text('text\\n' * 10**6)"
         with subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
             assert process.stdout is not None and process.stderr is not None
             assert process.stdout.readline() == b"text\n"

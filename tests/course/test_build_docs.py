@@ -28,9 +28,7 @@ def test_what_stands_between_markers_is_replaced_and_nothing_else_is(book: Book)
     assert "old" not in text
 
 
-def test_building_twice_writes_nothing_the_second_time(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_building_twice_writes_nothing_the_second_time(book: Book, capsys) -> None:
     path = book.write(BLOCK)
     assert book.run() == 0
     assert "docs/page.md written" in capsys.readouterr().out
@@ -93,9 +91,7 @@ def test_what_is_wrong_is_named_with_its_page_and_line_and_what_is_accepted(
     assert path.read_text() == text
 
 
-def test_all_errors_of_all_pages_are_told_at_once(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_errors_of_all_pages_are_told_at_once(book: Book, capsys) -> None:
     book.write(BAD + BAD, "a.md")
     book.write(BAD, "b.md")
     assert book.run() == 2
@@ -103,9 +99,7 @@ def test_all_errors_of_all_pages_are_told_at_once(
     assert places == ["docs/a.md:3", "docs/a.md:7", "docs/b.md:3"]
 
 
-def test_a_page_that_is_not_there_is_refused(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_is_not_there_is_refused(book: Book, capsys) -> None:
     book.write(BLOCK)
     assert book.run("docs/other.md") == 2
     assert capsys.readouterr().err == "docs/other.md is no page: pages are docs/page.md\n"
@@ -126,9 +120,7 @@ def test_the_readme_is_a_page_and_links_from_where_it_stands(book: Book) -> None
     assert "(docs/09_moves.md)" in path.read_text()
 
 
-def test_a_stale_page_fails_the_check_with_a_diff_and_is_not_written(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stale_page_fails_the_check_with_a_diff_and_is_not_written(book: Book, capsys) -> None:
     path = book.write(BLOCK)
     assert book.run("--check", "docs/page.md") == 1
     assert "\n-old\n" in capsys.readouterr().out
@@ -138,9 +130,7 @@ def test_a_stale_page_fails_the_check_with_a_diff_and_is_not_written(
 
 
 @needs("sm_80", "sm_90")  # which the block shows
-def test_a_stale_page_of_another_compiler_says_so(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stale_page_of_another_compiler_says_so(book: Book, capsys) -> None:
     path = book.write("<!-- build:facts 2 -->\n<!-- /build -->\n")
     assert book.run() == 0
     path.write_text(re.sub(r"ptxas [\d.]+\d", "ptxas 1.2.3", path.read_text()))
@@ -151,9 +141,7 @@ def test_a_stale_page_of_another_compiler_says_so(
     )
 
 
-def test_a_missing_picture_fails_the_check_and_only_warns_the_writer(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_picture_fails_the_check_and_only_warns_the_writer(book: Book, capsys) -> None:
     path = book.write('<!-- build:picture banks "eight rows" -->\n<!-- /build -->\n')
     assert book.run() == 0
     assert "![eight rows](images/course/banks.svg)" in path.read_text()
@@ -164,9 +152,7 @@ def test_a_missing_picture_fails_the_check_and_only_warns_the_writer(
     assert book.run("--check", "docs/page.md") == 0
 
 
-def test_the_check_of_everything_misses_the_pages_of_the_list(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_of_everything_misses_the_pages_of_the_list(book: Book, capsys) -> None:
     for page in PAGES[1:]:
         book.write("nothing\n", page.name)
     assert book.run("--check") == 1
@@ -174,9 +160,7 @@ def test_the_check_of_everything_misses_the_pages_of_the_list(
     assert f"{PAGES[0].path} is not there, and py/flash_helpers/course/pages.py lists it\n" in out
 
 
-def test_list_shows_pages_blocks_and_commands(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_shows_pages_blocks_and_commands(book: Book, capsys) -> None:
     book.write(f"{BLOCK}\n```console\n$ false\n```\n")
     assert book.run("--list") == 0
     assert capsys.readouterr().out == "docs/page.md\n     1  next 8\n     6  $ false\n"
@@ -247,9 +231,7 @@ class TestLibraryForOneArchitecture:
         book.write(self.TEXT + BLOCK)
         assert book.run("--check", "docs/page.md") == 1
 
-    def test_writes_no_page_that_it_cannot_write_whole(
-        self, book: Book, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_writes_no_page_that_it_cannot_write_whole(self, book: Book, capsys) -> None:
         path = book.write(self.TEXT)
         assert book.run("--no-commands") == 2
         assert path.read_text() == self.TEXT

@@ -19,13 +19,7 @@ from flash_helpers.course.clock_blocks import mean_change, speedup
 from flash_helpers.course.evidence import PUBLISHED, Evidence, Published, count_kernel
 from flash_helpers.course.metric import share
 from flash_helpers.course.sources import code_diff, without_comments
-from flash_helpers.kernel_configs import (
-    LARGE_TILE,
-    STEPS,
-    AttentionForward,
-    Config,
-    Element,
-)
+from flash_helpers.kernel_configs import LARGE_TILE, STEPS, AttentionForward, Config, Element
 from flash_helpers.measure.benchmark_tables import lengths_table
 from flash_helpers.measure.kernel_profile import profile_kernels
 from flash_helpers.measure.results import FLASH, BenchmarkResults, Measurement, load_results

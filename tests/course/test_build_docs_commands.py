@@ -32,9 +32,7 @@ def check(book: Book) -> int:
     return book.run("--check", "docs/page.md")
 
 
-def test_a_command_that_fails_fails_the_check_and_is_told(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_fails_the_check_and_is_told(book: Book, capsys) -> None:
     book.write("text\n\n" + console("$ true", "$ echo said >&2; exit 3", "whatever"))
     assert check(book) == 1
     out = capsys.readouterr().out
@@ -139,9 +137,7 @@ def test_what_a_command_complains_of_is_shown_where_it_must_fail(book: Book) -> 
     assert "\nno\n```" in text
 
 
-def test_output_of_a_command_that_fails_is_not_written(
-    book: Book, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_a_command_that_fails_is_not_written(book: Book, capsys) -> None:
     text = output(console("$ false", "old"))
     path = book.write(text)
     assert book.run() == 1

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_helpers.course.form import (
-    MOST_WORDS,
-    SECTIONS,
-    form_errors,
-    unfolded_prose,
-    words,
-)
+from flash_helpers.course.form import MOST_WORDS, SECTIONS, form_errors, unfolded_prose, words
 from flash_helpers.course.markers import parse
 from flash_helpers.course.pages import PAGES
 

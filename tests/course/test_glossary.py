@@ -160,9 +160,7 @@ class TestGlossary:
 
 
 class TestPages:
-    def test_are_written_with_links_and_stale_without(
-        self, book: Book, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_are_written_with_links_and_stale_without(self, book: Book, capsys) -> None:
         book.write(TEXT, GLOSSARY.name)
         path = book.write("A bank.\n")
         assert book.run("--check", "docs/page.md") == 1
@@ -172,9 +170,7 @@ class TestPages:
         path.write_text(f"One bank more. {path.read_text()}")
         assert book.run("--check", "docs/page.md") == 1
 
-    def test_a_glossary_that_is_wrong_is_told(
-        self, book: Book, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_glossary_that_is_wrong_is_told(self, book: Book, capsys) -> None:
         book.write("### A\n", GLOSSARY.name)
         assert book.run() == 2
         assert "docs/glossary.md: 'A' has no definition" in capsys.readouterr().err

@@ -116,9 +116,7 @@ class TestPages:
         assert 'href="index.html"' in text
         assert 'href="#more"' in text
 
-    def test_links_to_terms_say_what_they_are(
-        self, repository: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_links_to_terms_say_what_they_are(self, repository: Path, monkeypatch) -> None:
         listed = pages_of("00_start.md", "01_base.md", GLOSSARY.name)
         monkeypatch.setattr(site, "PAGES", listed)
         (repository / GLOSSARY).write_text("# G\n\n## H\n\n### cp.async\nA `copy`. And more.\n")
@@ -306,9 +304,7 @@ class TestTool:
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
 
-    def test_a_folder_that_is_no_repository_is_wrong_usage(
-        self, root: Path, tmp_path: Path
-    ) -> None:
+    def test_a_folder_that_is_no_repository_is_wrong_usage(self, root: Path, tmp_path) -> None:
         done = self.run(root, "--root", str(tmp_path), "--output", str(tmp_path / "site"))
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1 and "h100.json" in done.stderr
@@ -319,12 +315,7 @@ class TestTool:
         assert done.returncode == 0
         assert f"python {TOOL} --strict" in done.stdout and "exit status: 0" in done.stdout
 
-    def test_strict_faults_exit_with_1(
-        self,
-        repository: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    def test_strict_faults_exit_with_1(self, repository: Path, monkeypatch, capsys) -> None:
         monkeypatch.setattr(site, "PAGES", pages_of("01_base.md", "02_swizzle.md"))
         output = repository.parent / "site"
         arguments = ["--root", str(repository), "--output", str(output), "--strict"]

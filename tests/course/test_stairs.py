@@ -114,9 +114,7 @@ def test_the_committed_ones_are_current(root: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "all is up to date\n"
 
 
-def test_the_tool_draws_what_is_stale_and_nothing_else(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tool_draws_what_is_stale_and_nothing_else(root: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "benchmarks").symlink_to(root / "benchmarks")
     tool = load_tool(TOOL)
     arguments = ["--root", str(tmp_path)]

@@ -317,12 +317,7 @@ class TestGlobalMemory:
 
     @pytest.mark.parametrize(
         ("first", "second", "is_told"),
-        [
-            ("", "", True),
-            ("", "reduce", True),
-            ("reduce", "", True),
-            ("reduce", "reduce", False),
-        ],
+        [("", "", True), ("", "reduce", True), ("reduce", "", True), ("reduce", "reduce", False)],
     )
     def test_stores_to_the_same_bytes_are_a_lint(self, first, second, is_told):
         first, second = ((REDUCE if which else STORE) for which in (first, second))

@@ -26,8 +26,7 @@ def first_word(source: object) -> int:
 
 class TestText:
     @pytest.mark.parametrize(
-        "text",
-        [ONE_LINE, f"/* mine */ {ONE_LINE}", f"// mine\n{ONE_LINE}", f"  {ONE_LINE}\n"],
+        "text", [ONE_LINE, f"/* mine */ {ONE_LINE}", f"// mine\n{ONE_LINE}", f"  {ONE_LINE}\n"]
     )
     def test_of_one_line_is_told_from_a_path(self, text) -> None:
         assert first_word(text) == 7

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from ptx_snippets import entry, run_body
 
-from flash_helpers.ptx import (
-    DeviceMemory,
-    MissingLanesError,
-    PendingCopyError,
-    RaceError,
-    load_ptx,
-)
+from flash_helpers.ptx import DeviceMemory, MissingLanesError, PendingCopyError, RaceError, load_ptx
 
 DECLARATIONS = """
 .reg .pred %p, %q;

@@ -347,9 +347,7 @@ class TestFiles:
         with pytest.raises(SassError, match=reason):
             load_kernels(Path(path))
 
-    def test_a_library_that_is_cut_off_is_told_from_one_without_device_code(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_library_that_is_cut_off_is_told_from_one_without_device_code(self, tmp_path) -> None:
         cut = tmp_path / "cut.so"
         cut.write_bytes(installed_library().read_bytes()[:3000])
         with pytest.raises(SassError, match=r"cut\.so is truncated"):

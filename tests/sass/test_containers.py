@@ -14,13 +14,7 @@ from sass_text import ARCHITECTURES
 
 from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.sass.read.containers import (
-    Member,
-    MemberKind,
-    cubins_of,
-    members_of,
-    ptx_of,
-)
+from flash_helpers.sass.read.containers import Member, MemberKind, cubins_of, members_of, ptx_of
 from flash_helpers.sass.read.elf import read_cubin
 from flash_helpers.sass.read.reader import list_kernels, load_kernels
 from flash_helpers.sass.read.records import SassError, SassWarning

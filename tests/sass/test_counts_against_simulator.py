@@ -8,13 +8,7 @@ import functools
 import pytest
 import torch
 from attention_tensors import attention_tensors
-from sass_text import (
-    ARCHITECTURES,
-    DEFAULT,
-    WITH_TENSOR,
-    WITHOUT_TENSOR,
-    progression_kernels,
-)
+from sass_text import ARCHITECTURES, DEFAULT, WITH_TENSOR, WITHOUT_TENSOR, progression_kernels
 
 from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.machine_code import trips

@@ -151,8 +151,7 @@ class TestPlanted:
 
     def test_control_words_are_told_apart(self, kernel) -> None:
         other = edit_all(
-            kernel,
-            lambda i: replace(i, encoding=i.encoding ^ STALL_BIT) if i.base == "HMMA" else i,
+            kernel, lambda i: replace(i, encoding=i.encoding ^ STALL_BIT) if i.base == "HMMA" else i
         )
         diff = diff_kernels(kernel, other)
         assert diff.likenesses[Likeness.SCHEDULED] == 128

@@ -16,11 +16,7 @@ from flash_helpers.kernel_configs import get_kernel_progression_configs
 from flash_helpers.measure.machine_code import installed_library, readable_name
 from flash_helpers.sass.read.listing import parse_listing
 from flash_helpers.sass.read.records import Kernel
-from flash_helpers.sass.show.extract import (
-    FileNames,
-    graph_text,
-    listing_text,
-)
+from flash_helpers.sass.show.extract import FileNames, graph_text, listing_text
 
 pytestmark = pytest.mark.slow
 

@@ -146,10 +146,7 @@ class TestPaths:
         assert relative_to_repository(
             [(header, kernel), (foreign, kernel), ()], "src/include/forward_kernel.cuh"
         ) == [
-            (
-                SourceLine("src/include/mma.cuh", 3),
-                SourceLine("src/include/forward_kernel.cuh", 7),
-            ),
+            (SourceLine("src/include/mma.cuh", 3), SourceLine("src/include/forward_kernel.cuh", 7)),
             (foreign, SourceLine("src/include/forward_kernel.cuh", 7)),
             (),
         ]

@@ -11,11 +11,7 @@ import pytest
 from edited_kernels import block_of_phase, instructions_of, library_kernel
 from sass_text import ARCHITECTURES, DEFAULT, kernel, needs, of_version
 
-from flash_helpers.kernel_configs import (
-    STEPS,
-    Element,
-    get_kernels_to_build,
-)
+from flash_helpers.kernel_configs import STEPS, Element, get_kernels_to_build
 from flash_helpers.measure.machine_code import (
     config_facts,
     default_architecture,
@@ -24,9 +20,7 @@ from flash_helpers.measure.machine_code import (
 )
 from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.ptx.read.flow import Phase
-from flash_helpers.registry.selection import (
-    choose_kernels,
-)
+from flash_helpers.registry.selection import choose_kernels
 from flash_helpers.runtime import library
 from flash_helpers.sass.analyse.bound import Launch
 from flash_helpers.sass.analyse.matrix import (

@@ -145,11 +145,7 @@ class TestData:
     def test_has_the_loop_and_its_blocks(self, data, kernel) -> None:
         (loop,) = data["loops"]
         inside = [n for n, number in enumerate(data["sass"]["loop"]) if number == 0]
-        assert (loop["first"], loop["last"], loop["length"]) == (
-            inside[0],
-            inside[-1],
-            len(inside),
-        )
+        assert (loop["first"], loop["last"], loop["length"]) == (inside[0], inside[-1], len(inside))
         starts = [block["start"] for block in data["blocks"]]
         assert starts == sorted(starts) and starts[0] == 0
         assert data["blocks"][kernel.loops[0].header]["phase"] == "main loop"

@@ -405,9 +405,7 @@ class TestCacheUse:
         request.getfixturevalue("no_nvdisasm")
         assert reader.load_kernels(path, cache=cache, live=False) == [told]
 
-    def test_a_damaged_entry_is_made_again(
-        self, planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_damaged_entry_is_made_again(self, planted: Path, tmp_path, monkeypatch) -> None:
         cache = DisassemblyCache(tmp_path)
         path = planted / "unrolled.sm_80.cubin"
         told = []

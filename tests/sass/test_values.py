@@ -143,11 +143,7 @@ class TestDiff:
     def test_all_registers_renamed_are_alike(self) -> None:
         before = f"{LOADS}FFMA R9, R0, R5, R6\nSTG.E desc[UR4][R2.64], R9"
         after = before.replace("R5", "R7").replace("R6", "R5").replace("R9", "R6")
-        assert set(news(before, after)) == {
-            "LDG renamed",
-            "FFMA renamed",
-            "STG renamed",
-        }
+        assert set(news(before, after)) == {"LDG renamed", "FFMA renamed", "STG renamed"}
 
     def test_each_value_has_a_name_of_its_own(self) -> None:
         """R5 holds two values before, which two registers hold after."""

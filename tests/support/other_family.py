@@ -33,8 +33,7 @@ from flash_helpers.registry.problem import Element, Strides
 TILE = 128
 COUNTER = "counter"
 ARGUMENTS = StructLayout(
-    "OtherArgs",
-    MappingProxyType({"n": INT, "Q": TENSOR_MAP, "O": POINTER, "counter": POINTER}),
+    "OtherArgs", MappingProxyType({"n": INT, "Q": TENSOR_MAP, "O": POINTER, "counter": POINTER})
 )
 
 

@@ -14,15 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from flash_helpers.gpu import Device
-from flash_helpers.registry.call import (
-    FLOAT,
-    POINTER,
-    Address,
-    Buffer,
-    Call,
-    Launch,
-    StructLayout,
-)
+from flash_helpers.registry.call import FLOAT, POINTER, Address, Buffer, Call, Launch, StructLayout
 from flash_helpers.registry.config import Config, element, number
 from flash_helpers.registry.family import Family, StepEntry
 from flash_helpers.registry.operation import GBPS, Operation
