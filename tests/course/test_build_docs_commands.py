@@ -20,6 +20,9 @@ from flash_helpers.course.commands import Command, Runner, StoppedError, copies_
 pytestmark = pytest.mark.slow
 
 
+TELL_PYTHON = "import sys; print(sys.executable)"
+
+
 def console(*lines: str, attributes: str = "") -> str:
     return "\n".join([f"```console {attributes}".rstrip(), *lines, "```", ""])
 
@@ -53,11 +56,7 @@ def test_a_command_that_fails_fails_the_check_and_is_told(book: Book, capsys) ->
         ("exit=2", "$ false", 1),
         ("gpu", "$ false", 0),
         ("", "$ test -z $CUDA_VISIBLE_DEVICES", 0),
-        (
-            "",
-            '$ test "$(command -v python)" -ef "$(python -c "import sys; print(sys.executable)")"',
-            0,
-        ),
+        ("", f"$ test $(command -v python) -ef $(python -c '{TELL_PYTHON}')", 0),
         ("", "$ python -c 'import flash_helpers'", 0),
     ],
 )
@@ -71,9 +70,21 @@ def test_blocks_of_other_languages_and_lines_without_a_prompt_are_not_run(book: 
     assert check(book) == 0
 
 
-def test_a_backslash_goes_on_in_the_next_line(book: Book) -> None:
-    text = book.built(output(console("$ echo a \\", "    b")))
-    assert "$ echo a \\\n    b\na b\n```" in text
+@pytest.mark.parametrize(
+    ("lines", "arguments", "attributes", "shown"),
+    [
+        (["$ echo a \\", "    b"], "", "", "$ echo a \\\n    b\na b\n```"),
+        (["$ echo one", "old", "$ printf 'two  \\nthree\\n'"], "", "",
+         "```console\n$ echo one\none\n$ printf 'two  \\nthree\\n'\ntwo\nthree\n```"),
+        (["$ seq 9"], "lines=2", "", "$ seq 9\n1\n2\n...\n```"),
+        # what a command complains of is shown where it must fail
+        (["$ echo no >&2; false"], "", "exit=1", "\nno\n```"),
+    ],
+    ids=["a line that goes on", "under its command", "long", "errors"],
+)  # fmt: skip
+def test_output_is_written(book: Book, lines, arguments, attributes, shown) -> None:
+    assert shown in book.built(output(console(*lines, attributes=attributes), arguments))
+    assert check(book) == 0
 
 
 def test_commands_run_in_a_copy_of_the_repository_one_after_the_other(book: Book) -> None:
@@ -115,26 +126,10 @@ def test_a_copy_serves_again_unless_something_was_left_in_it(tmp_path: Path, lef
             assert (fourth / "kept.txt").read_text() == "as it was\n"
 
 
-def test_output_is_written_under_its_command(book: Book) -> None:
-    text = book.built(output(console("$ echo one", "old", "$ printf 'two  \\nthree\\n'")))
-    assert "```console\n$ echo one\none\n$ printf 'two  \\nthree\\n'\ntwo\nthree\n```" in text
-    assert check(book) == 0
-
-
-def test_long_output_is_cut(book: Book) -> None:
-    text = book.built(output(console("$ seq 9"), "lines=2"))
-    assert "$ seq 9\n1\n2\n...\n```" in text
-
-
 def test_stale_output_fails_the_check(book: Book, capsys: pytest.CaptureFixture[str]) -> None:
     book.write(output(console("$ echo new", "old")))
     assert check(book) == 1
     assert "-old\n+new\n" in capsys.readouterr().out
-
-
-def test_what_a_command_complains_of_is_shown_where_it_must_fail(book: Book) -> None:
-    text = book.built(output(console("$ echo no >&2; false", attributes="exit=1")))
-    assert "\nno\n```" in text
 
 
 def test_output_of_a_command_that_fails_is_not_written(book: Book, capsys) -> None:
@@ -187,6 +182,8 @@ if "wait" in sys.argv:
 sys.exit(3 if "fail" in sys.argv else None)
 """
 
+    RUNNER = Runner({**os.environ, "SAID": "x"})
+
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         (tmp_path / "script.py").write_text(self.SCRIPT)
@@ -209,8 +206,7 @@ sys.exit(3 if "fail" in sys.argv else None)
     def test_does_what_it_does_in_a_shell(
         self, folder: Path, text: str, status: int, printed: str
     ) -> None:
-        runner = Runner({**os.environ, "SAID": "x"})
-        outcome = runner.run(Command(f"python script.py {text}", 1, 0), folder)
+        outcome = self.RUNNER.run(Command(f"python script.py {text}", 1, 0), folder)
         assert (outcome.status, outcome.output, outcome.timed_out) == (status, printed, False)
         assert outcome.errors == "é, of __main__\n"
 
@@ -226,19 +222,17 @@ sys.exit(3 if "fail" in sys.argv else None)
             return read(sentinel)
 
         monkeypatch.setattr(multiprocessing.forkserver, "read_signed", read_slowly)
-        runner, command = Runner({**os.environ, "SAID": "x"}), Command("python script.py", 1, 0)
+        command = Command("python script.py", 1, 0)
         with ThreadPoolExecutor(4) as pool:
-            outcomes = pool.map(lambda _: runner.run(command, folder), range(16))
+            outcomes = pool.map(lambda _: self.RUNNER.run(command, folder), range(16))
         assert [outcome.status for outcome in outcomes] == [0] * 16
 
     def test_runs_a_module_as_well(self, folder: Path) -> None:
-        runner = Runner({**os.environ, "SAID": "x"})
-        outcome = runner.run(Command("python -m script a | cat", 1, 0), folder)
+        outcome = self.RUNNER.run(Command("python -m script a | cat", 1, 0), folder)
         assert (outcome.status, outcome.output) == (0, "['a'] x True\n")
 
     def test_that_must_fail_shows_what_it_complains_of(self, folder: Path) -> None:
-        runner = Runner({**os.environ, "SAID": "x"})
-        outcome = runner.run(Command("python script.py fail", 1, 3), folder)
+        outcome = self.RUNNER.run(Command("python script.py fail", 1, 3), folder)
         assert not outcome.failed
         assert sorted(outcome.output.splitlines()) == ["['fail'] x True", "é, of __main__"]
 

@@ -37,10 +37,22 @@ WARPS, CHUNKS = THREADS // 32, 16
 CONFLICTS_OF_A_REQUEST = 4 * 8 - 4
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def run(*command: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a Python file, which must end with that status and without a traceback."""
+    result = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False
     )
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def spoilt(folder: Path, name: str, old: str, new: str) -> Path:
+    """The PTX of a kernel with some of its text replaced."""
+    assert old in ptx(name)
+    path = folder / "wrong.ptx"
+    path.write_text(ptx(name).replace(old, new))
+    return path
 
 
 def source(name: str) -> list[str]:
@@ -72,10 +84,8 @@ def cells(table: str, label: str) -> list[str]:
 
 def test_both_are_right_and_only_the_flawed_one_has_conflicts():
     blocks = 3
-    result = run(
-        SIMULATE, EXAMPLE / f"{FLAWED}.ptx", EXAMPLE / f"{FIXED}.ptx", "--blocks", str(blocks)
-    )
-    assert result.returncode == 0, result.stderr
+    both = (EXAMPLE / f"{name}.ptx" for name in (FLAWED, FIXED))
+    result = run(SIMULATE, *both, "--blocks", str(blocks))
     assert f"{FLAWED}: right" in result.stdout and f"{FIXED}: right" in result.stdout
     # A row a thread is read and written once, in CHUNKS requests of each warp.
     expected = blocks * WARPS * 2 * CHUNKS * CONFLICTS_OF_A_REQUEST
@@ -97,34 +107,30 @@ def test_the_lines_with_conflicts_are_those_where_a_thread_walks_along_its_row()
 def test_a_barrier_taken_out_of_the_ptx_is_a_race(tmp_path):
     broken = tmp_path / "no_barrier.ptx"
     broken.write_text(re.sub(r"^\s*bar\.sync.*\n", "", ptx(FIXED), count=1, flags=re.M))
-    result = run(SIMULATE, broken)
-    assert result.returncode == 1
+    result = run(SIMULATE, broken, status=1)
     assert "race" in result.stderr and f"{FIXED}.cu:" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
-def test_a_wrong_result_is_told(tmp_path):
-    log2_e, log2_10 = "0f3FB8AA3B", "0f40549A78"
-    assert log2_e in ptx(FIXED)
-    wrong = tmp_path / "wrong.ptx"
-    wrong.write_text(ptx(FIXED).replace(log2_e, log2_10))
-    result = run(SIMULATE, wrong)
-    assert result.returncode == 1
-    assert "wrong: WRONG" in result.stdout
+LOG2_E, LOG2_10 = "0f3FB8AA3B", "0f40549A78"
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "old", "new"),
+    [(SIMULATE, FIXED, LOG2_E, LOG2_10), (SIMULATE_RING, RING_FIXED, "add.f32", "sub.f32")],
+    ids=[FIXED, RING_FIXED],
+)
+def test_a_wrong_result_is_told(tmp_path, tool, name, old, new):
+    assert "wrong: WRONG" in run(tool, spoilt(tmp_path, name, old, new), status=1).stdout
 
 
 def test_a_file_that_is_not_there_is_wrong_usage(tmp_path):
-    result = run(SIMULATE, tmp_path / "absent.ptx")
-    assert result.returncode == 2
-    assert "absent.ptx is no file" in result.stderr and "Traceback" not in result.stderr
+    assert "absent.ptx is no file" in run(SIMULATE, tmp_path / "absent.ptx", status=2).stderr
 
 
 def test_the_python_that_the_page_shows_runs():
     page = (ROOT / "docs/own_kernel.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    result = run("-c", script)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) == 2 * WARPS * 2 * CHUNKS * CONFLICTS_OF_A_REQUEST
+    assert int(run("-c", script).stdout) == 2 * WARPS * 2 * CHUNKS * CONFLICTS_OF_A_REQUEST
 
 
 # -- the ring of Hopper ------------------------------------------------------------------------
@@ -137,8 +143,7 @@ def line_of(text: str, name: str) -> int:
 
 @pytest.mark.parametrize("options", [(), ("--seed", "1")], ids=["late", "random"])
 def test_a_wait_for_the_wrong_parity_is_found_at_its_line(options):
-    result = run(SIMULATE_RING, EXAMPLE / f"{RING}.ptx", *options)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    result = run(SIMULATE_RING, EXAMPLE / f"{RING}.ptx", *options, status=1)
     assert "asynchronous copy not waited for" in result.stderr
     assert "was for parity 1, which holds before phase 0 is complete" in result.stderr
     read, wait = line_of("sum += ring.tile", RING), line_of("wait(&ring.full", RING)
@@ -153,27 +158,16 @@ def test_a_wait_for_the_wrong_parity_is_found_at_its_line(options):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_ring_is_right_with_the_right_parity(seed):
     result = run(SIMULATE_RING, EXAMPLE / f"{RING_FIXED}.ptx", "--seed", str(seed))
-    assert result.returncode == 0, result.stderr
     assert f"{RING_FIXED}: right" in result.stdout
 
 
 def test_a_producer_with_the_wrong_parity_is_a_deadlock(tmp_path):
     assert ptx(RING_FIXED).count("not.b32") == 1  # of the producer's parity, as the page takes it
-    wrong = tmp_path / "wrong.ptx"
-    wrong.write_text(ptx(RING_FIXED).replace("not.b32", "mov.b32"))
-    result = run(SIMULATE_RING, wrong)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    wrong = spoilt(tmp_path, RING_FIXED, "not.b32", "mov.b32")
+    result = run(SIMULATE_RING, wrong, status=1)
     assert "deadlock" in result.stderr
     for wait in ("wait(&ring.empty", "wait(&ring.full"):
         assert f"{RING_FIXED}.cu:{line_of(wait, RING_FIXED)} " in result.stderr
-
-
-def test_a_wrong_sum_is_told(tmp_path):
-    wrong = tmp_path / "wrong.ptx"
-    wrong.write_text(ptx(RING_FIXED).replace("add.f32", "sub.f32"))
-    result = run(SIMULATE_RING, wrong)
-    assert result.returncode == 1
-    assert "wrong: WRONG" in result.stdout
 
 
 # -- the machine code --------------------------------------------------------------------------
@@ -203,10 +197,8 @@ def test_the_flawed_one_asks_for_blocks_that_shared_memory_cannot_hold():
 
 
 def test_the_report_tells_spills_and_occupancy():
-    report = run(
-        "tools/analysis/sass_report.py", EXAMPLE / f"{FLAWED}.sm_90.cubin", "--threads", THREADS
-    )
-    assert report.returncode == 0, report.stderr
+    cubin = EXAMPLE / f"{FLAWED}.sm_90.cubin"
+    report = run("tools/analysis/sass_report.py", cubin, "--threads", THREADS)
     spilled = machine_code(FLAWED, "sm_90").resources.spill_store_bytes
     assert f"{spilled} bytes of local stores" in report.stdout
     assert "13 blocks an SM" in report.stdout
@@ -225,22 +217,15 @@ def test_the_fix_takes_local_memory_away_and_leaves_the_work(architecture):
 
 
 def test_the_comparison_names_local_memory():
-    result = run(
-        "tools/analysis/compare_sass_instruction_counts.py",
-        EXAMPLE / f"{FLAWED}.sm_90.cubin",
-        EXAMPLE / f"{FIXED}.sm_90.cubin",
-        "--base",
-    )
-    assert result.returncode == 0, result.stderr
+    both = (EXAMPLE / f"{name}.sm_90.cubin" for name in (FLAWED, FIXED))
+    result = run("tools/analysis/compare_sass_instruction_counts.py", *both, "--base")
     assert cells(result.stdout, "STL")[1] == "0" and cells(result.stdout, "LDL")[1] == "0"
 
 
 def test_an_exponential_of_the_ptx_is_found_in_the_machine_code():
     line = next(n for n, text in enumerate(ptx(FLAWED).splitlines(), 1) if "ex2.approx" in text)
-    result = run(
-        "tools/analysis/ptx_sass_filter.py", EXAMPLE / f"{FLAWED}.sm_90.cubin", line, "--depth", "0"
-    )
-    assert result.returncode == 0, result.stderr
+    cubin = EXAMPLE / f"{FLAWED}.sm_90.cubin"
+    result = run("tools/analysis/ptx_sass_filter.py", cubin, line, "--depth", "0")
     assert "-> MUFU.EX2" in result.stdout
     assert "FSETP" in result.stdout  # the guard against subnormals that the page speaks of
 
@@ -331,7 +316,7 @@ def test_compiling_again_gives_the_committed_files(tmp_path):
         (by,) = (line for line in again.splitlines() if release in line)
         if by not in ptx(name):  # another compiler: it need not agree, but the example must work
             simulate = SIMULATE if name in (FLAWED, FIXED) else SIMULATE_RING
-            assert run(simulate, tmp_path / f"{name}.ptx").returncode == (name == RING)
+            run(simulate, tmp_path / f"{name}.ptx", status=int(name == RING))
             continue
         assert again == ptx(name)
         for architecture in architectures:
