@@ -188,12 +188,6 @@ class Reader:
 
         waiting(self.driver, ElementClickInterceptedException).until(clicked)
 
-    def point(self, element: Any) -> None:
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        self.show(element)
-        ActionChains(self.driver).move_to_element(element).perform()
-
     def press(self, *keys: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
 
@@ -369,31 +363,16 @@ class TestSearch:
 
 
 class TestView:
+    """A view of machine code; links, keys and filters of its script are tested in
+    tests/sass/test_page_in_browser.py."""
+
     def test_opens_from_the_page_of_its_step_and_leads_back(self, reader: Reader) -> None:
         reader.open(page_of(STEP))
         reader.find(".view-card a").click()
         assert reader.at == str(view_name(STEP))
-        assert [button.text for button in reader.all("#versions button")] == [
-            STEP.parent,
-            STEP.id,
-        ]
+        assert [button.text for button in reader.all("#versions button")] == [STEP.parent, STEP.id]
         reader.find("#course a").click()
         assert reader.at == page_of(STEP)
-
-    def test_links_its_three_panes(self, reader: Reader) -> None:
-        reader.open(str(view_name(STEP)))
-        row = reader.js(
-            "return [...document.querySelectorAll('[data-pane=sass] .row.in-loop[data-key]')]"
-            ".find((row) => row.querySelector('.opcode')?.textContent.startsWith('LDSM'))"
-        )
-        reader.point(row.find_element("css selector", ".at"))
-        lit = {
-            pane: [line.text for line in reader.all(f"[data-pane={pane}] .row.lit")]
-            for pane in ("ptx", "sass")
-        }
-        assert len(lit["sass"]) == 1 and "LDSM" in lit["sass"][0]
-        assert len(lit["ptx"]) == 1 and "ldmatrix" in lit["ptx"][0]
-        assert reader.all("[data-pane=cuda] .row.lit, [data-pane=cuda] .row.near")
 
     def share_of_code(self, reader: Reader) -> float:
         """Share of the screen's height that the pane used last gives to code."""
@@ -454,32 +433,6 @@ class TestView:
             """
         )
         assert blanks > 40 and left >= 0 and right >= 0
-
-    def test_keys_lead_through_it(self, reader: Reader) -> None:
-        reader.screen(LOW)
-        reader.open(str(view_name(STEP)))
-        before = reader.find("#change").text
-        reader.press("j")
-        assert reader.find("#change").text != before
-        assert self.cursor_is_in_view(reader, "cuda")
-        reader.find("[data-pane=sass] h2").click()
-        reader.press("j", "j")
-        assert reader.find("#change").text.startswith("change 3 of ")
-        assert self.cursor_is_in_view(reader, "sass")
-        reader.press("m")
-        assert "in-loop" in reader.find("[data-pane=sass] .cursor").get_attribute("class")
-        reader.press("/")
-        reader.press("ldsm", ENTER)
-        assert "LDSM" in reader.find("[data-pane=sass] .cursor").text
-
-    def test_filter_hides_the_rest(self, reader: Reader) -> None:
-        from selenium.webdriver.support.ui import Select
-
-        reader.open(str(view_name(STEP)))
-        everything = len(reader.all("[data-pane=sass] .row[data-key]"))
-        Select(reader.find("#filter")).select_by_value("opcode:LDSM")
-        left = [row.text for row in reader.all("[data-pane=sass] .row[data-key]")]
-        assert 0 < len(left) < everything and all("LDSM" in row for row in left)
 
     @pytest.mark.parametrize("theme", ["light", "dark"])
     def test_marks_show_in_both_themes(self, reader: Reader, theme: str) -> None:

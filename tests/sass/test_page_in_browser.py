@@ -61,18 +61,20 @@ class Page:
         self.js("arguments[0].closest('.code').scrollLeft = 0", row)
         return row.find_element("css selector", ".number, .at")
 
-    def hover(self, pane: str, key: object) -> None:
+    @property
+    def actions(self) -> Any:
         from selenium.webdriver.common.action_chains import ActionChains
 
-        ActionChains(self.driver).move_to_element(self.start_of(pane, key)).perform()
+        return ActionChains(self.driver)
+
+    def hover(self, pane: str, key: object) -> None:
+        self.actions.move_to_element(self.start_of(pane, key)).perform()
 
     def click(self, pane: str, key: object) -> None:
         self.start_of(pane, key).click()
 
     def press(self, *keys: str) -> None:
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self.driver).send_keys(*keys).perform()
+        self.actions.send_keys(*keys).perform()
 
     def keys_with(self, pane: str, name: str) -> set[str]:
         """Keys of the rows of a pane that have a class."""
@@ -116,8 +118,11 @@ class Page:
             "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
 
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
     def text(self, selector: str) -> str:
-        return self.driver.find_element("css selector", selector).text
+        return self.find(selector).text
 
 
 @pytest.fixture
@@ -250,12 +255,11 @@ class TestLinks:
 
 class TestColumns:
     def test_show_the_control_word(self, shown: Page, kernel: Kernel) -> None:
-        number = next(
-            n
+        number, control = next(
+            (n, i.control)
             for n, i in enumerate(kernel.instructions)
             if i.control.wait_mask and i.control.write_scoreboard is not None
         )
-        control = kernel.instructions[number].control
         row = shown.row("sass", number)
         boards = [e.text for e in row.find_elements("css selector", ".board")]
         assert row.find_element("css selector", ".stall").text == str(control.stall)
@@ -383,14 +387,14 @@ class TestDiff:
             return {pane for pane in PANES if self.cursor(shown, pane) != before[pane]}
 
         assert self.active(shown) == "cuda" and moved_by_j() == {"cuda"}
-        shown.driver.find_element("css selector", "[data-pane=sass] h2").click()
+        shown.find("[data-pane=sass] h2").click()
         assert self.active(shown) == "sass" and moved_by_j() == {"sass"}
         shown.js("document.querySelector('[data-pane=sass] .code').focus()")
         shown.press("\ue012")  # left
         assert self.active(shown) == "ptx" and moved_by_j() == {"ptx"}
 
     def test_keys_lead_from_change_to_change(self, shown: Page) -> None:
-        shown.driver.find_element("css selector", "[data-pane=sass] h2").click()
+        shown.find("[data-pane=sass] h2").click()
         news = {key for mark in "+-~>}" for key in self.marked(shown, "sass", mark)}
         visited = [self.cursor(shown)]
         for _ in range(3):
@@ -401,7 +405,7 @@ class TestDiff:
         assert shown.text("#change").startswith("change 4 of ")
         shown.press("k")
         assert self.cursor(shown) == visited[-2]
-        shown.driver.find_element("css selector", "[data-do=next]").click()
+        shown.find("[data-do=next]").click()
         assert self.cursor(shown) == visited[-1]
 
     def test_a_key_leads_to_the_main_loop(self, shown: Page, kernel: Kernel) -> None:
@@ -411,9 +415,9 @@ class TestDiff:
         assert shown.is_in_view("ptx", first(kernel, "LDSM")[1].ptx_line)
 
     def test_the_first_kernel_stands_alone(self, shown: Page) -> None:
-        shown.driver.find_element("css selector", '#versions [data-kernel="0"]').click()
+        shown.find('#versions [data-kernel="0"]').click()
         assert {mark for mark in "+-~>}≈" if self.marked(shown, "sass", mark)} == set()
-        assert not shown.driver.find_element("id", "changes").is_displayed()
+        assert not shown.find("#changes").is_displayed()
         assert "beside" not in shown.text("#title")
 
     def test_side_by_side(self, shown: Page, kernel: Kernel) -> None:
@@ -430,13 +434,10 @@ class TestDiff:
             str(n) for n in range(len(kernel.instructions))
         ]
         assert sum(None not in pair for pair in cells) > len(kernel.instructions) / 3
-        shown.driver.find_element("css selector", "[data-tab=cuda]").click()
+        shown.find("[data-tab=cuda]").click()
         assert len(shown.driver.find_elements("css selector", "[data-pane=cuda] .cell")) > 400
         shown.press("s")
-        assert all(
-            shown.driver.find_element("css selector", f"[data-pane={pane}]").is_displayed()
-            for pane in PANES
-        )
+        assert all(shown.find(f"[data-pane={pane}]").is_displayed() for pane in PANES)
 
     def test_facts_of_both_stand_beside_one_another(self, shown: Page) -> None:
         shown.press("i")
@@ -532,7 +533,7 @@ class TestFinding:
 class TestPicker:
     def test_shows_another_kernel(self, shown: Page) -> None:
         for index, version in enumerate(SHOWN):
-            shown.driver.find_element("css selector", f'#versions [data-kernel="{index}"]').click()
+            shown.find(f'#versions [data-kernel="{index}"]').click()
             rows = shown.js(
                 "return document.querySelectorAll("
                 "'[data-pane=sass] [data-key]:not([data-key^=\"-\"])').length"
@@ -542,8 +543,8 @@ class TestPicker:
             assert shown.text("#file option:checked") == str(of_version(version).step.source)
 
     def test_the_picture_picks_too(self, shown: Page) -> None:
-        shown.driver.find_element("css selector", "#overview summary").click()
-        shown.driver.find_element("css selector", '#overview [data-kernel="0"] .name').click()
+        shown.find("#overview summary").click()
+        shown.find('#overview [data-kernel="0"] .name').click()
         assert of_version(SHOWN[0]).step.idea in shown.text("#title")
         current = shown.js(
             "return document.querySelector('#versions [aria-current=true]').textContent"
@@ -579,16 +580,6 @@ class TestKeys:
         assert not shown.js("return document.getElementById('help').open")
 
 
-class TestHeight:
-    def test_the_code_has_most_of_a_low_screen(self, shown: Page) -> None:
-        metrics = {"width": 1366, "height": 625, "deviceScaleFactor": 1, "mobile": False}
-        shown.emulate("setDeviceMetricsOverride", metrics)
-        heights = shown.js(
-            "return [...document.querySelectorAll('.code')].map((code) => code.clientHeight)"
-        )
-        assert min(heights) >= 0.7 * metrics["height"]
-
-
 class TestWidth:
     def test_a_pane_scrolls_as_far_as_its_longest_line_goes(self, shown: Page) -> None:
         """Also while that is out of sight, where it is not drawn."""
@@ -609,12 +600,11 @@ class TestThemes:
     def test_follow_the_system_and_the_button(self, shown: Page, page: Path) -> None:
         light = self.background(shown)
         shown.emulate(
-            "setEmulatedMedia",
-            {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
+            "setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
         )
         dark = self.background(shown)
         assert min(light) > 200 and max(dark) < 60
-        shown.driver.find_element("id", "theme").click()
+        shown.find("#theme").click()
         assert self.background(shown) == light
         shown.press("t")
         assert self.background(shown) == dark
@@ -653,25 +643,21 @@ class TestNarrow:
         return shown
 
     def visible(self, page: Page) -> list[str]:
-        return [
-            pane
-            for pane in PANES
-            if page.driver.find_element("css selector", f"[data-pane={pane}]").is_displayed()
-        ]
+        return [pane for pane in PANES if page.find(f"[data-pane={pane}]").is_displayed()]
 
     def test_the_page_does_not_scroll_sideways(self, narrow: Page) -> None:
         for pane in PANES:
-            narrow.driver.find_element("css selector", f"[data-tab={pane}]").click()
+            narrow.find(f"[data-tab={pane}]").click()
             width = narrow.js("return document.documentElement.scrollWidth")
             assert width <= NARROW["width"]
 
     def test_panes_are_tabs(self, narrow: Page, kernel: Kernel) -> None:
         assert self.visible(narrow) == ["cuda"]
-        narrow.driver.find_element("css selector", "[data-tab=sass]").click()
+        narrow.find("[data-tab=sass]").click()
         number, instruction = first(kernel, "MUFU")
         narrow.click("sass", number)
         assert narrow.text("[data-tab=ptx] .found") == "1"
-        narrow.driver.find_element("css selector", "[data-tab=ptx]").click()
+        narrow.find("[data-tab=ptx]").click()
         assert self.visible(narrow) == ["ptx"]
         assert narrow.is_in_view("ptx", instruction.ptx_line)
 
