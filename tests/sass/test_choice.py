@@ -22,6 +22,9 @@ V1 = "_ZN2v114forward_kernelI20v1_bf16_d128_Br64_Q0EEv17ForwardKernelArgs"
 V11 = "_ZN3v1114forward_kernelI21v11_bf16_d128_Br64_Q0EEv17ForwardKernelArgs"
 V11_DB = "_ZN3v1114forward_kernelI24v11_bf16_d128_Br64_Q0_dbEEv17ForwardKernelArgs"
 OURS = [V1, V11, V11_DB]
+FLOATS = "_Z4gemmIfLi64EEvPKT_PS0_i"  # void gemm<float, 64>(float const*, float*, int)
+DOUBLES = "_Z4gemmIdLi64EEvPKT_PS0_i"
+LAMBDA = "_ZZ4mainENKUlvE0_clEv"  # main::{lambda()#2}::operator()() const
 
 
 class TestIdentifiers:
@@ -70,6 +73,24 @@ class TestMatching:
     )
     def test_prefers_the_whole_to_a_part(self, name, symbols) -> None:
         assert matching(OURS, name) == symbols
+
+    @pytest.mark.parametrize(
+        ("name", "found"),
+        [
+            (FLOATS, [FLOATS]),
+            ("void gemm<float, 64>(float const*, float*, int)", [FLOATS]),
+            ("void gemm<float,64>(float const *, float *, int)", [FLOATS]),
+            ("gemm<float, 64>", [FLOATS]),
+            ("gemm<double", [DOUBLES]),
+            ("gemm", [FLOATS, DOUBLES]),
+            ("main::{lambda()#2}", [LAMBDA]),
+            ("*gemm<*, 64>*int)", [FLOATS, DOUBLES]),
+            ("gemm<float, 6", []),  # cuts a number
+            ("gemm<half", []),
+        ],
+    )
+    def test_of_names_in_cpp(self, name, found) -> None:
+        assert matching([FLOATS, DOUBLES, LAMBDA], name) == found
 
     def test_prefers_a_symbol_to_those_that_hold_it(self) -> None:
         assert matching(["vec_add", "add"], "add") == ["add"]

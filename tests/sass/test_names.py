@@ -11,7 +11,7 @@ from fake_backend import run_tool
 from sass_text import DEFAULT
 
 from flash_helpers.measure.machine_code import installed_library
-from flash_helpers.sass.read.choice import KernelPath, matching, members_named
+from flash_helpers.sass.read.choice import KernelPath, members_named
 from flash_helpers.sass.read.reader import find_kernels, load_kernel, load_kernels
 from flash_helpers.sass.read.records import SassError
 from flash_helpers.sass.show import listing_counts
@@ -19,9 +19,6 @@ from flash_helpers.sass.show import listing_counts
 pytestmark = pytest.mark.slow
 
 EXTRACT = "tools/build/extract_sass.py"
-FLOATS = "_Z4gemmIfLi64EEvPKT_PS0_i"  # void gemm<float, 64>(float const*, float*, int)
-DOUBLES = "_Z4gemmIdLi64EEvPKT_PS0_i"
-LAMBDA = "_ZZ4mainENKUlvE0_clEv"  # main::{lambda()#2}::operator()() const
 
 
 class TestPath:
@@ -59,26 +56,8 @@ class TestPath:
         assert KernelPath.parse(text) == KernelPath(Path(path), member, name)
 
 
-class TestMatching:
-    @pytest.mark.parametrize(
-        ("name", "found"),
-        [
-            (FLOATS, [FLOATS]),
-            ("void gemm<float, 64>(float const*, float*, int)", [FLOATS]),
-            ("void gemm<float,64>(float const *, float *, int)", [FLOATS]),
-            ("gemm<float, 64>", [FLOATS]),
-            ("gemm<double", [DOUBLES]),
-            ("gemm", [FLOATS, DOUBLES]),
-            ("main::{lambda()#2}", [LAMBDA]),
-            ("*gemm<*, 64>*int)", [FLOATS, DOUBLES]),
-            ("gemm<float, 6", []),  # cuts a number
-            ("gemm<half", []),
-        ],
-    )
-    def test_of_names_in_cpp(self, name: str, found: list[str]) -> None:
-        assert matching([FLOATS, DOUBLES, LAMBDA], name) == found
-
-    def test_of_members(self) -> None:
+class TestMembers:
+    def test_are_named_by_a_part(self) -> None:
         there = ["one.sm_80.cubin", "one.2.sm_80.cubin", "two.sm_80.cubin"]
         assert members_named("f", there, "one.sm_80.cubin") == {"one.sm_80.cubin"}
         assert members_named("f", there, "one") == set(there[:2])

@@ -61,39 +61,22 @@ class TestValues:
                 "FADD R1, R2, R2\nloop: MOV R3, R1\nFADD R1, R1, 1\n@P0 BRA loop\nFADD R4, R3, R1",
                 "abb ca aa d eca",
             ),
+            # ways that meet join
+            (
+                "@P0 BRA other\nFADD R1, R2, R2\nBRA both\nother: FADD R1, R3, R3\n"
+                "both: FADD R4, R1, R1",
+                "a bcc  bdd ebb",
+            ),
+            # but not of a value that nobody reads any more
+            (
+                "FADD R1, R2, R2\nloop: FADD R3, R1, R1\nFADD R1, R4, R4\nFADD R5, R1, R1\n"
+                "FADD R1, R6, R6\n@P0 BRA loop",
+                "abb caa dee fdd agg h",
+            ),
         ],
     )  # fmt: skip
     def test_of(self, text: str, values: str) -> None:
         assert value_numbers(text) == values
-
-    def test_join_where_ways_meet(self) -> None:
-        assert (
-            value_numbers(
-                """
-                @P0 BRA other
-                FADD R1, R2, R2
-                BRA both
-                other: FADD R1, R3, R3
-                both: FADD R4, R1, R1
-                """
-            )
-            == "a bcc  bdd ebb"
-        )
-
-    def test_that_nobody_reads_any_more_do_not_join(self) -> None:
-        assert (
-            value_numbers(
-                """
-                FADD R1, R2, R2
-                loop: FADD R3, R1, R1
-                FADD R1, R4, R4
-                FADD R5, R1, R1
-                FADD R1, R6, R6
-                @P0 BRA loop
-                """
-            )
-            == "abb caa dee fdd agg h"
-        )
 
 
 class TestOneToOne:
