@@ -13,11 +13,10 @@ from flash_helpers.ptx import (
     RaceError,
 )
 
-INIT_BY_ONE = f"@%p0 {INIT} [bar], {{count}};\nbar.sync 0;\n"
-
 
 def made(count: int) -> str:
-    return INIT_BY_ONE.format(count=count)
+    """An object that thread 0 initialises."""
+    return f"@%p0 {INIT} [bar], {count};\nbar.sync 0;\n"
 
 
 STORE = """
@@ -33,12 +32,73 @@ def values(body: str, threads: int = 32, **options) -> list[int]:
     return run(body + STORE, results=threads, block=threads, **options)[1].tolist()
 
 
+COUNT_PENDING = """
+mbarrier.arrive.shared::cta.b64 %rd3, [bar];
+mbarrier.pending_count.b64 %r0, %rd3;
+"""
+# What each thread has in %r0 in the end.
+RETURNED = {
+    "the pending count of each arrival": (made(32) + COUNT_PENDING, list(range(32, 0, -1))),
+    "no wait by test_wait": (f"""
+        {made(33)}
+        {ARRIVE} [bar];
+        mbarrier.test_wait.parity.shared::cta.b64 %p1, [bar], 0;
+        selp.u32 %r0, 1, 2, %p1;
+    """, [2] * 32),
+    # a look at whether something is ready, before the thread arrives itself
+    "nothing by a try_wait where nobody can go on otherwise": (f"""
+        {made(32)}
+        mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0, 1000;
+        selp.u32 %r0, 1, 2, %p1;
+        {ARRIVE} [bar];
+        {wait("bar", 0)}
+    """, [2] * 32),
+    "a smaller count after arrive_drop": (f"""
+        {made(32)}
+        setp.lt.u32 %p1, %tid, 8;
+        @%p1 mbarrier.arrive_drop.shared::cta.b64 _, [bar];
+        @!%p1 {ARRIVE} [bar];
+        {wait("bar", 0)}
+        bar.warp.sync -1;
+        @%p1 bra END;
+        {COUNT_PENDING}
+        {wait("bar", 1)}
+        END:
+    """, [0] * 8 + list(range(24, 0, -1))),
+    "an end of the wait for bytes by hand": (f"""
+        {made(1)}
+        @!%p0 bra WAIT;
+        mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [bar], 48;
+        mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 32;
+        {EXPECT} [bar], 16;
+        WAIT: {wait("bar", 0)}
+    """, [0] * 32),
+    "the same by generic addresses": ("""
+        mov.u64 %rd4, bar;
+        cvta.shared.u64 %rd4, %rd4;
+        @%p0 mbarrier.init.b64 [%rd4], 32;
+        bar.sync 0;
+        mbarrier.arrive.b64 %rd3, [%rd4];
+        mbarrier.test_wait.b64 %p1, [%rd4], %rd3;
+        selp.u32 %r0, 1, 2, %p1;
+    """, [1] * 32),
+    "the count of a new object after inval": (f"""
+        {made(32)}
+        {ARRIVE} [bar];
+        bar.sync 0;
+        @%p0 mbarrier.inval.shared::cta.b64 [bar];
+        @%p0 st.shared.u64 [bar], 7;
+        @%p0 {INIT} [bar], 64;
+        bar.sync 0;
+        {COUNT_PENDING}
+    """, list(range(64, 32, -1))),
+}  # fmt: skip
+
+
 class TestWhatTheyReturn:
-    def test_pending_count_of_each_arrival(self):
-        body = made(32) + (
-            "mbarrier.arrive.shared::cta.b64 %rd3, [bar];\nmbarrier.pending_count.b64 %r0, %rd3;"
-        )
-        assert values(body) == list(range(32, 0, -1))
+    @pytest.mark.parametrize(("body", "returned"), RETURNED.values(), ids=RETURNED)
+    def test_it_is(self, body, returned):
+        assert values(body) == returned
 
     def test_a_count_of_arrivals(self):
         body = f"""
@@ -68,77 +128,6 @@ class TestWhatTheyReturn:
         add.u32 %r0, %r0, %r2;
         """
         assert values(body) == [7] * 32
-
-    def test_a_test_wait_does_not_wait(self):
-        body = made(33) + (
-            f"{ARRIVE} [bar];\nmbarrier.test_wait.parity.shared::cta.b64 %p1, [bar], 0;\n"
-            "selp.u32 %r0, 1, 2, %p1;"
-        )
-        assert values(body) == [2] * 32
-
-    def test_a_try_wait_gives_up_where_nobody_can_go_on_otherwise(self):
-        """A look at whether something is ready, before the thread arrives itself."""
-        body = f"""
-        {made(32)}
-        mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0, 1000;
-        selp.u32 %r0, 1, 2, %p1;
-        {ARRIVE} [bar];
-        {wait("bar", 0)}
-        """
-        assert values(body) == [2] * 32
-
-    def test_arrive_drop(self):
-        body = f"""
-        {made(32)}
-        setp.lt.u32 %p1, %tid, 8;
-        @%p1 mbarrier.arrive_drop.shared::cta.b64 _, [bar];
-        @!%p1 {ARRIVE} [bar];
-        {wait("bar", 0)}
-        bar.warp.sync -1;
-        @%p1 bra END;
-        mbarrier.arrive.shared::cta.b64 %rd3, [bar];
-        mbarrier.pending_count.b64 %r0, %rd3;
-        {wait("bar", 1)}
-        END:
-        """
-        assert values(body) == [0] * 8 + list(range(24, 0, -1))
-
-    def test_bytes_by_hand(self):
-        body = f"""
-        {made(1)}
-        @!%p0 bra WAIT;
-        mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [bar], 48;
-        mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], 32;
-        {EXPECT} [bar], 16;
-        WAIT: {wait("bar", 0)}
-        """
-        assert values(body) == [0] * 32
-
-    def test_generic_addresses(self):
-        body = """
-        mov.u64 %rd4, bar;
-        cvta.shared.u64 %rd4, %rd4;
-        @%p0 mbarrier.init.b64 [%rd4], 32;
-        bar.sync 0;
-        mbarrier.arrive.b64 %rd3, [%rd4];
-        mbarrier.test_wait.b64 %p1, [%rd4], %rd3;
-        selp.u32 %r0, 1, 2, %p1;
-        """
-        assert values(body) == [1] * 32
-
-    def test_a_place_is_used_again_after_inval(self):
-        body = f"""
-        {made(32)}
-        {ARRIVE} [bar];
-        bar.sync 0;
-        @%p0 mbarrier.inval.shared::cta.b64 [bar];
-        @%p0 st.shared.u64 [bar], 7;
-        @%p0 {INIT} [bar], 64;
-        bar.sync 0;
-        mbarrier.arrive.shared::cta.b64 %rd3, [bar];
-        mbarrier.pending_count.b64 %r0, %rd3;
-        """
-        assert values(body)[0] == 64
 
 
 class TestSleeping:
@@ -204,32 +193,31 @@ def handed_over(arrive: str = ARRIVE, how: str = "try_wait", waits: str = "") ->
 
 
 class TestOrder:
-    @pytest.mark.parametrize("how", ["test_wait", "try_wait", "try_wait.acquire"])
-    def test_arrivals_release_and_waits_acquire(self, how):
-        parts = how.partition(".")
-        body = handed_over(how=parts[0])
-        if parts[2]:
-            body = body.replace("parity.shared", "parity.acquire.cta.shared")
+    ONE_WAITS = "setp.ne.u32 %p2, %lane, 5;\n@%p2 bra PASSED;"
+    ACQUIRES = handed_over().replace("parity.shared", "parity.acquire.cta.shared")
+    RELAXED = handed_over().replace("parity.shared", "parity.relaxed.cta.shared")
+    TELLS = handed_over(waits=ONE_WAITS).replace("PASSED:", "PASSED: bar.warp.sync -1;")
+
+    @pytest.mark.parametrize(
+        "body",
+        [handed_over(how="test_wait"), handed_over(), ACQUIRES, TELLS],
+        ids=["test_wait", "try_wait", "try_wait.acquire", "one who waits and tells the others"],
+    )
+    def test_arrivals_release_and_waits_acquire(self, body):
         assert values(body, threads=64)[32:] == list(range(32))
 
-    def test_a_relaxed_arrival_releases_nothing(self):
-        arrive = ARRIVE.replace("arrive", "arrive.relaxed.cta")
-        with pytest.raises(RaceError, match="read of shared address 0 and write by warp 0"):
-            values(handed_over(arrive), threads=64)
-
-    def test_a_relaxed_wait_acquires_nothing(self):
-        with pytest.raises(RaceError, match="read of shared address 0 and write by warp 0"):
-            values(handed_over().replace("parity.shared", "parity.relaxed.cta.shared"), threads=64)
-
-    def test_who_has_not_waited_does_not_know(self):
-        one = "setp.ne.u32 %p2, %lane, 5;\n@%p2 bra PASSED;"
-        with pytest.raises(RaceError, match="write by warp 0"):
-            values(handed_over(waits=one), threads=64)
-
-    def test_until_one_who_has_tells_it(self):
-        one = "setp.ne.u32 %p2, %lane, 5;\n@%p2 bra PASSED;"
-        body = handed_over(waits=one).replace("PASSED:", "PASSED: bar.warp.sync -1;")
-        assert values(body, threads=64)[32:] == list(range(32))
+    @pytest.mark.parametrize(
+        "body",
+        [
+            handed_over(ARRIVE.replace("arrive", "arrive.relaxed.cta")),
+            RELAXED,
+            handed_over(waits=ONE_WAITS),
+        ],
+        ids=["a relaxed arrival", "a relaxed wait", "one who waits and tells nobody"],
+    )
+    def test_is_missing_with(self, body):
+        with pytest.raises(RaceError, match=r"read of shared address .* and write by warp 0"):
+            values(body, threads=64)
 
 
 class TestCopiesByThreads:

@@ -108,81 +108,85 @@ def test_what_lets_lanes_meet_does_not_order_memory(meeting):
         run(f"{FILL}{first}\n{meeting}\n{second}")
 
 
-def test_a_matrix_is_read_by_lanes_other_than_the_one_that_gives_the_address():
-    """Each of the lanes 0 to 7 writes the row whose address it gives."""
-    body = """
-    shl.b32 %r8, %r4, 4;
-    add.u32 %r9, %r2, %r8;
-    st.shared.v4.u32 [%r9], {%r0, %r0, %r0, %r0};
-    %BARRIER%
-    ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r9];
-    """
-    run(body.replace("%BARRIER%", WARP_BARRIER), 32)
-    with pytest.raises(RaceError):
-        run(body.replace("%BARRIER%", ""), 32)
-
-
 # -- barriers of some lanes --------------------------------------------------------------------
 
+# A body, what makes it right, what makes it a race, and the lane that is told.
+DECIDES = {
+    # each of the lanes 0 to 7 writes the row whose address it gives
+    "a barrier before a matrix is read": ("""
+        shl.b32 %r8, %r4, 4;
+        add.u32 %r9, %r2, %r8;
+        st.shared.v4.u32 [%r9], {%r0, %r0, %r0, %r0};
+        ?
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r9];
+    """, WARP_BARRIER, "", "same warp"),
+    # tiles of 8 lanes, as cooperative groups have them
+    "which lanes a barrier's mask names": ("""
+        st.shared.u32 [%r3], 1;
+        and.b32 %r9, %r4, 24;
+        shl.b32 %r10, 255, %r9;
+        bar.warp.sync %r10;
+        xor.b32 %r9, %r1, ?;
+        add.u32 %r10, %r2, %r9;
+        ld.shared.u32 %r8, [%r10];
+    """, "20", "32", "lane 8 of the same warp"),
+    # lane 0 meets lane 1, which then meets lane 2
+    "a chain of barriers of two masks": ("""
+        setp.eq.u32 %q, %r4, 0;
+        @%q st.shared.u32 [%r2], 1;
+        setp.gt.u32 %q, %r4, 1;
+        @%q bra SECOND;
+        bar.warp.sync 3;
+        SECOND:
+        setp.eq.u32 %q, %r4, 0;
+        @%q bra DONE;
+        setp.gt.u32 %q, %r4, 2;
+        @%q bra DONE;
+        ?
+        setp.eq.u32 %q, %r4, 2;
+        @%q ld.shared.u32 %r8, [%r2];
+        DONE:
+    """, "bar.warp.sync 6;", "", "write by lane 0 of the same warp"),
+    # lanes 0 and 1 read one word at different times
+    "whether all who have read it meet the writer": ("""
+        st.shared.u32 [%r3], 0;
+        bar.warp.sync -1;
+        setp.eq.u32 %q, %r4, 0;
+        @%q ld.shared.u32 %r8, [%r2];
+        setp.eq.u32 %q, %r4, 1;
+        @%q ld.shared.u32 %r8, [%r2];
+        setp.gt.u32 %q, %r4, 2;
+        @%q bra DONE;
+        ?
+        setp.eq.u32 %q, %r4, 2;
+        @%q st.shared.u32 [%r2], 1;
+        DONE:
+    """, "bar.warp.sync 7;", "setp.eq.u32 %q, %r4, 0;\n@%q bra DONE;\nbar.warp.sync 6;",
+        "read by lane 0 of the same warp"),
+    "the value that all write in one instruction": (
+        "st.shared.u32 [%r2], ?;", "7", "%r0",
+        r"another value by lane 31 of the same warp\n.* undefined",
+    ),
+    # even lanes in the first turn of a loop, odd ones in the second
+    "the value that they write at different times": ("""
+        mov.u32 %r9, 0;
+        LOOP:
+        setp.ne.u32 %q, %r7, %r9;
+        @%q bra NEXT;
+        st.shared.u32 [%r2], ?;
+        NEXT:
+        add.u32 %r9, %r9, 1;
+        setp.lt.u32 %q, %r9, 2;
+        @%q bra LOOP;
+    """, "7", "%r7", "no __syncwarp"),
+}  # fmt: skip
 
-def test_a_barrier_orders_the_lanes_of_its_mask_only():
-    """Tiles of 8 lanes, as cooperative groups have them."""
-    tile_barrier = """
-    and.b32 %r9, %r4, 24;
-    shl.b32 %r10, 255, %r9;
-    bar.warp.sync %r10;
-    """
-    across = "xor.b32 %r9, %r1, {};\nadd.u32 %r10, %r2, %r9;\nld.shared.u32 %r8, [%r10];"
-    write = "st.shared.u32 [%r3], 1;\n"
-    run(write + tile_barrier + across.format(4 * 5))
-    with pytest.raises(RaceError, match="lane 8 of the same warp"):
-        run(write + tile_barrier + across.format(4 * 8))
 
-
-def test_barriers_of_two_masks_order_in_a_chain():
-    """Lane 0 meets lane 1, which then meets lane 2."""
-    body = """
-    setp.eq.u32 %q, %r4, 0;
-    @%q st.shared.u32 [%r2], 1;
-    setp.gt.u32 %q, %r4, 1;
-    @%q bra SECOND;
-    bar.warp.sync 3;
-    SECOND:
-    setp.eq.u32 %q, %r4, 0;
-    @%q bra DONE;
-    setp.gt.u32 %q, %r4, 2;
-    @%q bra DONE;
-    {second}
-    setp.eq.u32 %q, %r4, 2;
-    @%q ld.shared.u32 %r8, [%r2];
-    DONE:
-    """
-    run(body.format(second="bar.warp.sync 6;"), 32)
-    with pytest.raises(RaceError, match="write by lane 0 of the same warp"):
-        run(body.format(second=""), 32)
-
-
-def test_reads_of_several_lanes_are_all_remembered():
-    """Lanes 0 and 1 read one word at different times; only lane 1 meets the writer."""
-    body = """
-    st.shared.u32 [%r3], 0;
-    bar.warp.sync -1;
-    setp.eq.u32 %q, %r4, 0;
-    @%q ld.shared.u32 %r8, [%r2];
-    setp.eq.u32 %q, %r4, 1;
-    @%q ld.shared.u32 %r8, [%r2];
-    setp.gt.u32 %q, %r4, 2;
-    @%q bra DONE;
-    {leave}
-    bar.warp.sync {mask};
-    setp.eq.u32 %q, %r4, 2;
-    @%q st.shared.u32 [%r2], 1;
-    DONE:
-    """
-    run(body.format(leave="", mask=7), 32)
-    leave = "setp.eq.u32 %q, %r4, 0;\n@%q bra DONE;"
-    with pytest.raises(RaceError, match="read by lane 0 of the same warp"):
-        run(body.format(leave=leave, mask=6), 32)
+@pytest.mark.parametrize(("body", "right", "wrong", "words"), DECIDES.values(), ids=DECIDES)
+def test_it_decides(body, right, wrong, words):
+    run(body.replace("?", right), 32)
+    with pytest.raises(RaceError, match=words):
+        run(body.replace("?", wrong), 32)
 
 
 def test_lanes_may_meet_at_different_barriers_of_one_mask():
@@ -212,33 +216,6 @@ def test_lanes_that_have_ended_have_arrived():
         ld.shared.u32 %r8, [%r3+64];
         """
     )
-
-
-# -- one instruction ---------------------------------------------------------------------------
-
-
-def test_lanes_that_write_one_word_in_one_instruction():
-    run("st.shared.u32 [%r2], 7;", 32)
-    with pytest.raises(RaceError, match=r"another value by lane 31 of the same warp\n.* undefined"):
-        run("st.shared.u32 [%r2], %r0;", 32)
-
-
-def test_lanes_that_write_one_value_at_different_times_in_one_instruction():
-    """Even lanes in the first turn of a loop, odd ones in the second."""
-    body = """
-    mov.u32 %r9, 0;
-    LOOP:
-    setp.ne.u32 %q, %r7, %r9;
-    @%q bra NEXT;
-    st.shared.u32 [%r2], {};
-    NEXT:
-    add.u32 %r9, %r9, 1;
-    setp.lt.u32 %q, %r9, 2;
-    @%q bra LOOP;
-    """
-    run(body.format(7), 32)
-    with pytest.raises(RaceError, match="no __syncwarp"):
-        run(body.format("%r7"), 32)
 
 
 # -- copies ------------------------------------------------------------------------------------
