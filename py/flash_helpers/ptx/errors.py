@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class PtxError(Exception):
@@ -66,30 +67,25 @@ class Thread:
         return f"block ({x}, {y}, {z}) warp {self.warp} lane {self.lane}"
 
 
+@dataclass(eq=False, repr=False)
 class SimulatorError(PtxError, RuntimeError):
     """A fault of the kernel found while it ran.
 
-    site: the instruction. thread: the first that shows the fault, None if it has no single one.
-    address: as the instruction saw it, None if no address is involved. count: of faulting lanes,
-    over the whole run where faults are collected.
+    title: the kind of fault, in words. site: the instruction. thread: the first that shows the
+    fault, None if it has no single one. address: as the instruction saw it, None if no address is
+    involved. count: of faulting lanes, over the whole run where faults are collected.
     """
 
-    title = "fault"
+    title: ClassVar[str] = "fault"
 
-    def __init__(
-        self,
-        detail: str,
-        site: Site | None = None,
-        thread: Thread | None = None,
-        address: int | None = None,
-        count: int = 1,
-    ) -> None:
-        self.detail = detail
-        self.site = site
-        self.thread = thread
-        self.address = address
-        self.count = count
-        super().__init__(detail)
+    detail: str
+    site: Site | None = None
+    thread: Thread | None = None
+    address: int | None = None
+    count: int = 1
+
+    def __init_subclass__(cls, title: str) -> None:
+        cls.title = title
 
     def __str__(self) -> str:
         parts = [f"{self.title}: {self.detail}"]
@@ -103,228 +99,166 @@ class SimulatorError(PtxError, RuntimeError):
         return text if self.count == 1 else f"{text}\n  {self.count} times"
 
 
-class OutOfBoundsError(SimulatorError):
+class OutOfBoundsError(SimulatorError, title="out-of-bounds access"):
     """An access outside every allocation, or outside the block's shared memory."""
 
-    title = "out-of-bounds access"
 
-
-class MisalignedError(SimulatorError):
+class MisalignedError(SimulatorError, title="misaligned access"):
     """An address that is not a multiple of the access size."""
 
-    title = "misaligned access"
 
-
-class UninitialisedReadError(SimulatorError):
+class UninitialisedReadError(SimulatorError, title="uninitialised memory"):
     """Bytes read from shared or local memory that nothing had written reached global memory, an
     address, a branch that decides about more than registers, a barrier or the predicate of an
     instruction with a visible effect. address: of that memory.
     """
 
-    title = "uninitialised memory"
 
-
-class PendingCopyError(SimulatorError):
+class PendingCopyError(SimulatorError, title="asynchronous copy not waited for"):
     """Memory touched between a `cp.async` and the wait that completes it: shared memory that it
     will write, or global memory that it reads."""
 
-    title = "asynchronous copy not waited for"
 
-
-class RaceError(SimulatorError):
+class RaceError(SimulatorError, title="shared-memory race"):
     """Two threads touch the same shared bytes, one of them writing, and nothing orders them: of two
     warps, no barrier; of one warp, no `__syncwarp`."""
 
-    title = "shared-memory race"
 
-
-class ProxyError(SimulatorError):
+class ProxyError(SimulatorError, title="missing proxy fence"):
     """An agent touches shared memory that a thread has written, and no `fence.proxy.async` stands
     between the two: the write is in order, but may not be visible to the agent (PTX ISA 9.0, "Async
     Proxy": accessing the same memory location across multiple proxies needs a cross-proxy fence).
     """
 
-    title = "missing proxy fence"
 
-
-class AbsentBlockError(SimulatorError):
+class AbsentBlockError(SimulatorError, title="block not there"):
     """A thread touches shared memory of another block of its cluster when that may not have begun
     yet, or may have ended (CUDA C++ Programming Guide, "Distributed Shared Memory": all the thread
     blocks have to exist, and all operations to happen before the exit of a thread block)."""
 
-    title = "block not there"
 
-
-class BarrierError(SimulatorError):
+class BarrierError(SimulatorError, title="barrier not reached by all threads"):
     """A barrier that not all of its threads reach."""
 
-    title = "barrier not reached by all threads"
 
-
-class BarrierOperandError(BarrierError):
+class BarrierOperandError(BarrierError, title="impossible barrier"):
     """A barrier whose number, or number of threads, no block has, or to which more threads come at
     once than it waits for (PTX ISA 9.0, "barrier": operand b is the number that participates)."""
 
-    title = "impossible barrier"
 
-
-class ClusterBarrierError(BarrierError):
+class ClusterBarrierError(BarrierError, title="cluster barrier misused"):
     """A thread that arrives at the barrier of its cluster again before it has waited, or waits
     before it has arrived (PTX ISA 9.0, "barrier.cluster": each thread must arrive only once before
     the barrier completes)."""
 
-    title = "cluster barrier misused"
 
-
-class MbarrierError(SimulatorError):
+class MbarrierError(SimulatorError, title="mbarrier misused"):
     """An operation on an mbarrier object that the PTX ISA leaves undefined: before mbarrier.init or
     after mbarrier.inval, mbarrier.init of a live object, counts out of their range, and bytes that
     come in another phase than the one that was told to expect them; or another instruction that
     touches the object (PTX ISA 9.0, "Parallel Synchronization and Communication Instructions:
     mbarrier")."""
 
-    title = "mbarrier misused"
 
-
-class BulkCopyError(SimulatorError):
+class BulkCopyError(SimulatorError, title="impossible bulk copy"):
     """Operands of a bulk copy that the PTX ISA leaves undefined: addresses, sizes and coordinates
     that are not aligned, a tensor map that is none, or that a thread loads ("Tensor-map": it is
     opaque), destinations that the instruction cannot have
     (PTX ISA 9.0, "cp.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk"); or, of a tensor,
     that an H200 refuses: rows of a box that begin between two multiples of 16 bytes."""
 
-    title = "impossible bulk copy"
 
-
-class OutlivedError(SimulatorError):
+class OutlivedError(SimulatorError, title="copy not waited for at the end"):
     """A block has ended while a bulk copy may still write its shared memory, or read it: none of
     its threads knows that it is done (CUDA C++ Programming Guide, "Distributed Shared Memory"; PTX
     ISA 9.0, "cp.async.bulk.wait_group"; of a copy that completes on an mbarrier,
     "mbarrier.try_wait")."""
 
-    title = "copy not waited for at the end"
 
-
-class DeadlockError(SimulatorError):
+class DeadlockError(SimulatorError, title="deadlock"):
     """Threads that sleep, and nobody who could wake them. The message tells who waits for what."""
 
-    title = "deadlock"
 
-
-class MissingLanesError(SimulatorError):
+class MissingLanesError(SimulatorError, title="missing lanes"):
     """A warp-wide instruction executed without lanes that it needs."""
 
-    title = "missing lanes"
 
-
-class WarpgroupError(SimulatorError):
+class WarpgroupError(SimulatorError, title="warpgroup not together"):
     """The four warps of a warpgroup do not execute the same `wgmma` or `setmaxnreg` instructions
     in the same order, or a block has not all four. "All threads in the warpgroup must execute the
     same" one (PTX ISA 9.0, "wgmma.mma_async", "wgmma.fence", "wgmma.commit_group",
     "wgmma.wait_group", "setmaxnreg": .aligned)."""
 
-    title = "warpgroup not together"
 
-
-class MatrixDescriptorError(SimulatorError):
+class MatrixDescriptorError(SimulatorError, title="matrix descriptor"):
     """A matrix descriptor of a `wgmma` that describes no matrix (PTX ISA 9.0, "Matrix Descriptor
     Format"), or differs between the lanes of a warp or the warps of a warpgroup
     ("wgmma.mma_async")."""
 
-    title = "matrix descriptor"
 
-
-class WgmmaRegisterError(SimulatorError):
+class WgmmaRegisterError(SimulatorError, title="register of a wgmma in flight"):
     """A register of a `wgmma` touched before its warp has waited for it: the accumulator, or A
     (PTX ISA 9.0, "wgmma.wait_group": undefined behaviour)."""
 
-    title = "register of a wgmma in flight"
 
-
-class WgmmaFenceError(SimulatorError):
+class WgmmaFenceError(SimulatorError, title="missing wgmma.fence"):
     """A register that a `wgmma` uses was accessed before with no `wgmma.fence` in between, or a
     warp's first `wgmma` has none before it (PTX ISA 9.0, "wgmma.fence": undefined behaviour)."""
 
-    title = "missing wgmma.fence"
 
-
-class RegisterCountError(SimulatorError):
+class RegisterCountError(SimulatorError, title="impossible setmaxnreg"):
     """A `setmaxnreg.inc` to fewer registers than the warp has, a `setmaxnreg.dec` to more, or one
     before the warpgroup has synchronised since its last one (PTX ISA 9.0, "setmaxnreg": undefined
     behaviour)."""
 
-    title = "impossible setmaxnreg"
 
-
-class UnfinishedError(SimulatorError):
+class UnfinishedError(SimulatorError, title="asynchronous operation not waited for before the end"):
     """A thread ends while asynchronous operations that it has begun may still be going on."""
 
-    title = "asynchronous operation not waited for before the end"
 
-
-class TrapError(SimulatorError):
+class TrapError(SimulatorError, title="trap"):
     """The kernel executed `trap`."""
 
-    title = "trap"
 
-
-class AssertError(SimulatorError):
+class AssertError(SimulatorError, title="assertion failed"):
     """An `assert` of the kernel does not hold."""
 
-    title = "assertion failed"
 
-
-class Lint(SimulatorError):
+class Lint(SimulatorError, title="lint"):
     """Something legal that is seldom meant. Collected in `Run.lints`, never raised."""
 
-    title = "lint"
 
-
-class ZeroFillLint(Lint):
+class ZeroFillLint(Lint, title="filled bytes read as data"):
     """Bytes of a box that lie outside of its tensor, read by a thread or a `wgmma` as data: TMA has
     filled them (PTX ISA 9.0, "Tensors: Tiled Mode")."""
 
-    title = "filled bytes read as data"
 
-
-class NeverReadLint(Lint):
+class NeverReadLint(Lint, title="bytes delivered and never read"):
     """Bytes that a bulk copy brings to shared memory, and that nobody reads before they are
     overwritten or the block ends."""
 
-    title = "bytes delivered and never read"
 
-
-class EarlyReleaseLint(Lint):
+class EarlyReleaseLint(Lint, title="released by one warp for others"):
     """Memory that a `wgmma` of several warps reads, released after only some of them have waited:
     right if one warp's `wgmma.wait_group` holds for the warpgroup (PTX ISA 9.0,
     "wgmma.wait_group": it waits for groups of the executing threads)."""
 
-    title = "released by one warp for others"
 
-
-class LeftArrivalsLint(Lint):
+class LeftArrivalsLint(Lint, title="arrivals that nobody waits for"):
     """Arrivals at a named barrier that no thread has waited for when the block ends: no rule is
     broken, and the barrier ends with the block (PTX ISA 9.0, "barrier": `arrive` is for a `sync` or
     `red` of other threads)."""
 
-    title = "arrivals that nobody waits for"
 
-
-class OverlappingStoresLint(Lint):
+class OverlappingStoresLint(Lint, title="stores in no order"):
     """Bulk copies to the same bytes of global memory, one of them issued before anybody has waited
     for the other: right if they write the same, since either may be last (PTX ISA 9.0,
     "cp.async.bulk.commit_group": no order between two of them)."""
 
-    title = "stores in no order"
 
-
-class NotResidentError(SimulatorError):
+class NotResidentError(SimulatorError, title="block not resident"):
     """Blocks that wait for one which begins only when one of them has ended."""
 
-    title = "block not resident"
 
-
-class InstructionLimitError(SimulatorError):
+class InstructionLimitError(SimulatorError, title="instruction limit"):
     """The kernel ran longer than it was allowed to."""
-
-    title = "instruction limit"
