@@ -10,115 +10,28 @@ run.counters.total.bank_conflicts
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flash_helpers.ptx.errors import (
-    AbsentBlockError,
-    AssertError,
-    BarrierError,
-    BarrierOperandError,
-    BulkCopyError,
-    ClusterBarrierError,
-    DeadlockError,
-    EarlyReleaseLint,
-    InstructionLimitError,
-    LaunchError,
-    LeftArrivalsLint,
-    Lint,
-    MatrixDescriptorError,
-    MbarrierError,
-    MisalignedError,
-    MissingLanesError,
-    NeverReadLint,
-    NotPtxError,
-    NotResidentError,
-    OutlivedError,
-    OutOfBoundsError,
-    OverlappingStoresLint,
-    PendingCopyError,
-    ProxyError,
-    PtxError,
-    PtxSyntaxError,
-    RaceError,
-    RegisterCountError,
-    SimulatorError,
-    TrapError,
-    UnfinishedError,
-    UninitialisedReadError,
-    UnsupportedInstruction,
-    WarpgroupError,
-    WgmmaFenceError,
-    WgmmaRegisterError,
-    ZeroFillLint,
-)
-from flash_helpers.ptx.read.flow import Phase
-from flash_helpers.ptx.read.reader import read_ptx
-from flash_helpers.ptx.run.count.counters import Counters, LineCounts, Role
-from flash_helpers.ptx.run.count.counts import Counts
-from flash_helpers.ptx.tensor_map import TensorMap
+from flash_helpers.ptx.errors import *  # noqa: F403 - every kind of error
+from flash_helpers.ptx.read.flow import Phase as Phase
+from flash_helpers.ptx.read.reader import read_ptx as read_ptx
+from flash_helpers.ptx.run.count.counts import Counts as Counts
+from flash_helpers.ptx.tensor_map import TensorMap as TensorMap
 
 if TYPE_CHECKING:
-    from flash_helpers.ptx.run.asynchronous.warpgroups import ComputedProduct
-    from flash_helpers.ptx.run.execute.observe import Observation, Observer
-    from flash_helpers.ptx.run.kernel import Kernel, Run
-    from flash_helpers.ptx.run.loading import PtxModule, load_ptx
-    from flash_helpers.ptx.run.memory.regions import DeviceMemory
-
-__all__ = [
-    "AbsentBlockError",
-    "AssertError",
-    "BarrierError",
-    "BarrierOperandError",
-    "BulkCopyError",
-    "ClusterBarrierError",
-    "ComputedProduct",
-    "Counters",
-    "Counts",
-    "DeadlockError",
-    "DeviceMemory",
-    "EarlyReleaseLint",
-    "InstructionLimitError",
-    "Kernel",
-    "LaunchError",
-    "LeftArrivalsLint",
-    "LineCounts",
-    "Lint",
-    "MatrixDescriptorError",
-    "MbarrierError",
-    "MisalignedError",
-    "MissingLanesError",
-    "NeverReadLint",
-    "NotPtxError",
-    "NotResidentError",
-    "Observation",
-    "Observer",
-    "OutOfBoundsError",
-    "OutlivedError",
-    "OverlappingStoresLint",
-    "PendingCopyError",
-    "Phase",
-    "ProxyError",
-    "PtxError",
-    "PtxModule",
-    "PtxSyntaxError",
-    "RaceError",
-    "RegisterCountError",
-    "Role",
-    "Run",
-    "SimulatorError",
-    "TensorMap",
-    "TrapError",
-    "UnfinishedError",
-    "UninitialisedReadError",
-    "UnsupportedInstruction",
-    "WarpgroupError",
-    "WgmmaFenceError",
-    "WgmmaRegisterError",
-    "ZeroFillLint",
-    "load_ptx",
-    "read_ptx",
-]
+    from flash_helpers.ptx.run.asynchronous.warpgroups import ComputedProduct as ComputedProduct
+    from flash_helpers.ptx.run.count.counters import Counters as Counters
+    from flash_helpers.ptx.run.count.counters import LineCounts as LineCounts
+    from flash_helpers.ptx.run.count.counters import Role as Role
+    from flash_helpers.ptx.run.execute.observe import Observation as Observation
+    from flash_helpers.ptx.run.execute.observe import Observer as Observer
+    from flash_helpers.ptx.run.kernel import Kernel as Kernel
+    from flash_helpers.ptx.run.kernel import Run as Run
+    from flash_helpers.ptx.run.loading import PtxModule as PtxModule
+    from flash_helpers.ptx.run.loading import load_ptx as load_ptx
+    from flash_helpers.ptx.run.memory.regions import DeviceMemory as DeviceMemory
 
 # what runs kernels needs NumPy, which those who only read PTX do not wait for
 _RUNNING = {
+    "count.counters": ("Counters", "LineCounts", "Role"),
     "kernel": ("Kernel", "Run"),
     "loading": ("PtxModule", "load_ptx"),
     "memory.regions": ("DeviceMemory",),
