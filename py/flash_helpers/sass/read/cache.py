@@ -32,7 +32,7 @@ from flash_helpers.sass.read.records import (
     SourceLine,
 )
 
-FORMAT = 7  # raise it when `Disassembly`, or what is put into one, changes
+FORMAT = 8  # raise it when `Disassembly`, or what is put into one, changes
 FOLDER_VARIABLE = "FLASH_HELPERS_SASS_CACHE"
 MAX_BYTES = 256 << 20  # of all entries; a kernel of this library takes about 30 KB
 MAX_ENTRY_BYTES = 256 << 20  # of one entry, unpacked

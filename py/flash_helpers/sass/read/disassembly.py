@@ -1,35 +1,31 @@
 """Disassembly of kernels by nvdisasm, with their line tables.
 
-nvdisasm runs twice on each file: as JSON for what the instructions are, and as text for the live
-registers, which JSON does not have, and which take most of the time. Control words come from the
-code's bytes. Where JSON fails, such as for relocatable code with calls, on which nvdisasm 13.5
-crashes, a listing tells the instructions; where that fails too, such as for sm_70, which 13.5
-refuses, an older nvdisasm.
+nvdisasm runs once on each file, for a listing that tells the instructions and, if asked for, the
+live registers, which take most of the time. Control words come from the code's bytes. What the
+newest nvdisasm refuses, as 13.5 does sm_70, an older one reads.
 
-Live registers are not told of the NOPs that fill a section, which nvdisasm leaves out of the text,
-and not of calls: there it counts what any function of the file might need, 172 between two
+Live registers are not told of the NOPs that fill a section, which nvdisasm then leaves out of the
+text, and not of calls: there it counts what any function of the file might need, 172 between two
 instructions of 115 in a kernel that does not even call anything, since ptxas for sm_80 to sm_89
 leaves some loops with a CALL.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.containers import Member
 from flash_helpers.sass.read.disassembler import Disassembler, run_program
 from flash_helpers.sass.read.elf import Content, Cubin, CubinKernel
-from flash_helpers.sass.read.flow import BRANCHES, CALLS
+from flash_helpers.sass.read.flow import CALLS, JUMPS
 from flash_helpers.sass.read.lines import CUDA_LINES, PTX_LINES, LineTable, read_line_tables
-from flash_helpers.sass.read.listing import Kind, parse_listing, scan
+from flash_helpers.sass.read.listing import ListedFunction, parse_listing
 from flash_helpers.sass.read.merge import merged_cubin, merged_name
 from flash_helpers.sass.read.records import (
     INSTRUCTION_BYTES,
@@ -43,13 +39,13 @@ from flash_helpers.sass.read.symbols import plain_name, with_demangled_symbols
 LARGEST_BATCH = 48  # kernels: some seconds of work, of which the start is half a second
 _SMALLEST_BATCH = 4  # kernels, if there are as many: another start takes longer than they do
 
+_WITH_LIVE_REGISTERS = ("-plr", "-lrm", "count")
 _NO_LIVE_REGISTERS = "Cannot print life ranges"  # such as for cubins of CUDA 12
-_LIVE_TABLE = "// |"
-_LIVE_COLUMNS = ("GPR", "PRED", "UGPR", "UPRED")  # as the fields of LiveRegisters
-_JOINED = re.compile(r"((?:^|,)\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
+_JOINED = re.compile(r"((?:^|, )\[[^\[\]]*\])(?=\[)")  # LDGSTS [R1][R2.64] is [R1], [R2.64]
 _LABEL = re.compile(r"`\((\.L_\w+)\)|(?<= )(\.L_\w+)@srel")
-_OFFSET = re.compile(r"^(U?R\w+) (?=[-`])")  # BRX R2 -0xa0 is R2, -0xa0
-_TARGET = re.compile(r"0x[0-9a-f]+")
+_FUNCTION = re.compile(r"`\(([^()]+)\)$")  # that a CALL names, or the one that a RET leaves
+_OFFSET = re.compile(r"^(U?R\w+) (?=-?0x|`|[.$\w]+$)")  # BRX R2 -0xa0 is R2, -0xa0
+_NOP, _OPCODE_BITS = 0x918, 0xFFF
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ def disassemble(
     header = batch.requests[0].cubin.header
     try:
         with _written(merged_cubin(header, [r.kernel for r in batch.requests]), folder) as path:
-            return _read(_JSON, tools[0], path, [], batch.requests, names, live)
+            return _read(tools[0], path, [], batch.requests, names, live)
     except SassError:
         # one damaged kernel must not spoil the others, and the error must name its own cubin
         return [
@@ -139,9 +135,9 @@ def _disassemble(
     problems = []
     with _written(requests[0].member.read(), folder) as path:
         for tool in tools:
-            for form in (_JSON, _LISTING) if tool.is_new_enough(cubin.compiler.version) else ():
+            if tool.is_new_enough(cubin.compiler.version):
                 try:
-                    return _read(form, tool, path, only, requests, names, live)
+                    return _read(tool, path, only, requests, names, live)
                 except SassError as error:
                     problems.append(str(error).replace(str(path), cubin.origin))
     reason = with_demangled_symbols(problems[0])
@@ -160,12 +156,7 @@ def _written(cubin: Content, folder: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-Functions = dict[str, dict[str, Any]]
-LiveTables = dict[str, dict[int, LiveRegisters]]
-
-
 def _read(
-    form: tuple[Sequence[str], Callable[[str], Functions]],
     tool: Disassembler,
     path: Path,
     only: Sequence[str],
@@ -173,98 +164,31 @@ def _read(
     names: Sequence[str],
     live: bool,
 ) -> list[Disassembly]:
-    """The disassembly of each request, which has that name in the cubin at `path`. form: how
-    nvdisasm is asked for the functions, and what reads its answer."""
-    options, read = form
-    functions = read(run_program(tool.path, *options, *only, path))
-    table = ""
-    if live:
-        try:
-            table = run_program(tool.path, "-c", "-plr", "-lrm", "count", *only, path)
-        except SassError as error:
-            if _NO_LIVE_REGISTERS not in str(error):
-                raise
-    return _disassemblies(requests, names, functions, _live_registers(table))
-
-
-def _from_json(text: str) -> Functions:
-    """By name."""
+    """The disassembly of each request, which has that name in the cubin at `path`."""
     try:
-        _, functions = json.loads(text)
-        return {function["function-name"]: function for function in functions}
-    except (ValueError, TypeError, KeyError) as error:
-        raise SassError(f"nvdisasm's JSON cannot be read: {error!r}") from error
-
-
-def _from_listing(text: str) -> Functions:
-    """As in JSON, but for symbols in operands."""
-    found = {}
-    for function in parse_listing(text, "nvdisasm's listing"):
-        items = []
-        for o in function.operations:
-            operands = _OFFSET.sub(r"\1,", o.operands).replace(", ", ",")
-            for label in _LABEL.finditer(operands):
-                name = label[1] or label[2]
-                if name in function.labels:
-                    operands = operands.replace(label[0], f"{function.labels[name]:#x}")
-            items.append({"predicate": o.predicate, "opcode": o.opcode, "operands": operands})
-        found[function.name] = {"start": 0, "sass-instructions": items}
-    return found
-
-
-_JSON = (("-json",), _from_json)
-_LISTING = (("-c",), _from_listing)
-
-
-def _live_registers(text: str) -> LiveTables:
-    """The table that nvdisasm appends to each line."""
-    found: LiveTables = {}
-    rows: dict[int, LiveRegisters] = {}
-    columns: list[str] = []
-    distinct: dict[str, LiveRegisters] = {}
-    for line in scan(text, "nvdisasm's listing"):
-        table = line.remark.removeprefix(_LIVE_TABLE)
-        if line.kind is Kind.FUNCTION:
-            rows = found.setdefault(line.name, {})
-        elif "GPR" in table:
-            columns = [cell.strip() for cell in table.split("|")[:-1]]
-        elif line.address is not None and table != line.remark:
-            if table not in distinct:
-                distinct[table] = _live_row(table, columns)
-            rows[line.address] = distinct[table]
-    return found
-
-
-def _live_row(table: str, columns: Sequence[str]) -> LiveRegisters:
-    counts = dict(zip(columns, table.split("|"), strict=False))
-    try:
-        return LiveRegisters(*(int(counts.get(c, "").strip() or 0) for c in _LIVE_COLUMNS))
-    except ValueError as error:
-        raise SassError(f"nvdisasm's live registers {table!r} cannot be read") from error
-
-
-def _disassemblies(
-    requests: Sequence[Request], names: Sequence[str], functions: Functions, live: LiveTables
-) -> list[Disassembly]:
+        text = run_program(tool.path, "-c", *(_WITH_LIVE_REGISTERS if live else ()), *only, path)
+    except SassError as error:
+        if not live or _NO_LIVE_REGISTERS not in str(error):
+            raise
+        text = run_program(tool.path, "-c", *only, path)
+    listed = {function.name: function for function in parse_listing(text, "nvdisasm's listing")}
     tables: dict[Member, tuple[dict[int, LineTable], dict[int, LineTable]]] = {}
     found = []
     for request, name in zip(requests, names, strict=True):
-        kernel, cubin = request.kernel, request.cubin
+        cubin, section = request.cubin, request.kernel.section.index
         if request.member not in tables:
             tables[request.member] = (
                 read_line_tables(cubin, CUDA_LINES),
                 read_line_tables(cubin, PTX_LINES),
             )
-        cuda_lines, ptx_lines = (
-            table.get(kernel.section.index, LineTable()) for table in tables[request.member]
-        )
-        operations = _operations(kernel, functions.get(name), cubin.origin)
-        rows = live.get(name, {})
+        cuda_lines, ptx_lines = (t.get(section, LineTable()) for t in tables[request.member])
+        function = listed.get(name, ListedFunction(name, cubin.architecture))
+        operations, live_at = _operations(request, function), function.live_registers
         of_ptx = [ptx_lines.at(operation.address) for operation in operations]
         found.append(
             Disassembly(
                 operations=operations,
-                live=tuple(None if o.base in CALLS else rows.get(o.address) for o in operations),
+                live=tuple(None if o.base in CALLS else live_at.get(o.address) for o in operations),
                 sources=tuple(cuda_lines.at(operation.address) for operation in operations),
                 ptx_lines=tuple(chain[0].line if chain else None for chain in of_ptx),
             )
@@ -272,54 +196,41 @@ def _disassemblies(
     return found
 
 
-def _operations(
-    kernel: CubinKernel, function: Mapping[str, Any] | None, origin: str
-) -> tuple[Operation, ...]:
-    """The instructions of one function in nvdisasm's JSON."""
-    try:
-        listed = function["sass-instructions"] if function else []
-        if len(listed) * INSTRUCTION_BYTES != len(kernel.code) or function["start"]:
-            raise SassError(
-                f"nvdisasm lists {len(listed)} instructions of {plain_name(kernel.symbol)} in "
-                f"{origin}, whose "
-                f"{len(kernel.code)} bytes are {len(kernel.code) // INSTRUCTION_BYTES}"
-            )
-        return tuple(
-            _operation(index * INSTRUCTION_BYTES, item, kernel) for index, item in enumerate(listed)
-        )
-    except (TypeError, KeyError) as error:
+def _operations(request: Request, function: ListedFunction) -> tuple[Operation, ...]:
+    """The instructions of a listed function, with their encodings, and the NOPs behind them that a
+    listing with live registers leaves out."""
+    kernel, code = request.kernel, request.kernel.code
+    addresses = range(0, len(code), INSTRUCTION_BYTES)
+    words = [int.from_bytes(code[at : at + INSTRUCTION_BYTES], "little") for at in addresses]
+    listed = function.operations
+    left_out = words[len(listed) :]
+    in_order = [o.address for o in listed] == [*addresses[: len(listed)]]
+    if not listed or not in_order or any(word & _OPCODE_BITS != _NOP for word in left_out):
         raise SassError(
-            f"nvdisasm's JSON of {plain_name(kernel.symbol)} in {origin} cannot be read: {error!r}"
-        ) from error
+            f"nvdisasm lists {len(listed)} instructions of {plain_name(kernel.symbol)} in "
+            f"{request.cubin.origin}, whose {len(code)} bytes are {len(words)}"
+        )
+    return tuple(
+        _operation(listed[n], word, function, kernel)
+        if n < len(listed)
+        else Operation(addresses[n], word, "", "NOP", "", None)
+        for n, word in enumerate(words)
+    )
 
 
-def _operation(address: int, item: Mapping[str, Any], kernel: CubinKernel) -> Operation:
-    encoding = int.from_bytes(kernel.code[address : address + INSTRUCTION_BYTES], "little")
-    opcode = item["opcode"]
-    listed = _JOINED.sub(r"\1,", item.get("operands", ""))
-    predicate, operands = _guard_and_operands(item.get("predicate", ""), listed.split(","))
-    target = None
-    if opcode.startswith("BREAK"):
-        operands.sort(key=_is_barrier)
-    if opcode.partition(".")[0] in BRANCHES | CALLS:
-        last = operands[-1]
-        name = last.removeprefix("`(").removesuffix(")")  # as a listing has it
-        target = int(last, 16) if _TARGET.fullmatch(last) else kernel.functions.get(name)
-    return Operation(address, encoding, predicate, opcode, ", ".join(operands), target)
+def _operation(
+    listed: Operation, encoding: int, function: ListedFunction, kernel: CubinKernel
+) -> Operation:
+    """A listed instruction with labels as addresses, and with the name of a called function."""
 
+    def address(match: re.Match[str]) -> str:
+        target = function.labels.get(match[1] or match[2])
+        return match[0] if target is None else f"{target:#x}"
 
-def _is_barrier(operand: str) -> bool:
-    """Whether it is the register that BREAK takes lanes out of: the last operand as text, but the
-    first in the JSON of nvdisasm 13.5."""
-    return operand.startswith("B")
-
-
-def _guard_and_operands(predicate: str, operands: list[str]) -> tuple[str, list[str]]:
-    """Guard and operands at their places. For `@P1 P2R R5, PR, R6, 0x7f` the JSON of nvdisasm 13.5
-    has the predicate PR and the operands R5, @P1, R6, 0x7f; without a guard R5, R6, 0x7f."""
-    if not predicate or predicate.startswith("@"):
-        return predicate, operands
-    guards = [operand for operand in operands if operand.startswith("@")]
-    if not guards:
-        return "", [*operands[:1], predicate, *operands[1:]]
-    return guards[0], [predicate if operand == guards[0] else operand for operand in operands]
+    operands = _LABEL.sub(address, _JOINED.sub(r"\1, ", listed.operands))
+    if listed.base in JUMPS:
+        operands = _OFFSET.sub(r"\1, ", _FUNCTION.sub(r"\1", operands))
+    target = listed.target
+    if target is None and listed.base in CALLS:
+        target = kernel.functions.get(operands.rpartition(", ")[2])
+    return replace(listed, encoding=encoding, operands=operands, target=target)

@@ -31,7 +31,7 @@ CALLS = frozenset({"CALL", "JCAL"})
 _COMPUTED = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
 _ENDS = frozenset({"EXIT", "RET", "KILL"})
 _TRAP = "BPT.TRAP"
-_JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
+JUMPS = BRANCHES | _COMPUTED | CALLS | _ENDS
 
 
 def may_execute(operation: Operation) -> bool:
@@ -41,7 +41,7 @@ def may_execute(operation: Operation) -> bool:
 
 def is_jump(operation: Operation) -> bool:
     """True for what may continue elsewhere than at the next instruction, or not at all."""
-    return (operation.base in _JUMPS or operation.opcode == _TRAP) and may_execute(operation)
+    return (operation.base in JUMPS or operation.opcode == _TRAP) and may_execute(operation)
 
 
 def reach(start: int, neighbours: Callable[[int], Iterable[int]]) -> set[int]:
