@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from types import MappingProxyType
 
 from flash_helpers.course.arguments import Arguments, parse_arguments
 from flash_helpers.course.clock_blocks import (
@@ -62,62 +61,60 @@ def _about_kernels(
     return Kind(usage, meaning, render, 1, None, ("arch",) if arch else ())
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "facts": _about_a_step("what a step takes, beside its parent", facts_block),
-        "diff": _about_a_step("the code that a step changed, without comments", diff_block),
-        "counters": _about_kernels("what the simulator counts", counters_block, arch=False),
-        "sass": _about_kernels("instructions by phase and class", sass_block),
-        "numbers": Kind(
-            "KERNEL [KERNEL ...] [sass=REGEX] [counters=REGEX] [bound=REGEX] [clock=REGEX] "
-            "[arch=sm_80]",
-            "rows of these tables by their labels, and of sass opcodes of a phase, such as "
-            '"main loop, LDSM"',
-            numbers_block,
-            1,
-            None,
-            (*SOURCES, "arch"),
-        ),
-        "bound": _about_kernels("static lower bounds", bound_block),
-        "listing": Kind(
-            "KERNEL [REGEX] [at=REGEX] [lines=12] [phase=main|prologue|epilogue] [arch=sm_80]",
-            "the first instructions that match, by their text, or by the CUDA line at=",
-            listing_block,
-            1,
-            None,
-            ("at", "lines", "phase", "arch"),
-        ),
-        "clock": _about_a_step("what was measured, and what was published", clock_block),
-        "excerpt": Kind(
-            "N|HEADER [FUNCTION ...] [phase=4] [at=REGEX] [lines=12]",
-            "code of a step's file or of a header in src/include: functions by name, a numbered "
-            f"phase, lines from the first that matches; {MOST_LINES} at most",
-            excerpt_block,
-            1,
-            None,
-            ("phase", "at", "lines"),
-        ),
-        "stairs": _about_a_step("the staircases with a step lit, and its number", stairs_block),
-        "staircase": Kind("", "the plot of the progression", staircase_block),
-        "loads": Kind(
-            "NAME", "benchmarks/results/NAME.json, in bursts and sustained", loads_block, 1, 1
-        ),
-        "lengths": Kind(
-            "NAME [STEP ...] [dtype=bf16] [load=burst]",
-            "the same file by length, beside the best of the libraries",
-            lengths_block,
-            1,
-            None,
-            ("dtype", "load"),
-        ),
-        "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
-        "progression": Kind("", "the table of the progression", progression_block),
-        "short_forms": Kind("", "what the parts of a short form mean", short_forms_block),
-        PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
-        "nav": Kind("", "links to the pages before and after", nav_block),
-        "next": _about_a_step("a link to the page after that of a step", next_block),
-    }
-)
+KINDS: Mapping[str, Kind] = {
+    "facts": _about_a_step("what a step takes, beside its parent", facts_block),
+    "diff": _about_a_step("the code that a step changed, without comments", diff_block),
+    "counters": _about_kernels("what the simulator counts", counters_block, arch=False),
+    "sass": _about_kernels("instructions by phase and class", sass_block),
+    "numbers": Kind(
+        "KERNEL [KERNEL ...] [sass=REGEX] [counters=REGEX] [bound=REGEX] [clock=REGEX] "
+        "[arch=sm_80]",
+        "rows of these tables by their labels, and of sass opcodes of a phase, such as "
+        '"main loop, LDSM"',
+        numbers_block,
+        1,
+        None,
+        (*SOURCES, "arch"),
+    ),
+    "bound": _about_kernels("static lower bounds", bound_block),
+    "listing": Kind(
+        "KERNEL [REGEX] [at=REGEX] [lines=12] [phase=main|prologue|epilogue] [arch=sm_80]",
+        "the first instructions that match, by their text, or by the CUDA line at=",
+        listing_block,
+        1,
+        None,
+        ("at", "lines", "phase", "arch"),
+    ),
+    "clock": _about_a_step("what was measured, and what was published", clock_block),
+    "excerpt": Kind(
+        "N|HEADER [FUNCTION ...] [phase=4] [at=REGEX] [lines=12]",
+        "code of a step's file or of a header in src/include: functions by name, a numbered "
+        f"phase, lines from the first that matches; {MOST_LINES} at most",
+        excerpt_block,
+        1,
+        None,
+        ("phase", "at", "lines"),
+    ),
+    "stairs": _about_a_step("the staircases with a step lit, and its number", stairs_block),
+    "staircase": Kind("", "the plot of the progression", staircase_block),
+    "loads": Kind(
+        "NAME", "benchmarks/results/NAME.json, in bursts and sustained", loads_block, 1, 1
+    ),
+    "lengths": Kind(
+        "NAME [STEP ...] [dtype=bf16] [load=burst]",
+        "the same file by length, beside the best of the libraries",
+        lengths_block,
+        1,
+        None,
+        ("dtype", "load"),
+    ),
+    "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
+    "progression": Kind("", "the table of the progression", progression_block),
+    "short_forms": Kind("", "what the parts of a short form mean", short_forms_block),
+    PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
+    "nav": Kind("", "links to the pages before and after", nav_block),
+    "next": _about_a_step("a link to the page after that of a step", next_block),
+}
 
 
 def kinds_text() -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.columns import INDENT, changes, columns_table, row
@@ -11,42 +10,28 @@ from flash_helpers.course.evidence import SEQ_LEN, Evidence, KernelCounts
 from flash_helpers.course.links import words_note
 from flash_helpers.ptx import Counts
 
-# Beginning of PTX opcodes, by the name that pages use.
-OPCODE_GROUPS: Mapping[str, str] = MappingProxyType(
-    {
-        "ldmatrix": "ldmatrix",
-        "stmatrix": "stmatrix",
-        "cp_async": "cp.async.cg",  # not the commits and waits
-        "ld_shared": "ld.shared",
-        "st_shared": "st.shared",
-        "ld_global": "ld.global",
-        "st_global": "st.global",
-    }
+# Beginning of PTX opcodes that are told of by themselves; of cp.async not the commits and waits.
+_OPCODES = (
+    *("ldmatrix", "stmatrix", "cp.async.cg"),
+    *("ld.shared", "st.shared", "ld.global", "st.global"),
 )
-QUANTITIES: Mapping[str, tuple[str, Callable[[Counts], int]]] = MappingProxyType(
-    {
-        "instructions": ("warp instructions", lambda c: c.instructions),
-        "mma": ("mma", lambda c: c.mma),
-        "wgmma": ("wgmma", lambda c: c.wgmma),
-        "wgmma_bytes": ("bytes of shared memory that wgmma read", lambda c: c.wgmma_bytes),
-        "tma_requests": ("TMA requests", lambda c: c.tma_requests),
-        "tma_bytes": ("TMA bytes", lambda c: c.tma_bytes),
-        "conflicts": ("shared-memory bank conflicts", lambda c: c.bank_conflicts),
-        "wavefronts": ("shared-memory wavefronts", lambda c: c.shared_wavefronts),
-        "shared_requests": ("shared-memory requests", lambda c: c.shared_requests),
-        "shared_bytes": ("shared-memory bytes", lambda c: c.shared_bytes),
-        "global_requests": ("global-memory requests", lambda c: c.global_requests),
-        "sectors": ("global-memory sectors", lambda c: c.global_sectors),
-        "global_bytes": ("global-memory bytes", lambda c: c.global_bytes),
-        "barriers": ("barriers", lambda c: c.barriers),
-        "waits": ("waits for groups", lambda c: c.waits),
-        "mbarrier_waits": ("mbarrier waits", lambda c: c.mbarrier_waits),
-    }
-)
-# Requests say no more than instructions do.
-_SHOWN = tuple(name for name in QUANTITIES if not name.endswith("requests"))
-# Quantities told of each group of opcodes, too.
-_BY_GROUP = ("instructions", "conflicts", "wavefronts")
+# Counts, with what each is of. Requests say no more than instructions do.
+_QUANTITIES = {
+    "instructions": "warp instructions",
+    "mma": "mma",
+    "wgmma": "wgmma",
+    "wgmma_bytes": "bytes of shared memory that wgmma read",
+    "tma_bytes": "TMA bytes",
+    "bank_conflicts": "shared-memory bank conflicts",
+    "shared_wavefronts": "shared-memory wavefronts",
+    "shared_bytes": "shared-memory bytes",
+    "global_sectors": "global-memory sectors",
+    "global_bytes": "global-memory bytes",
+    "barriers": "barriers",
+    "waits": "waits for groups",
+    "mbarrier_waits": "mbarrier waits",
+}
+_BY_OPCODE = ("instructions", "bank_conflicts", "shared_wavefronts")
 _MOST_CHANGES = 8
 
 
@@ -69,16 +54,15 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def counter_rows(found: Sequence[KernelCounts]) -> list[list[str]]:
-    """Every quantity, those of groups of opcodes indented below it, and those of the main loop."""
-    rows = [cells for name in _SHOWN for cells in _rows(name, found)]
+    """Every quantity, those of some opcodes indented below it, and those of the main loop."""
+    rows = [cells for name in _QUANTITIES for cells in _rows(name, found)]
     return [*rows, *_main_loop_rows(found)]
 
 
-def of_group(counts: KernelCounts, group: str) -> Counts:
-    """The counts of one of OPCODE_GROUPS."""
+def _of_opcode(counts: KernelCounts, beginning: str) -> Counts:
     found = Counts()
     for opcode, of_opcode in counts.by_opcode.items():
-        if opcode.startswith(OPCODE_GROUPS[group]):
+        if opcode.startswith(beginning):
             found.add(of_opcode)
     return found
 
@@ -90,12 +74,11 @@ def per_mma(loop: Counts, quantity: str = "instructions", instruction: str = "mm
 
 
 def _rows(quantity: str, found: Sequence[KernelCounts]) -> Iterator[list[str]]:
-    label, value = QUANTITIES[quantity]
-    totals = [value(counts.total) for counts in found]
-    if quantity == "conflicts" or any(totals):
-        yield row(label, totals)
-    for group, opcode in OPCODE_GROUPS.items() if quantity in _BY_GROUP else ():
-        values = [value(of_group(counts, group)) for counts in found]
+    totals = [getattr(counts.total, quantity) for counts in found]
+    if quantity == "bank_conflicts" or any(totals):
+        yield row(_QUANTITIES[quantity], totals)
+    for opcode in _OPCODES if quantity in _BY_OPCODE else ():
+        values = [getattr(_of_opcode(counts, opcode), quantity) for counts in found]
         if any(values):
             yield row(f"{INDENT}of {opcode.removesuffix('.cg')}", values)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from flash_helpers.console.tables import number, percent
 from flash_helpers.course.arguments import Arguments, compiled_pattern
@@ -56,9 +55,12 @@ def _clock_rows(evidence: Evidence, configs: Sequence[Config], architecture: str
         yield [f"{metric.heading}, {where}", *map(percent, shares)]
 
 
-SOURCES: Mapping[str, Callable[[Evidence, Sequence[Config], str], Rows]] = MappingProxyType(
-    {"sass": _sass_rows, "bound": _bound_rows, "counters": _counter_rows, "clock": _clock_rows}
-)
+SOURCES: Mapping[str, Callable[[Evidence, Sequence[Config], str], Rows]] = {
+    "sass": _sass_rows,
+    "bound": _bound_rows,
+    "counters": _counter_rows,
+    "clock": _clock_rows,
+}
 
 
 def numbers_block(evidence: Evidence, arguments: Arguments) -> str:

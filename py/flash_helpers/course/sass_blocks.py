@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from flash_helpers.console.tables import DASH, number, percent
 from flash_helpers.course.arguments import Arguments, compiled_pattern, parse_kernel
@@ -28,9 +27,7 @@ from flash_helpers.sass.read.records import Instruction, Loop, SourceLine
 from flash_helpers.sass.show.report_text import SourceText
 
 # Names of the parts of a kernel, and of their counts in `PhaseCounts`.
-PHASES: Mapping[str, str] = MappingProxyType(
-    {"main": "main_loop", "prologue": "prologue", "epilogue": "epilogue"}
-)
+PHASES: Mapping[str, str] = {"main": "main_loop", "prologue": "prologue", "epilogue": "epilogue"}
 _OUTSIDE = ("prologue", "epilogue")
 _LISTED = 12
 PER_HMMA_NOTE = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from types import MappingProxyType
 
 from flash_helpers.console.tables import Table
 from flash_helpers.course.arguments import DTYPE, Arguments
@@ -15,29 +14,27 @@ from flash_helpers.registry.selection import UsageError
 
 # By the name of the field, in Markdown for the page of the glossary. A field that is not here has
 # the comment that its config gives it.
-_MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "dtype": "format of the elements, [bf16 or fp16](#bf16)",
-        "d_head": "columns of Q, K, V and O, [d_head](#d_head)",
-        "B_r": "rows of Q per thread block, [B_r](#b_r)",
-        "B_c": "keys per block of keys, [B_c](#b_c)",
-        "n_warps": "[warps](#warp) per thread block",
-        "async_copy": "copies to shared memory are [cp.async](#cpasync)",
-        "eager_load_blocks": "[eager copies](#eager-copies) of K and V",
-        "swizzled": "tiles in shared memory are [swizzled](#swizzle)",
-        "Q_mma_load_K_tiles": "[k-tiles](#k-tile) of Q that are loaded into registers at once; "
-        "0: the whole tile, loaded once and kept",
-        "K_mma_load_K_tiles": "the same of K; 0: the whole tile",
-        "V_mma_load_K_tiles": "the same of V; 0: the whole tile",
-        "mma_double_buffer_loads": "fragments of K and V are [double-buffered](#double-buffer)",
-        "optimized_softmax": "the [scale is folded](#folded-scale) into one FFMA",
-        "static_row_stride": "[static stride](#static-stride), in elements",
-        "K_slots": "of family hopper: [tiles](#tile) of K in shared memory, a [ring](#ring)",
-        "V_slots": "of family hopper: the same of V",
-        "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
-        "causal": "a causal mask, aligned to the bottom right: the last query sees all keys",
-    }
-)
+_MEANINGS: Mapping[str, str] = {
+    "dtype": "format of the elements, [bf16 or fp16](#bf16)",
+    "d_head": "columns of Q, K, V and O, [d_head](#d_head)",
+    "B_r": "rows of Q per thread block, [B_r](#b_r)",
+    "B_c": "keys per block of keys, [B_c](#b_c)",
+    "n_warps": "[warps](#warp) per thread block",
+    "async_copy": "copies to shared memory are [cp.async](#cpasync)",
+    "eager_load_blocks": "[eager copies](#eager-copies) of K and V",
+    "swizzled": "tiles in shared memory are [swizzled](#swizzle)",
+    "Q_mma_load_K_tiles": "[k-tiles](#k-tile) of Q that are loaded into registers at once; "
+    "0: the whole tile, loaded once and kept",
+    "K_mma_load_K_tiles": "the same of K; 0: the whole tile",
+    "V_mma_load_K_tiles": "the same of V; 0: the whole tile",
+    "mma_double_buffer_loads": "fragments of K and V are [double-buffered](#double-buffer)",
+    "optimized_softmax": "the [scale is folded](#folded-scale) into one FFMA",
+    "static_row_stride": "[static stride](#static-stride), in elements",
+    "K_slots": "of family hopper: [tiles](#tile) of K in shared memory, a [ring](#ring)",
+    "V_slots": "of family hopper: the same of V",
+    "ping_pong": "the [warpgroups](#warpgroup) take [turns](#ping-pong) at the tensor cores",
+    "causal": "a causal mask, aligned to the bottom right: the last query sees all keys",
+}
 
 
 def short_forms_block(evidence: Evidence, arguments: Arguments) -> str:

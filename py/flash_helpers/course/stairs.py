@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from string import ascii_lowercase
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flash_helpers.course.arguments import DTYPE, fixed_config
@@ -36,7 +35,7 @@ OWN = "own"  # the one tile of a family that takes no large one
 
 _SIZE = (6.0, 2.1)  # inches
 _LIT = "#2ea04359"
-_COLOURS: Mapping[str, str] = MappingProxyType({FIXED: BLUE, LARGE: ORANGE, OWN: ORANGE})
+_COLOURS: Mapping[str, str] = {FIXED: BLUE, LARGE: ORANGE, OWN: ORANGE}
 _STYLE = '<style>[id^="step-"]{opacity:0}[id^="step-"]:target{opacity:1}</style>'
 
 

@@ -13,27 +13,16 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
+
+from flash_helpers.ptx.read.types import size_of
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 TENSOR_MAP_MAGIC = b"FH-TMAP1"
 """First bytes of the record of a tensor map."""
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "u8": 1,
-        "u16": 2,
-        "u32": 4,
-        "s32": 4,
-        "u64": 8,
-        "s64": 8,
-        "f16": 2,
-        "f32": 4,
-        "f64": 8,
-        "bf16": 2,
-    }
-)
+_TYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
+ELEMENT_BYTES = {name: size_of(name) for name in _TYPES}
 """Bytes of one element, by type."""
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
@@ -43,7 +32,7 @@ _REFUSED = {
     "swizzle": "128B_atom_32B 128B_atom_32B_flip_8B 128B_atom_64B 96B",
 }
 _CHOICES: Mapping[str, Sequence[str]] = {
-    "dtype": tuple(ELEMENT_BYTES),
+    "dtype": _TYPES,
     "interleave": ("none",),
     "swizzle": ("none", "32B", "64B", "128B"),
     "l2_promotion": ("none", "64B", "128B", "256B"),

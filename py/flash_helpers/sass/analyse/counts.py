@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from flash_helpers.sass.read import opcodes
 from flash_helpers.sass.read.flow import ALWAYS, NEVER, padding_start
@@ -107,7 +106,7 @@ def weigh(operations: Iterable[tuple[Operation, Bucket, int]]) -> Counts:
     ]
     known = [operations * n for operations, n in shapes if operations is not None]
     return Counts(
-        by_bucket=MappingProxyType({kind: by_bucket[kind] for kind in Bucket}),
+        by_bucket={kind: by_bucket[kind] for kind in Bucket},
         by_opcode=_ordered(by_opcode),
         by_base=_ordered(by_base),
         by_class=_ordered(by_class),
@@ -151,4 +150,4 @@ def count_changes(
 
 
 def _ordered(counted: Mapping[str, int]) -> Mapping[str, int]:
-    return MappingProxyType(dict(sorted(counted.items(), key=lambda item: (-item[1], item[0]))))
+    return dict(sorted(counted.items(), key=lambda item: (-item[1], item[0])))

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 
 from flash_helpers.gpu import LIMITS
 from flash_helpers.sass.analyse.bound import Bound, Launch, Measured, Prediction, loop_bound
@@ -19,25 +18,23 @@ from flash_helpers.sass.read.choice import KernelPath
 from flash_helpers.sass.read.records import Kernel, Loop
 
 # The classes of opcodes, in the groups that a table or a picture has room for.
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "tensor": (opcodes.TENSOR,),
-        "ldmatrix": (opcodes.LDMATRIX,),
-        "memory": (
-            opcodes.ASYNC_COPY, opcodes.BULK_COPY, opcodes.SHARED_LOAD, opcodes.SHARED_STORE,
-            opcodes.GLOBAL_LOAD, opcodes.GLOBAL_STORE, opcodes.LOCAL_LOAD, opcodes.LOCAL_STORE,
-            opcodes.ATOMIC, opcodes.TEXTURE,
-        ),
-        "fp32": (opcodes.FP32, opcodes.FP32_MINMAX, opcodes.FP16, opcodes.FP64),
-        "special": (opcodes.MUFU, opcodes.CONVERSION),
-        "integer": (
-            opcodes.INTEGER_ADD, opcodes.INTEGER_OTHER, opcodes.IMAD, opcodes.IMAD_WIDE,
-            opcodes.IMAD_SHIFT, opcodes.IMAD_ADD, opcodes.LOGIC, opcodes.SHIFT, opcodes.LEA,
-        ),
-        "move": (opcodes.MOVE, opcodes.IMAD_MOVE, opcodes.PERMUTE),
-        "uniform": (opcodes.UNIFORM,),
-    }
-)  # fmt: skip
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "tensor": (opcodes.TENSOR,),
+    "ldmatrix": (opcodes.LDMATRIX,),
+    "memory": (
+        opcodes.ASYNC_COPY, opcodes.BULK_COPY, opcodes.SHARED_LOAD, opcodes.SHARED_STORE,
+        opcodes.GLOBAL_LOAD, opcodes.GLOBAL_STORE, opcodes.LOCAL_LOAD, opcodes.LOCAL_STORE,
+        opcodes.ATOMIC, opcodes.TEXTURE,
+    ),
+    "fp32": (opcodes.FP32, opcodes.FP32_MINMAX, opcodes.FP16, opcodes.FP64),
+    "special": (opcodes.MUFU, opcodes.CONVERSION),
+    "integer": (
+        opcodes.INTEGER_ADD, opcodes.INTEGER_OTHER, opcodes.IMAD, opcodes.IMAD_WIDE,
+        opcodes.IMAD_SHIFT, opcodes.IMAD_ADD, opcodes.LOGIC, opcodes.SHIFT, opcodes.LEA,
+    ),
+    "move": (opcodes.MOVE, opcodes.IMAD_MOVE, opcodes.PERMUTE),
+    "uniform": (opcodes.UNIFORM,),
+}  # fmt: skip
 OTHER = "other"
 GROUP_NAMES = (*GROUPS, OTHER)
 MEANING = (

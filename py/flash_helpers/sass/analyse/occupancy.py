@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from flash_helpers import gpu
 from flash_helpers.gpu import (
@@ -69,7 +68,7 @@ def occupancy(
     if limits.barriers is not None and barriers:
         by_limit["barriers"] = limits.barriers // barriers
     blocks = min(by_limit.values())
-    return Occupancy(blocks, blocks * warps, limits.warps, MappingProxyType(by_limit))
+    return Occupancy(blocks, blocks * warps, limits.warps, by_limit)
 
 
 def kernel_occupancy(kernel: Kernel, threads: int, dynamic_smem_bytes: int) -> Occupancy:

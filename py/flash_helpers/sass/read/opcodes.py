@@ -39,7 +39,6 @@ import functools
 import math
 import re
 from dataclasses import dataclass
-from types import MappingProxyType
 
 UNKNOWN_PIPE = "unknown"
 
@@ -140,9 +139,7 @@ NOP = _class("nop", UNKNOWN_PIPE, "NOP")
 OTHER = _class("other", UNKNOWN_PIPE)
 CLASSES = tuple(_PIPE_OF)
 
-_IMAD_FORMS = MappingProxyType(
-    {"MOV": IMAD_MOVE, "SHL": IMAD_SHIFT, "IADD": IMAD_ADD, "WIDE": IMAD_WIDE}
-)
+_IMAD_FORMS = {"MOV": IMAD_MOVE, "SHL": IMAD_SHIFT, "IADD": IMAD_ADD, "WIDE": IMAD_WIDE}
 IMAD_CLASSES = (IMAD, *_IMAD_FORMS.values())
 # Members of those classes of which no source tells, or sources differ: F2FP runs on the FP16 pipe
 # before 8.6 and on the ALU from then on, but is listed with a quarter of the ALU's throughput too.
@@ -176,21 +173,8 @@ TENSOR_KNOWN = (*KNOWN, 120)  # those of tensor instructions at least
 GROUP_TENSOR = frozenset({"HGMMA", "IGMMA", "QGMMA", "BGMMA"})
 GROUP_WARPS = 4
 
-# Rows, columns and depth of a tile: printed without what parts them, but for some.
-_LONG_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
-_SHAPES = {
-    "884": (8, 8, 4),
-    "8816": (8, 8, 16),
-    "8832": (8, 8, 32),
-    "88128": (8, 8, 128),
-    "1684": (16, 8, 4),
-    "1688": (16, 8, 8),
-    "16816": (16, 8, 16),
-    "16832": (16, 8, 32),
-    "16864": (16, 8, 64),
-    "168128": (16, 8, 128),
-    "168256": (16, 8, 256),
-}
+# Rows, columns and depth of a tile; those of warps, of 8 columns, print nothing between them.
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)|(8|16)(8)(4|8|16|32|64|128|256)")
 # Operations an SM and cycle by what `_kind` tells.
 _GEFORCE = {"f16 f16": 1024, "f16 f32": 512, "i8": 2048, "i4": 4096}
 _TENSOR_RATES = {
@@ -305,9 +289,11 @@ def tensor_shape(opcode: str) -> tuple[int, int, int] | None:
     _, *modifiers = opcode.split(".")
     if not modifiers or classify(opcode) != TENSOR:
         return None
-    if match := _LONG_SHAPE.fullmatch(modifiers[0]):
-        return int(match[1]), int(match[2]), int(match[3])
-    return None if opcode.startswith("HMMA.884") else _SHAPES.get(modifiers[0])  # of Volta
+    match = _SHAPE.fullmatch(modifiers[0])
+    if match is None or opcode.startswith("HMMA.884"):  # of Volta
+        return None
+    rows, columns, depth = map(int, filter(None, match.groups()))
+    return rows, columns, depth
 
 
 def tensor_operations(opcode: str) -> int | None:
