@@ -24,8 +24,14 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import bar
 from flash_helpers.console.tables import Table
 from flash_helpers.gpu import largest_device
-from flash_helpers.kernel_configs import AttentionForward, Config, get_kernel_progression_configs
+from flash_helpers.kernel_configs import (
+    AttentionForward,
+    Config,
+    Problem,
+    get_kernel_progression_configs,
+)
 from flash_helpers.measure.machine import git_commit, provenance
+from flash_helpers.measure.results import problem_of
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.ptx import DeviceMemory, Run, TensorMap, load_ptx
 from flash_helpers.runtime.backend import find_backend
@@ -86,23 +92,18 @@ def timed(run: Callable[[], Run]) -> dict[str, Any]:
     }
 
 
-def measure(config: Config, shape: AttentionForward) -> dict[str, Any]:
-    """A step's kernel."""
-    import torch  # which --help does not wait for
+def measure(config: Config, asked: Problem) -> dict[str, Any]:
+    """A step's kernel on a problem in the step's dtype."""
+    import flash_attention  # with torch, which --help does not wait for
 
-    import flash_attention
-    from flash_helpers.operations.attention_forward.inputs import make_inputs
-
-    inputs = make_inputs("normal", shape, getattr(torch, config.dtype.torch_name))
-    call = config.call(shape, shape.strides(), largest_device(config.family.capabilities[0]))
+    problem = asked.in_dtype(config.dtype)
+    inputs = config.family.operation.part("inputs").draw("normal", problem)
+    call = config.call(problem, problem.strides(), largest_device(config.family.capabilities[0]))
     return {
-        "config": config.runs_as(shape.strides()).short_form(),
-        "batch": shape.batch,
-        "n_heads": shape.heads,
-        "seq_len": shape.len_q,
-        "d_head": shape.d_head,
+        "config": config.runs_as(problem.strides()).short_form(),
+        "problem": problem.record(),
         "blocks": call.n_blocks,
-        **timed(lambda: flash_attention.simulate(config, *inputs)[1]),
+        **timed(lambda: flash_attention.simulate(config, *inputs.values())[1]),
     }
 
 
@@ -122,10 +123,7 @@ def measure_hopper() -> dict[str, Any]:
 
     return {
         "config": case.kernel,
-        "batch": 1,
-        "n_heads": 1,
-        "seq_len": HOPPER_ROWS,
-        "d_head": 128,
+        "problem": AttentionForward(1, 1, HOPPER_ROWS).record(),
         "blocks": blocks,
         **timed(launch),
     }
@@ -151,9 +149,10 @@ def run(command: str, path: Path) -> None:
     import numpy as np
 
     backend = find_backend("cpu")
-    configs = [c for c in get_kernel_progression_configs() if c.family.operation is OPERATION]
-    work = [(config, OPERATION.small) for config in configs]
-    work += [(configs[-1], shape) for shape in SCALING_SHAPES]
+    configs = get_kernel_progression_configs()
+    work: list[tuple[Config, Problem]] = [(c, c.family.operation.small) for c in configs]
+    last = [config for config in configs if config.family.operation is OPERATION][-1]
+    work += [(last, shape) for shape in SCALING_SHAPES]
     hopper = measure_hopper()  # first, so that the peak is its own
     records = [measure(*item) for item in bar(work, desc="simulator", unit="kernel")]
     small, scaling = records[: len(configs)], records[len(configs) :]
@@ -170,8 +169,11 @@ def run(command: str, path: Path) -> None:
         "scaling": scaling,
         "hopper": hopper,
     }
-    columns = ("config", "batch", "n_heads", "seq_len", "blocks", "seconds", "peak_mib")
-    rows = [[str(record[c]) for c in columns] for record in (*records, hopper)]
+    columns = ("config", "problem", "blocks", "seconds", "peak_mib")
+    rows = [
+        [str({**record, "problem": problem_of(record["problem"])}[c]) for c in columns]
+        for record in (*records, hopper)
+    ]
     print(Table(columns, rows).text())
     print(f"{len(small)} kernels at {OPERATION.small}: {document['seconds_for_all']} s")
     write_if_different(path, json.dumps(document, indent=1) + "\n")

@@ -29,7 +29,7 @@ from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.predictions import (
     compare_outputs,
     predict_launch,
-    shape_for,
+    problem_for,
     simulate_launch,
 )
 from flash_helpers.registry.hopper import HOPPER
@@ -57,14 +57,14 @@ def from_sass(step: int, family: str = "v") -> CountedKernel:
     else:
         config = of_version(step)
         machine_code = progression_kernels("sm_90")[config]
-    return predict_launch(machine_code, config, shape_for(config, 128))
+    return predict_launch(machine_code, config, problem_for(config, 128))
 
 
 @functools.cache
 def from_simulator(step: int, family: str = "v") -> CountedKernel:
     """Beside a float32 kernel in the GPU's place."""
     config = hopper(step) if family == "h" else of_version(step)
-    return simulate_launch(config, shape_for(config, 128), fake_backend())
+    return simulate_launch(config, problem_for(config, 128), fake_backend())
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -100,8 +100,7 @@ def test_an_h100_executed_just_the_work_and_the_filler():
     equal = 0
     for measured in recorded.kernels:
         config = by_name[measured.name]
-        shape = AttentionForward(measured.batch, measured.n_heads, measured.seq_len)
-        record = predict_launch(kernels[config], config, shape)
+        record = predict_launch(kernels[config], config, measured.asked)
         equal += record.counted(ALL_INSTRUCTIONS)[0] == measured.hardware[EXECUTED]
         assert record.predicted["tensor"] == measured.hardware[MMA]
     if kernels[V1].compiler.version[:2] == (13, 0):
@@ -175,9 +174,9 @@ def test_outputs_that_cannot_be_compared_are_refused():
 
 def test_a_static_row_stride_gets_its_heads_at_the_same_cost():
     static = next(c for c in PROGRESSION if c.static_row_stride)
-    shape = shape_for(static, 512)
+    shape = problem_for(static, 512)
     assert (shape.row_stride, shape.len_q) == (static.static_row_stride, 128)
-    assert shape_for(V1, 512) == AttentionForward(1, 1, 512, dtype=V1.dtype)
+    assert problem_for(V1, 512) == AttentionForward(1, 1, 512, dtype=V1.dtype)
 
 
 # -- counting --------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_launches_of_one_shape_are_counted_in_one_run_and_once_more_by_opcode():
         assert record.counted(ALL_INSTRUCTIONS)[0] == record.hardware[EXECUTED]
     assert found[2].hardware_opcodes == {}
     assert check_of(found[:2]).disagreements() == []
-    counted([*records, replace(records[2], n_heads=16)], ncu)
+    counted([*records, replace(records[2], problem=AttentionForward(1, 16, 128).record())], ncu)
     assert len(ncu.commands) == 2 + 3
 
 
@@ -416,7 +415,7 @@ def with_gpu(monkeypatch):
 
 def test_one_command_predicts_counts_and_saves(tmp_path, capsys, with_gpu):
     config = of_version(16)
-    shape = shape_for(config, 128)
+    shape = problem_for(config, 128)
     ran = config.runs_as(shape.strides())
     record = predict_launch(progression_kernels("sm_90")[ran], ran, shape)
     data = tmp_path / "check.json"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from fake_backend import ROOT
 
+from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.measure import counts as compared_counts
 from flash_helpers.measure.counts import ONE_FOR_ONE, CountedKernel
 from flash_helpers.measure.predictions import simulated_counts
@@ -140,9 +141,7 @@ class TestAttention:
         compared = [q for q in compared_counts.QUANTITIES if q.tolerance == 0]
         record = CountedKernel(
             name=name,
-            batch=1,
-            n_heads=1,
-            seq_len=1,
+            problem=AttentionForward(1, 1, 1).record(),
             predicted=counts,
             hardware=COUNTED[name].counts,
         )

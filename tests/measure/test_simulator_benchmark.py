@@ -6,10 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from attention_configs import attention_progression
 from fake_backend import ROOT, load_tool
 
-from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.kernel_configs import get_kernel_progression_configs
 
 
 @pytest.fixture
@@ -18,9 +17,9 @@ def tool(monkeypatch):
     module = load_tool("benchmarks/simulator.py")
     monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as that of a script
 
-    def measure(config, shape):
-        sizes = {"batch": shape.batch, "n_heads": shape.heads, "seq_len": shape.len_q}
-        return {"config": config.short_form(), **sizes, "blocks": 1, "seconds": 1.0, "peak_mib": 1}
+    def measure(config, problem):
+        named = {"config": config.short_form(), "problem": problem.record()}
+        return {**named, "blocks": 1, "seconds": 1.0, "peak_mib": 1}
 
     monkeypatch.setattr(module, "measure", measure)
     monkeypatch.setattr(module, "HOPPER_ROWS", 128)
@@ -31,8 +30,11 @@ def test_every_step_is_measured_in_every_dtype(tool, tmp_path):
     path = tmp_path / "simulator.json"
     assert tool.main(["--json", str(path)]) == 0
     document = json.loads(path.read_text())
-    assert len(document["small"]) == document["seconds_for_all"] == len(attention_progression())
-    assert {record["seq_len"] for record in document["small"]} == {OPERATION.small.len_q}
+    configs = get_kernel_progression_configs()
+    assert len(document["small"]) == document["seconds_for_all"] == len(configs)
+    assert [record["problem"] for record in document["small"]] == [
+        config.family.operation.small.record() for config in configs
+    ]
     assert len(document["scaling"]) == len(tool.SCALING_SHAPES)
     assert document["seconds_are"] == "the least of 3 runs"
 
@@ -41,7 +43,7 @@ def test_the_kernel_of_hopper_is_run(tool):
     record = tool.measure_hopper()
     # of each of the 8 warps of consumers: 8 of 16 columns of d_head, 8 of 16 keys
     assert record["wgmma"] == 8 * (8 + 8)
-    assert (record["seq_len"], record["blocks"]) == (128, 1)
+    assert (record["problem"]["len_q"], record["blocks"]) == (128, 1)
     assert record["seconds"] > 0
     assert 0 < record["peak_mib"] <= tool.peak_mib() + 1
 

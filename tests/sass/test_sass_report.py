@@ -235,7 +235,7 @@ def test_another_launch_can_be_predicted():
     facts = replace(config_facts(config, found, None), prediction=prediction)
     text = report_text(report_on(facts))
     limit = f"the {prediction.binding} pipe allows no less than {prediction.least_ms:.3f} ms"
-    assert f"Batch 1, heads 16, seq_len 8192: {limit}" in text
+    assert f"Batch 1, heads 16, seq 8192, d_head 128: {limit}" in text
     assert "with 108 SMs at 1410 MHz" in text
     assert "of the measured time" not in text
 

@@ -23,7 +23,6 @@ from flash_helpers.console.command_line import (
 )
 from flash_helpers.console.progress import bar, progress_bar
 from flash_helpers.course.glossary import link_first_uses, read_terms
-from flash_helpers.kernel_configs import AttentionForward, Config
 from flash_helpers.measure.benchmark_tables import replace_between_markers
 from flash_helpers.measure.counts import (
     METRICS,
@@ -37,7 +36,7 @@ from flash_helpers.measure.counts import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.predictions import predict_launch, shape_for, simulate_launch
+from flash_helpers.measure.predictions import predict_launch, problem_for, simulate_launch
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, chosen_kernels
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError
@@ -84,7 +83,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(DESCRIPTION, EXAMPLES)
     parser.add_argument("--source", choices=SOURCES, help="of the predictions")
     add_kernel_arguments(parser)
-    parser.add_argument("--seq", type=positive, default=512, help="sequence length (default: 512)")
+    parser.add_argument(
+        *("--seq", "--size"),
+        dest="size",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="sequence length, or another operation's size, such as the width (default: 512)",
+    )
     parser.add_argument(
         "--json",
         type=output_file,
@@ -127,16 +133,16 @@ def predict(
     nothing can be predicted.
     """
     configs = chosen_kernels(arguments, backend.kernels)
-    shapes: dict[Config, AttentionForward] = {c: shape_for(c, arguments.seq) for c in configs}
+    problems = {config: problem_for(config, arguments.size) for config in configs}
     if arguments.source == SIMULATOR:
         shown = bar(configs, desc="simulating", unit="kernel")
-        return [simulate_launch(config, shapes[config], gpu) for config in shown]
+        return [simulate_launch(config, problems[config], gpu) for config in shown]
     with progress_bar("disassembling") as progress:
         kernels = library_kernels(arch, configs, progress=progress)
     records = []
     for config in configs:
         try:
-            records.append(predict_launch(kernels[config], config, shapes[config]))
+            records.append(predict_launch(kernels[config], config, problems[config]))
         except NotDeterminedError as error:
             print(f"left out: {error}", file=sys.stderr)
     if not records:
@@ -205,7 +211,7 @@ def update_pages(arguments: argparse.Namespace) -> int:
 def print_predictions(arguments: argparse.Namespace) -> int:
     """Print what would be compared; returns the exit status. Raises as `predict` does."""
     for record in predict(arguments, find_backend(), arguments.arch, None):
-        print(f"{record.name} {'x'.join(map(str, record.shape))}")
+        print(f"{record.name}: {record.asked}")
         for counts in filter(None, (record.predicted, record.predicted_opcodes)):
             print("  ", ", ".join(f"{k} {v:,}" for k, v in counts.items() if v))
     return 0

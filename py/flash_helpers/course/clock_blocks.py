@@ -27,6 +27,7 @@ from flash_helpers.measure.benchmark_tables import (
     loads_table,
     main_dtype,
     progression_table,
+    size_title,
 )
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
@@ -108,7 +109,8 @@ def _is_measured(results: BenchmarkResults, step: Step) -> bool:
 def _measured_table(results: BenchmarkResults, step: Step) -> str:
     *before, own = with_parent(step)
     metric = metric_of(own.family)
-    headers = ["sequence length", *(f"{c.step.id}, {metric.unit}" for c in (*before, own))]
+    operation = own.family.operation
+    headers = [size_title(operation), *(f"{c.step.id}, {metric.unit}" for c in (*before, own))]
     if before:
         headers += ["change", "80% of the rounds", "verdict"]
     rows = []
@@ -119,8 +121,13 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
         elif before:
             cells += _change_cells(speedup(results, before[0], own, seq_len))
         length = "harmonic mean" if seq_len is None else str(seq_len)
-        rows.append([length, *cells, percent(share(results, own, own.dtype.short, seq_len))])
-    return Table([*headers, metric.heading], rows, "lrrrrlr" if before else "l").markdown()
+        cells.append(percent(share(results, own, own.dtype.short, seq_len)))
+        if operation.ceiling:
+            place = (own.short_form(), operation.ceiling, own.dtype.short, seq_len)
+            cells.append(percent(results.ratio(*place)))
+        rows.append([length, *cells])
+    headers += [metric.heading, *([f"of {operation.ceiling}"] if operation.ceiling else [])]
+    return Table(headers, rows, "lrrrrlrr"[: len(headers)] if before else "l").markdown()
 
 
 def _change_cells(found: Speedup | None) -> list[str]:
@@ -137,6 +144,9 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
         f"{DTYPE.short}, at the fixed config, {LOAD_TEXTS[results.main_load]}; "
         f"{metric.short} is {metric.title} in the same process."
     )
+    operation = FAMILIES[step.family].operation
+    if operation.ceiling:
+        note += f" {operation.ceiling} is {operation.libraries[operation.ceiling]}."
     if step.parent is not None:
         note += (
             " Both are timed in every round: the change is the median of the ratios within a "

@@ -117,10 +117,9 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
     if _is_measured(found):
         last = found[-1].prediction
         assert last is not None
-        problem, chip = last.launch.problem, last.chip
+        chip = last.chip
         notes += arguments.once(
-            f"The launch: batch {problem['batch']}, {problem['n_heads']} heads, length "
-            f"{problem['seq_len']}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
+            f"The launch: {last.launch.words}, on {chip.sms} SMs at {chip.mhz:.0f} MHz."
         )
     headers = ["cycles of an SM for an iteration of all its warps, at least", *names_of(configs)]
     return "\n\n".join([folded_table(headers, rows, len(configs)), *notes])

@@ -106,3 +106,19 @@ def chosen_operation(
     if not selectors:
         return next(iter(OPERATIONS.values()))
     return one_operation(select_kernels(built, selectors, dtypes))
+
+
+def problem_options(problem: Problem) -> list[str]:
+    """Return the options that ask for a problem on a command line, but its dtype
+    (`selection.add_problem_options`)."""
+    found = []
+    for field in fields(problem):  # type: ignore[arg-type]  # each class is a dataclass
+        if "help" not in field.metadata:
+            continue
+        value = getattr(problem, field.name)
+        option = "--" + field.metadata.get("name", field.name).replace("_", "-")
+        if isinstance(value, bool):
+            found += [option] * value
+        else:
+            found += [option, str(value)]
+    return found

@@ -43,7 +43,7 @@ from flash_helpers.measure.staircases import (
 )
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.family import Family, Step
-from flash_helpers.registry.operation import TFLOPS
+from flash_helpers.registry.operation import TFLOPS, Operation
 from flash_helpers.registry.selection import names_of
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
@@ -91,11 +91,15 @@ def unit(results: BenchmarkResults) -> str:
     return results.operation.metric.unit
 
 
-def size_name(results: BenchmarkResults) -> str:
-    """Name of the size that the problems differ in, as on a command line."""
-    operation = results.operation
+def size_name(operation: Operation) -> str:
+    """Name of the size that an operation's problems differ in, as on a command line."""
     (swept,) = (f for f in fields(operation.problem) if f.name == operation.swept)
     return swept.metadata.get("name", swept.name)
+
+
+def size_title(operation: Operation) -> str:
+    """The same in words."""
+    return {"seq": "sequence length"}.get(name := size_name(operation), name)
 
 
 class _Marks:
@@ -210,7 +214,7 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
 
 
 def _length_titles(results: BenchmarkResults) -> list[str]:
-    return [f"{size_name(results)} {n}" for n in results.sizes]
+    return [f"{size_name(results.operation)} {n}" for n in results.sizes]
 
 
 def _best_rows(
@@ -278,7 +282,7 @@ def report_text(results: BenchmarkResults) -> str:
 
 def _sizes_word(results: BenchmarkResults) -> str:
     """The sizes in words: lengths, widths."""
-    return {"seq": "lengths"}.get(name := size_name(results), f"{name}s")
+    return {"seq": "lengths"}.get(name := size_name(results.operation), f"{name}s")
 
 
 def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
@@ -511,7 +515,7 @@ def _rate_of_first(results: BenchmarkResults, dtype: str, load: str) -> float | 
 def _legend(results: BenchmarkResults, dtype: str) -> str:
     lengths, first = results.sizes, first_name(results)
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-    swept = {"seq": "sequence lengths"}.get(size_name(results), _sizes_word(results))
+    swept = f"{size_title(results.operation)}s"
     same_tile = " at the same tile" if _has_tiles(results, dtype) else ""
     sentences = [
         f"{first.capitalize()} is {LIBRARY_NAMES[results.first]}: each sample is set against "

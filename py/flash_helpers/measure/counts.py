@@ -6,24 +6,25 @@ verdicts and tables are the same for both.
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flash_helpers.console.tables import Table
-from flash_helpers.kernel_configs import FAMILIES, STEPS
+from flash_helpers.kernel_configs import FAMILIES, STEPS, config_from_short_form
+from flash_helpers.measure.asked import problem_options
 from flash_helpers.measure.nsight import (
     EXECUTED_METRICS,
-    FORWARD_KERNEL,
     NsightCompute,
     ProfiledLaunch,
     ProfilerError,
     find_launch,
+    kernel_pattern,
     operation_metrics,
 )
-from flash_helpers.measure.results import Provenance, RecordFile
+from flash_helpers.measure.results import OfProblem, Provenance, RecordFile
 from flash_helpers.sass.read import opcodes
 
 OPCODE_METRIC = "sass__inst_executed_per_opcode"
@@ -237,8 +238,8 @@ class OutputComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountedKernel:
-    """One launch of one kernel. name: the short form of its config.
+class CountedKernel(OfProblem):
+    """One launch of one kernel for a problem. name: the short form of its config.
 
     predicted: by name. hardware: by metric; None where the GPU has no number. outputs: of the
     simulator beside the GPU's; None if the kernel was not simulated and run. compiler: of the
@@ -248,20 +249,13 @@ class CountedKernel:
     """
 
     name: str
-    batch: int
-    n_heads: int
-    seq_len: int
+    problem: dict[str, Any]
     predicted: Mapping[str, int]
     hardware: Mapping[str, float | None] = field(default_factory=dict)
     outputs: OutputComparison | None = None
     compiler: str = ""
     predicted_opcodes: Mapping[str, int] = field(default_factory=dict)
     hardware_opcodes: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Batch, heads, length."""
-        return self.batch, self.n_heads, self.seq_len
 
     def has(self, quantity: Quantity) -> bool:
         """Whether the quantity is predicted for this kernel."""
@@ -335,7 +329,7 @@ class CountCheck(RecordFile):
     are missing; else empty. unavailable: metrics that this GPU does not have.
     """
 
-    FORMAT: ClassVar[int] = 3
+    FORMAT: ClassVar[int] = 4
     HOLDS: ClassVar[str] = "comparison of counts"
 
     source: str
@@ -384,8 +378,7 @@ class CountCheck(RecordFile):
         source = SOURCES[self.source]
         is_on_wgmma = any("wgmma" in key for record in self.kernels for key in record.predicted)
         compilers = " and ".join(dict.fromkeys(r.compiler for r in self.kernels if r.compiler))
-        shapes = dict.fromkeys(record.shape for record in self.kernels)
-        sizes = " and ".join(", ".join(map(str, shape)) for shape in shapes)
+        problems = dict.fromkeys(str(record.asked) for record in self.kernels)
         parts = [
             by_quantity.markdown(),
             source.note,
@@ -397,7 +390,7 @@ class CountCheck(RecordFile):
             self.provenance.sentence(
                 compilers or self.provenance.built_with,
                 self.profiler,
-                f"batch, heads, seq_len {sizes}",
+                "; ".join(problems),
             ),
         ]
         return "\n\n".join(filter(None, parts))
@@ -487,20 +480,26 @@ def _count_launches(
     instances: bool = False,
 ) -> tuple[list[ProfiledLaunch | None], list[str]]:
     """Nsight Compute's counts of each record's launch, and why some are missing."""
-    found: dict[tuple[int, int, int], list[ProfiledLaunch]] = {}
+    by_options: dict[tuple[str, ...], list[CountedKernel]] = {}
+    for record in records:
+        by_options.setdefault(tuple(problem_options(record.asked)), []).append(record)
+    found: dict[str, list[ProfiledLaunch]] = {}
     failures = []
-    for shape in dict.fromkeys(record.shape for record in records):
-        sizes = zip(("--batch", "--heads", "--seq"), map(str, shape), strict=True)
-        command = [*launcher, *itertools.chain(*sizes), "--kernel"]
-        command += [record.name for record in records if record.shape == shape]
-        raw = "x".join(map(str, shape)) + ("_instances" if instances else "")
+    for options, own in by_options.items():
+        names = [record.name for record in own]
+        pattern = kernel_pattern(map(config_from_short_form, names))
+        raw = re.sub(r"\W+", "_", " ".join(options)).strip("_") + "_instances" * instances
         try:
-            found[shape] = profiler.profile(
-                command, FORWARD_KERNEL, metrics, raw, instances=instances
+            launches = profiler.profile(
+                [*launcher, *options, "--kernel", *names],
+                *(pattern, metrics, raw),
+                instances=instances,
             )
         except ProfilerError as error:
             failures.append(f"by opcode: {error}" if instances else str(error))
-    return [find_launch(r.name, found.get(r.shape, ())) for r in records], failures
+        else:
+            found |= dict.fromkeys(names, launches)
+    return [find_launch(r.name, found.get(r.name, ())) for r in records], failures
 
 
 def with_counters(
@@ -511,8 +510,8 @@ def with_counters(
 ) -> tuple[list[CountedKernel], list[str]]:
     """The records with hardware counters, and why some have none.
 
-    launcher: command of a program that takes --kernel, --batch, --heads and --seq and launches the
-    kernels once. It is run once per shape, and once more for counts by opcode where these are
+    launcher: command of a program that takes --kernel and the options of problems and launches the
+    kernels once. It is run once per problem, and once more for counts by opcode where these are
     predicted. Metrics that the GPU lacks are left out.
     """
     wanted = {m for record in records for q in QUANTITIES if record.has(q) for m in q.metrics}

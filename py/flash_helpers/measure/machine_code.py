@@ -17,10 +17,11 @@ from flash_helpers.gpu import SM_COUNTS, capability_of, largest_device
 from flash_helpers.kernel_configs import (
     AttentionForward,
     Config,
+    Problem,
     find_config,
     get_kernel_progression_configs,
 )
-from flash_helpers.measure.results import BenchmarkResults
+from flash_helpers.measure.results import BenchmarkResults, size_of
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, names_of
 from flash_helpers.runtime import library
@@ -192,7 +193,7 @@ def with_sources(kernel: Kernel, folder: Path) -> tuple[Kernel, dict[str, str]]:
 # -- launches --------------------------------------------------------------------------------------
 
 
-def launch_of(config: Config, problem: AttentionForward | None = None) -> Launch:
+def launch_of(config: Config, problem: Problem | None = None) -> Launch:
     """How a kernel is launched; for no problem in particular, a block of it."""
     if problem is None:
         return Launch(config.n_threads, config.smem_bytes)
@@ -202,7 +203,8 @@ def launch_of(config: Config, problem: AttentionForward | None = None) -> Launch
         config.smem_bytes,
         blocks=config.call(problem, problem.strides(), device).n_blocks,
         operations=problem.operations,
-        problem={"batch": problem.batch, "n_heads": problem.heads, "seq_len": problem.len_q},
+        problem=problem.record(),
+        words=str(problem),
     )
 
 
@@ -231,11 +233,9 @@ def trips(kernel: Kernel, config: Config, seq_len: int) -> dict[int, int]:
         raise NotDeterminedError(f"{text} (seq_len {seq_len})") from error
 
 
-def predict_config(
-    kernel: Kernel, config: Config, problem: AttentionForward, chip: Chip
-) -> Prediction:
+def predict_config(kernel: Kernel, config: Config, problem: Problem, chip: Chip) -> Prediction:
     """The least time of a launch for a problem. Raises as `trips` and `bound.predict` do."""
-    found = trips(kernel, config, problem.len_q)
+    found = trips(kernel, config, size_of(problem))
     return predict(kernel, found, launch_of(config, problem), chip)
 
 
@@ -259,7 +259,7 @@ def measured_on(results: BenchmarkResults | None, kernel: Kernel) -> BenchmarkRe
 
 def timed_launch(
     results: BenchmarkResults, config: Config, seq_len: int
-) -> tuple[AttentionForward, Chip] | None:
+) -> tuple[Problem, Chip] | None:
     """The problem that was timed, and the GPU at its median clock while it was; None if there is no
     such measurement, no clock was read, or the GPU's number of SMs is not known."""
     dtype = config.dtype.short
@@ -267,10 +267,7 @@ def timed_launch(
     sms = SM_COUNTS.get(results.provenance.gpu)
     if found is None or sms is None or not found.sm_mhz:
         return None
-    problem = found.asked
-    if not isinstance(problem, AttentionForward):
-        return None
-    return problem, Chip(sms, statistics.median(found.sm_mhz))
+    return found.asked, Chip(sms, statistics.median(found.sm_mhz))
 
 
 def config_facts(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flash_helpers.console.tables import DASH, Table, csv_text, number
 from flash_helpers.kernel_configs import Config, Problem
+from flash_helpers.measure.asked import problem_options
 from flash_helpers.measure.nsight import (
     EXECUTED_METRICS,
     NsightCompute,
@@ -222,22 +223,6 @@ def _short_name(kernel: str) -> str:
         return found
     name = re.sub(r"^void\s+", "", kernel)
     return re.split(r"[<(]", name, maxsplit=1)[0]
-
-
-def problem_options(problem: Problem) -> list[str]:
-    """Return the options that ask for a problem on a command line, but its dtype
-    (`selection.add_problem_options`)."""
-    found = []
-    for field in fields(problem):  # type: ignore[arg-type]  # each class is a dataclass
-        if "help" not in field.metadata:
-            continue
-        value = getattr(problem, field.name)
-        option = "--" + field.metadata.get("name", field.name).replace("_", "-")
-        if isinstance(value, bool):
-            found += [option] * value
-        else:
-            found += [option, str(value)]
-    return found
 
 
 def profile_kernels(

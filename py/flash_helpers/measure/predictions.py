@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flash_helpers.gpu import largest_device
@@ -18,6 +19,7 @@ from flash_helpers.measure.counts import (
     OutputComparison,
 )
 from flash_helpers.measure.machine_code import trips
+from flash_helpers.measure.results import size_of
 from flash_helpers.ptx import Counters
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_buckets
@@ -50,30 +52,30 @@ _WGMMA_FAMILIES = {
 _ROLES_COUNTED = {"wgmma": "HGMMA", "TMA loads": "UTMALDG", "TMA stores": "UTMASTG"}
 
 
-def shape_for(config: Config, seq_len: int) -> AttentionForward:
-    """A problem for which a config itself is launched: one head, or as many as give it its row
-    stride; then the sequence is shorter by the square root of the heads, so that all take the same
-    time."""
+def problem_for(config: Config, size: int) -> Problem:
+    """A small problem of a size (`OfProblem.size`) for which a config itself is launched.
+
+    Of attention, one head, or as many as give the config its row stride; then the sequence is
+    shorter by the square root of the heads, so that all take the same time.
+    """
+    operation = config.family.operation
+    if operation.problem is not AttentionForward:
+        return replace(operation.small, **{operation.swept: size}).in_dtype(config.dtype)
     d_head, block = config.supports.d_heads[0], config.supports.whole
     one = AttentionForward(1, 1, block, d_head, config.dtype)
     heads = config.own_strides(one)["q"][1] // d_head or 1
-    shorter = max(block, int(seq_len / heads**0.5) // block * block)
+    shorter = max(block, int(size / heads**0.5) // block * block)
     return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=config.supports.causal)
 
 
-def _named(config: Config, shape: AttentionForward) -> dict[str, Any]:
-    return {
-        "name": config.short_form(),
-        "batch": shape.batch,
-        "n_heads": shape.heads,
-        "seq_len": shape.len_q,
-    }
+def _named(config: Config, problem: Problem) -> dict[str, Any]:
+    return {"name": config.short_form(), "problem": problem.record()}
 
 
 # -- from the SASS ---------------------------------------------------------------------------------
 
 
-def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> CountedKernel:
+def predict_launch(kernel: Kernel, config: Config, shape: Problem) -> CountedKernel:
     """Counts of all warps of a launch, from the text alone, or, of a kernel on wgmma, of the
     opcodes of ONE_FOR_ONE.
 
@@ -84,7 +86,7 @@ def predict_launch(kernel: Kernel, config: Config, shape: AttentionForward) -> C
     """
     if any(instruction.base in opcodes.GROUP_TENSOR for instruction in kernel.instructions):
         return _predict_roles(kernel, config, shape)
-    times = block_executions(kernel, trips(kernel, config, shape.len_q))
+    times = block_executions(kernel, trips(kernel, config, size_of(shape)))
     device = largest_device(kernel.capability)
     call = config.call(shape, shape.strides(), device)
     warps = sum(launch.n_blocks * launch.n_warps for launch in call.launches)
@@ -119,7 +121,7 @@ def _counts_of_warp(kernel: Kernel, times: Sequence[int]) -> dict[str, int]:
     }
 
 
-def _predict_roles(kernel: Kernel, config: Config, shape: AttentionForward) -> CountedKernel:
+def _predict_roles(kernel: Kernel, config: Config, shape: Problem) -> CountedKernel:
     """Counts by opcode, without opcodes that occur in the machine code another number of times than
     in the PTX, or, in `predicted_opcodes`, under a predicate: a GPU counts an instruction whose
     predicate is false, too."""
@@ -178,7 +180,7 @@ def simulated_counts(counters: Counters) -> dict[str, int]:
 
 
 def simulate_launch(
-    config: Config, shape: AttentionForward, backend: Backend | None = None
+    config: Config, shape: Problem, backend: Backend | None = None
 ) -> CountedKernel:
     """Counts of one kernel in the simulator; with a GPU as the backend its outputs on the same
     inputs are compared, too.

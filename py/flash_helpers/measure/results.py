@@ -144,6 +144,11 @@ def problem_of(record: Mapping[str, Any]) -> Problem:
     return OPERATIONS[name].problem.from_record(record)
 
 
+def size_of(problem: Problem) -> int:
+    """Return the field of a problem that benchmarks vary, such as the sequence length."""
+    return getattr(problem, OPERATIONS[problem.operation].swept)
+
+
 class OfProblem:
     """A record of one problem. problem: `Problem.record()`.
 
@@ -173,7 +178,7 @@ class OfProblem:
     @property
     def size(self) -> int:
         """The field of the problem that benchmarks vary, such as the sequence length."""
-        return getattr(self.asked, self.operation.swept)
+        return size_of(self.asked)
 
 
 @dataclass(frozen=True)

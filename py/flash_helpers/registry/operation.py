@@ -37,9 +37,10 @@ class Operation:
     debug.py looks into. swept: field of the problem that benchmarks and plots vary. measured: the
     problem that is measured at one of its values; measured_at: the usual values. distributions:
     kinds of inputs, by name, in words. libraries: what kernels are measured beside, by name, in
-    words; the first is 100%. metric: of speed. families: its families, in their order, as
-    "module:name" in flash_helpers.registry. simulated_ns: time of one floating-point operation in
-    the simulator on one core, in nanoseconds, for estimates.
+    words; the first is 100%. ceiling: the one of them that moves the same bytes and computes
+    nothing, so that its output is not compared; "" if there is none. metric: of speed. families:
+    its families, in their order, as "module:name" in flash_helpers.registry. simulated_ns: time of
+    one floating-point operation in the simulator on one core, in nanoseconds, for estimates.
 
     Modules of its folder that are imported when they are used (`part`):
       inputs     draw(distribution, problem, device, seed) -> tensors by name
@@ -66,6 +67,7 @@ class Operation:
     families: tuple[str, ...]
     simulated_ns: float
     has_trace: bool = False
+    ceiling: str = ""
 
     def part(self, module: str) -> ModuleType:
         """Return a module of the operation's folder."""

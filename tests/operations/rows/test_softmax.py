@@ -12,7 +12,7 @@ import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import Element, config_from_short_form
 from flash_helpers.operations.rows import OPERATION
-from flash_helpers.operations.rows.baselines import NOT_VERIFIED, run
+from flash_helpers.operations.rows.baselines import run
 from flash_helpers.operations.rows.inputs import draw
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.problems import DISTRIBUTIONS, MEASURED_WIDTHS
@@ -121,7 +121,7 @@ def test_a_row_of_minus_infinity_is_nan_and_sets_no_bound() -> None:
 def test_a_copy_is_measured_and_not_verified() -> None:
     problem = Rows(2, 10)
     inputs = draw("normal", problem)
-    assert NOT_VERIFIED.issubset(OPERATION.libraries)
+    assert OPERATION.ceiling in OPERATION.libraries
     assert run("copy", problem, inputs)["y"].equal(inputs["x"])
 
 
@@ -270,4 +270,4 @@ def test_a_sweep_tries_all_that_fits_into_registers() -> None:
     found = SOFTMAX.sweep()
     assert {config.step.id for config in found} == {"s3"}
     assert all(config.chunks * 4 + 48 <= 65536 // config.n_threads for config in found)
-    assert len(found) == 3 * 3 * 5
+    assert len(found) == 3 * (6 * 5 - 2)  # 8 and 16 chunks do not fit beside 32 warps

@@ -115,14 +115,16 @@ class Launch:
     """A launch of a kernel.
 
     threads, dynamic_smem_bytes: of a block. blocks: of the grid. operations: floating-point
-    operations that it takes; None if that is not known. problem: its sizes by name, for readers.
+    operations that it takes; None if that is not known. problem: its sizes and options by name.
+    words: the same for readers.
     """
 
     threads: int
     dynamic_smem_bytes: int = 0
     blocks: int = 1
     operations: int | None = None
-    problem: Mapping[str, int] = field(default_factory=dict)
+    problem: Mapping[str, object] = field(default_factory=dict)
+    words: str = ""
 
 
 @dataclass(frozen=True)

@@ -262,9 +262,8 @@ def _launch_verdict(facts: KernelFacts, prediction: Prediction) -> str:
     )
     limit = _limit_text(prediction.binding)
     if measured is None:
-        sizes = prediction.launch.problem.items()
-        problem = ", ".join(f"{name.removeprefix('n_')} {size}" for name, size in sizes)
-        return f"{problem.capitalize()}: {limit} allows no less than {least}."
+        words = prediction.launch.words
+        return f"{words[:1].upper()}{words[1:]}: {limit} allows no less than {least}."
     return (
         f"Measured: {measured.median_ms:.3f} ms ({measured.speed_text()}) at "
         f"{facts.timed}, {measured.median_ms / prediction.least_ms:.2f} times the least that "

@@ -136,7 +136,7 @@ def report_json(report: KernelReport) -> dict[str, Any]:
         ],
         "prediction": prediction
         and {
-            "launch": {**prediction.launch.problem, **asdict(prediction.chip)},
+            "launch": {"problem": prediction.launch.problem, **asdict(prediction.chip)},
             "milliseconds": prediction.milliseconds,
             "most_tflops": prediction.most_tflops,
         },
