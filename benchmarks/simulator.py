@@ -35,6 +35,7 @@ from flash_helpers.measure.results import problem_of
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.ptx import DeviceMemory, Run, TensorMap, load_ptx
 from flash_helpers.runtime.backend import find_backend
+from flash_helpers.runtime.library import ptx_path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/simulator.json")
@@ -94,16 +95,19 @@ def timed(run: Callable[[], Run]) -> dict[str, Any]:
 
 def measure(config: Config, asked: Problem) -> dict[str, Any]:
     """A step's kernel on a problem in the step's dtype."""
-    import flash_attention  # with torch, which --help does not wait for
+    from flash_helpers.check.tensors import tensors_for  # with torch, which --help leaves out
+    from flash_helpers.runtime.simulator import load_kernel, run_kernel
 
     problem = asked.in_dtype(config.dtype)
     inputs = config.family.operation.part("inputs").draw("normal", problem)
+    tensors = tensors_for(config, problem, inputs)
+    kernel = load_kernel(config, ptx_path(config))
     call = config.call(problem, problem.strides(), largest_device(config.family.capabilities[0]))
     return {
         "config": config.runs_as(problem.strides()).short_form(),
         "problem": problem.record(),
         "blocks": call.n_blocks,
-        **timed(lambda: flash_attention.simulate(config, *inputs.values())[1]),
+        **timed(lambda: run_kernel(config, kernel, tensors, **problem.call_options())),
     }
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fake_backend import ROOT, load_tool
 
-from flash_helpers.kernel_configs import get_kernel_progression_configs
+from flash_helpers.kernel_configs import OPERATIONS, get_kernel_progression_configs
 
 
 @pytest.fixture
@@ -37,6 +37,14 @@ def test_every_step_is_measured_in_every_dtype(tool, tmp_path):
     ]
     assert len(document["scaling"]) == len(tool.SCALING_SHAPES)
     assert document["seconds_are"] == "the least of 3 runs"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_a_kernel_of_each_operation_is_timed(operation):
+    config = next(c for c in get_kernel_progression_configs() if c.family.operation is operation)
+    measured = load_tool("benchmarks/simulator.py").measure(config, operation.small)
+    assert measured["problem"] == operation.small.in_dtype(config.dtype).record()
+    assert measured["warp_instructions"] > 0 and measured["seconds"] > 0
 
 
 def test_the_kernel_of_hopper_is_run(tool):
