@@ -29,6 +29,7 @@ from flash_helpers.measure.benchmark_tables import (
     progression_table,
     size_title,
 )
+from flash_helpers.measure.code import changed_names
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
     LIBRARY_NAMES,
@@ -147,6 +148,9 @@ def _measured_note(results: BenchmarkResults, step: Step) -> str:
     operation = FAMILIES[step.family].operation
     if operation.ceiling:
         note += f" {operation.ceiling} is {operation.libraries[operation.ceiling]}."
+    changed = changed_names(results)
+    if names := [c.step.id for c in with_parent(step) if c.short_form() in changed]:
+        note += f" The machine code of {' and '.join(names)} has changed since."
     if step.parent is not None:
         note += (
             " Both are timed in every round: the change is the median of the ratios within a "
