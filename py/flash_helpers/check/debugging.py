@@ -113,7 +113,7 @@ class ComparedOutputs:
     def disagreement(self) -> WrongElement | None:
         """The first element that is farther from the reference than its bound."""
         for name, output in self.outputs.items():
-            bound = self.reference.bounds[name].max_abs
+            bound = self.reference.bounds[name].of_elements
             axes = self.problem.axes[name]
             if found := first_wrong(name, output, self.reference.expected[name], bound, axes):
                 return found

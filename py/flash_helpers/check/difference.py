@@ -76,11 +76,12 @@ def first_wrong(
     name: str,
     output: torch.Tensor,
     expected: torch.Tensor,
-    bound: float,
+    bound: float | torch.Tensor,
     axes: tuple[str, ...] | None = None,
 ) -> WrongElement | None:
     """Return the first element that differs by more than a bound or is not finite; None if there
-    is none. axes: names of the dimensions, numbers by default."""
+    is none. bound: one for all, or one that broadcasts to the elements. axes: names of the
+    dimensions, numbers by default."""
     wrong = (~(absolute_errors(output, expected) <= bound)).nonzero()
     if not len(wrong):
         return None
@@ -93,13 +94,14 @@ def output_difference(
     name: str,
     output: torch.Tensor,
     expected: torch.Tensor,
-    max_abs_bound: float,
+    max_abs_bound: float | torch.Tensor,
     axes: tuple[str, ...],
 ) -> OutputDifference:
     """Compare an output with the float64 `expected`, of the same shape, whose dimensions are called
     `axes`.
 
-    An element is wrong if it differs by more than `max_abs_bound` or is wrongly not finite.
+    An element is wrong if it differs by more than `max_abs_bound` or is wrongly not finite. The
+    bound is one for all elements, or one that broadcasts to them.
     """
     error = absolute_errors(output, expected)
     wrong = ~(error <= max_abs_bound)

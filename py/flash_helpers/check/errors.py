@@ -13,9 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RowErrors:
+    """The numbers of an `OutputError` for each row of an output, along its last dimension.
+
+    max_abs, relative: of the output's shape without the last dimension.
+    """
+
+    max_abs: torch.Tensor
+    relative: torch.Tensor
+
+    def at(self, place: tuple[int, ...]) -> OutputError:
+        """Return the numbers of one row."""
+        return OutputError(self.max_abs[place].item(), self.relative[place].item())
 
 
 @dataclass(frozen=True)
@@ -24,19 +39,44 @@ class OutputError:
 
     max_abs: largest absolute difference of an element; NaN if any element is wrongly NaN.
     relative: Frobenius norm of the difference over that of the result; infinite in a bound that
-    does not limit it.
+    does not limit it. rows: the same for each row; None in a bound that is one for all rows.
     """
 
     max_abs: float
     relative: float
+    rows: RowErrors | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def of_elements(self) -> float | torch.Tensor:
+        """Largest error of an element that a bound allows: of any, or by row, to broadcast."""
+        return self.max_abs if self.rows is None else self.rows.max_abs[..., None]
 
     def within(self, bound: OutputError) -> bool:
-        """Whether both errors are finite and no larger than the bound's."""
+        """Whether both errors are finite and no larger than the bound's, in each row if it has one
+        for each."""
         # every comparison with NaN is false
-        return self.max_abs <= bound.max_abs < math.inf and self.relative <= bound.relative
+        finite = self.max_abs <= bound.max_abs < math.inf and self.relative <= bound.relative
+        return finite and self._first_row_over(bound) is None
+
+    def _first_row_over(self, bound: OutputError) -> tuple[OutputError, OutputError, str] | None:
+        """Return error, bound and place of the first row that is over a bound of its own."""
+        if bound.rows is None:
+            return None
+        if self.rows is None:
+            raise ValueError("the bound is one by row and the error is not: use measure_error")
+        own, limits = self.rows, bound.rows
+        over = (~((own.max_abs <= limits.max_abs) & (own.relative <= limits.relative))).nonzero()
+        if not len(over):
+            return None
+        place = tuple(over[0].tolist())
+        return own.at(place), limits.at(place), ", ".join(map(str, place))
 
     def excess(self, bound: OutputError) -> str:
-        """Return which error is over the bound, in words; "" if none is."""
+        """Return which error is over the bound, in words, of the first such row if each has its
+        bound; "" if none is."""
+        if found := self._first_row_over(bound):
+            own, limit, place = found
+            return f"row {place}: {own.excess(limit)}"
         return "; ".join(
             f"{name} error {value:.3e} is over its bound {limit:.3e}"
             for name, value, limit in (
@@ -55,12 +95,18 @@ class Reference:
     bounds: Mapping[str, OutputError]
 
 
-def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """Return half the distance between neighbours of `dtype` at `magnitude`: the largest rounding
-    error of a value of that size."""
+def half_ulps(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return half the distance between neighbours of `dtype` at each value: the largest rounding
+    error of a value of that size. values: float64."""
     info = torch.finfo(dtype)
-    _, exponent = math.frexp(max(abs(magnitude), info.tiny))
-    return math.ldexp(info.eps, exponent - 1) / 2
+    sizes = values.abs().clamp(min=info.tiny)
+    powers = sizes / torch.frexp(sizes).mantissa  # the next power of two above each: exact
+    return powers * (info.eps / 4)
+
+
+def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """Return what `half_ulps` does, of one value."""
+    return half_ulps(torch.tensor(magnitude, dtype=torch.float64), dtype).item()
 
 
 def relative_bound(dtype: torch.dtype) -> float:
@@ -89,9 +135,14 @@ def measure_error(output: torch.Tensor, expected: torch.Tensor) -> OutputError:
             f"output has shape {tuple(output.shape)}, the reference {tuple(expected.shape)}"
         )
     errors = absolute_errors(output, expected)
-    norm = torch.linalg.vector_norm(expected.masked_fill(~expected.isfinite(), 0.0)).item()
-    error = torch.linalg.vector_norm(errors).item()
-    return OutputError(
-        max_abs=errors.max().item(),
-        relative=error / norm if norm else math.inf if error else 0.0,
-    )
+    norm = torch.linalg.vector_norm
+    row_errors = norm(errors, dim=-1)
+    row_norms = norm(expected.masked_fill(~expected.isfinite(), 0.0), dim=-1)
+    rows = RowErrors(errors.amax(-1), _shares(row_errors, row_norms))
+    relative = _shares(norm(row_errors), norm(row_norms)).item()
+    return OutputError(rows.max_abs.max().item(), relative, rows)
+
+
+def _shares(errors: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """Return errors over norms; 0 where nothing is wrong, also of a result that is 0."""
+    return (errors / norms).masked_fill_(errors == 0, 0.0)

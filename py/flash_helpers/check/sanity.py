@@ -151,7 +151,9 @@ def _check_output(
     error = measure_error(output, expected)
     difference = None
     if diff:
-        difference = output_difference(tensor.name, output, expected, bound.max_abs, tensor.axes)
+        difference = output_difference(
+            tensor.name, output, expected, bound.of_elements, tensor.axes
+        )
     reason = _reason(output, expected, error, bound)
     return OutputCheck(tensor.name, error, bound, reason, difference)
 

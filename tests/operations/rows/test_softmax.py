@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import flash_attention
+from flash_helpers.check.debugging import ComparedOutputs
+from flash_helpers.check.difference import output_difference
 from flash_helpers.check.errors import measure_error
 from flash_helpers.kernel_configs import Element, config_from_short_form
 from flash_helpers.operations.rows import OPERATION
@@ -102,6 +104,41 @@ def test_pytorch_is_within_the_bound_and_an_error_of_one_element_is_not(
     assert not measure_error(y, wanted.expected["y"]).within(wanted.bounds["y"])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(Element.FP16, 1.01), (Element.BF16, 1.02), (Element.FP32, 1.0001)],
+)
+def test_a_wrong_row_beside_a_nearly_one_hot_row_is_caught(dtype: Element, factor: float) -> None:
+    x = torch.zeros(3, 1000, dtype=DTYPES[dtype])
+    x[0, 7] = 15.0  # y is 0.997 there, and 0.001 in all of the other rows
+    wanted = softmax_reference(x)
+    bound = wanted.bounds["y"]
+    y = torch.softmax(x, -1)
+    assert measure_error(y, wanted.expected["y"]).within(bound)
+    y[2] *= factor
+    error = measure_error(y, wanted.expected["y"])
+    # over all rows, the error is hidden by what the first may have
+    assert error.max_abs < bound.max_abs and error.relative < bound.relative
+    assert not error.within(bound)
+    assert error.excess(bound).startswith("row 2: max abs error ")
+
+
+def test_a_wrong_row_is_told_by_the_sanity_check_and_the_debugger() -> None:
+    problem = Rows(3, 1000)
+    x = torch.zeros(3, 1000, dtype=torch.bfloat16)
+    x[0, 7] = 15.0
+    wanted = reference(problem, {"x": x})
+    y = torch.softmax(x, -1)
+    y[2, 5:] *= 1.02
+    compared = ComparedOutputs(problem, {"y": y}, wanted, "a test")
+    found = compared.disagreement
+    assert found is not None and found.place == (2, 5)
+    axes = problem.axes["y"]
+    limits = wanted.bounds["y"].of_elements
+    difference = output_difference("y", y, wanted.expected["y"], limits, axes)
+    assert (difference.n_wrong, difference.n_wrong_rows) == (995, 1)
+
+
 def test_subnormal_probabilities_of_fp16_have_their_allowance() -> None:
     x = torch.zeros(1, 40000, dtype=torch.float16)
     wanted = softmax_reference(x)
@@ -114,6 +151,8 @@ def test_a_row_of_minus_infinity_is_nan_and_sets_no_bound() -> None:
     wanted = softmax_reference(x)
     assert wanted.expected["y"][-1].isnan().all()
     assert wanted.bounds == softmax_reference(x[:-1]).bounds
+    y = torch.softmax(x, -1)
+    assert measure_error(y, wanted.expected["y"]).within(wanted.bounds["y"])
     wrong = torch.softmax(x, -1).nan_to_num_(0.0)
     assert not measure_error(wrong, wanted.expected["y"]).within(wanted.bounds["y"])
 

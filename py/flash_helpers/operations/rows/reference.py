@@ -1,6 +1,7 @@
 """Softmax along rows in float64, and how far from it an output may be.
 
-For fp16 and bf16 with unit roundoff u (2^-11, 2^-8) and the float64 result R on the same inputs:
+For fp16 and bf16 with unit roundoff u (2^-11, 2^-8) and the float64 result R on the same inputs, in
+each row by itself, so that a row whose largest probability is near 1 allows its neighbours nothing:
 
     max |y - R|          <=  2 max |plain - R|  +  half an ulp at max |R|
     ||y - R|| / ||R||    <=  ||max(u |R|, h)|| / ||R||
@@ -12,19 +13,27 @@ a row of 16385 equal elements and more: rounding R itself then has a relative er
 no kernel could keep u. For bf16, h is 2^-134, far below any error that counts.
 
 In fp32 nothing is rounded to a lower precision at the end, and the errors of the computation
-decide: `fp32_bound`.
+decide: `fp32_bound`, also by row. The two numbers of a bound for all rows follow from those of the
+rows.
 
-Rows whose result is NaN must be NaN (`measure_error`) and set no bound.
+Rows whose result is NaN must be NaN (`absolute_errors`), and allow nothing else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from flash_helpers.check.errors import OutputError, Reference, half_ulp, measure_error
+from flash_helpers.check.errors import (
+    OutputError,
+    Reference,
+    RowErrors,
+    absolute_errors,
+    half_ulps,
+)
 from flash_helpers.operations.rows.problem import Rows
 
 _U = 2.0**-24  # unit roundoff of fp32
@@ -38,9 +47,12 @@ def softmax_float64(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x.double(), dim=-1)
 
 
-def _norm_share(allowed: torch.Tensor, expected: torch.Tensor) -> float:
+def _bound(max_abs: torch.Tensor, allowed: torch.Tensor, expected: torch.Tensor) -> OutputError:
+    """Return the bound of rows. max_abs: of an element, by row. allowed: what the errors of the
+    elements of a row may be for their norm to be right."""
     norm = torch.linalg.vector_norm
-    return (norm(allowed) / norm(expected)).item()
+    rows = RowErrors(max_abs, norm(allowed, dim=-1) / norm(expected, dim=-1))
+    return OutputError(max_abs.max().item(), (norm(allowed) / norm(expected)).item(), rows)
 
 
 def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
@@ -77,20 +89,17 @@ def fp32_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
     rescales = width / (LEAST_THREADS * LEAST_CHUNK) + 11
     constant = 5 + 2.25 * math.log(width) + 5 + additions + 6 * rescales + 2 + 1
     allowed = _U * expected * (2.25 * t + constant) + _SMALLEST
-    return OutputError(allowed.max().item(), _norm_share(allowed, expected))
+    return _bound(allowed.amax(-1), allowed, expected)
 
 
 def _rounded_bound(x: torch.Tensor, expected: torch.Tensor) -> OutputError:
     """Return the bound for an output in fp16 or bf16."""
     info = torch.finfo(x.dtype)
-    plain = measure_error(torch.softmax(x, dim=-1), expected)
+    plain = absolute_errors(torch.softmax(x, dim=-1), expected).amax(-1)
     u = info.eps / 2
     allowed = (expected * u).clamp_(min=info.smallest_normal * u)
     allowed.masked_fill_(expected == 0, 0.0)
-    return OutputError(
-        2 * plain.max_abs + half_ulp(expected.max().item(), x.dtype),
-        _norm_share(allowed, expected),
-    )
+    return _bound(2 * plain + half_ulps(expected.amax(-1), x.dtype), allowed, expected)
 
 
 def softmax_reference(x: torch.Tensor) -> Reference:
@@ -100,10 +109,21 @@ def softmax_reference(x: torch.Tensor) -> Reference:
     finite = expected.isfinite().all(-1)
     if not finite.any():
         return Reference({"y": expected}, {"y": OutputError(0.0, 0.0)})
-    bound = fp32_bound if x.dtype == torch.float32 else _rounded_bound
-    every = bool(finite.all())
-    some = (x, expected) if every else (x[finite], expected[finite])
-    return Reference({"y": expected}, {"y": bound(*some)})
+    bound_of = fp32_bound if x.dtype == torch.float32 else _rounded_bound
+    if finite.all():
+        return Reference({"y": expected}, {"y": bound_of(x, expected)})
+    bound = bound_of(x[finite], expected[finite])
+    return Reference({"y": expected}, {"y": _with_rows_of_nan(bound, finite)})
+
+
+def _with_rows_of_nan(bound: OutputError, finite: torch.Tensor) -> OutputError:
+    """Return the bound of the finite rows as one of all rows."""
+    assert bound.rows is not None
+    max_abs, relative = (
+        values.new_zeros(finite.shape).masked_scatter_(finite, values)
+        for values in (bound.rows.max_abs, bound.rows.relative)
+    )
+    return replace(bound, rows=RowErrors(max_abs, relative))
 
 
 def reference(problem: Rows, inputs: Mapping[str, torch.Tensor]) -> Reference:
