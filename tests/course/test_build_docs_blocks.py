@@ -496,6 +496,21 @@ def test_products_of_a_warpgroup_are_named_and_weighed(show: Show) -> None:
     assert float(per_hmma) == pytest.approx(int(work) / (16 * 16), abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        (
+            "counters 2",
+            "batch 1, heads 1, seq 512, d_head 128, bf16, in tensors of batch 1, heads 16, "
+            "seq 512, d_head 128.",
+        ),
+        ("counters s2", "rows 8, width 4096, bf16."),
+    ],
+)
+def test_counters_name_the_problem_of_the_operation(show: Show, block: str, problem: str) -> None:
+    assert f"Counted in the simulator: {problem} An instruction of PTX counts" in show(block)
+
+
 def test_what_tma_and_wgmma_move_is_counted(show: Show) -> None:
     """512 rows of one head: 8 blocks of 64 rows, each with 4 blocks of 128 keys."""
     text = show("counters h1")

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.columns import INDENT, changes, columns_table, row
-from flash_helpers.course.evidence import SEQ_LEN, Evidence, KernelCounts
+from flash_helpers.course.evidence import Evidence, KernelCounts
 from flash_helpers.course.links import words_note
+from flash_helpers.kernel_configs import Config
 from flash_helpers.ptx import Counts
 
 # Beginning of PTX opcodes that are told of by themselves; of cp.async not the commits and waits.
@@ -42,15 +43,22 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
     parts = [
         columns_table(configs, counter_rows(found)),
         *arguments.once(
-            f"Counted in the simulator: {SEQ_LEN} rows of one head, {configs[0].dtype.short}, row "
-            f"stride {found[0].row_stride} elements. An instruction of PTX counts once for each "
-            "warp that executes it."
+            f"Counted in the simulator: {_counted_text(configs[0])}. An instruction of PTX counts "
+            "once for each warp that executes it."
         ),
         *words_note(arguments),
     ]
     if len(found) == 2:
         parts.insert(1, f"PTX opcodes whose number changed most: {_changes_text(*found)}.")
     return "\n\n".join(parts)
+
+
+def _counted_text(config: Config) -> str:
+    """Return the problem that `count_kernel` simulates, in words."""
+    operation = config.family.operation
+    problem, within = operation.counted, operation.counted_within
+    tensors = "" if within == problem else f", in tensors of {within}"
+    return f"{problem}, {config.dtype.short}{tensors}"
 
 
 def counter_rows(found: Sequence[KernelCounts]) -> list[list[str]]:

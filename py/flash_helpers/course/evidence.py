@@ -34,7 +34,6 @@ from flash_helpers.runtime import library
 from flash_helpers.sass.read.records import Kernel
 
 PUBLISHED = Path("docs/data/published.json")
-SEQ_LEN = 512  # of what is simulated
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,12 @@ class Published(RecordFile):
 class KernelCounts:
     """Counts of a kernel in the simulator.
 
-    total: of all instructions. main_loop: of those in it. by_opcode: of PTX. row_stride: elements.
+    total: of all instructions. main_loop: of those in it. by_opcode: of PTX.
     """
 
     total: Counts
     main_loop: Counts
     by_opcode: Mapping[str, Counts]
-    row_stride: int
 
 
 def count_kernel(
@@ -122,8 +120,7 @@ def count_kernel(
     tensors = tensors_for(config, problem, inputs, strides)
     counters = run_shipped(config, tensors, **problem.call_options()).counters
     main_loop = counters.by_phase()[Phase.MAIN_LOOP]
-    row_stride = wide[problem.inputs[0].name][1]
-    return KernelCounts(counters.total, main_loop, counters.by_opcode(), row_stride)
+    return KernelCounts(counters.total, main_loop, counters.by_opcode())
 
 
 class NotBuiltError(RuntimeError):
