@@ -240,6 +240,16 @@ def test_another_launch_can_be_predicted():
     assert "of the measured time" not in text
 
 
+def test_the_predicted_problem_is_the_measured_one_with_the_options_asked_for(capsys):
+    chip = ("16", "--arch", DEFAULT, "--sms", "108", "--mhz", "1410")
+    for options, problem in (
+        ((), "Batch 16, heads 16, seq_len 4096"),
+        (("--seq", "8192", "--batch", "1", "--heads", "3"), "Batch 1, heads 3, seq_len 8192"),
+    ):
+        assert tool(*chip, *options) == 0
+        assert f"{problem}: the " in capsys.readouterr().out
+
+
 def test_a_kernel_without_loops_is_reported():
     text = report_text(report_of(kernel("MOV R1, R2\nEXIT")))
     assert "The kernel has no loop." in text

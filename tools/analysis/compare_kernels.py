@@ -25,6 +25,7 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import escaped_markdown, fenced, json_text
 from flash_helpers.gpu import LIMITS
+from flash_helpers.kernel_configs import OPERATIONS
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
     SEQ_LEN,
@@ -44,9 +45,11 @@ from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     KERNEL_NAMES,
     UsageError,
+    add_problem_options,
     choose_kernels,
     parse_config_option,
     parse_dtypes,
+    require_options_of,
 )
 from flash_helpers.sass.analyse.bound import Launch
 from flash_helpers.sass.analyse.diff import diff_kernels
@@ -61,6 +64,7 @@ from flash_helpers.sass.show.matrix_tables import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+SIZES = sorted({operation.swept for operation in OPERATIONS.values()})  # fields that are measured
 
 DESCRIPTION = """\
 Compare the machine code (SASS) of kernels, of the installed library or of any cubin, fatbin, object
@@ -125,12 +129,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="which built config of each step: values of fields, such as B_r=128 n_warps=4, or "
         "a short form, for the nearest to it (default: that of the progression)",
     )
-    parser.add_argument(
-        "--seq",
-        type=int,
-        default=SEQ_LEN,
-        help=f"length of the launch whose time is shown ({SEQ_LEN})",
+    launch = parser.add_argument_group(
+        "the launch whose time is shown", f"Its size is {SEQ_LEN} by default."
     )
+    add_problem_options(launch, *SIZES)
     parser.add_argument(
         "--results",
         type=Path,
@@ -179,7 +181,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--fold-namespace goes with --source")
     if arguments.smem and arguments.threads is None:
         parser.error("--smem goes with --threads")
+    if len([name for name in SIZES if getattr(arguments, name) is not None]) > 1:
+        parser.error("kernels are compared at one size: name one")
     return arguments
+
+
+def asked_size(arguments: argparse.Namespace) -> int:
+    """Return the size of the launch whose time is shown."""
+    given = (getattr(arguments, name) for name in SIZES)
+    return next((size for size in given if size is not None), SEQ_LEN)
 
 
 def read_results(path: Path | None) -> BenchmarkResults | None:
@@ -211,7 +221,9 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
     found = list(diffs(matrix, arguments))
     if arguments.json:
         diffs_by_title = {title: data for title, _, data in found}
-        return json_text({"seq_len": arguments.seq, **matrix_json(matrix), "diffs": diffs_by_title})
+        return json_text(
+            {"seq_len": asked_size(arguments), **matrix_json(matrix), "diffs": diffs_by_title}
+        )
     if arguments.markdown:
         parts = [matrix_markdown(matrix)]
         parts += [
@@ -264,16 +276,17 @@ def _of_library(
             for dtype in parse_dtypes(arguments.dtype)
             for config in choose_kernels(built, selectors, dtype, wanted)
         )
+        require_options_of(arguments, {config.family.operation.name for config in configs})
         with progress_bar(f"read SASS of {architecture}") as progress:
             kernels = library_kernels(architecture, configs, progress=progress)
-        found.append([config_facts(c, kernels[c], results, arguments.seq) for c in configs])
+        found.append([config_facts(c, kernels[c], results, asked_size(arguments)) for c in configs])
     return [list(on_each) for on_each in zip(*found, strict=True)]
 
 
 def compare(arguments: argparse.Namespace) -> str:
     """Write the page if asked for; return the text for stdout. Raises ValueError and OSError."""
     results = read_results(arguments.results)
-    matrix = facts_matrix(read_kernels(arguments, results), results, arguments.seq)
+    matrix = facts_matrix(read_kernels(arguments, results), results, asked_size(arguments))
     text = report(matrix, arguments)
     if arguments.html:
         write_if_different(arguments.html, matrix_page(matrix, ROOT))

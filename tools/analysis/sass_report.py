@@ -15,7 +15,7 @@ from pathlib import Path
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import json_text
-from flash_helpers.kernel_configs import AttentionForward, Element
+from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
     SEQ_LEN,
@@ -32,7 +32,10 @@ from flash_helpers.measure.results import RESULTS, load_results
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     UsageError,
+    add_problem_options,
+    asked_problem,
     choose_kernels,
+    require_options_of,
     require_supported,
 )
 from flash_helpers.sass.analyse.bound import Chip, Launch
@@ -118,12 +121,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="BYTES",
         help="of a FILE: dynamic shared memory a block (default: 0)",
     )
-    time = parser.add_argument_group("what a launch takes at least, on another GPU or problem")
+    time = parser.add_argument_group(
+        "what a launch takes at least, on another GPU or problem",
+        f"The problem is the one that is measured at {SEQ_LEN}, with these changes.",
+    )
     time.add_argument("--sms", type=int, metavar="N", help="streaming multiprocessors")
     time.add_argument("--mhz", type=float, metavar="F", help="their clock")
-    time.add_argument("--seq", type=int, default=SEQ_LEN, help=f"(default: {SEQ_LEN})")
-    time.add_argument("--heads", type=int, default=16, help="(default: 16)")
-    time.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    add_problem_options(time)
     parser.add_argument(
         "--source", action="store_true", help="print the CUDA lines above what they became"
     )
@@ -140,7 +144,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if (arguments.sms is None) != (arguments.mhz is None):
         parser.error("--sms and --mhz go together")
-    for name in ("sms", "mhz", "seq", "heads", "batch"):
+    for name in ("sms", "mhz"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             parser.error(f"--{name} {value} is not positive")
@@ -180,11 +184,12 @@ def with_prediction(facts: KernelFacts, arguments: argparse.Namespace) -> Kernel
             f"--sms and --mhz: {facts.config.short_form()} has no tensor instructions, which tell "
             "how often loops are run: leave them out"
         )
-    dtype, d_head = facts.config.dtype, facts.config.d_head
-    problem = AttentionForward(arguments.batch, arguments.heads, arguments.seq, d_head, dtype)
-    require_supported([facts.config], problem)
+    config = facts.config
+    require_options_of(arguments, [config.family.operation.name])
+    problem = asked_problem(arguments, config.measured(SEQ_LEN)).in_dtype(config.dtype)
+    require_supported([config], problem)
     chip = Chip(arguments.sms, arguments.mhz)
-    prediction = predict_config(facts.kernel, facts.config, problem, chip)
+    prediction = predict_config(facts.kernel, config, problem, chip)
     return replace(facts, prediction=prediction, measurement=None)
 
 

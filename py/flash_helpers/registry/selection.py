@@ -350,10 +350,11 @@ def require_supported(configs: Iterable[Config], problem: Problem) -> None:
 # -- problems by their fields ----------------------------------------------------------------------
 
 
-def add_problem_options(parser: argparse.ArgumentParser, *names: str) -> None:
+def add_problem_options(parser: argparse._ActionsContainer, *names: str) -> None:
     """Add an option for each field of the operations' problems that has a help text.
 
-    names: of the fields, all by default. An option that is not given is None.
+    parser: or a group of one. names: of the fields, all by default. An option that is not given is
+    None.
     """
     for name, (field, operations) in _problem_fields().items():
         if names and name not in names:
