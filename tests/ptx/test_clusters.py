@@ -63,34 +63,35 @@ def launch(body, grid=4, block=32, cluster=4, directives="", **options):
 
 
 class TestLaunch:
-    def test_a_grid_that_is_no_multiple(self):
-        with pytest.raises(
-            LaunchError, match=r"grid of \(6, 1, 1\) is no multiple .* \(4, 1, 1\).* to \(8, 1, 1\)"
-        ):
-            launch("", grid=6)
+    REQUIRED = ".explicitcluster\n.reqnctapercluster 2, 1, 1"
 
-    def test_more_blocks_than_a_cluster_has(self):
-        with pytest.raises(LaunchError, match="has 32 blocks: the limit is 8, or 16 with cudaFunc"):
-            launch("", grid=32, cluster=32)
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"grid": 6}, r"grid of \(6, 1, 1\) is no multiple .* \(4, 1, 1\).* to \(8, 1, 1\)"),
+            ({"grid": 32, "cluster": 32}, "has 32 blocks: the limit is 8, or 16 with cudaFunc"),
+            ({"target": "sm_80"}, "sm_80 has none, sm_90 is the first"),
+            ({"directives": REQUIRED}, r"\(4, 1, 1\), but k is compiled for \(2, 1, 1\)"),
+            (
+                {"cluster": None, "directives": ".explicitcluster"},
+                "must be launched with clusters: give cluster",
+            ),
+            ({"directives": ".maxclusterrank 2"}, "has 4 blocks, but k is compiled for at most 2"),
+            (
+                {"directives": ".reqnctapercluster 2\n.blocksareclusters"},
+                "counts its grid in clusters",
+            ),
+        ],
+    )
+    def test_that_cannot_be(self, options, words):
+        with pytest.raises(LaunchError, match=words):
+            launch("", **options)
+
+    def test_as_large_as_it_may_be_or_as_the_kernel_is_compiled_for(self):
         assert launch("", grid=16, cluster=(16, 1))[0].n_blocks == 16
-
-    def test_a_target_without(self):
-        with pytest.raises(LaunchError, match="sm_80 has none, sm_90 is the first"):
-            launch("", target="sm_80")
-
-    def test_what_the_kernel_is_compiled_for(self):
-        required = ".explicitcluster\n.reqnctapercluster 2, 1, 1"
-        body = "mov.u32 %r4, %cluster_nctarank;"
-        assert (launch(body, cluster=None, directives=required)[1] == 2).all()
-        assert (launch(body, cluster=(2, 1, 1), directives=required)[1] == 2).all()
-        with pytest.raises(LaunchError, match=r"\(4, 1, 1\), but k is compiled for \(2, 1, 1\)"):
-            launch(body, directives=required)
-        with pytest.raises(LaunchError, match="must be launched with clusters: give cluster"):
-            launch(body, cluster=None, directives=".explicitcluster")
-        with pytest.raises(LaunchError, match="has 4 blocks, but k is compiled for at most 2"):
-            launch(body, directives=".maxclusterrank 2")
-        with pytest.raises(LaunchError, match="counts its grid in clusters"):
-            launch(body, directives=".reqnctapercluster 2\n.blocksareclusters")
+        for cluster in (None, (2, 1, 1)):
+            body = "mov.u32 %r4, %cluster_nctarank;"
+            assert (launch(body, cluster=cluster, directives=self.REQUIRED)[1] == 2).all()
 
 
 class TestSpecialRegisters:
@@ -401,6 +402,24 @@ setp.eq.u32 %p, %r0, 0;
 """
 
 
+# The block of rank 0 writes 7 to the next one, then sets its flag, for which that one waits.
+FLAGGED = f"""{NEXT}
+st.relaxed.cluster.shared.u32 [word+4], 0;
+{MEET}
+setp.eq.u32 %q, %r1, 0;
+@%q st.shared::cluster.u32 [%r8], 7;
+@%q st.{{}}.cluster.shared::cluster.u32 [%r8+4], 1;
+setp.eq.u32 %q, %r1, 1;
+@!%q bra DONE;
+SPIN:
+ld.{{}}.cluster.shared.u32 %r5, [word+4];
+setp.eq.u32 %p, %r5, 0;
+@%p bra SPIN;
+READ
+DONE:
+"""
+
+
 class TestRaces:
     """Between blocks of a cluster, on what lies in one of them."""
 
@@ -438,28 +457,9 @@ class TestRaces:
         assert launch(body.format("atom", "%r9, ", MEET))[1][0, 0] == 20
 
     def test_by_a_flag_without_release(self):
-        """The block of rank 0 writes 7 to the next one, then sets its flag."""
-        body = (
-            NEXT
-            + "st.relaxed.cluster.shared.u32 [word+4], 0;\n"
-            + MEET
-            + """
-        setp.eq.u32 %q, %r1, 0;
-        and.pred %q, %p, %q;
-        @%q st.shared::cluster.u32 [%r8], 7;
-        @%q st.{}.cluster.shared::cluster.u32 [%r8+4], 1;
-        setp.eq.u32 %q, %r1, 1;
-        and.pred %q, %p, %q;
-        @!%q bra DONE;
-        SPIN:
-        ld.{}.cluster.shared.u32 %r5, [word+4];
-        setp.eq.u32 %p, %r5, 0;
-        @%p bra SPIN;
-        ld.shared.u32 %r4, [word];
-        DONE:
-        """
-        )
-        assert launch(body.format("release", "acquire"), block=1)[1][:, 0].tolist() == [0, 7, 0, 0]
+        body = FLAGGED.replace("READ", "ld.shared.u32 %r4, [word];")
+        found = launch(body.format("release", "acquire"), block=1)[1]
+        assert found[:, 0].tolist() == [0, 7, 0, 0]
         for orders in (("relaxed", "acquire"), ("release", "relaxed")):
             with pytest.raises(RaceError, match="write by warp 0 of the block of rank 0"):
                 launch(body.format(*orders), block=1)
@@ -475,15 +475,23 @@ class TestBlocksThatAreNotThere:
         assert caught.value.thread.block == (0, 0, 0)
         assert caught.value.count == 4
 
-    def test_a_barrier_of_the_block_says_nothing_of_others(self):
-        body = NEXT + f"@%p st.shared.u32 [word], 3;\nbar.sync 0;\n@%p ld.u32 %r4, [%rd2];\n{MEET}"
-        with pytest.raises(AbsentBlockError, match=r"read of shared address 0 of the .* rank 1"):
-            launch(body)
-
-    def test_an_arrival_without_a_wait_says_nothing_of_others(self):
-        body = f"{NEXT}{ARRIVE}\n@%p atom.shared::cluster.exch.b32 %r4, [%r8], 2;\n{WAIT}\n{MEET}"
-        with pytest.raises(AbsentBlockError, match="may not have begun"):
-            launch(body)
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            (
+                f"@%p st.shared.u32 [word], 3;\nbar.sync 0;\n@%p ld.u32 %r4, [%rd2];\n{MEET}",
+                r"read of shared address 0 of the .* rank 1",
+            ),
+            (
+                f"{ARRIVE}\n@%p atom.shared::cluster.exch.b32 %r4, [%r8], 2;\n{WAIT}\n{MEET}",
+                "may not have begun",
+            ),
+        ],
+        ids=["a barrier of the block", "an arrival without a wait"],
+    )
+    def test_says_nothing_of_others(self, body, words):
+        with pytest.raises(AbsentBlockError, match=words):
+            launch(NEXT + body)
 
     def test_relaxed_arrivals_say_that_they_have_begun(self):
         relaxed = MEET.replace("arrive", "arrive.relaxed")
@@ -529,23 +537,10 @@ class TestBlocksThatAreNotThere:
 
     def test_a_flag_makes_them_stay(self):
         """The block of rank 1 waits until that of rank 0 has told that it has written."""
-        body = f"""{NEXT}
-        st.relaxed.cluster.shared.u32 [word+4], 0;
-        {MEET}
-        setp.eq.u32 %q, %r1, 0;
-        @%q st.shared::cluster.u32 [%r8], 7;
-        @%q st.{{}}.cluster.shared::cluster.u32 [%r8+4], 1;
-        setp.eq.u32 %q, %r1, 1;
-        @!%q bra DONE;
-        SPIN:
-        ld.acquire.cluster.shared.u32 %r5, [word+4];
-        setp.eq.u32 %p, %r5, 0;
-        @%p bra SPIN;
-        DONE:
-        """
-        launch(body.format("release"), block=1)
+        body = FLAGGED.replace("READ", "")
+        launch(body.format("release", "acquire"), block=1)
         with pytest.raises(AbsentBlockError, match=self.ENDS):
-            launch(body.format("relaxed"), block=1)
+            launch(body.format("relaxed", "acquire"), block=1)
 
     ARRIVE_THERE = f"""{NEXT}
     .shared .align 8 .b64 bar;

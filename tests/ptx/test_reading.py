@@ -47,6 +47,13 @@ def run(text: str, name: str = "k", words: int = 32, **launch: object) -> np.nda
     return memory.download(out, words, np.uint32)
 
 
+def refused_alone(text: str, name: str, words: str) -> None:
+    """Asserts that a kernel is refused while `plain` of the same text runs."""
+    np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
+    with pytest.raises(PtxSyntaxError, match=words):
+        load_ptx(HEAD + text).kernel(name)
+
+
 def line_of(text: str, part: str) -> int:
     lines = (HEAD + text).splitlines()
     return next(n for n, line in enumerate(lines, start=1) if part in line)
@@ -59,6 +66,30 @@ BROKEN = {
     "an instruction without end": "mov.u32 %r1, 1",
     "a declaration of no known type": ".reg .quaternion %q<3>;",
 }
+
+
+FUNCTION = ".func {}()\n{{\n{}\nret;\n}}\n"
+ALONE = {
+    "a brace without end": (
+        kernel_text("{ mov.u32 %r1, 1;"), "k", r"line 4: a closing brace is missing \(in k\)",
+    ),
+    "a head": (
+        ".entry odd(.param .picture p) .with 3\n{\nret;\n}\n",
+        "odd", r"\.picture is not known .*\(in odd\)",
+    ),
+    "a device function, which refuses those that call it": (
+        FUNCTION.format("odd", "mov.u32 %nobody, 1;") + FUNCTION.format("caller", "call.uni odd;")
+        + kernel_text("call.uni caller;"),
+        "k", r"%nobody .*\(in odd\)",
+    ),
+    "a second one of the name": (
+        kernel_text("") + kernel_text(""), "k", "k is defined twice, first at line 4",
+    ),
+    "a variable that cannot be initialised": (
+        ".global .u64 lost = nowhere;\n" + kernel_text("mov.u64 %rd2, lost;"),
+        "k", r"line 4: .* lost names nowhere, which is not",
+    ),
+}  # fmt: skip
 
 
 class TestFunctions:
@@ -83,40 +114,9 @@ class TestFunctions:
         with pytest.raises(PtxSyntaxError, match=rf"mine\.ptx line {line}: .*%nobody .*\(in k\)"):
             load_ptx(path).kernel("k")
 
-    def test_a_brace_without_end_does_not_swallow_the_next_function(self) -> None:
-        text = kernel_text("{ mov.u32 %r1, 1;") + PLAIN
-        np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
-        with pytest.raises(PtxSyntaxError, match=r"line 4: a closing brace is missing \(in k\)"):
-            load_ptx(HEAD + text).kernel("k")
-
-    def test_a_head_that_cannot_be_read_refuses_its_kernel_alone(self) -> None:
-        text = f".entry odd(.param .picture p) .with 3\n{{\nret;\n}}\n{PLAIN}"
-        np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
-        with pytest.raises(PtxSyntaxError, match=r"\.picture is not known .*\(in odd\)"):
-            load_ptx(HEAD + text).kernel("odd")
-
-    def test_a_device_function_refuses_those_that_call_it(self) -> None:
-        text = f"""
-.func odd()
-{{
-mov.u32 %nobody, 1;
-ret;
-}}
-.func caller()
-{{
-call.uni odd;
-ret;
-}}
-{kernel_text("call.uni caller;")}{PLAIN}"""
-        np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
-        with pytest.raises(PtxSyntaxError, match=r"%nobody .*\(in odd\)"):
-            load_ptx(HEAD + text).kernel("k")
-
-    def test_two_of_one_name_are_refused(self) -> None:
-        text = kernel_text("") + kernel_text("") + PLAIN
-        np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
-        with pytest.raises(PtxSyntaxError, match="k is defined twice, first at line 4"):
-            load_ptx(HEAD + text).kernel("k")
+    @pytest.mark.parametrize(("text", "name", "words"), ALONE.values(), ids=ALONE)
+    def test_it_does_not_spoil_the_others(self, text, name, words) -> None:
+        refused_alone(text + PLAIN, name, words)
 
     def test_a_text_that_is_cut_off_is_refused_whole(self) -> None:
         text = HEAD + PLAIN + kernel_text("mov.u32 %r1, 1;")
@@ -162,16 +162,8 @@ class TestVariables:
         through = kernel_text("ld.global.u64 %rd2, [pointer];", "through")
         declared = ".global .texref picture;\n.global .u64 pointer = generic(picture);\n"
         text = declared + names + through + PLAIN
-        np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
         for name in ("k", "through"):
-            with pytest.raises(PtxSyntaxError, match=r"line 4: .*\.texref .*\(in picture\)"):
-                load_ptx(HEAD + text).kernel(name)
-
-    def test_one_that_cannot_be_initialised_refuses_those_who_name_it(self) -> None:
-        text = ".global .u64 lost = nowhere;\n" + kernel_text("mov.u64 %rd2, lost;") + PLAIN
-        np.testing.assert_array_equal(run(text, "plain"), np.arange(32))
-        with pytest.raises(PtxSyntaxError, match=r"line 4: .* lost names nowhere, which is not"):
-            load_ptx(HEAD + text).kernel("k")
+            refused_alone(text, name, r"line 4: .*\.texref .*\(in picture\)")
 
     def test_addresses_with_offsets_and_parts_of_them(self) -> None:
         text = """
@@ -198,13 +190,10 @@ st.global.u32 [%rd1+12], %r2;
         assert run(text)[:4].tolist() == [13, 12, 11, 4]
 
     def test_a_table_of_functions_is_initialised_and_copied(self) -> None:
-        function = ".func {}()\n{{\nret;\n}}\n"
+        functions = FUNCTION.format("f", "") + FUNCTION.format("g", "")
         text = (
-            function.format("f")
-            + function.format("g")
-            + """
-.global .align 8 .u64 table[3] = {f, g, f};
-"""
+            functions
+            + ".global .align 8 .u64 table[3] = {f, g, f};\n"
             + kernel_text("""
 ld.global.u64 %rd2, [table];
 ld.global.u64 %rd3, [table+16];
