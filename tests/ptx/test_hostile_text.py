@@ -45,6 +45,15 @@ def inlined(depth: int) -> str:
 
 
 BODIES = {
+    "a list without its last operand": ("add.u32 {%a,}, 1;", "an operand is missing"),
+    "a register with a sign in its name": ("add.u32 %+a, 1;", "cannot read"),
+    "a literal of octal digits that are none": ("add.u32 %a, %a, 09;", "cannot read"),
+    "registers whose number has no end": (".reg .b64 %rd<7;", "cannot read the register"),
+    "a size by a name": (".shared .b8 t[many];", "'many' is no integer"),
+    "a list of targets that are not there": (
+        "ts: .branchtargets NOWHERE;\nbrx.idx %a, ts;",
+        "does not exist",
+    ),
     "a guard that is no predicate": ("@%a bra END; END:", "the guard %a is no predicate"),
     "of an instruction": ("@!%b mov.u32 %a, 1;", "the guard %b is no predicate"),
     "of one without effect": ("@%rd membar.gl;", "the guard %rd is no predicate"),
@@ -127,6 +136,20 @@ class TestTexts:
     ) -> None:
         with pytest.raises(LaunchError, match=words):
             launch(body, before, parameters)
+
+    @pytest.mark.parametrize("line", [".version", ".target", ".file one"])
+    def test_directives_of_a_module(self, line) -> None:
+        with pytest.raises(PtxSyntaxError, match=rf"PTX line 5: .*{line}"):
+            load_ptx(entry("", before=f"\n{line}"))
+
+    @pytest.mark.parametrize("end", [30, 60, 85, 100, -3])
+    def test_that_are_cut_off_name_a_line(self, end) -> None:
+        with pytest.raises(PtxSyntaxError, match="PTX line"):
+            load_ptx(entry("mov.u32 %a, %tid.x;", "", DECLARATIONS)[:end])
+
+    def test_that_are_no_ptx(self) -> None:
+        with pytest.raises(PtxSyntaxError, match=r"not a PTX|no \.version"):
+            load_ptx("hello\nworld\n")
 
     @pytest.mark.parametrize(
         ("directive", "words"),

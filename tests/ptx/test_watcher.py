@@ -14,7 +14,6 @@ from flash_helpers.ptx import (
     MissingLanesError,
     OutOfBoundsError,
     PendingCopyError,
-    PtxSyntaxError,
     RaceError,
     TrapError,
     UninitialisedReadError,
@@ -476,35 +475,3 @@ def test_a_missing_kernel_is_answered_with_those_there_are():
     with pytest.raises(LaunchError, match="no kernel is named 'missing'") as caught:
         load_ptx(entry("")).kernel("missing")
     assert "\n  k" in str(caught.value)
-
-
-@pytest.mark.parametrize("end", [30, 60, 85, 100, -3])
-def test_text_that_is_cut_off(end):
-    text = entry("mov.u32 %r0, %tid.x;\nadd.u32 %r0, %r0, 1;", "", ".reg .b32 %r0;")
-    with pytest.raises(PtxSyntaxError, match="PTX line"):
-        load_ptx(text[:end])
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [("mov.u32 %nobody, 1;", "%nobody is not declared"), ("bra NOWHERE;", "does not exist"),
-     ("add.u32 %r0, ], 1;", "cannot read"), ("add.u32 {%r0,}, 1;", "an operand is missing"),
-     ("mov.u32 %r0, %tid.x", "closing brace|inside"), ("add.u32 %+r0, 1;", "cannot read"),
-     ("add.u32 %r0, %r0, 09;", "cannot read"), (".reg .b64 %rd<7;", "cannot read the register"),
-     (".shared .b8 t[many];", "'many' is no integer"),
-     ("ts: .branchtargets NOWHERE;\nbrx.idx %r0, ts;", "does not exist")],
-)  # fmt: skip
-def test_text_that_is_wrong(body, words):
-    with pytest.raises(PtxSyntaxError, match=words):
-        load_ptx(entry(body, "", ".reg .b32 %r0;").replace("ret;", "")).kernel("k")
-
-
-@pytest.mark.parametrize("line", [".version", ".target", ".file one"])
-def test_directives_that_are_wrong(line):
-    with pytest.raises(PtxSyntaxError, match=rf"PTX line 5: .*{line}"):
-        load_ptx(entry("", before=f"\n{line}"))
-
-
-def test_text_that_is_not_ptx():
-    with pytest.raises(PtxSyntaxError, match=r"not a PTX|no \.version"):
-        load_ptx("hello\nworld\n")
