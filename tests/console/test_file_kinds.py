@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from fake_backend import load_tool
+from archives import archive
+from fake_backend import run_tool
 
 from flash_helpers.console.file_kinds import FileKind, kind_of, mistaken
 from flash_helpers.sass.read.reader import load_kernels
@@ -46,14 +47,13 @@ def folder(planted: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) 
     found = tmp_path_factory.mktemp("files")
     cubin, example = planted / "unrolled.sm_90.cubin", root / "examples/own_kernel"
     object_file = (planted / "one.o").read_bytes()
-    member = f"{'one.o/':<16}{0:<12}{0:<6}{0:<6}{644:<8}{len(object_file):<10}`\n".encode()
     contents = {
         "a.cubin": cubin.read_bytes(),
         "b.ptx": cubin.read_bytes(),
         "c.o": object_file,
         "d.so": (planted / "libone.so").read_bytes(),
         "e.fatbin": (planted / "one.fatbin").read_bytes(),
-        "f.a": b"!<arch>\n" + member + object_file,
+        "f.a": archive((b"one.o/", object_file)),
         "g.sass": "".join(map(listing_text, load_kernels(cubin))).encode(),
         "h.ptx": (example / "row_softmax.ptx").read_bytes(),
         "i.cubin": (example / "row_softmax.ptx").read_bytes() + b"\0",  # as a fatbin holds it
@@ -78,31 +78,18 @@ def test_a_file_is_known_by_its_content(name: str, folder: Path) -> None:
     assert kind_of((folder / name).read_bytes()) is KINDS[name]
 
 
-Main = Callable[[list[str]], int]
 MACHINE_CODE = tuple(kind for kind in FileKind if kind.has_machine_code)
-# by name: how it is run on a file, and what it reads
-TOOLS: dict[str, tuple[Callable[[], Main], list[str], tuple[FileKind, ...]]] = {
-    "debug": (lambda: load_tool("tools/debug/debug.py").main, ["--ptx"], (FileKind.PTX,)),
-    "extract": (lambda: load_tool("tools/build/extract_sass.py").main, ["--list"], MACHINE_CODE),
-    "embedded": (
-        lambda: load_tool("tools/build/get_embedded_ptx_from_cubin.py").main,
-        [],
-        MACHINE_CODE,
-    ),
-    "report": (lambda: load_tool("tools/analysis/sass_report.py").main, [], MACHINE_CODE),
-    "filter": (
-        lambda: load_tool("tools/analysis/ptx_sass_filter.py").main,
-        ["--fan-out"],
-        MACHINE_CODE,
-    ),
-    "resources": (
-        lambda: load_tool("tools/analysis/check_resources.py").main,
-        ["--library"],
-        MACHINE_CODE,
-    ),
-    "counts": (lambda: listing_counts.main, [], (*MACHINE_CODE, FileKind.SASS)),
-    "clean": (lambda: clean_listing.main, [], (FileKind.SASS,)),
-    "ptxas": (lambda: load_tool("tools/build/parse_ptx_build.py").main, [], (FileKind.LOG,)),
+# by name: the tool, or the module of it; its options; what it reads
+TOOLS: dict[str, tuple[str | ModuleType, list[str], tuple[FileKind, ...]]] = {
+    "debug": ("tools/debug/debug.py", ["--ptx"], (FileKind.PTX,)),
+    "extract": ("tools/build/extract_sass.py", ["--list"], MACHINE_CODE),
+    "embedded": ("tools/build/get_embedded_ptx_from_cubin.py", [], MACHINE_CODE),
+    "report": ("tools/analysis/sass_report.py", [], MACHINE_CODE),
+    "filter": ("tools/analysis/ptx_sass_filter.py", ["--fan-out"], MACHINE_CODE),
+    "resources": ("tools/analysis/check_resources.py", ["--library"], MACHINE_CODE),
+    "counts": (listing_counts, [], (*MACHINE_CODE, FileKind.SASS)),
+    "clean": (clean_listing, [], (FileKind.SASS,)),
+    "ptxas": ("tools/build/parse_ptx_build.py", [], (FileKind.LOG,)),
 }
 
 
@@ -111,11 +98,10 @@ TOOLS: dict[str, tuple[Callable[[], Main], list[str], tuple[FileKind, ...]]] = {
 def test_a_tool_says_what_a_file_is_that_it_cannot_read(
     tool: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    find, options, wanted = TOOLS[tool]
+    program, options, wanted = TOOLS[tool]
     kind = KINDS[name]
     monkeypatch.chdir(folder)
-    status = find()([*options, name])
-    out, err = capsys.readouterr()
+    status, out, err = run_tool(capsys, program, *options, name)
     if kind in wanted:
         assert f"{name} is " not in err
         return

@@ -98,33 +98,29 @@ class TestDisassembler:
         for folder in folders:
             bin_folder = folder if folder == "bin_on_path" else f"{folder}/bin"
             program(tmp_path / bin_folder, "nvdisasm", banner("13.5.1"))
-        found = candidates("nvdisasm")
-        assert [p.relative_to(tmp_path).parts[0] for p in found] == [
-            "home",
-            "path_home",
-            "site",
-            "bin_on_path",
-            "default",
-        ]
+        found = [path.relative_to(tmp_path).parts[0] for path in candidates("nvdisasm")]
+        assert found == [folder.partition("/")[0] for folder in folders]
 
-    def test_the_newest_is_taken(self, tmp_path: Path, nothing_installed: None) -> None:
-        program(tmp_path / "home/bin", "nvdisasm", banner("12.9.88"))
-        program(tmp_path / "site/nvidia/cu13/bin", "nvdisasm", banner("13.10.2"))
-        program(tmp_path / "default/bin", "nvdisasm", banner("13.9.99"))
+    @pytest.mark.parametrize(
+        ("programs", "taken"),
+        [
+            (
+                {"home": banner("12.9.88"), "site/nvidia/cu13": banner("13.10.2"),
+                 "default": banner("13.9.99")},
+                "site",
+            ),
+            ({"home": banner("13.5.37"), "default": banner("13.5.37")}, "home"),
+            ({"home": "exit 3", "default": banner("13.5.37")}, "default"),
+        ],
+        ids=["the newest", "the first of two as new", "not one that does not run"],
+    )  # fmt: skip
+    def test_is_chosen(self, tmp_path, nothing_installed, programs, taken) -> None:
+        for folder, script in programs.items():
+            program(tmp_path / folder / "bin", "nvdisasm", script)
         tool = find_disassembler("nvdisasm")
-        assert tool.version == (13, 10, 2)
-        assert "site" in tool.path.parts
-        assert str(tool) == "nvdisasm 13.10.2"
-
-    def test_of_two_as_new_the_first_is_taken(self, tmp_path: Path, nothing_installed) -> None:
-        for folder in ("home", "default"):
-            program(tmp_path / folder / "bin", "nvdisasm", banner("13.5.37"))
-        assert find_disassembler("nvdisasm").path.parent.parent.name == "home"
-
-    def test_one_that_does_not_run_is_passed_over(self, tmp_path: Path, nothing_installed) -> None:
-        program(tmp_path / "home/bin", "nvdisasm", "exit 3")
-        program(tmp_path / "default/bin", "nvdisasm", banner("13.5.37"))
-        assert find_disassembler("nvdisasm").path.parent.parent.name == "default"
+        assert tool.path.relative_to(tmp_path).parts[0] == taken
+        if taken == "site":
+            assert (tool.version, str(tool)) == ((13, 10, 2), "nvdisasm 13.10.2")
 
     def test_that_is_missing_can_be_installed(self, nothing_installed: None) -> None:
         with pytest.raises(SassError, match=r"is missing .*pip install nvidia-cuda-nvdisasm"):

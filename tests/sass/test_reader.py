@@ -298,6 +298,16 @@ class TestMerging:
     """Kernels of several cubins are disassembled in one run: with the same result."""
 
     @staticmethod
+    def requests(planted: Path, *names: str) -> list[Request]:
+        members = [m for name in names for m in members_of(planted / f"{name}.cubin")]
+        cubins = [member.cubin() for member in members]
+        return [
+            Request(m, cubin, k)
+            for m, cubin in zip(members, cubins, strict=True)
+            for k in cubin.kernels
+        ]
+
+    @staticmethod
     def alone(requests: list[Request], folder: Path) -> list:
         nvdisasm = find_disassembler("nvdisasm")
         return [
@@ -308,14 +318,10 @@ class TestMerging:
 
     def test_of_the_library_changes_nothing(self, tmp_path: Path) -> None:
         members = cubins_of(installed_library())
-        chosen = [
-            member
-            for member in members
-            if re.search(r":v(1|7)_bf16", member.origin) and member.architecture in FEW
-        ]
         requests = [
             Request(member, cubin, kernel)
-            for member in chosen
+            for member in members
+            if re.search(r":v(1|7)_bf16", member.origin) and member.architecture in FEW
             for cubin in [member.cubin()]
             for kernel in cubin.kernels
         ]
@@ -335,11 +341,7 @@ class TestMerging:
         assert not any(kernel.self_contained for kernel in member.cubin().kernels)
 
     def test_of_planted_kernels_changes_nothing(self, planted: Path, tmp_path: Path) -> None:
-        requests = []
-        for name in ("several.sm_80", "several.sm_90", "spills.sm_80"):
-            (member,) = members_of(planted / f"{name}.cubin")
-            cubin = member.cubin()
-            requests += [Request(member, cubin, k) for k in cubin.kernels]
+        requests = self.requests(planted, "several.sm_80", "several.sm_90", "spills.sm_80")
         merged = [batch for batch in batches(requests, workers=1) if batch.merged]
         assert sorted(len(batch.requests) for batch in merged) == [1, 3, 3]
         for batch in merged:
@@ -347,29 +349,17 @@ class TestMerging:
             assert together == self.alone(list(batch.requests), tmp_path)
 
     def test_batches_are_for_all_workers_and_of_one_architecture(self, planted: Path) -> None:
-        requests = []
-        for name in ("filler.sm_80", "several.sm_80", "several.sm_90"):
-            (member,) = members_of(planted / f"{name}.cubin")
-            cubin = member.cubin()
-            requests += [Request(member, cubin, k) for k in cubin.kernels]
+        requests = self.requests(planted, "filler.sm_80", "several.sm_80", "several.sm_90")
         assert len(requests) == 9
         planned = batches(requests * 3, workers=2)
         # of the twelve of sm_80, and of the nine of sm_90, half each; and what cannot be merged
-        assert sorted((len(b.requests), b.merged) for b in planned) == [
-            (3, False),
-            (3, False),
-            (4, True),
-            (5, True),
-            (6, True),
-            (6, True),
-        ]
+        sizes = sorted((len(b.requests), b.merged) for b in planned)
+        assert sizes == [(3, False), (3, False), (4, True), (5, True), (6, True), (6, True)]
         for batch in planned:
             assert len({request.cubin.architecture for request in batch.requests}) == 1
 
     def test_four_kernels_are_not_worth_two_batches(self, planted: Path) -> None:
-        (member,) = cubins_of(planted / "filler.sm_80.cubin")
-        cubin = member.cubin()
-        requests = [Request(member, cubin, k) for k in cubin.kernels] * 5
+        requests = self.requests(planted, "filler.sm_80") * 5
         sizes = [
             [len(batch.requests) for batch in batches(requests[:n], workers=8)] for n in (1, 4, 5)
         ]
