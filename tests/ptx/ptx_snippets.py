@@ -41,6 +41,16 @@ def entry(body: str, parameters: str = "", declarations: str = "", before: str =
     )
 
 
+def launch_on(
+    text: str, arrays: list[np.ndarray], grid: object = 1, block: int = 32, **options: object
+) -> tuple[Run, list[np.ndarray]]:
+    """Runs kernel ``k`` of a text on copies of arrays; the run, and what the copies hold then."""
+    memory = DeviceMemory()
+    args = [memory.upload(array) for array in arrays]
+    run = load_ptx(text).kernel("k").launch(grid, block, args=args, memory=memory, **options)
+    return run, [memory.download(at, a.shape, a.dtype) for at, a in zip(args, arrays, strict=True)]
+
+
 def evaluate(
     body: str,
     inputs: dict[str, tuple[str, list]] | None = None,
@@ -54,19 +64,13 @@ def evaluate(
     inputs: register name to PTX type and values; values are repeated to fill the threads. result:
     PTX type of ``%d``. declarations: further declarations of the function.
     """
-    inputs = inputs or {}
-    memory = DeviceMemory()
-    args, parameters, lines = (
-        [],
-        [],
-        [f".reg .{register_type(result)} %d;", ".reg .b64 %at, %base;"],
-    )
+    arrays, parameters = [], []
+    lines = [f".reg .{register_type(result)} %d;", ".reg .b64 %at, %base;"]
     lines += [".reg .b32 %thread;", declarations]
     code = ["mov.u32 %thread, %tid.x;"]
-    for name, (type_name, values) in inputs.items():
+    for name, (type_name, values) in (inputs or {}).items():
         dtype = np.dtype(_DTYPES[type_name])
-        repeated = np.resize(np.array(values, dtype), threads)
-        args.append(memory.upload(repeated))
+        arrays.append(np.resize(np.array(values, dtype), threads))
         parameters.append(f".param .u64 p_{name}")
         lines.append(f".reg .{register_type(type_name)} %{name};")
         access = f"{'s' if type_name[0] == 's' else 'u'}{8 * dtype.itemsize}"
@@ -76,17 +80,15 @@ def evaluate(
             f"ld.global.{access} %{name}, [%at];",
         ]
     out_type = np.dtype(_DTYPES[result])
-    out = memory.upload(np.zeros(threads, out_type))
+    arrays.append(np.zeros(threads, out_type))
     parameters.append(".param .u64 p_out")
-    args.append(out)
     tail = [
         "ld.param.u64 %base, [p_out];",
         f"mad.wide.u32 %at, %thread, {out_type.itemsize}, %base;",
         f"st.global.b{8 * out_type.itemsize} [%at], %d;",
     ]
     text = entry("\n".join([*code, body, *tail]), ", ".join(parameters), "\n".join(lines), before)
-    load_ptx(text).kernel("k").launch(grid=1, block=threads, args=args, memory=memory)
-    return memory.download(out, threads, out_type)
+    return launch_on(text, arrays, block=threads)[1][-1]
 
 
 def run_body(
@@ -98,9 +100,5 @@ def run_body(
     **options: object,
 ) -> Run:
     """Runs a kernel without parameters."""
-    text = entry(body, "", declarations, before)
-    return (
-        load_ptx(text)
-        .kernel("k")
-        .launch(grid=1, block=threads, shared_bytes=shared_bytes, **options)
-    )
+    kernel = load_ptx(entry(body, "", declarations, before)).kernel("k")
+    return kernel.launch(grid=1, block=threads, shared_bytes=shared_bytes, **options)

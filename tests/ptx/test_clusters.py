@@ -4,14 +4,13 @@ import re
 
 import numpy as np
 import pytest
-from ptx_snippets import entry
+from ptx_snippets import entry, launch_on
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx import (
     AbsentBlockError,
     ClusterBarrierError,
     DeadlockError,
-    DeviceMemory,
     LaunchError,
     MisalignedError,
     MissingLanesError,
@@ -48,18 +47,17 @@ mad.wide.u32 %rd0, %r5, 4, %rd0;
 END = "\nst.global.u32 [%rd0], %r4;"
 
 
-def kernel(body, directives=""):
+def module(body, directives=""):
     text = entry(body, ".param .u64 out", DECLARATIONS).replace("sm_80", "sm_90")
-    return load_ptx(text.replace(".param .u64 out)", f".param .u64 out)\n{directives}")).kernel("k")
+    return text.replace(".param .u64 out)", f".param .u64 out)\n{directives}")
 
 
 def launch(body, grid=4, block=32, cluster=4, directives="", **options):
     """The run, and what every thread had in %r4: (blocks, threads)."""
-    memory, blocks = DeviceMemory(), int(np.prod(grid))
-    out = memory.upload(np.zeros(blocks * block, np.uint32))
-    k = kernel(START + body + END, directives)
-    run = k.launch(grid, block, args=[out], memory=memory, cluster=cluster, **options)
-    return run, memory.download(out, (blocks, block), np.uint32)
+    zeros = [np.zeros((int(np.prod(grid)), block), np.uint32)]
+    text = module(START + body + END, directives)
+    run, (out,) = launch_on(text, zeros, grid, block, cluster=cluster, **options)
+    return run, out
 
 
 class TestLaunch:

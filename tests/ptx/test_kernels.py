@@ -23,17 +23,13 @@ def rng():
     return np.random.default_rng(7)
 
 
-def launch(module, name, arrays, outputs, scalars=(), grid=1, block=64, shared_bytes=0):
+def launch(module, name, arrays, outputs, scalars=(), grid=1, block=64, **options):
     """Runs a kernel on arrays, then zeroed outputs, then scalars; returns outputs and the run."""
     memory = DeviceMemory()
     inputs = [memory.upload(a) for a in arrays]
     results = [memory.upload(o) for o in outputs]
     run = module.kernel(name).launch(
-        grid=grid,
-        block=block,
-        shared_bytes=shared_bytes,
-        args=[*inputs, *results, *scalars],
-        memory=memory,
+        grid, block, args=[*inputs, *results, *scalars], memory=memory, **options
     )
     downloaded = [
         memory.download(p, o.shape, o.dtype) for p, o in zip(results, outputs, strict=True)
@@ -54,15 +50,14 @@ def from_bf16(bits):
 # -- attention ---------------------------------------------------------------------------------
 
 
-def run_attention(module, name, q, k, v, heads):
+def run_attention(module, name, q, k, v, heads, **options):
     seq, width = q.shape
     memory = DeviceMemory()
     addresses = [memory.upload(x) for x in (q, k, v)]
     out = memory.upload(np.zeros_like(q))
     args = struct.pack("<4Qqi4x", *addresses, out, width, seq)
-    run = module.kernel(name).launch(
-        grid=(seq // 64, heads), block=128, shared_bytes=3 * 64 * 64 * 2, args=[args], memory=memory
-    )
+    options |= {"shared_bytes": 3 * 64 * 64 * 2, "memory": memory}
+    run = module.kernel(name).launch((seq // 64, heads), 128, args=[args], **options)
     return memory.download(out, q.shape, q.dtype), run
 
 
@@ -122,16 +117,11 @@ def test_attention_counts_what_its_shape_says(modules, rng):
 
 def test_blocks_of_a_large_grid_run_in_batches_and_report_progress(modules):
     x = np.arange(4096 * 3, dtype=np.float32)
-    memory = DeviceMemory()
-    source, target = memory.upload(x), memory.upload(np.zeros(1, np.float32))
     seen = []
-    modules["parallel"].kernel("block_sum").launch(
-        grid=40, block=256, args=[source, target, x.size], memory=memory,
-        progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
+    total, _ = launch(modules["parallel"], "block_sum", [x], [np.zeros(1, np.float32)], [x.size],
+                      grid=40, block=256, progress=lambda *done: seen.append(done))  # fmt: skip
     assert seen[-1] == (40, 40) and len(seen) > 1 and seen == sorted(seen)
-    np.testing.assert_allclose(memory.download(target, 1, np.float32)[0], x.sum(dtype=np.float64),
-                               rtol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(total[0], x.sum(dtype=np.float64), rtol=1e-5)
 
 
 # -- matrix products ---------------------------------------------------------------------------
@@ -248,21 +238,17 @@ def test_blocks_that_spin_on_each_other(modules):
 def test_atomics(modules):
     u = np.zeros(72, np.uint32)
     u[1], u[2], u[4] = 3, 1000, 0xFFFFFFFF
-    memory = DeviceMemory()
-    args = [memory.upload(a) for a in (u, np.zeros(1, np.float32), np.zeros(2, np.float16),
-                                       np.zeros(2, np.uint16), np.zeros(1, np.uint64))]  # fmt: skip
-    modules["parallel"].kernel("atomics").launch(grid=1, block=64, args=args, memory=memory)
-    got = memory.download(args[0], 72, np.uint32)
+    sums = [np.zeros(1, np.float32), np.zeros(2, np.float16), np.zeros(2, np.uint16),
+            np.zeros(1, np.uint64)]  # fmt: skip
+    (got, f32, f16, bits, u64), _ = launch(modules["parallel"], "atomics", [], [u, *sums])
     inc, dec = 0, 3
     for _ in range(64):
         inc = 0 if inc >= 40 else inc + 1
         dec = 7 if dec == 0 or dec > 7 else dec - 1
     assert list(got[:8]) == [inc, dec, 37, 53, 0, 0xFFFFFFFF, 0, 128]
     np.testing.assert_array_equal(np.sort(got[8:]), np.arange(0, 128, 2))
-    assert memory.download(args[1], 1, np.float32)[0] == 32
-    assert list(memory.download(args[2], 2, np.float16)) == [64, 16]
-    assert list(from_bf16(memory.download(args[3], 2, np.uint16))) == [32, 64]
-    assert memory.download(args[4], 1, np.uint64)[0] == 64 << 33
+    assert f32[0] == 32 and u64[0] == 64 << 33
+    assert list(f16) == [64, 16] and list(from_bf16(bits)) == [32, 64]
 
 
 # -- arithmetic --------------------------------------------------------------------------------
@@ -366,14 +352,8 @@ def test_floats(modules, rng):
 
 def test_local_memory_constants_switches_and_structures(modules, rng):
     x = rng.standard_normal(12).astype(np.float32)
-    memory = DeviceMemory()
-    args = [
-        memory.upload(x),
-        memory.upload(np.zeros(64, np.float32)),
-        struct.pack("<ifh2x", 12, 0.5, 1),
-    ]
-    modules["arithmetic"].kernel("memories").launch(grid=1, block=64, args=args, memory=memory)
-    got = memory.download(args[1], 64, np.float32)
+    scalars = [struct.pack("<ifh2x", 12, 0.5, 1)]
+    got, _ = launch(modules["arithmetic"], "memories", [x], [np.zeros(64, np.float32)], scalars)
     stack = x * np.resize(np.float32([0.5, -1, 2, 4]), 12)
     cases = [lambda v: v + 1, lambda v: v * 2, lambda v: v - 3, lambda v: -v, lambda v: v * v,
              lambda v: 0 * v]  # fmt: skip
@@ -406,13 +386,8 @@ def test_an_observer_sees_the_scores(modules, rng):
         fragments[seen.instruction.line] = (c, matrix_of_c(d, "f32"))
         assert (seen.warps == np.repeat(np.arange(4), 32)).all()
 
-    memory = DeviceMemory()
-    addresses = [memory.upload(x) for x in (q, k, v, np.zeros_like(q))]
-    modules["attention"].kernel("__halfLb0").launch(
-        grid=1, block=128, shared_bytes=3 * 64 * 64 * 2, memory=memory,
-        args=[struct.pack("<4Qqi4x", *addresses, 64, 64)],
-        observer=Observer(lambda instruction: instruction.name == "mma", see),
-    )  # fmt: skip
+    observer = Observer(lambda instruction: instruction.name == "mma", see)
+    run_attention(modules["attention"], "__halfLb0", q, k, v, heads=1, observer=observer)
     # 32 products for the scores come first: chains of four over d_head, pairs of eight keys.
     scores = [fragments[line][1] for line in sorted(fragments)[:32]]
     last = [scores[8 * pair + 6 + half] for pair in range(4) for half in range(2)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ptx_snippets import HEAD, entry
+from ptx_snippets import HEAD, entry, launch_on
 
 from flash_helpers.ptx import DeviceMemory, LaunchError, NotPtxError, PtxSyntaxError, load_ptx
 
@@ -18,10 +18,7 @@ ONE_LINE = (
 
 
 def first_word(source: object) -> int:
-    memory = DeviceMemory()
-    out = memory.upload(np.zeros(1, np.uint32))
-    load_ptx(source).kernel("k").launch(grid=1, block=1, args=[out], memory=memory)
-    return int(memory.download(out, 1, np.uint32)[0])
+    return int(launch_on(source, [np.zeros(1, np.uint32)], block=1)[1][0][0])
 
 
 class TestText:

@@ -3,9 +3,9 @@ an address, a branch or a barrier."""
 
 import numpy as np
 import pytest
-from ptx_snippets import entry
+from ptx_snippets import entry, launch_on
 
-from flash_helpers.ptx import DeviceMemory, UninitialisedReadError, load_ptx
+from flash_helpers.ptx import UninitialisedReadError
 
 DECLARATIONS = """
 .reg .pred %p, %q, %edge;
@@ -35,11 +35,9 @@ STORE = "st.global.u32 [%rd2], {};\n"
 
 def launch(body, threads=32, **options):
     """Runs the body after START; the run, and the output of 1024 words."""
-    memory = DeviceMemory()
-    out = memory.upload(np.zeros(1024, np.uint32))
-    text = entry(START + body, ".param .u64 out", DECLARATIONS, '.file 1 "kernel.cu"\n')
-    run = load_ptx(text).kernel("k").launch(1, threads, args=[out], memory=memory, **options)
-    return run, memory.download(out, 1024, np.uint32)
+    text = entry(START + body, ".param .u64 out", DECLARATIONS, f'.file 1 "kernel.cu"\n{CALLEE}')
+    run, (out,) = launch_on(text, [np.zeros(1024, np.uint32)], block=threads, **options)
+    return run, out
 
 
 def complaint(body, **options):
@@ -508,16 +506,10 @@ def test_arguments_of_calls_are_local_memory(second):
     call.uni (c), sum, (a, b);
     ld.param.b32 %r5, [c]; }}
     """ + STORE.format("%r5")
-    memory = DeviceMemory()
-    out = memory.upload(np.zeros(32, np.uint32))
-    text = entry(START + body, ".param .u64 out", DECLARATIONS, CALLEE)
-    kernel = load_ptx(text).kernel("k")
     if second:
-        kernel.launch(1, 32, args=[out], memory=memory)
-        assert memory.download(out, 32, np.uint32).tolist() == [5 + i for i in range(32)]
+        assert launch(body)[1][:32].tolist() == [5 + i for i in range(32)]
     else:
-        with pytest.raises(UninitialisedReadError, match="local memory"):
-            kernel.launch(1, 32, args=[out], memory=memory)
+        assert "local memory" in str(complaint(body))
 
 
 # -- a ragged tile -----------------------------------------------------------------------------
@@ -590,13 +582,10 @@ MASKS = {
 
 
 def ragged(**edits):
-    memory = DeviceMemory()
-    out = memory.upload(np.zeros(16, np.float32))
     # 1.0 twice
     body = START[: START.index("mov.u32 %r1")] + "mov.b32 %r7, 0x3c003c00;\n"
     text = entry(body + RAGGED.format(**(MASKS | edits)), ".param .u64 out", DECLARATIONS)
-    load_ptx(text).kernel("k").launch(1, 32, args=[out], memory=memory)
-    return memory.download(out, 16, np.float32)
+    return launch_on(text, [np.zeros(16, np.float32)])[1][0]
 
 
 def test_rows_and_columns_beyond_the_end_of_a_tile_are_masked_or_not_stored():

@@ -3,9 +3,9 @@ the first word of their block's shared memory is not zero."""
 
 import numpy as np
 import pytest
-from ptx_snippets import entry
+from ptx_snippets import entry, launch_on
 
-from flash_helpers.ptx import DeadlockError, DeviceMemory, load_ptx
+from flash_helpers.ptx import DeadlockError
 from flash_helpers.ptx.run.instructions import operations
 from flash_helpers.ptx.run.machine import Wait
 
@@ -46,11 +46,9 @@ def _waiting_instruction(monkeypatch):
 
 
 def launch(body, grid=1, block=64, **options):
-    memory = DeviceMemory()
-    out = memory.upload(np.zeros(grid * block, np.uint32))
     text = entry(START + body + END, ".param .u64 out", DECLARATIONS)
-    run = load_ptx(text).kernel("k").launch(grid, block, args=[out], memory=memory, **options)
-    return run, memory.download(out, grid * block, np.uint32)
+    run, (out,) = launch_on(text, [np.zeros(grid * block, np.uint32)], grid, block, **options)
+    return run, out
 
 
 # The threads from %r5 on write the word; the others wait for it.

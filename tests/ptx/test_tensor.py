@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from ptx_snippets import HEAD, entry, evaluate
+from ptx_snippets import entry, evaluate, launch_on
 
-from flash_helpers.ptx import DeviceMemory, UnsupportedInstruction, load_ptx
+from flash_helpers.ptx import Run, UnsupportedInstruction, load_ptx
 
 LANES = np.arange(32)
 GROUP, IN_GROUP = LANES >> 2, LANES % 4  # the ISA's groupID and threadID_in_group
@@ -23,8 +23,7 @@ def run_warp(
     inputs: the registers of {0}, {1}, ..., each (registers, 32) words of 32 bits, or of 64 if wide.
     """
     bits, size = (64, 8) if wide else (32, 4)
-    memory = DeviceMemory()
-    declarations, code, names = [], [], []
+    declarations, code, names = [".reg .b32 %thread; .reg .b64 %at;"], [], []
     for i, registers in enumerate(inputs):
         own = [f"%i{i}_{j}" for j in range(len(registers))]
         names.append("{" + ", ".join(own) + "}")
@@ -33,19 +32,15 @@ def run_warp(
         code += [f"ld.global.b{bits} {name}, [%at+{32 * size * j}];" for j, name in enumerate(own)]
     out = [f"%o{j}" for j in range(n_outputs)]
     declarations.append(f".reg .b{bits} {', '.join(out)};" if out else "")
+    code.insert(0, "mov.u32 %thread, %tid.x;")
     code.append(instruction.format(*names, o="{" + ", ".join(out) + "}"))
     code.append(f"ld.param.u64 %at, [p_out];\nmad.wide.u32 %at, %thread, {size}, %at;")
     code += [f"st.global.b{bits} [%at+{32 * size * j}], {name};" for j, name in enumerate(out)]
     parameters = ", ".join(f".param .u64 p{name}" for name in (*range(len(inputs)), "_out"))
-    lines = "\n".join(
-        [".reg .b32 %thread; .reg .b64 %at;", *declarations, "mov.u32 %thread, %tid.x;"]
-    )
-    text = f"{HEAD}.visible .entry k({parameters})\n{{\n{lines}\n" + "\n".join(code) + "\nret;\n}\n"
     dtype = np.dtype(f"u{size}")
-    args = [memory.upload(np.ascontiguousarray(x).view(dtype)) for x in inputs]
-    address = memory.allocate(max(n_outputs, 1) * 32 * size)
-    load_ptx(text).kernel("k").launch(1, 32, args=[*args, address], memory=memory)
-    return memory.download(address, (n_outputs, 32), dtype)
+    arrays = [np.ascontiguousarray(x).view(dtype) for x in inputs]
+    arrays.append(np.zeros((n_outputs, 32), dtype))
+    return launch_on(entry("\n".join(code), parameters, "\n".join(declarations)), arrays)[1][-1]
 
 
 class TestStmatrix:
@@ -341,6 +336,16 @@ class TestWmma:
     NUMPY: ClassVar = {"f16": np.float16, "f32": np.float32, "tf32": np.float32, "s32": np.int32,
              "s8": np.int8, "u8": np.uint8}  # fmt: skip
 
+    def run(self, body: str, registers: str, arrays: list[np.ndarray]) -> tuple[Run, np.ndarray]:
+        """Runs a body whose %a, %b and %c point to copies of the arrays, in that order; the run,
+        and what the last copy holds then."""
+        names = "abc"[: len(arrays)]
+        parameters = ", ".join(f".param .u64 p{name}" for name in names)
+        loads = "".join(f"ld.param.u64 %{name}, [p{name}];\n" for name in names)
+        text = entry(loads + body, parameters, ".reg .b64 %a, %b, %c;\n" + registers)
+        run, found = launch_on(text, arrays)
+        return run, found[-1]
+
     def stored(self, x: np.ndarray, type_name: str, layout: str, stride: int) -> np.ndarray:
         """A matrix in memory, with `stride` elements from line to line."""
         lines = x if layout == "row" else x.T
@@ -372,9 +377,8 @@ class TestWmma:
                 strict=True,
             )
         ]
-        memory = DeviceMemory()
         # Copied 128 bytes at a time.
-        args = [memory.upload(np.pad(x.reshape(-1).view(np.uint8), (0, 128))) for x in data]
+        arrays = [np.pad(x.reshape(-1).view(np.uint8), (0, 128)) for x in data]
 
         def vector(name: str, count: int) -> str:
             return "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}"
@@ -400,15 +404,13 @@ class TestWmma:
             copies.append("bar.sync 0;")
         load = f"sync.aligned.{{}}.{shape}{space}"
         scaled = "\n".join(f"{twice} %d{i}, %d{i}, %d{i};" for i in range(n_c))
-        text = f"""{HEAD}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc)
-        {{
+        registers = """
         .reg .b32 %fa<8>, %fb<8>, %fc<8>, %d<8>, %lane, %word, %to, %sa, %sb, %sc;
-        .reg .b64 %a, %b, %c, %at;
+        .reg .b64 %at;
         .shared .align 128 .b8 tile[24576];
+        """
+        body = f"""
         mov.u32 %lane, %tid.x;
-        ld.param.u64 %a, [pa];
-        ld.param.u64 %b, [pb];
-        ld.param.u64 %c, [pc];
         {"".join(copies)}
         wmma.load.a.{load.format(a_layout)}.{type_name} {vector("fa", n_a)}, [{places[0]}], 40;
         wmma.load.b.{load.format(b_layout)}.{type_name} {vector("fb", n_b)}, [{places[1]}], 48;
@@ -417,11 +419,9 @@ class TestWmma:
             {vector("fa", n_a)}, {vector("fb", n_b)}, {vector("fc", n_c)};
         {scaled}
         wmma.store.d.sync.aligned.{c_layout}.{shape}.global.{c_type} [%c], {vector("d", n_c)}, 56;
-        ret;
-        }}
         """
-        run = load_ptx(text).kernel("k").launch(1, 32, args=args, memory=memory)
-        got = memory.download(args[2], data[2].shape, data[2].dtype)
+        run, found = self.run(body, registers, arrays)
+        got = found[: data[2].nbytes].view(data[2].dtype).reshape(data[2].shape)
         expected = self.stored(2 * (a @ b + c), c_type, c_layout, 56)
         np.testing.assert_array_equal(got, expected)
         assert (run.counters.total.mma, run.counters.total.mma_flops) == (1, 2 * m * n * k)
@@ -429,48 +429,29 @@ class TestWmma:
     def test_sums_of_16_and_32_bits_have_the_same_elements(self):
         rng = np.random.default_rng(9)
         c = rng.integers(-99, 99, (16, 16)).astype(np.float32)
-        memory = DeviceMemory()
-        args = [memory.upload(c), memory.allocate(512)]
         halves = "\n".join(f"cvt.rn.f16x2.f32 %h{i}, %f{2 * i + 1}, %f{2 * i};" for i in range(4))
-        text = f"""{HEAD}.visible .entry k(.param .u64 pc, .param .u64 pd)
-        {{
-        .reg .b64 %c, %d;
-        .reg .b32 %f<8>, %h<4>;
-        ld.param.u64 %c, [pc];
-        ld.param.u64 %d, [pd];
+        body = f"""
         wmma.load.c.sync.aligned.row.m16n16k16.f32
-            {{%f0, %f1, %f2, %f3, %f4, %f5, %f6, %f7}}, [%c], 16;
+            {{%f0, %f1, %f2, %f3, %f4, %f5, %f6, %f7}}, [%a], 16;
         {halves}
-        wmma.store.d.sync.aligned.row.m16n16k16.f16 [%d], {{%h0, %h1, %h2, %h3}}, 16;
-        ret;
-        }}
+        wmma.store.d.sync.aligned.row.m16n16k16.f16 [%b], {{%h0, %h1, %h2, %h3}}, 16;
         """
-        load_ptx(text).kernel("k").launch(1, 32, args=args, memory=memory)
-        np.testing.assert_array_equal(memory.download(args[1], (16, 16), np.float16), c)
+        _, found = self.run(body, ".reg .b32 %f<8>, %h<4>;", [c, np.zeros((16, 16), np.float16)])
+        np.testing.assert_array_equal(found, c)
 
     def test_the_stride_may_be_left_out(self):
         rng = np.random.default_rng(7)
         a, b, c = (rng.integers(-99, 99, s) / 4 for s in ((8, 4), (4, 8), (8, 8)))
-        memory = DeviceMemory()
-        args = [memory.upload(x) for x in (a, b, c)]
-        text = f"""{HEAD}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc)
-        {{
-        .reg .b64 %a, %b, %c;
-        .reg .f64 %fa, %fb, %fc<2>;
-        ld.param.u64 %a, [pa];
-        ld.param.u64 %b, [pb];
-        ld.param.u64 %c, [pc];
-        wmma.load.a.sync.aligned.row.m8n8k4.f64 {{%fa}}, [%a];
-        wmma.load.b.sync.aligned.row.m8n8k4.f64 {{%fb}}, [%b];
-        wmma.load.c.sync.aligned.row.m8n8k4.f64 {{%fc0, %fc1}}, [%c];
+        body = """
+        wmma.load.a.sync.aligned.row.m8n8k4.f64 {%fa}, [%a];
+        wmma.load.b.sync.aligned.row.m8n8k4.f64 {%fb}, [%b];
+        wmma.load.c.sync.aligned.row.m8n8k4.f64 {%fc0, %fc1}, [%c];
         wmma.mma.sync.aligned.row.row.m8n8k4.f64.f64.f64.f64.rn
-            {{%fc0, %fc1}}, {{%fa}}, {{%fb}}, {{%fc0, %fc1}};
-        wmma.store.d.sync.aligned.row.m8n8k4.f64 [%c], {{%fc0, %fc1}};
-        ret;
-        }}
+            {%fc0, %fc1}, {%fa}, {%fb}, {%fc0, %fc1};
+        wmma.store.d.sync.aligned.row.m8n8k4.f64 [%c], {%fc0, %fc1};
         """
-        load_ptx(text).kernel("k").launch(1, 32, args=args, memory=memory)
-        np.testing.assert_array_equal(memory.download(args[2], (8, 8), np.float64), a @ b + c)
+        _, found = self.run(body, ".reg .f64 %fa, %fb, %fc<2>;", [a, b, c])
+        np.testing.assert_array_equal(found, a @ b + c)
 
     @pytest.mark.parametrize("type_name", ["s4", "u4", "b1"])
     def test_elements_below_a_byte(self, type_name):
@@ -481,30 +462,20 @@ class TestWmma:
             np.packbits(x.astype(np.uint8)[..., None] >> np.arange(bits) & 1, bitorder="little")
             for x in (a, b)
         ]
-        memory = DeviceMemory()
-        args = [*(memory.upload(x) for x in packed), memory.allocate(256)]
         operation = "xor.popc." if type_name == "b1" else ""
-        text = f"""{HEAD}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc)
-        {{
-        .reg .b64 %a, %b, %c;
-        .reg .b32 %fa, %fb, %d<2>;
-        ld.param.u64 %a, [pa];
-        ld.param.u64 %b, [pb];
-        ld.param.u64 %c, [pc];
+        body = f"""
         wmma.load.a.sync.aligned.row.m8n8k{k}.global.{type_name} {{%fa}}, [%a], {k};
         wmma.load.b.sync.aligned.col.m8n8k{k}.global.{type_name} {{%fb}}, [%b], {k};
         wmma.mma.{operation}sync.aligned.row.col.m8n8k{k}.s32.{type_name}.{type_name}.s32
             {{%d0, %d1}}, {{%fa}}, {{%fb}}, {{%d0, %d1}};
         wmma.store.d.sync.aligned.row.m8n8k{k}.global.s32 [%c], {{%d0, %d1}}, 8;
-        ret;
-        }}
         """
-        load_ptx(text).kernel("k").launch(1, 32, args=args, memory=memory)
+        _, found = self.run(body, ".reg .b32 %fa, %fb, %d<2>;", [*packed, np.zeros((8, 8), "i4")])
         if type_name == "b1":
             expected = (a[:, None, :] != b[None, :, :]).sum(axis=2)
         else:
             expected = values(a, type_name) @ values(b, type_name).T
-        np.testing.assert_array_equal(memory.download(args[2], (8, 8), np.int32), expected)
+        np.testing.assert_array_equal(found, expected)
 
 
 class TestFp8:

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from ptx_snippets import entry
+from ptx_snippets import entry, launch_on
 
-from flash_helpers.ptx import DeviceMemory, InstructionLimitError, NotResidentError, load_ptx
+from flash_helpers.ptx import InstructionLimitError, NotResidentError
 from flash_helpers.ptx.run import batches, kernel
 from flash_helpers.ptx.run.batches import most_resident
 
@@ -53,15 +53,9 @@ bar.sync 0;
 
 
 def launch(body, grid, block=256, **options):
-    memory = DeviceMemory()
-    flags = memory.upload(np.zeros(grid, np.uint32))
     text = entry(START + body, ".param .u64 flags", DECLARATIONS)
-    run = (
-        load_ptx(text)
-        .kernel("k")
-        .launch(grid=grid, block=block, args=[flags], memory=memory, **options)
-    )
-    return memory.download(flags, grid, np.uint32), run
+    run, (flags,) = launch_on(text, [np.zeros(grid, np.uint32)], grid, block, **options)
+    return flags, run
 
 
 def test_blocks_that_wait_for_the_next_one():
