@@ -32,6 +32,11 @@ def lanes_of(warp, block=0, lanes=range(WARP)):
     return (warp * BLOCKS + block) * WARP + np.array(list(lanes))
 
 
+PRODUCER = lanes_of(0, lanes=[0])
+CONSUMER = lanes_of(1)
+ONE = lanes_of(1, lanes=[3])
+
+
 class World:
     """Three blocks of four warps with 1024 bytes of shared memory each, in granules of 16."""
 
@@ -59,6 +64,11 @@ class World:
         )
         return begin(position, agents, lanes, issued, granules)
 
+    def written(self, lanes=PRODUCER, address=128):
+        """What is known to who has waited for an agent's write, which has ended."""
+        (write,) = self.begin("write", lanes, address)
+        return self.shared.agents.end(write)
+
     def barrier(self, lanes):
         self.order.release([self.order.arrive(lanes)], lanes)
 
@@ -66,11 +76,6 @@ class World:
 @pytest.fixture
 def world():
     return World()
-
-
-PRODUCER = lanes_of(0, lanes=[0])
-CONSUMER = lanes_of(1)
-ONE = lanes_of(1, lanes=[3])
 
 
 class TestAWriteByAnAgent:
@@ -88,8 +93,7 @@ class TestAWriteByAnAgent:
 
     @pytest.mark.parametrize("action", ["read", "write", "matrix read"])
     def test_is_unknown_to_who_has_not_waited(self, world, action):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.shared.agents.end(write)
+        world.written()
         lanes = CONSUMER if action == "matrix read" else ONE
         with pytest.raises(RaceError, match=f"{action[-5:]} .* write by {TMA} at .*trap") as error:
             world.touch(action, lanes, 128)
@@ -97,8 +101,7 @@ class TestAWriteByAnAgent:
         assert error.value.address == 128
 
     def test_is_known_to_a_warp_that_has_waited(self, world):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(CONSUMER, [world.shared.agents.end(write)])
+        world.order.acquire(CONSUMER, [world.written()])
         world.touch("read", CONSUMER, 128)
         world.touch("matrix read", CONSUMER, 128)
         world.order.sync_warps(CONSUMER, np.array([0xFFFF_FFFF]))
@@ -107,8 +110,7 @@ class TestAWriteByAnAgent:
             world.touch("read", lanes_of(2), 144)
 
     def test_is_known_to_the_one_lane_that_has_waited_until_it_tells_its_warp(self, world):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.agents.end(write)])
+        world.order.acquire(ONE, [world.written()])
         world.touch("read", ONE, 128)
         with pytest.raises(RaceError):
             world.touch("read", ONE + 1, 128)
@@ -119,8 +121,7 @@ class TestAWriteByAnAgent:
         world.touch("matrix read", CONSUMER, 128)
 
     def test_is_carried_on_by_barriers_of_some_lanes_and_of_the_block(self, world):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.agents.end(write)])
+        world.order.acquire(ONE, [world.written()])
         world.order.sync_warps(lanes_of(1, lanes=range(8)), np.array([0xFF]))
         world.touch("read", lanes_of(1, lanes=[7]), 128)
         with pytest.raises(RaceError):
@@ -129,15 +130,13 @@ class TestAWriteByAnAgent:
         world.touch("read", lanes_of(3), 128)
 
     def test_is_not_known_by_a_barrier_that_nobody_with_knowledge_passes(self, world):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.shared.agents.end(write)
+        world.written()
         world.order.barrier_all()
         with pytest.raises(RaceError, match=TMA):
             world.touch("read", CONSUMER, 128)
 
     def test_that_was_waited_for_does_not_make_a_later_one_known(self, world):
-        (first,) = world.begin("write", PRODUCER, 128)
-        known = world.shared.agents.end(first)
+        known = world.written()
         (second,) = world.begin("write", PRODUCER, 256)
         world.order.acquire(CONSUMER, [known])
         world.touch("read", CONSUMER, 128)
@@ -326,8 +325,7 @@ class TestTheProxyFence:
         world.begin("read", PRODUCER, 128, size=16)
 
     def test_is_not_needed_after_what_an_agent_wrote(self, world):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.agents.end(write)])
+        world.order.acquire(ONE, [world.written()])
         world.touch("read", ONE, 128)
         world.begin("read", ONE, 128, name=WGMMA)
 
@@ -379,8 +377,7 @@ class TestKnowledge:
 
     def test_of_an_agent_holds_what_it_was_issued_with(self, world):
         world.touch("write", ONE, 512)
-        (write,) = world.begin("write", ONE, 128)
-        world.order.acquire(PRODUCER, [world.shared.agents.end(write)])
+        world.order.acquire(PRODUCER, [world.written(ONE)])
         world.touch("read", PRODUCER, 512)
 
     def test_that_all_have_in_common(self, world):
@@ -442,8 +439,7 @@ class TestTheEndOfABlock:
             end(world, world.geometry.lanes_of(0))
 
     def test_after_one_of_its_threads_has_waited(self, world):
-        (write,) = world.begin("write", PRODUCER, 128)
-        world.order.acquire(ONE, [world.shared.agents.end(write)])
+        world.order.acquire(ONE, [world.written()])
         end(world, world.geometry.lanes_of(0))
 
     def test_of_whose_agents_the_last_deed_was_not_waited_for(self, world):
