@@ -8,7 +8,6 @@ of its operands is a fault, and the copy is not made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -130,14 +129,6 @@ def _wait(machine: Machine, instruction: Instruction) -> Action:
     )
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """An operand `[map, {x, y, ...}]`: addresses of the map, and coordinates, of each lane."""
-
-    maps: Callable[[Selection], np.ndarray]
-    coordinates: tuple[np.ndarray, ...]
-
-
 class _Copy:
     """One instruction, while it is bound and when it is run."""
 
@@ -161,12 +152,31 @@ class _Copy:
     def _source(self, type_name: str) -> np.ndarray:
         return self.machine.source(self._next(), type_name)
 
-    def _tensor(self) -> _Tensor:
+    def _size(self) -> Callable[[np.ndarray], int]:
+        """The number of bytes that an operand gives."""
+        source = self._source("u32")
+
+        def size(lanes: np.ndarray) -> int:
+            found = int(pick(source, lanes)[0])
+            if found % CHUNK:
+                raise _Refused(BulkCopyError, f"{found} bytes: give a multiple of {CHUNK}")
+            return found
+
+        return size
+
+    def _box_operand(self, *, is_stored: bool = False) -> Callable[[np.ndarray], Box]:
+        """The box that an operand `[map, {x, y, ...}]` names."""
         operand = self._next()
         if not isinstance(operand, Address) or len(operand.coordinates) != self.rank:
             raise self.machine.unsupported(f"a tensor map with {self.rank} coordinates is due")
-        coordinates = tuple(self.machine.source(c, "s32") for c in operand.coordinates)
-        return _Tensor(addresses_of(self.machine, operand), coordinates)
+        sources = [self.machine.source(c, "s32") for c in operand.coordinates]
+        maps = addresses_of(self.machine, operand)
+
+        def box(lanes: np.ndarray) -> Box:
+            coordinates = [int(pick(source, lanes)[0]) for source in sources]
+            return self._box(int(maps(lanes)[0]), coordinates, is_stored=is_stored)
+
+        return box
 
     def _end(self) -> None:
         """A cache policy may be left, which has no effect."""
@@ -180,15 +190,12 @@ class _Copy:
     def into(self, source_space: str) -> Action:
         """To shared memory."""
         to = self._shared(self._next())
-        size = tensor = None
         if self.is_tensor:
-            tensor = self._tensor()
+            box = self._box_operand()
         else:
             origin = self._next()
-            start = addresses_of(self.machine, origin)
-            if source_space == "shared":
-                start = self._shared(origin)
-            size = self._source("u32")
+            start, near = addresses_of(self.machine, origin), self._shared(origin)
+            size = self._size()
         objects = places_of(self.machine, self.instruction, self._next())
         mask = self._source("u16") if self.instruction.has("multicast::cluster") else None
         self._end()
@@ -201,15 +208,14 @@ class _Copy:
                 return None
             where, source = int(wheres[0]), None
             piece: Box | Span | None = None
-            if tensor is not None:
-                piece = self._box(tensor, lanes)
+            if self.is_tensor:
+                piece = box(lanes)
                 chunks = self._chunks_of(piece, place)
             else:
-                count = int(pick(size, lanes)[0])
-                self._check_size(count)
+                count = size(lanes)
                 chunks = self._chunks(place, count)
                 if source_space == "shared":
-                    source = self._chunks(int(start(lanes)[0]), count)
+                    source = self._chunks(int(near(lanes)[0]), count)
                 else:
                     piece = self._span(int(start(lanes)[0]), count)
             if source is not None and shared.geometry.block_of(lane) == place // shared.stride:
@@ -225,41 +231,31 @@ class _Copy:
                 )
 
             def read() -> np.ndarray:
-                if source is not None:
+                if piece is None:
                     return shared.words(CHUNK)[source]
                 return piece.read(machine.memory.words(1), ARENA_BASE)
 
             issued = shared.order.knowledge(lanes)
             destinations = self._destinations(lanes, mask, place)
             for by in destinations:
-                machine.transfers.load(
-                    self.position,
-                    lane,
-                    where + by * shared.stride,
-                    CHUNK,
-                    chunks + by * (shared.stride // CHUNK),
-                    read,
-                    issued,
-                    source,
-                    piece,
-                )
-            sectors, times = 0 if source is not None else piece.sectors, len(destinations)
+                to_object, to_chunks = by * shared.stride, by * (shared.stride // CHUNK)
+                begun = (self.position, lane, where + to_object, CHUNK, chunks + to_chunks)
+                machine.transfers.load(*begun, read, issued, source, piece)
+            sectors, times = 0 if piece is None else piece.sectors, len(destinations)
             return times * chunks.size * CHUNK, times * sectors
 
         return self._each(issue)
 
     def out(self) -> Action:
         """To global memory: a copy, or a reduction."""
-        tensor = size = None
         if self.is_tensor:
-            tensor = self._tensor()
+            box = self._box_operand(is_stored=True)
+            start = self._shared(self._next())
         else:
-            to = addresses_of(self.machine, self._next())
-        start = self._shared(self._next())
-        if not self.is_tensor:
-            size = self._source("u32")
+            to, start = addresses_of(self.machine, self._next()), self._shared(self._next())
+            size = self._size()
         self._end()
-        operation = type_name = None
+        operation, type_name = None, "u8"
         if self.instruction.has("reduce"):
             operation = self.machine.one_of(_REDUCTIONS)
             if not self.is_tensor:
@@ -270,24 +266,18 @@ class _Copy:
         transfers = self.machine.transfers
 
         def issue(lane: int, lanes: np.ndarray) -> _Traffic:
-            place = int(start(lanes)[0])
-            if tensor is not None:
-                target: Box | Span = self._box(tensor, lanes, is_stored=True)
-                if min(target.coordinates) < 0:
-                    raise _Refused(
-                        BulkCopyError,
-                        f"a box at {target.coordinates} of a {target.map}: coordinates of a store "
-                        "must not be negative",
-                    )
+            place, element = int(start(lanes)[0]), type_name
+            target: Box | Span
+            if self.is_tensor:
+                target = box(lanes)
                 chunks = self._chunks_of(target, place)
                 element = target.map.dtype
                 if operation is not None:
                     element = _element_of(operation, target.map)
             else:
-                count = int(pick(size, lanes)[0])
-                self._check_size(count)
+                count = size(lanes)
                 chunks = self._chunks(place, count)
-                target, element = self._span(int(to(lanes)[0]), count), type_name or "u8"
+                target = self._span(int(to(lanes)[0]), count)
             reduction = None if operation is None else _reduction(operation, element)
             transfers.store(self.position, lane, chunks, target, dtype_of(element), reduction)
             return chunks.size * CHUNK, target.sectors
@@ -296,19 +286,17 @@ class _Copy:
 
     def prefetch(self) -> Action:
         """To the L2 cache, which is not simulated: operands are looked at, nothing moves."""
-        tensor = size = start = None
         if self.is_tensor:
-            tensor = self._tensor()
+            box = self._box_operand()
         else:
-            start, size = addresses_of(self.machine, self._next()), self._source("u32")
+            start, size = addresses_of(self.machine, self._next()), self._size()
         self._end()
 
         def issue(lane: int, lanes: np.ndarray) -> _Traffic:
-            if tensor is not None:
-                self._box(tensor, lanes)
+            if self.is_tensor:
+                box(lanes)
             else:
-                count = int(pick(size, lanes)[0])
-                self._check_size(count)
+                count = size(lanes)
                 self._span(int(start(lanes)[0]), count)
             return 0, 0
 
@@ -388,10 +376,6 @@ class _Copy:
         if address + size > shared.size:
             raise _Refused(OutOfBoundsError, shared.outside(address, size), address)
 
-    def _check_size(self, size: int) -> None:
-        if size % CHUNK:
-            raise _Refused(BulkCopyError, f"{size} bytes: give a multiple of {CHUNK}")
-
     def _check_aligned(self, address: int, alignment: int, what: str) -> None:
         if address % alignment:
             raise _Refused(
@@ -408,8 +392,8 @@ class _Copy:
         self._check_allocated(span, "")
         return span
 
-    def _box(self, tensor: _Tensor, lanes: np.ndarray, *, is_stored: bool = False) -> Box:
-        address = int(tensor.maps(lanes)[0])
+    def _box(self, address: int, coordinates: Sequence[int], *, is_stored: bool) -> Box:
+        """The box of the tensor map at an address."""
         tensor_map = self._map(address)
         if tensor_map.rank != self.rank:
             raise _Refused(
@@ -418,7 +402,6 @@ class _Copy:
                 "dimensions",
                 address,
             )
-        coordinates = [int(pick(c, lanes)[0]) for c in tensor.coordinates]
         box = Box(tensor_map, coordinates, is_stored=is_stored)
         if box.coordinates[0] * tensor_map.element_bytes % CHUNK:
             raise _Refused(
@@ -429,6 +412,12 @@ class _Copy:
             )
         if not box.is_outside:
             self._check_allocated(box, f" of a {tensor_map}")
+        if is_stored and min(box.coordinates) < 0:
+            raise _Refused(
+                BulkCopyError,
+                f"a box at {box.coordinates} of a {tensor_map}: coordinates of a store must not be "
+                "negative",
+            )
         return box
 
     def _check_allocated(self, piece: Box | Span, of: str) -> None:
