@@ -165,24 +165,20 @@ def warp_masks(lanes: np.ndarray) -> np.ndarray:
     return np.packbits(lanes, bitorder="little").view(np.uint32).repeat(WARP)
 
 
+@dataclass(eq=False, repr=False)
 class Machine:
     """Registers and memories of a batch of blocks."""
 
-    def __init__(
-        self,
-        program: Program,
-        launch: Launch,
-        geometry: Geometry,
-        memory: DeviceMemory,
-        log: FaultLog,
-        tally: Tally,
-    ) -> None:
-        self.program = program
-        self.launch = launch
-        self.geometry = geometry
-        self.memory = memory
-        self.log = log
-        self.tally = tally
+    program: Program
+    launch: Launch
+    geometry: Geometry
+    memory: DeviceMemory
+    log: FaultLog
+    tally: Tally
+
+    def __post_init__(self) -> None:
+        program, launch, geometry = self.program, self.launch, self.geometry
+        memory, log = self.memory, self.log
         self.lanes = geometry.lanes
         self.lane_ids = np.arange(self.lanes)
         size = launch.shared_bytes

@@ -105,29 +105,21 @@ class _Groups:
     committed: list[list[Store]] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class Transfers:
     """Copies of a batch by TMA that are on their way. random: of the order in which they complete;
     None for as late as can be."""
 
-    def __init__(
-        self,
-        shared: WatchedMemory,
-        memory: DeviceMemory,
-        phases: Phases,
-        poison: Poison,
-        copies: AsyncCopies,
-        log: FaultLog,
-        random: np.random.Generator | None = None,
-        lints: Lints | None = None,
-    ) -> None:
-        self.shared = shared
-        self.lints = lints
-        self.memory = memory
-        self.phases = phases
-        self.poison = poison
-        self.log = log
-        self.random = random
-        self.copies = copies
+    shared: WatchedMemory
+    memory: DeviceMemory
+    phases: Phases
+    poison: Poison
+    copies: AsyncCopies
+    log: FaultLog
+    random: np.random.Generator | None = None
+    lints: Lints | None = None
+
+    def __post_init__(self) -> None:
         self.incoming: list[Load | Arrival] = []
         """For mbarrier objects, the oldest first."""
         self.groups: dict[int, _Groups] = defaultdict(_Groups)

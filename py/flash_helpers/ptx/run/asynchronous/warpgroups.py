@@ -70,40 +70,31 @@ class ComputedProduct:
     d: np.ndarray
 
 
+@dataclass(eq=False, repr=False)
 class Warpgroups:
-    """Products that the warps of a batch have issued and not retired."""
+    """Products that the warps of a batch have issued and not retired. show: is given each product
+    when it is computed."""
 
+    geometry: Geometry
+    program: Program
+    shared: WatchedMemory
+    poison: Poison
+    log: FaultLog
+    strict: bool
+    random: np.random.Generator | None = None
+    lints: Lints | None = None
     show: Callable[[ComputedProduct], None] | None = None
-    """Is shown each product when it is computed."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        program: Program,
-        shared: WatchedMemory,
-        poison: Poison,
-        log: FaultLog,
-        *,
-        strict: bool,
-        random: np.random.Generator | None = None,
-        lints: Lints | None = None,
-    ) -> None:
-        self._geometry = geometry
-        self._program = program
-        self._shared = shared
-        self._poison = poison
-        self._log = log
-        self._factors = Factors(geometry, shared, poison)
-        self.strict = strict
-        self._random = random
-        self._lints = lints
-        self.registers = RegisterWatch(program, geometry, log)
+    def __post_init__(self) -> None:
+        geometry, log = self.geometry, self.log
+        self._factors = Factors(geometry, self.shared, self.poison)
+        self.registers = RegisterWatch(self.program, geometry, log)
         self._together = Together(geometry, log, values=3)
         self.committed = np.zeros(self._together.ended.size, np.int64)
         """Groups that each warp has committed."""
         # By what retires together: a warpgroup, or a warp.
         self._owner_of = self._together.group_of
-        if strict:
+        if self.strict:
             self._owner_of = np.arange(geometry.warps)
         self._issued: list[Issue] = []
         # Products computed early, until a warp has waited for them.
@@ -137,7 +128,7 @@ class Warpgroups:
         """Text for a warp for which `may_wait` does not hold."""
         target = self.committed[warp] - allowed
         mates = self._together.mates[warp]
-        late = mates[self.committed[mates] < target] // len(self._geometry.blocks)
+        late = mates[self.committed[mates] < target] // len(self.geometry.blocks)
         return (
             f"for wgmma groups up to number {target} of their warpgroup, which warps "
             f"{', '.join(map(str, late))} have not committed"
@@ -153,13 +144,13 @@ class Warpgroups:
         self._compute(limits)
         self._early, _ = self._parted(self._early, limits)
         self.registers.waited(warps, targets)
-        if self._lints is not None:
-            self._lints.wait(warps, targets)
+        if self.lints is not None:
+            self.lints.wait(warps, targets)
         for owner in np.unique(owners).tolist():
             self._end_reads(owner, int(limits[owner]))
             known = np.zeros((1, self._agent(owner) + 1), np.int64)
             known[0, -1] = self._over[owner]
-            self._shared.order.acquire(lanes_of_warps(warps[owners == owner]), [Knowledge(known)])
+            self.shared.order.acquire(lanes_of_warps(warps[owners == owner]), [Knowledge(known)])
 
     def issue(
         self,
@@ -205,17 +196,17 @@ class Warpgroups:
                 self._report(UnfinishedError, text, position, issue.warps, open_)
                 for owner in np.unique(self._owner_of[issue.warps[open_]]).tolist():
                     for _, access in self._reads[owner]:
-                        self._shared.agents.forget(access)
+                        self.shared.agents.forget(access)
         for issues in (self._early, self._issued):
             left = [i.some(~np.isin(i.warps, warps)) for i in issues]
             issues[:] = [i for i in left if i.warps.size]
 
     def step(self) -> None:
         """Perhaps computes some of the products that nobody has waited for."""
-        if self._random is None or not self._issued or self._random.random() > CHANCE:
+        if self.random is None or not self._issued or self.random.random() > CHANCE:
             return
-        issue = self._issued[int(self._random.integers(len(self._issued)))]
-        i = int(self._random.integers(issue.warps.size))
+        issue = self._issued[int(self.random.integers(len(self._issued)))]
+        i = int(self.random.integers(issue.warps.size))
         owner, limit = self._owner_of[issue.warps[i]], issue.groups[i] + 1
         mates = self._owner_of == owner
         if (self.committed[mates] >= limit).all():
@@ -242,11 +233,11 @@ class Warpgroups:
                 except ValueError as error:
                     kind, text, address = MatrixDescriptorError, str(error), None
                 else:
-                    if end <= self._shared.size:
+                    if end <= self.shared.size:
                         continue
                     name = "A" if matrix is product.a_matrix else "B"
                     kind, address = OutOfBoundsError, end - CHUNK
-                    text = f"{name} by {self._shared.outside(address, CHUNK)}"
+                    text = f"{name} by {self.shared.outside(address, CHUNK)}"
                 self._report(kind, text, product.position, issue.warps, its, address)
                 good &= ~its
         return good
@@ -255,7 +246,7 @@ class Warpgroups:
         """Begin the reads of B, by all warps that issue together, and of each warp's rows of A."""
         product, owners = issue.product, self._owner_of[issue.warps]
         each, first = np.unique(owners, return_index=True)
-        of_warps = self._shared.order.common_knowledge(issue.warps)
+        of_warps = self.shared.order.common_knowledge(issue.warps)
         known = [
             in_common([of_warps[i] for i in np.flatnonzero(owners == owner).tolist()])
             for owner in each
@@ -264,7 +255,7 @@ class Warpgroups:
         self._read(issue, first, known, addresses)
         if product.a_matrix is None:
             return
-        places = issue.warps // len(self._geometry.blocks) % WARPS
+        places = issue.warps // len(self.geometry.blocks) % WARPS
         addresses = [
             product.a_matrix.rows_at(bits, WARP_ROWS * place, WARP_ROWS)
             for bits, place in zip(issue.a_bits.tolist(), places.tolist(), strict=True)
@@ -281,37 +272,37 @@ class Warpgroups:
         """which: of the warps, those for which something is read."""
         warps = issue.warps[which]
         owners = self._owner_of[warps].tolist()
-        blocks = warps % len(self._geometry.blocks)
+        blocks = warps % len(self.geometry.blocks)
         chunks = np.stack(addresses).reshape(len(addresses), -1)
-        granules = self._shared.granules_at(blocks, chunks, CHUNK)
+        granules = self.shared.granules_at(blocks, chunks, CHUNK)
         agents = np.array([self._agent(owner) for owner in owners])
-        begun, unwritten = self._shared.agents.begin_read(
+        begun, unwritten = self.shared.agents.begin_read(
             issue.product.position, agents, warps * WARP, known, granules
         )
         for owner, group, access in zip(owners, issue.groups[which].tolist(), begun, strict=True):
             self._reads[owner].append((group, access))
         if unwritten is not None:
-            self._poison.start()
-        if self._lints is not None:
+            self.poison.start()
+        if self.lints is not None:
             # Of B each warp reads what the first of its owner does.
             i, j = np.nonzero(self._owner_of[issue.warps][:, None] == self._owner_of[warps])
             if which.size == issue.warps.size:
                 i = j = np.arange(which.size)
-            self._lints.multiply(
+            self.lints.multiply(
                 issue.product.position, issue.warps[i], issue.groups[i], granules[j]
             )
 
     def _agent(self, owner: int) -> int:
-        block, number = owner % len(self._geometry.blocks), owner // len(self._geometry.blocks)
+        block, number = owner % len(self.geometry.blocks), owner // len(self.geometry.blocks)
         what = "warp" if self.strict else "warpgroup"
-        return self._shared.order.agent(block, f"wgmma of {what} {number}")
+        return self.shared.order.agent(block, f"wgmma of {what} {number}")
 
     def _end_reads(self, owner: int, limit: int) -> None:
         """Those of groups before a limit are over."""
         left = []
         for group, access in self._reads[owner]:
             if group < limit:
-                self._over[owner] = self._shared.agents.end(access).known[0, access.agent]
+                self._over[owner] = self.shared.agents.end(access).known[0, access.agent]
             else:
                 left.append((group, access))
         self._reads[owner] = left
@@ -326,12 +317,12 @@ class Warpgroups:
             if chain is None or not chain.goes_on_with(issue):
                 if chain is not None:
                     chain.store()
-                chain = Chain(issue, self._poison)
+                chain = Chain(issue, self.poison)
             a, b, which = self._factors.values(issue)
             d = chain.add(issue, a, b, which)
             if self.show is not None:
                 self.show(self._computed(issue, a, b[which].transpose(0, 2, 1), d))
-            if self._poison.active:
+            if self.poison.active:
                 chain.add_poison(issue, *self._factors.codes(issue))
         if chain is not None:
             chain.store()
@@ -340,8 +331,8 @@ class Warpgroups:
     def _computed(
         self, issue: Issue, a: np.ndarray, b: np.ndarray, d: np.ndarray
     ) -> ComputedProduct:
-        instruction = self._program.instructions[issue.product.position]
-        geometry, lanes = self._geometry, issue.warps * WARP
+        instruction = self.program.instructions[issue.product.position]
+        geometry, lanes = self.geometry, issue.warps * WARP
         blocks = np.array(geometry.blocks)[geometry.block_of(lanes)]
         return ComputedProduct(instruction, blocks, geometry.warp_of(lanes), a, b, d)
 
@@ -381,5 +372,5 @@ class Warpgroups:
         address: int | None = None,
     ) -> None:
         """bad: of the warps."""
-        thread = self._geometry.thread(warps[bad.argmax()] * WARP)
-        self._log.report(kind, text, position, thread, address, int(bad.sum()))
+        thread = self.geometry.thread(warps[bad.argmax()] * WARP)
+        self.log.report(kind, text, position, thread, address, int(bad.sum()))

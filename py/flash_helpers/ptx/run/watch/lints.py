@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,30 +32,24 @@ class _Arrived(Protocol):
     arrived: tuple[int, int] | None
 
 
+@dataclass(eq=False, repr=False)
 class Lints:
     """The marks on shared memory that they need. passed: as `Phases` has it. granule, stride: as
     `SharedMemory` has them."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        order: Order,
-        passed: Mapping[int, _Arrived],
-        log: FaultLog,
-        granule: int,
-        stride: int,
-    ) -> None:
-        self._geometry = geometry
-        self._order = order
-        self._passed = passed
-        self._log = log
-        self._granule = granule
-        self._stride = stride
-        size = len(geometry.blocks) * stride
+    geometry: Geometry
+    order: Order
+    passed: Mapping[int, _Arrived]
+    log: FaultLog
+    granule: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        geometry, size = self.geometry, len(self.geometry.blocks) * self.stride
         # Of each granule: the copy that delivered it, while nobody has read it, and the one that
         # filled it. 0 for none.
-        self._unread = np.zeros(size // granule, np.int32)
-        self._filled = np.zeros(size // granule, np.int32)
+        self._unread = np.zeros(size // self.granule, np.int32)
+        self._filled = np.zeros(size // self.granule, np.int32)
         # Position and lane of each copy, and whether something of it was found to be unread.
         self._copies: list[tuple[int, int]] = [(0, 0)]
         self._told: set[int] = set()
@@ -107,8 +102,8 @@ class Lints:
         """A product of warps, (n,), of groups reads granules (n, m)."""
         self._read_as_data(position, granules.reshape(-1), (warps * WARP).repeat(granules.shape[1]))
         self._unread[granules] = 0
-        chunks = granules[:, :: CHUNK // self._granule] * self._granule // CHUNK
-        places = warps // len(self._geometry.blocks)
+        chunks = granules[:, :: CHUNK // self.granule] * self.granule // CHUNK
+        places = warps // len(self.geometry.blocks)
         self._groups[places[:, None], chunks] = groups[:, None] + 1
         self._products[chunks] = position
 
@@ -116,11 +111,11 @@ class Lints:
         """Warps have waited for all groups before a limit."""
         most = int(limits.max(initial=0))
         if most > self._waited.shape[1]:
-            more = np.full((self._geometry.warps, max(most, self._waited.shape[1])), _NOT_YET)
+            more = np.full((self.geometry.warps, max(most, self._waited.shape[1])), _NOT_YET)
             self._waited = np.concatenate([self._waited, more], axis=1)
         for warp, limit in zip(warps.tolist(), limits.tolist(), strict=True):
             if limit > self._done[warp]:
-                self._waited[warp, self._done[warp] : limit] = self._order.now
+                self._waited[warp, self._done[warp] : limit] = self.order.now
                 self._done[warp] = limit
 
     def finish(self) -> None:
@@ -134,21 +129,21 @@ class Lints:
         if not filled.any():
             return
         first = int((filled != 0).argmax())
-        site = self._log.site(self._copies[filled[first]][0])
+        site = self.log.site(self._copies[filled[first]][0])
         address = self._address(granules[first])
-        self._log.lint(
+        self.log.lint(
             ZeroFillLint,
             f"read of shared address {address}, which lies outside of the tensor that the copy at "
             f"{site}\n    has a box of: it holds what such bytes are filled with",
             position,
-            self._geometry.thread(lanes[first]),
+            self.geometry.thread(lanes[first]),
             address,
         )
 
     def _overwrite(self, granules: np.ndarray, position: int) -> None:
         unread = granules[self._unread[granules] != 0]
         if unread.size:
-            self._report_unread(unread, f"when they are overwritten at {self._log.site(position)}")
+            self._report_unread(unread, f"when they are overwritten at {self.log.site(position)}")
             self._unread[unread] = 0
         self._filled[granules] = 0
 
@@ -163,12 +158,12 @@ class Lints:
             self._told.add(copy)
             position, lane = self._copies[copy]
             address = self._address(granules[at])
-            self._log.lint(
+            self.log.lint(
                 NeverReadLint,
-                f"{count * self._granule} of the bytes that this copy brings, the first at shared "
+                f"{count * self.granule} of the bytes that this copy brings, the first at shared "
                 f"address {address},\n    have not been read {when}",
                 position,
-                self._geometry.thread(lane),
+                self.geometry.thread(lane),
                 address,
             )
 
@@ -176,13 +171,13 @@ class Lints:
         self, position: int, lane: int, granules: np.ndarray, issued: Knowledge
     ) -> None:
         """Whether each warp whose products read what is overwritten has waited for them before."""
-        chunks = granules[:: CHUNK // self._granule] * self._granule // CHUNK
+        chunks = granules[:: CHUNK // self.granule] * self.granule // CHUNK
         groups = self._groups[:, chunks]
         numbers = np.flatnonzero(groups.any(axis=1))
         if not numbers.size:
             return
-        geometry = self._geometry
-        block = int(chunks[0]) * CHUNK // self._stride
+        geometry = self.geometry
+        block = int(chunks[0]) * CHUNK // self.stride
         last = groups[numbers].max(axis=1) - 1
         warps = numbers * len(geometry.blocks) + block
         waited = np.where(
@@ -190,22 +185,22 @@ class Lints:
             self._waited[warps, np.minimum(last, self._waited.shape[1] - 1)],
             _NOT_YET,
         )
-        known = self._order.warps_in(issued)
+        known = self.order.warps_in(issued)
         late = waited > known[block % geometry.cluster * geometry.warps_per_block + numbers]
         if not late.any():
             return
         worst = int(late.argmax())
         column = int(groups[numbers[worst]].argmax())
-        address = int(chunks[column]) * CHUNK % self._stride
+        address = int(chunks[column]) * CHUNK % self.stride
         names = ", ".join(map(str, numbers[late].tolist()))
         product, load = (
-            self._log.site(int(self._products[chunks[column]])),
-            self._log.site(position),
+            self.log.site(int(self._products[chunks[column]])),
+            self.log.site(position),
         )
-        passed = self._passed.get(lane)
+        passed = self.passed.get(lane)
         if passed is not None and passed.arrived is not None:
             lane, position = passed.arrived
-        self._log.lint(
+        self.log.lint(
             EarlyReleaseLint,
             f"shared address {address} is released to the copy at {load}\n"
             f"    though warps {names} of its block have not said that they have waited for the "
@@ -216,4 +211,4 @@ class Lints:
         )
 
     def _address(self, granule: int | np.integer) -> int:
-        return int(granule) * self._granule % self._stride
+        return int(granule) * self.granule % self.stride

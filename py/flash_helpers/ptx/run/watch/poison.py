@@ -69,29 +69,26 @@ class Carrier(Protocol):
         """Bytes of the widest value that the kernel stores there; 0 if it stores none."""
 
 
+@dataclass(eq=False, repr=False)
 class Poison:
     """The poison of a batch.
 
-    registers: types by name. spaces: the memory of each state space that may hold poison. begin:
-    gives what is called at the first poisoned read, and returns a carrier that lives on elsewhere.
+    types: of registers, by name. spaces: the memory of each state space that may hold poison.
+    begin: gives what is called at the first poisoned read, and returns a carrier that lives on
+    elsewhere.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        log: FaultLog,
-        registers: Mapping[str, str],
-        spaces: Mapping[str, Memory],
-    ) -> None:
-        self.geometry = geometry
-        self.log = log
-        self.types = registers
-        self.spaces = spaces
-        self.lane_ids = np.arange(geometry.lanes)
+    geometry: Geometry
+    log: FaultLog
+    types: Mapping[str, str]
+    spaces: Mapping[str, Memory]
+    begin: Callable[[], Callable[[], Carrier]] | None = None
+
+    def __post_init__(self) -> None:
+        self.lane_ids = np.arange(self.geometry.lanes)
         self.registers: dict[str, Codes] = {}
         """Only those that hold poison."""
         self.active = False
-        self.begin: Callable[[], Callable[[], Carrier]] | None = None
         self.stored: Codes | None = None
         """Over all lanes, of the words that the instruction being run stores; None: all clean."""
         self._memory: dict[str, np.ndarray] = {}
