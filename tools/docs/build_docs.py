@@ -82,9 +82,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     mode.add_argument("--list", action="store_true", help="print the pages and their blocks")
     parser.add_argument(
-        "--no-commands",
-        action="store_true",
-        help="run no command: output blocks stay as they are",
+        "--no-commands", action="store_true", help="run no command: output blocks stay as they are"
     )
     parser.add_argument(
         "--root", type=Path, default=ROOT, metavar="DIR", help="the repository (default: this one)"

@@ -120,9 +120,7 @@ def _require_parent(path: Path) -> None:
 
 
 def run_tool(
-    work: Callable[[], int | None],
-    *errors: type[Exception],
-    interrupted: str = "interrupted",
+    work: Callable[[], int | None], *errors: type[Exception], interrupted: str = "interrupted"
 ) -> int:
     """Run a tool's work and return its exit status: what the work returns, or 0 for None.
 

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from flash_helpers.console.tables import DASH, Table, number, percent
-from flash_helpers.course.arguments import (
-    DTYPE,
-    Arguments,
-    fixed_config,
-    parse_step,
-    with_parent,
-)
+from flash_helpers.course.arguments import DTYPE, Arguments, fixed_config, parse_step, with_parent
 from flash_helpers.course.evidence import Evidence, Published
 from flash_helpers.course.links import image, relative
 from flash_helpers.course.metric import metric_of, share, speed

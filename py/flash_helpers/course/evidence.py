@@ -13,11 +13,7 @@ from flash_helpers.console.progress import progress_bar
 from flash_helpers.course.arguments import DTYPE
 from flash_helpers.course.sources import CodeDiff, code_diff
 from flash_helpers.gpu import capability_of
-from flash_helpers.kernel_configs import (
-    STEPS,
-    Config,
-    get_kernel_progression_configs,
-)
+from flash_helpers.kernel_configs import STEPS, Config, get_kernel_progression_configs
 from flash_helpers.measure.machine_code import ConfigFacts, config_facts, library_kernels
 from flash_helpers.measure.results import (
     RESULTS,

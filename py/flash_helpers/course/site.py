@@ -20,11 +20,7 @@ from flash_helpers.course.pages import FOLDER, PAGES, README, all_pages
 from flash_helpers.course.site_links import LinkTargets, broken_links
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
 from flash_helpers.kernel_configs import STEPS
-from flash_helpers.measure.benchmark_tables import (
-    lengths_table,
-    main_dtype,
-    progression_table,
-)
+from flash_helpers.measure.benchmark_tables import lengths_table, main_dtype, progression_table
 from flash_helpers.measure.plots import PLOT_TITLES
 from flash_helpers.measure.results import BenchmarkResults
 

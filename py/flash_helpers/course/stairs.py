@@ -17,12 +17,7 @@ from flash_helpers.course.arguments import DTYPE, fixed_config
 from flash_helpers.course.metric import metric_of, share
 from flash_helpers.kernel_configs import FAMILIES, Config
 from flash_helpers.measure.plots import BLUE, ORANGE, TEXT, Numbers, figure_svg, plotted_numbers
-from flash_helpers.measure.results import (
-    RESULTS,
-    BenchmarkResults,
-    load_results,
-    results_by_family,
-)
+from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results, results_by_family
 from flash_helpers.measure.staircases import large_tile, stair
 from flash_helpers.registry.family import Family, Step
 

@@ -13,12 +13,7 @@ from typing import TextIO
 import numpy as np
 
 from flash_helpers import gpu
-from flash_helpers.ptx.errors import (
-    Lint,
-    PtxSyntaxError,
-    SimulatorError,
-    UnsupportedInstruction,
-)
+from flash_helpers.ptx.errors import Lint, PtxSyntaxError, SimulatorError, UnsupportedInstruction
 from flash_helpers.ptx.read.flow import Program, build_program
 from flash_helpers.ptx.read.module import Function, Immediate, Module, Special, Symbol, Variable
 from flash_helpers.ptx.read.types import TYPE_NAMES, size_of
@@ -32,14 +27,7 @@ from flash_helpers.ptx.run.execute.scheduler import Scheduler
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.instructions.access import STRONG, access_size, space_of
 from flash_helpers.ptx.run.layout import WORD, Argument, aligned, initialise, pack, placed
-from flash_helpers.ptx.run.limits import (
-    Three,
-    check_block,
-    check_memory,
-    cluster_of,
-    count,
-    three,
-)
+from flash_helpers.ptx.run.limits import Three, check_block, check_memory, cluster_of, count, three
 from flash_helpers.ptx.run.machine import Launch, Machine
 from flash_helpers.ptx.run.memory.regions import DeviceMemory
 from flash_helpers.ptx.run.watch.faults import FaultLog

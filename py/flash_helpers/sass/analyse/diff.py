@@ -16,20 +16,9 @@ from flash_helpers.sass.analyse.alignment import Keys, Matching, common_subseque
 from flash_helpers.sass.analyse.counts import Bucket, count_changes, with_buckets
 from flash_helpers.sass.analyse.phases import phases
 from flash_helpers.sass.analyse.ptx_links import read_kernel_ptx
-from flash_helpers.sass.analyse.values import (
-    Value,
-    agrees,
-    is_fixed,
-    one_to_one,
-    register_values,
-)
+from flash_helpers.sass.analyse.values import Value, agrees, is_fixed, one_to_one, register_values
 from flash_helpers.sass.read.opcodes import classify
-from flash_helpers.sass.read.records import (
-    INSTRUCTION_BYTES,
-    Instruction,
-    Kernel,
-    SassError,
-)
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Instruction, Kernel, SassError
 from flash_helpers.sass.read.registers import operation_accesses
 
 FILLER = "filler"

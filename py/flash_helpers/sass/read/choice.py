@@ -130,10 +130,7 @@ def _in_cpp(symbol: str) -> str:
 
 
 def choose(
-    file: str,
-    there: Sequence[Found],
-    architecture: str | None = None,
-    names: Iterable[str] = (),
+    file: str, there: Sequence[Found], architecture: str | None = None, names: Iterable[str] = ()
 ) -> list[Found]:
     """The kernels of a file that are asked for, in its order.
 

@@ -21,12 +21,7 @@ from typing import NamedTuple
 from flash_helpers.console.file_kinds import ELF_MAGIC, FileKind, mistaken
 from flash_helpers.sass.read.choice import Found
 from flash_helpers.sass.read.flow import BRANCHES, CALLS
-from flash_helpers.sass.read.records import (
-    INSTRUCTION_BYTES,
-    LiveRegisters,
-    Operation,
-    SassError,
-)
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, LiveRegisters, Operation, SassError
 
 READABLE = (
     "readable are the listings of nvdisasm, cuobjdump -sass and tools/build/extract_sass.py, and "

@@ -178,10 +178,7 @@ def chosen_kernels(
 
 def _kernels_of(members: Iterable[Member]) -> Chosen:
     return [
-        (
-            member,
-            FoundKernel(cubin.architecture, kernel.symbol, member.name, kernel.is_function),
-        )
+        (member, FoundKernel(cubin.architecture, kernel.symbol, member.name, kernel.is_function))
         for member, cubin in read_cubins(members)
         for kernel in cubin.kernels
     ]

@@ -16,13 +16,7 @@ from flash_helpers.sass.read.choice import choose, members_named
 from flash_helpers.sass.read.containers import Member, members_of, ptx_of, read_cubins
 from flash_helpers.sass.read.control import control_text
 from flash_helpers.sass.read.reader import FoundKernel
-from flash_helpers.sass.read.records import (
-    INSTRUCTION_BYTES,
-    Block,
-    Instruction,
-    Kernel,
-    SassError,
-)
+from flash_helpers.sass.read.records import INSTRUCTION_BYTES, Block, Instruction, Kernel, SassError
 
 _TEXT_COLUMN = 66  # where what follows an instruction begins
 _LONGEST_NAME = 150  # of a file; file systems allow 255 bytes with all suffixes

@@ -247,9 +247,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a tool that counts files needs to know of each: --function, --arch and --base."""
     parser.add_argument(
-        "--function",
-        metavar="NAME",
-        help="another way to give the NAME (default: all, together)",
+        "--function", metavar="NAME", help="another way to give the NAME (default: all, together)"
     )
     parser.add_argument("--arch", metavar="sm_NN", help="needed where a file holds several")
     parser.add_argument("--base", action="store_true", help="opcodes without their modifiers")

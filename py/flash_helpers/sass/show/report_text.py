@@ -9,21 +9,8 @@ from typing import Any
 
 from flash_helpers.console.tables import DASH, Table, code_span, escaped_markdown, fenced, percent
 from flash_helpers.gpu import LIMITS
-from flash_helpers.sass.analyse.bound import (
-    ISSUE,
-    LATENCY,
-    Bound,
-    Measured,
-    Prediction,
-    loop_bound,
-)
-from flash_helpers.sass.analyse.counts import (
-    UNIT_OPERATIONS,
-    Bucket,
-    Counts,
-    count_all,
-    count_loop,
-)
+from flash_helpers.sass.analyse.bound import ISSUE, LATENCY, Bound, Measured, Prediction, loop_bound
+from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts, count_all, count_loop
 from flash_helpers.sass.analyse.report import KernelReport, numbers_text, verdicts, warps_text
 from flash_helpers.sass.analyse.stalls import group_stalls, group_waits, stall_cycles
 from flash_helpers.sass.read import opcodes

@@ -39,9 +39,7 @@ from flash_helpers.ptx.run.asynchronous.products import (
 )
 from flash_helpers.ptx.run.asynchronous.together import WARPS, Together
 from flash_helpers.ptx.run.asynchronous.transfers import CHANCE
-from flash_helpers.ptx.run.asynchronous.wgmma_fragments import (
-    WARP_ROWS,
-)
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import WARP_ROWS
 from flash_helpers.ptx.run.asynchronous.wgmma_registers import RegisterWatch
 from flash_helpers.ptx.run.geometry import Geometry
 from flash_helpers.ptx.run.memory.descriptors import CHUNK

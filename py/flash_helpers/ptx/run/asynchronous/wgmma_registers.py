@@ -182,12 +182,7 @@ class RegisterWatch:
         return f"it uses register {name}"
 
     def _report(
-        self,
-        kind: type[SimulatorError],
-        detail: str,
-        position: int,
-        warp: int,
-        bad: np.ndarray,
+        self, kind: type[SimulatorError], detail: str, position: int, warp: int, bad: np.ndarray
     ) -> None:
         thread = self._geometry.thread(warp * WARP)
         self._log.report(kind, detail, position, thread, count=int(bad.any(axis=0).sum()))

@@ -310,10 +310,7 @@ class Rules:
         return spread
 
     def _select(
-        self,
-        size: int,
-        takes_first: Callable[[Selection], np.ndarray],
-        sources: Sequence[Operand],
+        self, size: int, takes_first: Callable[[Selection], np.ndarray], sources: Sequence[Operand]
     ) -> Rule:
         first, second, chooser = sources
 

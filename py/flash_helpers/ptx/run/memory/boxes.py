@@ -46,11 +46,7 @@ class Box:
             sizes[0] = -(-sizes[0] // per_chunk) * per_chunk
         low, high = [], []
         for start, step, size, count in zip(
-            self.coordinates,
-            tensor_map.element_strides,
-            sizes,
-            tensor_map.moved,
-            strict=True,
+            self.coordinates, tensor_map.element_strides, sizes, tensor_map.moved, strict=True
         ):
             low.append(min(max(-(start // step), 0), count))
             high.append(max(min(-((start - size) // step), count), low[-1]))

@@ -420,12 +420,7 @@ class Order:
                 if word in self._released:
                     self._observe(lanes[words == word], self._released[word][1], acquires)
 
-    def strong_write(
-        self,
-        lanes: np.ndarray,
-        words: np.ndarray,
-        strength: Strength,
-    ) -> None:
+    def strong_write(self, lanes: np.ndarray, words: np.ndarray, strength: Strength) -> None:
         """Strong writes by lanes of the batch, one after the other. words: the first granule of
         each. What was released before an update stays released."""
         if not self._released and not strength.releases and self._fenced is None:
