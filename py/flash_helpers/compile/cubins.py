@@ -25,7 +25,6 @@ from flash_helpers.sass.read.elf import read_sections
 
 _INCLUDE = re.compile(r'^\s*#include "(.*)"', re.MULTILINE)
 _TEXT = ".text."
-_SEQ_LEN = 1 << 14  # of a launch whose geometry tells kernels apart
 
 
 @dataclass(frozen=True)

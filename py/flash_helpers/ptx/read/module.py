@@ -17,14 +17,6 @@ class Location:
     column: int
     inlined_at: Location | None = None
 
-    @property
-    def outermost(self) -> Location:
-        """The line of the kernel itself that this code belongs to."""
-        location = self
-        while location.inlined_at is not None:
-            location = location.inlined_at
-        return location
-
     def frames(self) -> tuple[Location, ...]:
         """This line, then every caller outwards."""
         found, location = [self], self.inlined_at

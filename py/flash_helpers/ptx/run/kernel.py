@@ -103,11 +103,6 @@ class Kernel:
         """Its instructions in the order in which the simulator runs them."""
         return build_program(self.function)
 
-    @property
-    def static_shared_bytes(self) -> int:
-        """Shared memory that the kernel declares with a size."""
-        return self._shared_layout[1]
-
     @cached_property
     def _named(self) -> tuple[set[str], set[str]]:
         """Symbols and special registers that the instructions name."""

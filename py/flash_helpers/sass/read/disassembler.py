@@ -92,15 +92,14 @@ def find_disassembler(name: str) -> Disassembler:
     return find_disassemblers(name)[0]
 
 
-def run_program(program: Path, *arguments: str | Path, folder: Path | None = None) -> str:
-    """The output of the program, run in `folder`.
+def run_program(program: Path, *arguments: str | Path) -> str:
+    """The output of the program.
 
     Raises SassError if it cannot be run, fails, or takes longer than TIMEOUT_SECONDS.
     """
     try:
         result = subprocess.run(
             [program, *arguments],
-            cwd=folder,
             capture_output=True,
             timeout=TIMEOUT_SECONDS,
             check=False,

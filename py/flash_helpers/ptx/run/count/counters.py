@@ -109,16 +109,12 @@ class Counters:
     def _phase(self, position: int) -> Phase:
         return self.tally.program.block_at(position).phase
 
-    def by_line(self, *, outermost: bool = False) -> list[LineCounts]:
-        """Counts by line of CUDA source, in order of file and line. outermost: of inlined code the
-        line of the kernel that called it, rather than its own."""
+    def by_line(self) -> list[LineCounts]:
+        """Counts by line of CUDA source, in order of file and line."""
 
         def key(position: int) -> tuple[str, int]:
             location = self._instruction(position).location
-            if location is None:
-                return "", 0
-            location = location.outermost if outermost else location
-            return location.file, location.line
+            return ("", 0) if location is None else (location.file, location.line)
 
         return [LineCounts(f, n, c) for (f, n), c in sorted(self._group(key).items())]
 
