@@ -224,8 +224,9 @@ class BuiltPage:
         self.failures = [outcome for outcome in outcomes.values() if outcome.failed]
         for at, inside in self._source.consoles.items():
             part = self._source.parts[at]
-            found = [outcomes.get(command) for console in inside for command in console.commands]
-            if isinstance(part, Block) and None not in found:
+            commands = [command for console in inside for command in console.commands]
+            found = [outcomes[command] for command in commands if command in outcomes]
+            if isinstance(part, Block) and len(found) == len(commands):
                 shown = _lines_shown(part, self.path)
                 self._texts[at] = part.written(with_output(part.body, inside, found, shown))
 

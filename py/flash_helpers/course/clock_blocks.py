@@ -113,7 +113,7 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
         cells = [number(speed(results, config, seq_len)) for config in (*before, own)]
         if before and seq_len is None:
             cells += [percent(mean_change(results, before[0], own), signed=True), "", ""]
-        elif before:
+        elif before and seq_len:
             cells += _change_cells(speedup(results, before[0], own, seq_len))
         length = "harmonic mean" if seq_len is None else str(seq_len)
         cells.append(percent(share(results, own, own.dtype.short, seq_len)))
@@ -209,16 +209,16 @@ def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
 def _stairs_told(results: BenchmarkResults, step: Step, glossary: str) -> Iterator[str]:
     metric = metric_of(FAMILIES[step.family])
     for tile, config in tile_configs(step).items():
-        found = config and share(results, config, DTYPE.short)
-        if found is None:
+        found = share(results, config, DTYPE.short) if config else None
+        if config is None or found is None:
             continue
         parent = parent_at_tile(config)
-        gained = parent and mean_change(results, parent, config)
+        gained = mean_change(results, parent, config) if parent else None
         library = f"[{metric.short}]({glossary}#{metric.term})" if metric.term else metric.short
         told = f"**{percent(found)}** of {library}"
         if tile != OWN:
             told += f" at the [{tile} tile]({glossary}#{tile}-tile)"
-        if gained is not None:
+        if parent and gained is not None:
             equal = results.is_equal(config.short_form(), parent.short_form(), DTYPE.short)
             change = "no change" if equal else percent(gained, signed=True)
             told += f" ({change} against {step.parent})"
@@ -278,7 +278,8 @@ def map_block(evidence: Evidence, arguments: Arguments) -> str:
         name = f"[{step.id}]({relative(page.path, arguments.page)})" if page else step.id
         heading = metric_of(FAMILIES[step.family]).heading
         tiles = tile_configs(step)
-        shares = (c and share(evidence.results_of(step), c, DTYPE.short) for c in tiles.values())
+        results = evidence.results_of(step)
+        shares = [share(results, c, DTYPE.short) if c else None for c in tiles.values()]
         cells = ["" if s is None else percent(s, 0) for s in shares]
         headings = (heading if tile == OWN else f"{tile} tile" for tile in tiles)
         rows.setdefault(tuple(headings), []).append([name, step.idea, *cells])

@@ -58,9 +58,9 @@ def with_owners(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
 def row(label: str, values: Sequence[float | None], digits: int = 0) -> list[str]:
     """A number for each kernel, and the change where there are two."""
     cells = [label, *(number(value, digits) for value in values)]
-    return [*cells, change(*values, digits)] if len(values) == 2 else cells
+    return [*cells, change(values[0], values[1], digits)] if len(values) == 2 else cells
 
 
-def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int]]:
+def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, float]]:
     """Numbers by opcode that differ, and by how much; the largest change first."""
     return [(opcode, new - old) for opcode, old, new in count_changes(before, after)]

@@ -9,6 +9,7 @@ have; 0 otherwise).
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import re
@@ -247,7 +248,9 @@ class Runner:
                 path.touch()
             # of one that must fail, the page shows what it complains of too
             said = output if command.status else errors
-            first, last, text = 0, 0, command.text
+            first: int | None = 0
+            last: int | None = 0
+            text = command.text
             if python is not None:
                 words = shlex.split(python["words"].replace("\\\n", " "))
                 text = python["rest"]
@@ -330,6 +333,7 @@ def _run_file(
     for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
         with path.open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
+        assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(encoding="utf-8")
     os.chdir(folder)
     os.environ.clear()
@@ -347,6 +351,7 @@ def _run_file(
 def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
     """End a process and its children: it leads a session of its own."""
     process.kill()
+    assert process.pid is not None  # it has begun
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -15,8 +15,8 @@ from flash_helpers.course.sass_blocks import PHASES, bound_rows, count_rows, pha
 from flash_helpers.course.step_blocks import shared_memory_row
 from flash_helpers.kernel_configs import Config
 from flash_helpers.measure.benchmark_tables import TABLE_SEQ_LEN
+from flash_helpers.measure.machine_code import ConfigFacts
 from flash_helpers.registry.selection import UsageError
-from flash_helpers.sass.analyse.matrix import KernelFacts
 
 Rows = Iterator[Sequence[str]]
 
@@ -33,7 +33,7 @@ def _sass_rows(evidence: Evidence, configs: Sequence[Config], architecture: str)
             yield row(label, [of.get(base, 0) for of in counts])
 
 
-def _opcodes(facts: KernelFacts, phase: str) -> Mapping[str, int]:
+def _opcodes(facts: ConfigFacts, phase: str) -> Mapping[str, int]:
     return phase_counts(facts, phase).by_base
 
 

@@ -9,14 +9,14 @@ from flash_helpers.course.arguments import Arguments, compiled_pattern, parse_ke
 from flash_helpers.course.columns import INDENT, changes, columns_table, folded_table, row
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.links import words_note
-from flash_helpers.course.step_blocks import compiled_for, spills_text
+from flash_helpers.course.step_blocks import compiled_for, occupancy, spills_text
+from flash_helpers.measure.machine_code import ConfigFacts
 from flash_helpers.registry.selection import UsageError, names_of
 from flash_helpers.sass.analyse.bound import ISSUE, LATENCY
 from flash_helpers.sass.analyse.counts import UNIT_OPERATIONS, Bucket, Counts
 from flash_helpers.sass.analyse.matrix import (
     GROUP_NAMES,
     MEANING,
-    KernelFacts,
     changes_text,
     opcode_changes,
 )
@@ -57,13 +57,13 @@ def sass_block(evidence: Evidence, arguments: Arguments) -> str:
     )
 
 
-def count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
+def count_rows(found: Sequence[ConfigFacts]) -> Iterator[list[str]]:
     """Registers, blocks, and instructions by phase and class."""
     yield row("registers per thread", [facts.kernel.resources.registers for facts in found])
     spills = [spills_text(facts) for facts in found]
     if set(spills) != {"0"}:
         yield ["spilled bytes per thread", *spills]
-    yield row("blocks per SM", [facts.occupancy.blocks for facts in found])
+    yield row("blocks per SM", [occupancy(facts).blocks for facts in found])
     for phase in _OUTSIDE:
         yield row(f"instructions of the {phase}", [phase_counts(f, phase).work for f in found])
     loops = [phase_counts(facts, "main") for facts in found]
@@ -76,16 +76,16 @@ def count_rows(found: Sequence[KernelFacts]) -> Iterator[list[str]]:
     yield row(f"{INDENT}filler, not counted above", [c.by_bucket[Bucket.FILLER] for c in loops])
 
 
-def _has_wgmma(facts: KernelFacts) -> bool:
+def _has_wgmma(facts: ConfigFacts) -> bool:
     return "HGMMA" in phase_counts(facts, "main").by_base
 
 
-def _tensor_name(found: Sequence[KernelFacts]) -> str:
+def _tensor_name(found: Sequence[ConfigFacts]) -> str:
     names = {"HGMMA" if _has_wgmma(facts) else "HMMA" for facts in found}
     return " or ".join(sorted(names, reverse=True))
 
 
-def phase_counts(facts: KernelFacts, phase: str) -> Counts:
+def phase_counts(facts: ConfigFacts, phase: str) -> Counts:
     """The counted text of one of PHASES. Raises UsageError for a main loop that is not there."""
     counts: Counts | None = getattr(facts.phases, PHASES[phase])
     if counts is None:
@@ -93,7 +93,7 @@ def phase_counts(facts: KernelFacts, phase: str) -> Counts:
     return counts
 
 
-def _change_sentences(before: KernelFacts, after: KernelFacts) -> Iterator[str]:
+def _change_sentences(before: ConfigFacts, after: ConfigFacts) -> Iterator[str]:
     told = changes_text(opcode_changes(before, after))
     yield f"Opcodes of the main loop that changed most: {told}."
     for phase in _OUTSIDE:
@@ -125,7 +125,7 @@ def bound_block(evidence: Evidence, arguments: Arguments) -> str:
     return "\n\n".join([folded_table(headers, rows, len(configs)), *notes])
 
 
-def bound_rows(found: Sequence[KernelFacts]) -> list[list[str]]:
+def bound_rows(found: Sequence[ConfigFacts]) -> list[list[str]]:
     """Cycles at least by limit, and of a launch if all were measured."""
     each = [facts.bound_cycles or {} for facts in found]
     limits = (ISSUE, LATENCY)
@@ -133,7 +133,7 @@ def bound_rows(found: Sequence[KernelFacts]) -> list[list[str]]:
     rows = [[_limit(name), *(number(cycles.get(name)) for cycles in each)] for name in names]
     rows += [
         ["bound by", *(_limit(next(iter(cycles), DASH)) for cycles in each)],
-        ["warps of an SM", *(str(facts.occupancy.warps) for facts in found)],
+        ["warps of an SM", *(str(occupancy(facts).warps) for facts in found)],
         ["instructions of unknown cost", *(str(f.loop.unknown if f.loop else "") for f in found)],
     ]
     if _is_measured(found):
@@ -148,7 +148,7 @@ def bound_rows(found: Sequence[KernelFacts]) -> list[list[str]]:
     return rows
 
 
-def _is_measured(found: Sequence[KernelFacts]) -> bool:
+def _is_measured(found: Sequence[ConfigFacts]) -> bool:
     return all(facts.prediction and facts.measurement for facts in found)
 
 
@@ -196,7 +196,7 @@ def listing_block(evidence: Evidence, arguments: Arguments) -> str:
     )
 
 
-def _instructions(facts: KernelFacts, phase: str) -> Iterator[Instruction]:
+def _instructions(facts: ConfigFacts, phase: str) -> Iterator[Instruction]:
     part = getattr(phases(facts.kernel), PHASES[phase])
     wanted = set(part.blocks if isinstance(part, Loop) else part or ())
     return (i for i in facts.kernel.instructions if i.block in wanted and may_execute(i))

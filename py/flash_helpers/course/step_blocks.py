@@ -11,7 +11,8 @@ from flash_helpers.course.evidence import Evidence, target_of
 from flash_helpers.course.sources import code_lines
 from flash_helpers.gpu import capability_of
 from flash_helpers.kernel_configs import Config
-from flash_helpers.sass.analyse.matrix import KernelFacts
+from flash_helpers.measure.machine_code import ConfigFacts
+from flash_helpers.sass.analyse.occupancy import Occupancy
 
 FACT_ARCHITECTURES = ("sm_80", DEFAULT_ARCHITECTURE)
 
@@ -28,10 +29,10 @@ def facts_block(evidence: Evidence, arguments: Arguments) -> str:
         diff = evidence.step_diff(step)
         changed = f"{diff.changed} ({diff.added} added, {diff.removed} removed)"
         rows.append(["of them changed", "", changed])
-    facts_text: dict[str, Callable[[KernelFacts], str]] = {
+    facts_text: dict[str, Callable[[ConfigFacts], str]] = {
         "registers per thread": lambda f: str(f.kernel.resources.registers),
         "spilled bytes per thread": spills_text,
-        "blocks per SM": lambda f: f"{f.occupancy.blocks} ({', '.join(f.occupancy.limiters)})",
+        "blocks per SM": lambda f: f"{occupancy(f).blocks} ({', '.join(occupancy(f).limiters)})",
     }
     for architecture in FACT_ARCHITECTURES:
         if not configs[-1].family.targets_for([capability_of(architecture)]):
@@ -53,7 +54,13 @@ def shared_memory_row(configs: Sequence[Config]) -> list[str]:
     return ["shared memory per block, KiB", *(f"{c.smem_bytes / 1024:g}" for c in configs)]
 
 
-def spills_text(facts: KernelFacts) -> str:
+def occupancy(facts: ConfigFacts) -> Occupancy:
+    """Blocks and warps per SM, which are known of each kernel of the library."""
+    assert facts.occupancy is not None
+    return facts.occupancy
+
+
+def spills_text(facts: ConfigFacts) -> str:
     """Bytes stored and loaded; 0 where there are no spills."""
     resources = facts.kernel.resources
     if not resources.spill_store_bytes and not resources.spill_load_bytes:
@@ -61,12 +68,12 @@ def spills_text(facts: KernelFacts) -> str:
     return f"{resources.spill_store_bytes} stored, {resources.spill_load_bytes} loaded"
 
 
-def compiled_by(facts: KernelFacts) -> str:
+def compiled_by(facts: ConfigFacts) -> str:
     """The sentence that names dtype and compiler."""
     return f"{facts.config.dtype.short}, compiled by {facts.kernel.compiler}."
 
 
-def compiled_for(facts: KernelFacts, architecture: str) -> str:
+def compiled_for(facts: ConfigFacts, architecture: str) -> str:
     """The same, and what it is compiled for on an architecture such as "sm_90"."""
     return f"{target_of(facts.config.family, architecture)}, {compiled_by(facts)}"
 

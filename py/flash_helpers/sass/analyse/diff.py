@@ -286,7 +286,7 @@ def _align_ptx(a: Sequence[_PtxRow], b: Sequence[_PtxRow]) -> list[_Identities]:
             [(a[i].phase, a[i].name) for i in in_a], [(b[j].phase, b[j].name) for j in in_b]
         )
         pairs += [(in_a[i], in_b[j]) for i, j in rest]
-    found = []
+    found: list[_Identities] = []
     for rows, indices in ((a, [i for i, _ in pairs]), (b, [j for _, j in pairs])):
         number_of = {rows[index].line: number for number, index in enumerate(indices)}
         found.append({row.line: (number_of.get(row.line), row.text) for row in rows})
@@ -326,9 +326,10 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     are matched anew, those first that it makes equal; what is then left differs (changed).
     """
     sides = (_sides(before), _sides(after))
-    rows = (_ptx_rows(before), _ptx_rows(after))
-    by_ptx = rows[0] is not None and rows[1] is not None
-    identities = _align_ptx(*rows) if by_ptx else (None, None)
+    ptx_before, ptx_after = _ptx_rows(before), _ptx_rows(after)
+    identities: Sequence[_Identities | None] = (None, None)
+    if by_ptx := ptx_before is not None and ptx_after is not None:
+        identities = _align_ptx(ptx_before, ptx_after)
     keys = (
         zip(*_keys(side, kernel.capability, of), strict=True)
         for side, kernel, of in zip(sides, (before, after), identities, strict=True)
@@ -336,7 +337,7 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     text, text_and_ptx, opcode_and_ptx, text_and_ptx_text = zip(*keys, strict=True)
     matching = Matching(
         [[side.phase for side in of] for of in sides],
-        [sorted(range(len(of)), key=lambda n, of=of: of[n].instruction.address) for of in sides],
+        [_by_address(of) for of in sides],
     )
 
     def match() -> None:
@@ -356,6 +357,11 @@ def diff_kernels(before: Kernel, after: Kernel) -> KernelDiff:
     match()
     different = values.contradictions(matching, values.renaming(matching))
     return KernelDiff(before, after, tuple(_changes(sides, matching, text, different)), by_ptx)
+
+
+def _by_address(sides: Sequence[Side]) -> list[int]:
+    """Their indices."""
+    return sorted(range(len(sides)), key=lambda n: sides[n].instruction.address)
 
 
 class _Values:
@@ -431,7 +437,8 @@ class _Values:
     def keys(self, renaming: Mapping[Value, Value]) -> Keys:
         """Text and values of each instruction, those of the first kernel renamed; None for an
         instruction without a value, or with one that has no new name."""
-        named = [[[renaming.get(v) for v in values] for values in self._of[0]], self._of[1]]
+        renamed = [[renaming.get(v) for v in values] for values in self._of[0]]
+        named: list[Sequence[Sequence[Value | None]]] = [renamed, self._of[1]]
         return [
             [
                 (text, *values) if values and None not in values else None

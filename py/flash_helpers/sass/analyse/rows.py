@@ -115,10 +115,10 @@ def sass_rows(diff: KernelDiff) -> list[Row]:
     partner: dict[int, int] = {}
     moved: set[int] = set()
     marks = [Mark.ALIKE] * len(diff.after.instructions)
-    gone = set()
+    gone: set[int | None] = set()
     for change in diff.changes:
         before, after = (
-            side and side.instruction.address // INSTRUCTION_BYTES
+            None if side is None else side.instruction.address // INSTRUCTION_BYTES
             for side in (change.before, change.after)
         )
         if after is None:

@@ -83,12 +83,12 @@ def scoreboard_waits(kernel: Kernel, loop: Loop) -> list[Wait]:
             producer, for_result, at, since = raised.pop(number)
             if n >= len(body):
                 waits.append(Wait(producer, instruction, for_result, n - at, now - since))
-        for number, for_result in (
+        for scoreboard, for_result in (
             (control.write_scoreboard, True),
             (control.read_scoreboard, False),
         ):
-            if number is not None:
-                raised[number] = (instruction, for_result, n, now)
+            if scoreboard is not None:
+                raised[scoreboard] = (instruction, for_result, n, now)
         now += stall_cycles(instruction)
     return waits
 

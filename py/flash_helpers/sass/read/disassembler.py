@@ -57,7 +57,7 @@ def candidates(name: str) -> list[Path]:
     if on_path := shutil.which(name):
         folders.append(Path(on_path).parent)
     folders.append(DEFAULT_CUDA_HOME / "bin")
-    found = {}
+    found: dict[Path, Path] = {}
     for folder in folders:
         program = folder / name
         if program.is_file() and os.access(program, os.X_OK):

@@ -17,7 +17,6 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from flash_helpers.console.file_kinds import ELF_HEADER_BYTES, ELF_MAGIC, EM_CUDA, elf_machine
 from flash_helpers.gpu import RESERVED_SMEM_BYTES
@@ -87,7 +86,8 @@ class Section:
 _NOTHING = Section(0, "", kind=0, flags=0, link=0, info=0, size=0, content=b"")
 
 
-class Symbol(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Symbol:
     """A symbol. section: index of the section that it points into, 0 if there is none."""
 
     index: int

@@ -63,7 +63,7 @@ def read_line_tables(cubin: Cubin, name: str) -> dict[int, LineTable]:
     if section is None:
         return {}
     code_sections = _relocations(cubin, name)
-    found: dict[int, dict[int, Chain]] = defaultdict(dict)
+    found: defaultdict[int, dict[int, Chain]] = defaultdict(dict)
     try:
         at = 0
         while at < len(section.data):

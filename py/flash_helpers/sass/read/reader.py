@@ -212,11 +212,11 @@ def read_chosen(
             requests.append(request)
             names = (digest(member), kernel.symbol, str(tools[0]))
             key = entry_key(*names, live)
-            known = cache.read(key, kernel.code)
-            if known is None and not live:
-                known = cache.read(entry_key(*names, live=True), kernel.code)
-            known = known or refused.get(cubin.architecture)
-            if known := known or _too_new(tools[0], cubin):
+            kept = cache.read(key, kernel.code)
+            if kept is None and not live:
+                kept = cache.read(entry_key(*names, live=True), kernel.code)
+            known = kept or refused.get(cubin.architecture) or _too_new(tools[0], cubin)
+            if known:
                 outcomes[request] = known
             else:
                 missing[request] = key

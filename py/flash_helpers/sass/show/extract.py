@@ -114,7 +114,7 @@ def _text(instruction: Instruction, labels: Mapping[int, str]) -> str:
     """The instruction as nvdisasm prints it: guards in a column, labels for addresses."""
     operands = instruction.operands
     address = _named_address(instruction)
-    if address in labels:
+    if address is not None and address in labels:
         *others, _ = operands.split(", ")
         operands = ", ".join([*others, f"`({labels[address]})"])
     words = f"{instruction.opcode} {operands}".rstrip()

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class OpcodeCounts:
         """Opcode, and the numbers of COUNT_COLUMNS: most work first, None where it is not known."""
         opcodes = set(self.work).union(*(self.by_bucket or {}).values())
         ordered = sorted(opcodes, key=lambda name: (-self.work[name], name))
-        return [{"opcode": o, **self._numbers(lambda counted, o=o: counted[o])} for o in ordered]
+        return [{"opcode": o, **self._numbers(itemgetter(o))} for o in ordered]
 
     def totals(self) -> dict[str, int | None]:
         """The numbers of COUNT_COLUMNS, over all opcodes."""
