@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix_digest import RECORD, family_digest
+from matrix_runs import OPTION, MatrixRuns
 from simulated_work import SimulatedWork
 
 from flash_helpers.kernel_configs import FAMILIES
@@ -23,7 +25,7 @@ from flash_helpers.sass.read.records import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANTED = ROOT / "tests/sass/kernels"
-OPT_IN = ("mutants", "seeds")
+OPT_IN = ("matrix", "mutants", "seeds")
 """Markers of tests that run only if -m names them."""
 
 
@@ -38,9 +40,20 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        OPTION,
+        action="store_true",
+        help="of matrix tests, those of the families that are not closed, and of the closed ones "
+        "whose kernels, simulator or checks are not those that passed (tests/matrix.json)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000)  # as in the tools: see quiet_start
-    config.pluginmanager.register(SimulatedWork(FAMILIES))
+    budget = "matrix_budget" if "matrix" in config.getoption("markexpr") else "simulated_budget"
+    config.pluginmanager.register(SimulatedWork(FAMILIES, budget))
+    config.pluginmanager.register(MatrixRuns(FAMILIES, RECORD, family_digest))
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from attention_configs import attention_kernels, attention_progression
+from attention_configs import attention_progression
 from attention_tensors import FEW_SMS, attention_tensors
-from hopper_steps import GENERAL_STEPS, LAST_OF_HOPPER, reorders
+from hopper_steps import LAST_OF_HOPPER
+from tiers import committed, each
 
 import flash_attention
 from flash_helpers.check.errors import Reference, measure_error, relative_bound
@@ -19,6 +20,7 @@ from flash_helpers.kernel_configs import (
     Config,
     Element,
 )
+from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.inputs import QKV, make_inputs
 from flash_helpers.operations.attention_forward.problems import DISTRIBUTIONS
 from flash_helpers.operations.attention_forward.reference import (
@@ -26,75 +28,21 @@ from flash_helpers.operations.attention_forward.reference import (
     attention_reference,
 )
 from flash_helpers.ptx import Phase, Run
-from flash_helpers.registry.family import Step
-from flash_helpers.registry.hopper import (
-    CALL_OPTIONS,
-    HOPPER,
-    OWN_KEYS,
-    RAGGED,
-    REPLAYS,
-    UNCHECKED,
-    HopperKernelConfig,
-)
-from flash_helpers.registry.mma_sync import LAZY_RESCALE, MMA_M, MMA_ROW_SUM
+from flash_helpers.registry.hopper import HOPPER, HopperKernelConfig
+from flash_helpers.registry.mma_sync import MMA_M, MMA_ROW_SUM
 
 pytestmark = pytest.mark.slow
 
-BUILT = attention_kernels()
+COMMITTED = committed(OPERATION)
 PROGRESSION = attention_progression()
-# simulated wgmma takes longer: of this family, all inputs are for one dtype, for tiles of which few
-# blocks are a whole sequence, and for steps that do not merely reorder
-ON_ALL_INPUTS = [
-    config
-    for config in BUILT
-    if config.family is not HOPPER
-    or (
-        config.dtype == Element.BF16
-        and config.supports.whole == max(config.B_r, config.B_c)
-        and not config.supports.causal  # counts tell of blocks that are skipped
-        and config.step not in GENERAL_STEPS
-        and (config.step is LAST_OF_HOPPER or not reorders(config.step))
-    )
-]
-ON_ONE_BLOCK = [
-    config for config in BUILT if config.dtype == Element.BF16 or config.family is HOPPER
-]
-# which problems a kernel takes, and which keys a warpgroup leaves out; the counter and the halves
-# of blocks are seen in the last step
-DIVIDING = {RAGGED, CALL_OPTIONS, OWN_KEYS}
-
-
-def divides_anew(step: Step) -> bool:
-    parent = STEPS[step.parent]
-    return bool((step.traits - parent.traits) & DIVIDING) or "causal" in {*step.tunable} - {
-        *parent.tunable
-    }
-
-
-# all of the last step, and of each of these the first kernel that has it
-GENERAL = [
-    config
-    for config in BUILT
-    if config.dtype == Element.BF16
-    and config.family is HOPPER
-    and (
-        config.step is LAST_OF_HOPPER
-        or (
-            divides_anew(config.step)
-            and config.supports.causal == ("causal" in config.step.tunable)
-        )
-    )
-]
 # hopper's with the maximum of a tile's first block: rows that it does not fit are computed again,
 # which takes long and has a test of its own
 OPTIMISTIC = [step for step in HOPPER.steps.values() if step.number >= HOPPER.steps["h12"].number]
 WITH_SIBLING = [config for config in PROGRESSION if len(config.siblings()) > 1]
 SUMMING = STEPS["o5"]  # whose l is P @ 1
-LAZY = next(config for config in BUILT if config.step is SUMMING and not config.static_row_stride)
-
-
-def short_form(value: object) -> str | None:
-    return value.short_form() if isinstance(value, Config) else None
+LAZY = next(
+    config for config in COMMITTED if config.step is SUMMING and not config.static_row_stride
+)
 
 
 def torch_dtype(config: Config) -> torch.dtype:
@@ -125,10 +73,6 @@ simulate = functools.partial(flash_attention.simulate, device=FEW_SMS)
 # -- every kernel, once, on all that can go wrong --------------------------------------------------
 
 BATCH = 2
-# Most steps compute what their parent does, in another order. All distributions are for the first
-# and the last of a family, and for those that change the softmax: with these traits, or its scale.
-COMPUTING = {LAZY_RESCALE, MMA_ROW_SUM, REPLAYS, UNCHECKED, RAGGED}
-FEW = ("normal", "outliers")
 
 
 @functools.cache
@@ -159,14 +103,7 @@ def blocks_of(config: Config) -> int:
 
 
 def distributions_for(config: Config) -> tuple[str, ...]:
-    """All that the kernel takes, or few."""
-    progression = [c for c in PROGRESSION if c.family is config.family and c.dtype == config.dtype]
-    number = [c.step for c in progression].index(config.step)
-    if 0 < number < len(progression) - 1:
-        own, parent = progression[number], progression[number - 1]
-        changed = (own.step.traits ^ parent.step.traits) & COMPUTING
-        if not changed and own.folds_scale == parent.folds_scale:
-            return FEW
+    """All that the kernel takes."""
     return tuple(n for n in DISTRIBUTIONS if n != "large_logits" or config.step not in OPTIMISTIC)
 
 
@@ -190,7 +127,8 @@ def strided(config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     return (q_at, k_at, v_at, o_at), rest
 
 
-@pytest.mark.parametrize("config", ON_ALL_INPUTS, ids=short_form)
+# causal configs have tests of their own: their counts tell of blocks that are skipped
+@each(config for config in COMMITTED if not config.supports.causal)
 def test_every_kernel_is_right_on_strided_heads_of_all_distributions(config) -> None:
     d_head = config.supports.d_heads[0]
     inputs, references = mixed(
@@ -235,7 +173,7 @@ def assert_counts(config: Config, problem: AttentionForward, run: Run) -> None:
         }
 
 
-@pytest.mark.parametrize("config", ON_ONE_BLOCK, ids=short_form)
+@each(COMMITTED, once=True)
 def test_every_kernel_is_right_for_one_block(config) -> None:
     one_block = next(config.supports.corners())
     inputs = inputs_of(config, one_block)
@@ -245,7 +183,7 @@ def test_every_kernel_is_right_for_one_block(config) -> None:
     assert_right(tensors["o"], reference_of(one_block, inputs))
 
 
-@pytest.mark.parametrize("config", GENERAL, ids=short_form)
+@each(COMMITTED)
 def test_every_kernel_is_right_at_the_corners_that_it_declares(config) -> None:
     _, *corners = config.supports.corners()  # the first is one block: see above
     for corner in corners:
@@ -309,7 +247,14 @@ def test_rows_that_outgrow_the_first_blocks_maximum_are_right(dtype) -> None:
 
 @pytest.mark.parametrize(
     ("causal", "heads", "seq_len"),
-    [(False, 1, 640), (False, 2, 260), (True, 1, 640), (True, 2, 640), (True, 3, 260)],
+    [
+        (False, 2, 260),
+        (True, 3, 260),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix(HOPPER.name))
+            for case in ((False, 1, 640), (True, 1, 640), (True, 2, 640))
+        ),
+    ],
 )
 def test_rows_of_any_tile_of_a_cluster_are_computed_again(causal, heads, seq_len) -> None:
     """Tiles of either thread block, and later tiles of a cluster: of one head the last tile has
@@ -362,7 +307,7 @@ def test_the_last_step_of_hopper_is_as_exact_as_the_plain_one(dtype) -> None:
 # -- which kernel runs, and on what ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", WITH_SIBLING, ids=short_form)
+@each(WITH_SIBLING)
 def test_a_kernel_gives_way_to_its_sibling_for_other_row_strides(config) -> None:
     problem = next(config.supports.corners())
     other = config.runs_as(problem.strides())

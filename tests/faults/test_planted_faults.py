@@ -5,8 +5,11 @@ And `debug.py` finds where a wrong output begins to be wrong.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from tiers import each, each_name
 
 from flash_helpers.check.errors import measure_error
 from flash_helpers.check.faults import all_faults
@@ -30,6 +33,7 @@ pytestmark = pytest.mark.slow
 FAULTS = all_faults()
 WATCHED = [name for name, fault in FAULTS.items() if fault.error is not None]
 WRONG = [name for name, fault in FAULTS.items() if fault.error is None]
+each_fault = functools.partial(each_name, config_of=lambda name: FAULTS[name].config)
 
 
 def run(config: Config, kernel: Kernel) -> dict[str, torch.Tensor]:
@@ -49,14 +53,12 @@ def passes_the_check(config: Config, outputs: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "config", sorted({FAULTS[name].config for name in WRONG}), ids=lambda c: c.short_form()
-)
+@each(sorted({FAULTS[name].config for name in WRONG}))
 def test_the_check_passes_the_kernel_without_the_fault(config):
     assert passes_the_check(config, run(config, kernel_of(config)))
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@each_fault(WATCHED)
 def test_the_watcher_catches_the_fault_at_its_line(name, root):
     fault = FAULTS[name]
     assert is_built_from(root, fault.config), "the kernels changed: build the library again"
@@ -67,7 +69,7 @@ def test_the_watcher_catches_the_fault_at_its_line(name, root):
     assert any(fault.source in line for _, line in source_lines(message, root)), message
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each_fault(WRONG)
 def test_the_check_catches_the_fault_and_debugging_finds_where_it_begins(name):
     fault = FAULTS[name]
     config = fault.config

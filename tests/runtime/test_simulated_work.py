@@ -74,4 +74,5 @@ def test_what_workers_simulate_is_added_up_and_over_the_budget_fails(tmp_path) -
 
 
 def test_every_family_has_a_budget() -> None:
-    assert all(family.simulated_budget > 0 for family in FAMILIES.values())
+    families = FAMILIES.values()
+    assert all(family.simulated_budget > 0 and family.matrix_budget > 0 for family in families)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from flash_helpers.kernel_configs import STEPS
-from flash_helpers.registry.family import Step
 from flash_helpers.registry.hopper import HOPPER
 
 *_, LAST_OF_HOPPER = HOPPER.steps.values()
@@ -14,11 +12,3 @@ GENERAL_STEPS = {
     for step in HOPPER.steps.values()
     if HOPPER.steps["h19"].number < step.number < LAST_OF_HOPPER.number
 }
-
-
-def reorders(step: Step) -> bool:
-    """Whether it brings nothing but another order of what its parent does: no trait, no option."""
-    parent = STEPS[step.parent]
-    return all(
-        getattr(step, name) == getattr(parent, name) for name in ("traits", "options", "tunable")
-    )

@@ -239,5 +239,6 @@ AMPERE = Family(
     closed=True,
     # 17.2 million on 2026-11-22; a test whose cache two workers fill counts twice.
     simulated_budget=21_000_000,
+    matrix_budget=32_000_000,
     also_built=large_configs,
 )

@@ -80,9 +80,10 @@ class Family(Generic[C]):
     the C++ function, in the order in which they are first launched. header: the C++ struct of the
     config class stands there. dtypes: element types that steps are built in. closed: no step will
     be added. simulated_budget: warp instructions of its kernels that one run of the tests may
-    simulate; none for a family that no test simulates. also_built: configs that the library holds
-    beside the progression. successor: a sentence about what became of a short form that a family
-    once had; "" for any other text.
+    simulate; none for a family that no test simulates. matrix_budget: likewise, of a run of the
+    tests with marker `matrix`. also_built: configs that the library holds beside the progression.
+    successor: a sentence about what became of a short form that a family once had; "" for any other
+    text.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Family(Generic[C]):
     dtypes: tuple[Element, ...]
     closed: bool = False
     simulated_budget: int = 0
+    matrix_budget: int = 0
     also_built: Callable[[], Iterable[C]] = field(default=tuple, compare=False)
     successor: Callable[[str], str] = field(default=lambda _: "", compare=False)
 

@@ -584,5 +584,6 @@ HOPPER = Family(
     header=PurePosixPath("src/include/flash_attention.cuh"),
     dtypes=DTYPES,
     simulated_budget=25_000_000,
+    matrix_budget=90_000_000,
     also_built=tuned_configs,
 )

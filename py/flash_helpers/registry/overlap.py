@@ -138,4 +138,5 @@ OVERLAP = Family(
     # 9.7 million on 2026-11-22; a test whose cache two workers fill counts twice.
     successor=successor,
     simulated_budget=12_000_000,
+    matrix_budget=14_000_000,
 )

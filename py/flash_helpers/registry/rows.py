@@ -168,4 +168,5 @@ SOFTMAX = Family(
     header=PurePosixPath("kernels/rows/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     simulated_budget=3_000_000,
+    matrix_budget=1_000_000,
 )

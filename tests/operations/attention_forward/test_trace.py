@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_tensors import traced
 from fake_backend import ROOT
+from tiers import each
 
 from flash_helpers.check import debugging
 from flash_helpers.check.errors import measure_error
@@ -201,11 +202,7 @@ def test_what_is_not_compared_is_refused(step, options, message):
 
 
 # neither dtype is read in another way
-@pytest.mark.parametrize(
-    "config",
-    [c for c in TRACED if c.dtype is Element.BF16 or c.step is TRACED[-1].step],
-    ids=lambda c: c.short_form(),
-)
+@each(c for c in TRACED if c.dtype is Element.BF16 or c.step is TRACED[-1].step)
 def test_every_quantity_of_every_kernel_agrees(config):
     distribution = "outliers" if is_lazy(config) else "normal"  # m changes in the second block
     q, k, v = inputs(config, distribution, AttentionForward(1, 1, max(config.B_r, 2 * config.B_c)))

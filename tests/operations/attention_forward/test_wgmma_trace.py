@@ -10,6 +10,7 @@ import torch
 from attention_tensors import on_sms, traced
 from fake_backend import ROOT
 from hopper_steps import GENERAL_STEPS, LAST_OF_HOPPER
+from tiers import each
 
 from flash_helpers.check.debugging import compare_with_reference
 from flash_helpers.kernel_configs import AttentionForward, Element
@@ -57,7 +58,7 @@ def compared(config, shape: AttentionForward | None = None, **options) -> Compar
 
 
 class TestEveryQuantityOfEveryKernelAgrees:
-    @pytest.mark.parametrize("config", ONE_DTYPE, ids=lambda c: c.short_form())
+    @each(ONE_DTYPE)
     def test_where_the_maximum_changes(self, config):
         found = compared(config, distribution="outliers")
         assert found.disagreement is None
@@ -65,7 +66,7 @@ class TestEveryQuantityOfEveryKernelAgrees:
         first, second = found.steps
         assert torch.equal(first.m, second.m) is (REPLAYS in config.step.traits)
 
-    @pytest.mark.parametrize("config", THREE_WARPGROUPS[-1:], ids=lambda c: c.short_form())
+    @each(THREE_WARPGROUPS[-1:])
     def test_with_three_warpgroups(self, config):
         found = compared(config, AttentionForward(1, 1, 192, len_k=160))
         assert found.disagreement is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiers import committed, each
 
 import flash_attention
 from flash_helpers.check.debugging import ComparedOutputs
@@ -23,10 +24,10 @@ from flash_helpers.registry.rows import MAX_WIDTH, SOFTMAX, SoftmaxKernelConfig
 from flash_helpers.runtime.call import prepare
 
 DTYPES = {Element.FP16: torch.float16, Element.BF16: torch.bfloat16, Element.FP32: torch.float32}
-CONFIGS = SOFTMAX.progression()
+CONFIGS = committed(OPERATION)
 WIDTHS = (1, 2, 31, 33, 127, 1000, 4099)
 
-each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
+each_config = each(CONFIGS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.short)
 
 
@@ -167,7 +168,7 @@ def test_a_copy_is_measured_and_not_verified() -> None:
 # -- the kernels, simulated ------------------------------------------------------------------------
 
 
-@each_config
+@each(CONFIGS, once=True)
 def test_any_width_is_right_in_rows_at_any_element(config: SoftmaxKernelConfig) -> None:
     for number, width in enumerate(WIDTHS):
         x = draw("normal", Rows(2, width, config.dtype), seed=number)["x"]

@@ -1,0 +1,122 @@
+"""The rule that sorts the tests of kernels into tiers.
+
+The first tier, which the README's command runs, simulates each step once, at one problem, and the
+leading configs on everything: the first, the last and the fastest step of each family, in each
+dtype. What there is besides of configs, dtypes, distributions and corners has the marker `matrix`,
+with the name of the family. On a GPU likewise, where the first step is like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER, committed_configs
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, Element, config_from_short_form
+from flash_helpers.registry.family import Family
+from flash_helpers.registry.operation import Operation
+from flash_helpers.tune.winners import BestConfig, load_best
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def committed(operation: Operation) -> list[Config]:
+    """Return an operation's configs in the committed maps: the registry's, and the winners of
+    sweeps."""
+    return [c for c in committed_configs(ROOT) if c.family.operation is operation]
+
+
+def fastest_configs(family: Family[Any], folder: Path = ROOT / CONFIG_FOLDER) -> list[Config]:
+    """Return, for each GPU that a sweep has run on and each dtype, the family's winner with the
+    highest speed in the mean over sizes, in percent of the first library, on problems without
+    options such as a mask. A family that no sweep has tuned has none."""
+    found: dict[Config, None] = {}
+    for path in sorted(folder.glob(BEST_PATTERN)):
+        for dtype in family.dtypes:
+            own = [
+                entry
+                for entry in load_best(path).best
+                if _is_of(family, entry)
+                and entry.dtype == dtype.short
+                and not any(entry.options.values())
+            ]
+            if own:
+                winner = max(own, key=lambda entry: entry.of_first)
+                found[config_from_short_form(winner.config)] = None
+    return list(found)
+
+
+def _is_of(family: Family[Any], entry: BestConfig) -> bool:
+    return entry.step in STEPS and STEPS[entry.step].family == family.name
+
+
+@functools.cache
+def leading_configs(name: str) -> frozenset[Config]:
+    """Return the configs of a family that the first tier tests on everything: the fixed ones of the
+    first and the last step, with their variants, such as the causal one, and the fastest ones."""
+    family = FAMILIES[name]
+    steps = [*family.steps.values()]
+    ends = [
+        variant
+        for step in (steps[0], steps[-1])
+        for dtype in family.dtypes
+        for variant in family.fixed_config(step, dtype).variants()
+    ]
+    return frozenset([*ends, *fastest_configs(family)])
+
+
+def stands_for_its_step(config: Config) -> bool:
+    """Whether it is the config with which the first tier simulates the step once: the fixed one, in
+    bf16, which the tables show, where the family has it."""
+    dtypes = config.family.dtypes
+    dtype = Element.BF16 if Element.BF16 in dtypes else dtypes[0]
+    return config == config.family.fixed_config(config.step, dtype)
+
+
+def is_of_first_tier(config: Config, *, once: bool = False) -> bool:
+    """Whether the first tier runs a test of a config. once: it is the test that simulates each step
+    once, at one problem."""
+    return config in leading_configs(config.family.name) or (once and stands_for_its_step(config))
+
+
+def is_of_gpu_tier(config: Config, *, once: bool = False) -> bool:
+    """Whether a run with `-m gpu` has a test of a config. once: it is a test of one problem, for
+    which each step has a case."""
+    family = config.family
+    first = next(iter(family.steps.values()))
+    leads = config in leading_configs(family.name) and config.step is not first
+    return leads or (once and stands_for_its_step(config))
+
+
+def matrix_mark(config: Config) -> pytest.MarkDecorator:
+    """Return the mark of a matrix test of a config."""
+    return pytest.mark.matrix(config.family.name)
+
+
+def marks_of(config: Config, *, once: bool = False) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a test of a config: `matrix` unless the first tier runs it."""
+    return () if is_of_first_tier(config, once=once) else (matrix_mark(config),)
+
+
+def each(configs: Iterable[Config], *, once: bool = False) -> pytest.MarkDecorator:
+    """Return the marker of a test of each config, in argument `config`, that sorts it into its
+    tier."""
+    return pytest.mark.parametrize(
+        "config",
+        [
+            pytest.param(config, marks=marks_of(config, once=once), id=config.short_form())
+            for config in configs
+        ],
+    )
+
+
+def each_name(names: Iterable[str], config_of: Callable[[str], Config]) -> pytest.MarkDecorator:
+    """Return the marker of a test of each name, in argument `name`, that sorts it into the tier of
+    the config that the name stands for."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks_of(config_of(name)), id=name) for name in names]
+    )
