@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
+from tiers import is_of_gpu_tier, matrix_mark
 
 from flash_helpers import kernel_configs
 from flash_helpers.check.difference import output_difference
@@ -17,7 +19,6 @@ from flash_helpers.operations.attention_forward.reference import attention_refer
 
 FAMILIES = {n: f for n, f in kernel_configs.FAMILIES.items() if f.operation is OPERATION}
 CONFIGS = [c for c in get_kernels_to_build() if c.family.operation is OPERATION]
-BF16_CONFIGS = [config for config in CONFIGS if config.dtype.short == "bf16"]
 # the ends of each family in both dtypes, where each config would be too slow
 FIRST_AND_LAST = [
     family.fixed_config(step, dtype)
@@ -27,10 +28,20 @@ FIRST_AND_LAST = [
 ]
 
 
-def each(configs: list[Config]) -> pytest.MarkDecorator:
-    """A test of each config, skipped where the GPU does not run its family."""
+def each(
+    configs: Iterable[Config], *, once: bool = False, all_in_matrix: bool = False
+) -> pytest.MarkDecorator:
+    """A test of each config, skipped where the GPU does not run its family, and sorted into its
+    tier. once: of one problem, which each step computes. all_in_matrix: of so many problems that
+    it is of the matrix for all configs."""
+
+    def marks(config: Config) -> Iterator[pytest.MarkDecorator]:
+        yield where_it_runs(config)
+        if all_in_matrix or not is_of_gpu_tier(config, once=once):
+            yield matrix_mark(config)
+
     return pytest.mark.parametrize(
-        "config", [pytest.param(c, marks=where_it_runs(c), id=c.short_form()) for c in configs]
+        "config", [pytest.param(c, marks=[*marks(c)], id=c.short_form()) for c in configs]
     )
 
 
@@ -44,11 +55,10 @@ def where_it_runs(config: Config) -> pytest.MarkDecorator:
 
 
 # of kernels with a mask tests/gpu/test_general_gpu.py knows what is right
-each_config, each_bf16_config = (
-    each([config for config in configs if not config.supports.causal])
-    for configs in (CONFIGS, BF16_CONFIGS)
-)
-first_and_last = each(FIRST_AND_LAST)
+WITHOUT_MASK = [config for config in CONFIGS if not config.supports.causal]
+each_config = each(WITHOUT_MASK)
+each_bf16_config = each(config for config in WITHOUT_MASK if config.dtype.short == "bf16")
+first_and_last = each(FIRST_AND_LAST, once=True)
 last_of_each_family = each(
     [
         family.fixed_config([*family.steps.values()][-1], dtype)

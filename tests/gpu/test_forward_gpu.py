@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_problems import CONFIGS, Problem, each_config, last_of_each_family, torch_dtype, whole
+from gpu_problems import (
+    CONFIGS,
+    WITHOUT_MASK,
+    Problem,
+    each,
+    each_config,
+    last_of_each_family,
+    torch_dtype,
+    whole,
+)
 
 from flash_attention import forward, kernels
 from flash_helpers.kernel_configs import AttentionForward, FlashForwardKernelConfig
@@ -26,11 +35,7 @@ LONG_SHAPES = (
 )
 
 ProblemMaker = Callable[[str, AttentionForward, torch.dtype], Problem]
-each_static_config = pytest.mark.parametrize(
-    "config",
-    [config for config in CONFIGS if getattr(config, "static_row_stride", 0)],
-    ids=lambda config: config.short_form(),
-)
+each_static_config = each(config for config in CONFIGS if getattr(config, "static_row_stride", 0))
 
 
 def shapes_for(config: FlashForwardKernelConfig) -> Iterator[AttentionForward]:
@@ -48,7 +53,7 @@ def test_the_library_holds_every_config_of_the_registry() -> None:
     assert set(CONFIGS) <= set(kernels())
 
 
-@each_config
+@each(WITHOUT_MASK, all_in_matrix=True)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_the_output_is_right_for_every_shape(
     config: FlashForwardKernelConfig, distribution: str, problem: ProblemMaker
@@ -73,7 +78,7 @@ def test_the_same_inputs_give_the_same_bits(
         assert torch.equal(forward(config, *case.inputs), first)
 
 
-@each_config
+@each(WITHOUT_MASK, once=True)
 def test_the_given_output_is_written_and_returned(
     config: FlashForwardKernelConfig, problem: ProblemMaker
 ) -> None:

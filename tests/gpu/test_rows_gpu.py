@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from gpu_problems import each
 
 import flash_attention
 from flash_helpers.check.errors import measure_error
@@ -25,7 +26,7 @@ LONG = (4096, 4099, 8192, 8193, 16385, 32773, 65536, MAX_WIDTH - 1, MAX_WIDTH)
 ELEMENTS = 2**20  # of x at least, in as many rows as that takes, up to MOST_ROWS
 MOST_ROWS = 3000
 
-each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.short_form())
+each_config = each(CONFIGS)
 
 
 def spread(x: torch.Tensor, gap: int, first: int) -> torch.Tensor:
@@ -99,7 +100,7 @@ def test_a_cuda_graph_replays_with_new_inputs(
         check(values, made)
 
 
-@each_config
+@each(CONFIGS, once=True)
 def test_a_grid_has_more_rows_than_other_dimensions_could(
     config: SoftmaxKernelConfig, cuda_device: torch.device
 ) -> None:
