@@ -511,6 +511,11 @@ def test_counters_name_the_problem_of_the_operation(show: Show, block: str, prob
     assert f"Counted in the simulator: {problem} An instruction of PTX counts" in show(block)
 
 
+def test_counters_of_several_operations_are_refused(show: Show) -> None:
+    with pytest.raises(UsageError, match="compute attention_forward, rows: name those of one"):
+        show("counters 2 s2")
+
+
 def test_what_tma_and_wgmma_move_is_counted(show: Show) -> None:
     """512 rows of one head: 8 blocks of 64 rows, each with 4 blocks of 128 keys."""
     text = show("counters h1")
