@@ -277,6 +277,21 @@ def test_a_footnote_stands_once_a_page(evidence: Evidence) -> None:
     assert "compiled by" in first and "compiled by" not in second
 
 
+def test_a_launch_is_told_by_its_problem(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def text() -> str:
+        return render(evidence, "bound", "8", PurePosixPath("docs/page.md"))
+
+    assert "The launch: batch 16, heads 16, seq 4096, d_head 128, on 132 SMs at " in text()
+    facts = evidence.facts(parse_kernel("8"), "sm_90")
+    assert facts.prediction is not None
+    launch = replace(facts.prediction.launch, words="rows 8, width 1000")
+    changed = replace(facts, prediction=replace(facts.prediction, launch=launch))
+    monkeypatch.setattr(evidence, "facts", lambda config, architecture: changed)
+    assert "The launch: rows 8, width 1000, on 132 SMs at " in text()
+
+
 def test_stairs_tell_what_a_step_gained_at_each_tile(show: Show, evidence: Evidence) -> None:
     text = show("stairs 9")
     for tile, name in (("fixed", "9"), ("large", "9:large")):
