@@ -9,8 +9,8 @@ from flash_helpers.course.columns import INDENT, changes, columns_table, row
 from flash_helpers.course.evidence import Evidence, KernelCounts
 from flash_helpers.course.links import words_note
 from flash_helpers.kernel_configs import Config
+from flash_helpers.measure.asked import one_operation
 from flash_helpers.ptx import Counts
-from flash_helpers.registry.selection import UsageError
 
 # Beginning of PTX opcodes that are told of by themselves; of cp.async not the commits and waits.
 _OPCODES = (
@@ -43,11 +43,7 @@ def counters_block(evidence: Evidence, arguments: Arguments) -> str:
     Raises UsageError for kernels of several operations, whose problems cannot be compared.
     """
     configs = arguments.kernels()
-    operations = dict.fromkeys(config.family.operation.name for config in configs)
-    if len(operations) > 1:
-        raise UsageError(
-            f"the kernels compute {', '.join(operations)}: name those of one operation"
-        )
+    one_operation(configs)
     found = [evidence.counts(config) for config in configs]
     parts = [
         columns_table(configs, counter_rows(found)),
