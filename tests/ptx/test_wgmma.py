@@ -20,6 +20,7 @@ from flash_helpers.ptx import (
     UninitialisedReadError,
     UnsupportedInstruction,
 )
+from flash_helpers.ptx.run.asynchronous.wgmma_fragments import rounded_sum
 
 RNG = np.random.default_rng(15)
 
@@ -41,6 +42,11 @@ def operands(n, type_name="f16"):
     image = np.concatenate([chunks(elements(x, type_name)) for x in (a, b)])
     image = np.resize(image, -(-image.size // 2048) * 2048)
     return a, b, {"image": image, "arguments": {"A": descriptor(0), "B": descriptor(2048)}}
+
+
+def snippet(body, **options):
+    """One whose operands may hold anything."""
+    return Snippet(body, **operands(8)[2], **options)
 
 
 def fill(value, count, letter="d"):
@@ -142,6 +148,28 @@ class TestValues:
         assert (found[:16] == 2.0**24).all()
 
 
+ROUNDINGS = [
+    ("f32", 2.0**24, [1.5], 2.0**24 + 2),  # three sums of 0.5 would stay
+    ("f32", 2.0**24, [1.0], 2.0**24),
+    ("f32", 2.0**24, [1.0, 1.0], 2.0**24),  # two instructions round twice
+    ("f32", 1.0, [2.0**-24 + 2.0**-50], 1 + 2.0**-23),
+    ("f16", 2048.0, [1.0 + 2.0**-30], 2050.0),  # by way of f32 it would be a tie
+    ("f16", 65504.0, [15.0], 65504.0),
+    ("f16", 65504.0, [16.0], np.inf),
+]
+
+
+@pytest.mark.parametrize("type_name, start, products, expected", ROUNDINGS)
+def test_each_sum_is_rounded_once_to_the_nearest_and_a_tie_to_even(
+    type_name, start, products, expected
+):
+    d = np.full((1, 16, 8), start)
+    with np.errstate(over="ignore"):
+        for x in products:
+            d = rounded_sum(d, np.full(d.shape, x), type_name)
+    assert (d == expected).all()
+
+
 class TestRoles:
     """Warpgroups that do different things at different times."""
 
@@ -226,9 +254,8 @@ class TestGroups:
         assert (Snippet(OVERWRITTEN, **rest).run(160, grid=2).matrix(160) == a @ b.T).all()
 
     def test_each_warp_frees_its_own_part_alone_where_it_is_strict(self):
-        _, _, rest = operands(8)
         with pytest.raises(RaceError, match="read by wgmma of warp 1 at"):
-            Snippet(OVERWRITTEN, **rest).run(160, strict_wgmma=True)
+            snippet(OVERWRITTEN).run(160, strict_wgmma=True)
 
     def test_a_wait_sleeps_until_all_four_warps_have_committed(self):
         # Warps 1 to 3 commit only after warp 0 has gone on from its wait: nobody does.
@@ -243,14 +270,13 @@ class TestGroups:
         {WAIT}
         @%p bar.sync 1;
         """
-        _, _, rest = operands(8)
         with pytest.raises(DeadlockError) as caught:
-            Snippet(body, **rest).run()
+            snippet(body).run()
         text = str(caught.value)
         assert "for wgmma groups up to number 1 of their warpgroup" in text
         assert "which warps 1, 2, 3 have not committed" in text
         assert "96 of 128 threads wait, 0 have ended" in text
-        Snippet(body, **rest).run(strict_wgmma=True)
+        snippet(body).run(strict_wgmma=True)
 
     def test_empty_groups(self):
         a, b, rest = operands(8)
@@ -266,16 +292,14 @@ class TestSharedMemory:
 
     @pytest.mark.parametrize("start", [0, 2048])
     def test_generic_writes_need_a_proxy_fence(self, start):
-        _, _, rest = operands(8)
         again = f"mad.lo.u32 %r5, %thread, 4, {start};\nst.shared.u32 [%r5], 0;\nbar.sync 0;\n"
         with pytest.raises(ProxyError, match="read by wgmma of warpgroup 0"):
-            Snippet(again + self.MULTIPLY + WAIT, **rest).run()
-        Snippet(again + "fence.proxy.async;\nbar.sync 0;" + self.MULTIPLY + WAIT, **rest).run()
+            snippet(again + self.MULTIPLY + WAIT).run()
+        snippet(again + "fence.proxy.async;\nbar.sync 0;" + self.MULTIPLY + WAIT).run()
 
     def test_a_barrier_must_stand_between(self):
-        _, _, rest = operands(8)
         with pytest.raises(RaceError, match=r"read by wgmma.*and write by warp"):
-            Snippet(self.MULTIPLY + WAIT, visible="fence.proxy.async;", **rest).run()
+            snippet(self.MULTIPLY + WAIT, visible="fence.proxy.async;").run()
 
     def test_the_rows_of_a_of_each_warp_may_be_its_own_business(self):
         a, b, rest = operands(8)
@@ -291,18 +315,16 @@ class TestSharedMemory:
 
     @pytest.mark.parametrize("place", [0, 16 * 127, 2048, 2048 + 255])
     def test_nobody_may_write_what_is_being_read(self, place):
-        _, _, rest = operands(8)
         late = f"setp.eq.u32 %p, %thread, 77;\n@%p st.shared.u8 [{place}], 1;\n"
         with pytest.raises(RaceError, match=r"read by wgmma of warpgroup 0 at .*\n.*going on"):
-            Snippet(self.MULTIPLY + late + WAIT, **rest).run()
-        Snippet(self.MULTIPLY + WAIT + late, **rest).run()
+            snippet(self.MULTIPLY + late + WAIT).run()
+        snippet(self.MULTIPLY + WAIT + late).run()
 
     def test_a_copy_that_is_pending(self):
-        _, _, rest = operands(8)
         copy = "setp.eq.u32 %p, %thread, 0;\n"
         copy += "@%p cp.async.cg.shared.global [2048], [%rd0], 16;\nbar.sync 0;\n"
         with pytest.raises(PendingCopyError, match=r"cp\.async"):
-            Snippet(copy + self.MULTIPLY + WAIT, **rest).run()
+            snippet(copy + self.MULTIPLY + WAIT).run()
 
     @pytest.mark.parametrize("name, address", [("A", 4096 - 2032), ("B", 4096 - 240)])
     def test_reads_beyond_shared_memory(self, name, address):
@@ -314,23 +336,19 @@ class TestSharedMemory:
         Snippet(self.MULTIPLY + WAIT, **rest).run()
 
 
+@pytest.mark.parametrize("name", ["A", "B"])
 class TestDescriptors:
-    @pytest.mark.parametrize("name", ["A", "B"])
     def test_all_warps_must_have_one(self, name):
-        _, _, rest = operands(8)
         body = f"setp.ge.u32 %p, %thread, 96;\n@%p add.u64 %{name}, %{name}, 8;\n"
         with pytest.raises(MatrixDescriptorError, match=f"descriptor of {name} is .*another warp"):
-            Snippet(body + TestSharedMemory.MULTIPLY + WAIT, **rest).run()
+            snippet(body + TestSharedMemory.MULTIPLY + WAIT).run()
 
-    @pytest.mark.parametrize("name", ["A", "B"])
     def test_all_lanes_must_have_one(self, name):
-        _, _, rest = operands(8)
         body = f"setp.eq.u32 %p, %thread, 37;\n@%p add.u64 %{name}, %{name}, 8;\n"
         with pytest.raises(MatrixDescriptorError, match=f"descriptor of {name} is") as caught:
-            Snippet(body + TestSharedMemory.MULTIPLY + WAIT, **rest).run()
+            snippet(body + TestSharedMemory.MULTIPLY + WAIT).run()
         assert (caught.value.thread.warp, caught.value.thread.lane) == (1, 5)
 
-    @pytest.mark.parametrize("name", ["A", "B"])
     def test_bits_of_no_field(self, name):
         _, _, rest = operands(8)
         rest["arguments"][name] |= 1 << 15
@@ -427,10 +445,9 @@ class TestCounts:
         assert run.counters.total.waits == 3 * 4
 
     def test_the_loop_with_wgmma_is_the_main_loop(self):
-        _, _, rest = operands(8)
         body = fill(0, 4) + "mov.u32 %r5, 0;\nNEXT:\n" + FENCE + mma("%A", "%B") + COMMIT
         body += "add.u32 %r5, %r5, 1;\nsetp.lt.u32 %p, %r5, 3;\n@%p bra NEXT;\n" + WAIT
-        phases = Snippet(body, **rest).run().run.counters.by_phase()
+        phases = snippet(body).run().run.counters.by_phase()
         assert phases[Phase.MAIN_LOOP].wgmma == 12
         assert phases[Phase.MAIN_LOOP].shared_requests == 0
         assert phases[Phase.PROLOGUE].shared_requests and not phases[Phase.PROLOGUE].wgmma
@@ -452,16 +469,14 @@ class TestRefused:
         ],
     )
     def test_by_name(self, opcode, reason):
-        _, _, rest = operands(8)
         body = FENCE + mma("%A", "%B").replace("m64n8k16.f32.f16.f16", opcode)
         with pytest.raises(UnsupportedInstruction, match=reason):
-            Snippet(body, **rest).run()
+            snippet(body).run()
 
     @pytest.mark.parametrize("literals", ["2, 1, 0, 0", "1, 1, 2, 0", "1, 1, 0, %r0", "1, 1, 0"])
     def test_operands(self, literals):
-        _, _, rest = operands(8)
         with pytest.raises(UnsupportedInstruction):
-            Snippet(FENCE + mma("%A", "%B", rest=literals), **rest).run()
+            snippet(FENCE + mma("%A", "%B", rest=literals)).run()
 
 
 class TestSeeds:
