@@ -164,7 +164,7 @@ class _Verification:
     def failure(self) -> str:
         if self.error.within(self.bound):
             return ""
-        return f"wrong output: {self.error} is over {self.bound}"
+        return f"wrong output: {self.error.excess(self.bound)}"
 
 
 def _verification(output: torch.Tensor, inputs: InputSet) -> _Verification:
