@@ -12,74 +12,47 @@
 // clang-format off
 Kernel h1_fp16_d128_Br64_Bc128_K1_V1_kernel();
 Kernel h1_bf16_d128_Br64_Bc128_K1_V1_kernel();
-Kernel h2_fp16_d128_Br64_Bc128_K1_V1_kernel();
 Kernel h2_bf16_d128_Br64_Bc128_K1_V1_kernel();
-Kernel h3_fp16_d128_Br128_Bc128_K1_V1_kernel();
 Kernel h3_bf16_d128_Br128_Bc128_K1_V1_kernel();
-Kernel h4_fp16_d128_Br128_Bc128_K2_V2_kernel();
 Kernel h4_bf16_d128_Br128_Bc128_K2_V2_kernel();
-Kernel h5_fp16_d128_Br128_Bc128_K2_V2_kernel();
 Kernel h5_bf16_d128_Br128_Bc128_K2_V2_kernel();
-Kernel h6_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h6_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
-Kernel h7_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h7_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h8_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h8_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
-Kernel h9_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h9_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
-Kernel h10_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h10_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
-Kernel h11_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h11_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h12_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h12_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
-Kernel h13_fp16_d128_Br128_Bc128_K2_V2_pp_kernel();
-Kernel h13_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
 Kernel h13_bf16_d128_Br128_Bc128_K2_V2_pp_kernel();
 Kernel h13_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
-Kernel h14_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h14_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h18_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h18_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h19_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h19_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h20_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h20_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h21_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h21_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h21_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h22_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h22_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h22_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h22_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h23_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h23_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h23_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h23_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h24_fp16_d128_Br128_Bc64_K3_V3_pp_causal_kernel();
-Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h24_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_kernel();
-Kernel h24_fp16_d128_Br192_Bc80_K3_V3_pp_causal_kernel();
 Kernel h24_bf16_d128_Br128_Bc64_K3_V3_pp_causal_kernel();
 Kernel h24_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h24_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h24_bf16_d128_Br192_Bc80_K3_V3_pp_kernel();
 Kernel h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal_kernel();
-Kernel h25_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h25_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h25_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h25_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h26_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h26_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h26_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h26_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h26_bf16_d128_Br192_Bc80_K3_V3_kernel();
@@ -92,8 +65,6 @@ Kernel h28_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h28_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h28_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h28_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
-Kernel h29_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
-Kernel h29_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h29_bf16_d128_Br128_Bc128_K3_V2_pp_kernel();
 Kernel h29_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel();
 Kernel h30_fp16_d128_Br128_Bc128_K3_V2_pp_kernel();
@@ -108,39 +79,21 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 1, .dtype = DType::BF16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
       .V_slots = 1, .ping_pong = false, .causal = false},
      {h1_bf16_d128_Br64_Bc128_K1_V1_kernel()}},
-    {{.hopper = 2, .dtype = DType::FP16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
-      .V_slots = 1, .ping_pong = false, .causal = false},
-     {h2_fp16_d128_Br64_Bc128_K1_V1_kernel()}},
     {{.hopper = 2, .dtype = DType::BF16, .d_head = 128, .B_r = 64, .B_c = 128, .K_slots = 1,
       .V_slots = 1, .ping_pong = false, .causal = false},
      {h2_bf16_d128_Br64_Bc128_K1_V1_kernel()}},
-    {{.hopper = 3, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 1,
-      .V_slots = 1, .ping_pong = false, .causal = false},
-     {h3_fp16_d128_Br128_Bc128_K1_V1_kernel()}},
     {{.hopper = 3, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 1,
       .V_slots = 1, .ping_pong = false, .causal = false},
      {h3_bf16_d128_Br128_Bc128_K1_V1_kernel()}},
-    {{.hopper = 4, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = false, .causal = false},
-     {h4_fp16_d128_Br128_Bc128_K2_V2_kernel()}},
     {{.hopper = 4, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = false, .causal = false},
      {h4_bf16_d128_Br128_Bc128_K2_V2_kernel()}},
-    {{.hopper = 5, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = false, .causal = false},
-     {h5_fp16_d128_Br128_Bc128_K2_V2_kernel()}},
     {{.hopper = 5, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = false, .causal = false},
      {h5_bf16_d128_Br128_Bc128_K2_V2_kernel()}},
-    {{.hopper = 6, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h6_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
     {{.hopper = 6, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h6_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
-    {{.hopper = 7, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h7_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
     {{.hopper = 7, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h7_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
@@ -150,21 +103,12 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 8, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h8_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
-    {{.hopper = 9, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h9_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
     {{.hopper = 9, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h9_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
-    {{.hopper = 10, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h10_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
     {{.hopper = 10, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h10_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
-    {{.hopper = 11, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h11_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
     {{.hopper = 11, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h11_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
@@ -174,27 +118,15 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 12, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h12_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
-    {{.hopper = 13, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h13_fp16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
-    {{.hopper = 13, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = true, .causal = false},
-     {h13_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()}},
     {{.hopper = 13, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 2,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h13_bf16_d128_Br128_Bc128_K2_V2_pp_kernel()}},
     {{.hopper = 13, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = false},
      {h13_bf16_d128_Br192_Bc80_K3_V3_pp_kernel()}},
-    {{.hopper = 14, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h14_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 14, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h14_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 15, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h15_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 15, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h15_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
@@ -204,9 +136,6 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 16, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h16_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 17, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h17_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 17, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h17_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
@@ -222,27 +151,15 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 19, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h19_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 20, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h20_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 20, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h20_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 21, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h21_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 21, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = true},
-     {h21_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
     {{.hopper = 21, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h21_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 21, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      {h21_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
-    {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h22_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 22, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      {h22_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
@@ -252,9 +169,6 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 22, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      {h22_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
-    {{.hopper = 23, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h23_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 23, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      {h23_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
@@ -267,18 +181,6 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = true},
      {h24_fp16_d128_Br128_Bc64_K3_V3_pp_causal_kernel()}},
-    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h24_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = true},
-     {h24_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
-    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = true, .causal = false},
-     {h24_fp16_d128_Br192_Bc80_K3_V3_pp_kernel()}},
-    {{.hopper = 24, .dtype = DType::FP16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
-      .V_slots = 3, .ping_pong = true, .causal = true},
-     {h24_fp16_d128_Br192_Bc80_K3_V3_pp_causal_kernel()}},
     {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = true},
      {h24_bf16_d128_Br128_Bc64_K3_V3_pp_causal_kernel()}},
@@ -294,24 +196,12 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 24, .dtype = DType::BF16, .d_head = 128, .B_r = 192, .B_c = 80, .K_slots = 3,
       .V_slots = 3, .ping_pong = true, .causal = true},
      {h24_bf16_d128_Br192_Bc80_K3_V3_pp_causal_kernel()}},
-    {{.hopper = 25, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h25_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 25, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = true},
-     {h25_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
     {{.hopper = 25, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h25_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
     {{.hopper = 25, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      {h25_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
-    {{.hopper = 26, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h26_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 26, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = true},
-     {h26_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
     {{.hopper = 26, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h26_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
@@ -348,12 +238,6 @@ inline const std::map<HopperKernelConfig, std::vector<Kernel>> hopper_kernels = 
     {{.hopper = 28, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = true},
      {h28_bf16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
-    {{.hopper = 29, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = false},
-     {h29_fp16_d128_Br128_Bc128_K3_V2_pp_kernel()}},
-    {{.hopper = 29, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
-      .V_slots = 2, .ping_pong = true, .causal = true},
-     {h29_fp16_d128_Br128_Bc128_K3_V2_pp_causal_kernel()}},
     {{.hopper = 29, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 128, .K_slots = 3,
       .V_slots = 2, .ping_pong = true, .causal = false},
      {h29_bf16_d128_Br128_Bc128_K3_V2_pp_kernel()}},

@@ -18,12 +18,8 @@ Kernel o2_fp16_d128_Br128_Bc64_w4_kernel();
 Kernel o2_fp16_d128_Br128_Bc64_w4_rs2048_kernel();
 Kernel o2_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o2_bf16_d128_Br128_Bc64_w4_rs2048_kernel();
-Kernel o3_fp16_d128_Br128_Bc64_w4_kernel();
-Kernel o3_fp16_d128_Br128_Bc64_w4_rs2048_kernel();
 Kernel o3_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o3_bf16_d128_Br128_Bc64_w4_rs2048_kernel();
-Kernel o4_fp16_d128_Br128_Bc64_w4_kernel();
-Kernel o4_fp16_d128_Br128_Bc64_w4_rs2048_kernel();
 Kernel o4_bf16_d128_Br128_Bc64_w4_kernel();
 Kernel o4_bf16_d128_Br128_Bc64_w4_rs2048_kernel();
 Kernel o5_fp16_d128_Br128_Bc64_w4_kernel();
@@ -56,24 +52,12 @@ inline const std::map<OverlapKernelConfig, std::vector<Kernel>> overlap_kernels 
     {{.overlap = 2, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 2048},
      {o2_bf16_d128_Br128_Bc64_w4_rs2048_kernel()}},
-    {{.overlap = 3, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .static_row_stride = 0},
-     {o3_fp16_d128_Br128_Bc64_w4_kernel()}},
-    {{.overlap = 3, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .static_row_stride = 2048},
-     {o3_fp16_d128_Br128_Bc64_w4_rs2048_kernel()}},
     {{.overlap = 3, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 0},
      {o3_bf16_d128_Br128_Bc64_w4_kernel()}},
     {{.overlap = 3, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 2048},
      {o3_bf16_d128_Br128_Bc64_w4_rs2048_kernel()}},
-    {{.overlap = 4, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .static_row_stride = 0},
-     {o4_fp16_d128_Br128_Bc64_w4_kernel()}},
-    {{.overlap = 4, .dtype = DType::FP16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
-      .static_row_stride = 2048},
-     {o4_fp16_d128_Br128_Bc64_w4_rs2048_kernel()}},
     {{.overlap = 4, .dtype = DType::BF16, .d_head = 128, .B_r = 128, .B_c = 64, .n_warps = 4,
       .static_row_stride = 0},
      {o4_bf16_d128_Br128_Bc64_w4_kernel()}},

@@ -14,7 +14,6 @@
 Kernel s1_fp16_w8_kernel();
 Kernel s1_bf16_w8_kernel();
 Kernel s1_fp32_w8_kernel();
-Kernel s2_fp16_w8_kernel();
 Kernel s2_bf16_w8_kernel();
 Kernel s2_fp32_w8_kernel();
 Kernel s3_fp16_w8_c4_kernel();
@@ -30,8 +29,6 @@ inline const std::map<SoftmaxKernelConfig, std::vector<Kernel>> softmax_kernels 
      {s1_bf16_w8_kernel()}},
     {{.softmax = 1, .dtype = DType::FP32, .n_warps = 8, .chunks = 0},
      {s1_fp32_w8_kernel()}},
-    {{.softmax = 2, .dtype = DType::FP16, .n_warps = 8, .chunks = 0},
-     {s2_fp16_w8_kernel()}},
     {{.softmax = 2, .dtype = DType::BF16, .n_warps = 8, .chunks = 0},
      {s2_bf16_w8_kernel()}},
     {{.softmax = 2, .dtype = DType::FP32, .n_warps = 8, .chunks = 0},

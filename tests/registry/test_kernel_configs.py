@@ -114,11 +114,23 @@ class TestSteps:
 
 
 class TestProgression:
-    def test_has_every_step_in_both_dtypes_in_order(self):
+    def test_has_every_step_in_its_dtypes_in_order(self):
         wanted = [
-            (step.id, dtype) for step in STEPS.values() for dtype in FAMILIES[step.family].dtypes
+            (step.id, dtype)
+            for step in STEPS.values()
+            for dtype in FAMILIES[step.family].dtypes_of(step)
         ]
         assert [(c.step.id, c.dtype) for c in PROGRESSION] == wanted
+
+    def test_has_the_steps_in_fp16_of_which_numbers_or_place_make_it_worth_a_kernel(self):
+        in_fp16 = {c.step.id for c in PROGRESSION if c.dtype is Element.FP16}
+        assert in_fp16 == {
+            *(f"v{number}" for number in range(1, 17)),
+            *("o1", "o2", "o5"),
+            *("h1", "h8", "h12", "h16", "h18", "h19", "h30"),
+            *("s1", "s3"),
+        }
+        assert {c.step.id for c in PROGRESSION if c.dtype is Element.BF16} == {*STEPS}
 
     def test_of_the_ampere_family_keeps_the_tile_shape(self):
         shapes = {(c.B_r, c.B_c, c.n_warps, c.d_head) for c in AMPERE.progression()}
@@ -160,7 +172,10 @@ class TestSetsOfConfigs:
             for step in STEPS.values()
             if step.family == "overlap" or (step.family == "ampere" and step.number >= 7)
         ]
-        assert large == {(step.id, dtype) for step in steps for dtype in AMPERE.dtypes}
+        wanted = {
+            (step.id, dtype) for step in steps for dtype in FAMILIES[step.family].dtypes_of(step)
+        }
+        assert large == wanted
 
     def test_to_build_is_sorted_and_without_doubles(self):
         assert sorted(set(TO_BUILD)) == TO_BUILD

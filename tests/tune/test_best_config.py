@@ -140,9 +140,9 @@ def test_a_winner_elsewhere_that_was_not_built_is_passed_over_in_silence(found, 
 
 def test_without_a_gpu_and_without_files_there_is_still_a_config(found, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for step in STEPS:
-        for dtype in FAMILIES[STEPS[step].family].dtypes:
-            assert best_config(step, dtype) == FIXED[step, dtype]
+    for name, step in STEPS.items():
+        for dtype in FAMILIES[step.family].dtypes_of(step):
+            assert best_config(name, dtype) == FIXED[name, dtype]
 
 
 def test_a_winner_that_the_registry_has_no_more_is_passed_over(found, on, tmp_path) -> None:

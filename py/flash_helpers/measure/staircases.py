@@ -13,9 +13,9 @@ from flash_helpers.kernel_configs import (
     LARGE_TILE,
     Config,
     config_from_short_form,
-    get_kernel_progression_configs,
 )
 from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
+from flash_helpers.registry.families import fixed_configs
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.operation import Operation
 
@@ -66,13 +66,9 @@ def stair(config: Config) -> Stair:
 
 
 def stairs(dtype: str, operation: Operation = ATTENTION) -> dict[str, Stair]:
-    """Those of all steps of an operation, by id, in the order of the registry. dtype: its short
-    name."""
-    return {
-        config.step.id: stair(config)
-        for config in get_kernel_progression_configs()
-        if config.dtype.short == dtype and config.family.operation is operation
-    }
+    """Those of all steps of an operation, by id, in the order of the registry, whether they are
+    built or not. dtype: its short name."""
+    return {config.step.id: stair(config) for config in fixed_configs(operation, dtype)}
 
 
 def beside_parents(

@@ -15,7 +15,7 @@ from flash_helpers import operations
 from flash_helpers.registry.config import Config, differing_fields
 from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.operation import Operation
-from flash_helpers.registry.problem import Problem
+from flash_helpers.registry.problem import Element, Problem
 
 
 def _found_operations() -> Iterator[Operation]:
@@ -171,8 +171,22 @@ def nearest_config(config: Config, candidates: Iterable[Config]) -> Config:
     return min(candidates, key=distance)
 
 
+def fixed_configs(operation: Operation, dtype: str) -> list[Config]:
+    """Return every step of an operation at its fixed config, in order, whether it is built or not.
+
+    dtype: short name; families that do not have it are left out.
+    """
+    return [
+        family.fixed_config(step, Element.from_name(dtype))
+        for family in FAMILIES.values()
+        if family.operation is operation and dtype in {known.short for known in family.dtypes}
+        for step in family.steps.values()
+    ]
+
+
 def progression() -> list[Config]:
-    """Return every step of every family at its fixed config, in each dtype, in order."""
+    """Return every step of every family at its fixed config, in each dtype that it is built in, in
+    order."""
     return [config for family in FAMILIES.values() for config in family.progression()]
 
 

@@ -78,12 +78,13 @@ class Family(Generic[C]):
     sets nothing. targets: architectures that the kernels are compiled for, such as "80" or "90a",
     each with machine code. kernels: argument struct of each of a config's kernels, by the name of
     the C++ function, in the order in which they are first launched. header: the C++ struct of the
-    config class stands there. dtypes: element types that steps are built in. closed: no step will
-    be added. simulated_budget: warp instructions of its kernels that one run of the tests may
-    simulate; none for a family that no test simulates. matrix_budget: likewise, of a run of the
-    tests with marker `matrix`. also_built: configs that the library holds beside the progression.
-    successor: a sentence about what became of a short form that a family once had; "" for any other
-    text.
+    config class stands there. dtypes: element types that steps are built in. computing: traits with
+    which a step computes other numbers than the step before it, so that fp16 is worth a kernel of
+    its own; None: every step is built in every dtype. closed: no step will be added.
+    simulated_budget: warp instructions of its kernels that one run of the tests may simulate; none
+    for a family that no test simulates. matrix_budget: likewise, of a run of the tests with marker
+    `matrix`. also_built: configs that the library holds beside the progression. successor: a
+    sentence about what became of a short form that a family once had; "" for any other text.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Family(Generic[C]):
     kernels: Mapping[str, StructLayout]
     header: PurePosixPath
     dtypes: tuple[Element, ...]
+    computing: frozenset[str] | None = None
     closed: bool = False
     simulated_budget: int = 0
     matrix_budget: int = 0
@@ -143,10 +145,22 @@ class Family(Generic[C]):
         """Return the config that the progression shows of a step."""
         return self.config(step.number, dtype, **step.options)
 
+    def dtypes_of(self, step: Step) -> tuple[Element, ...]:
+        """Return the dtypes that a step is built in: all, if it is the first or the last of the
+        family, or computes other numbers than the step before it; else all but fp16."""
+        if self.computing is None or step.number in (1, len(self.steps)):
+            return self.dtypes
+        before = self.steps[self.step_id(step.number - 1)]
+        if (step.traits - before.traits) & self.computing:
+            return self.dtypes
+        return tuple(dtype for dtype in self.dtypes if dtype is not Element.FP16)
+
     def progression(self) -> list[C]:
-        """Return every step at its fixed config, in each dtype, in order."""
+        """Return every step at its fixed config, in each dtype that it is built in, in order."""
         return [
-            self.fixed_config(step, dtype) for step in self.steps.values() for dtype in self.dtypes
+            self.fixed_config(step, dtype)
+            for step in self.steps.values()
+            for dtype in self.dtypes_of(step)
         ]
 
     def sweep(self) -> list[C]:

@@ -61,6 +61,7 @@ PERSISTENT = "persistent"  # a block takes one tile after the other
 Q_TWICE = "q_twice"  # two slots of Q, since the next tile begins before this one ends
 REPLAYS = "replays"  # m is that of a tile's first block; rows that do not fit are computed again
 UNCHECKED = "unchecked"  # P of bf16 is never made smaller by raising m: l alone is looked at
+ASKS_LATE = "asks_late"  # whether m of fp16 must grow is asked behind the wait for P @ V
 RAGGED = "ragged"  # lengths are any, those of queries and keys differ; keys are walked backwards
 CALL_OPTIONS = "call_options"  # softmax_scale, return_lse and grouped heads
 DYNAMIC = "dynamic"  # blocks take the next causal tile from a counter
@@ -400,6 +401,8 @@ def _file(number: int) -> str:
 # one that makes room for it, and that which lets it be causal.
 LONG_TILE: Mapping[str, Any] = MappingProxyType({"B_r": 192, "B_c": 80, "K_slots": 3, "V_slots": 3})
 _LONG_TILE_AT = ("h13", "h24")
+# Causal kernels in fp16 of which h23's page shows what ptxas makes of them: bf16 has it otherwise.
+_CAUSAL_IN_FP16 = ("h22", "h23")
 
 
 def tuned_configs() -> list[HopperKernelConfig]:
@@ -407,10 +410,14 @@ def tuned_configs() -> list[HopperKernelConfig]:
     long = [
         HOPPER.fixed_config(step, dtype).replace(**LONG_TILE)
         for step in map(HOPPER.steps.__getitem__, _LONG_TILE_AT)
-        for dtype in DTYPES
+        for dtype in HOPPER.dtypes_of(step)
     ]
     both = (variant for config in (*HOPPER.progression(), *long) for variant in config.variants())
-    return [*long, *(config for config in both if config.causal)]
+    shown = [
+        HOPPER.fixed_config(HOPPER.steps[name], Element.FP16).replace(causal=True)
+        for name in _CAUSAL_IN_FP16
+    ]
+    return [*long, *shown, *(config for config in both if config.causal)]
 
 
 HOPPER = Family(
@@ -509,7 +516,12 @@ HOPPER = Family(
             "the second block of a tile, beside which O is stored, stands before the loop",
             _file(17),
         ),
-        StepEntry("ordered_exponentials", "exponentials stay before the wait for P @ V", _file(18)),
+        StepEntry(
+            "ordered_exponentials",
+            "exponentials stay before the wait for P @ V",
+            _file(18),
+            traits=frozenset({ASKS_LATE}),
+        ),
         StepEntry(
             "any_length",
             "any number of queries and of keys: what K has not is hidden",
@@ -583,6 +595,7 @@ HOPPER = Family(
     kernels=MappingProxyType({"forward_kernel": ARGUMENTS}),
     header=PurePosixPath("src/include/flash_attention.cuh"),
     dtypes=DTYPES,
+    computing=frozenset({LAZY_RESCALE, REPLAYS, UNCHECKED, ASKS_LATE, RAGGED}),
     simulated_budget=25_000_000,
     matrix_budget=90_000_000,
     also_built=tuned_configs,

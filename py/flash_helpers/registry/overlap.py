@@ -135,6 +135,7 @@ OVERLAP = Family(
     kernels=KERNELS,
     header=HEADER,
     dtypes=DTYPES,
+    computing=frozenset({LAZY_RESCALE, MMA_ROW_SUM}),
     # 9.7 million on 2026-11-22; a test whose cache two workers fill counts twice.
     successor=successor,
     simulated_budget=12_000_000,

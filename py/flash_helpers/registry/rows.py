@@ -167,6 +167,7 @@ SOFTMAX = Family(
     kernels=MappingProxyType({"softmax_kernel": ARGUMENTS}),
     header=PurePosixPath("kernels/rows/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
+    computing=frozenset(),
     simulated_budget=3_000_000,
     matrix_budget=1_000_000,
 )

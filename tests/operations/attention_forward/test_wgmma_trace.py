@@ -81,7 +81,7 @@ class TestEveryQuantityOfEveryKernelAgrees:
 
 
 def causal_of(step: str, **changes) -> HopperKernelConfig:
-    return config_of(step, changes.pop("dtype", Element.BF16)).replace(causal=True, **changes)
+    return config_of(step).replace(causal=True, **changes)
 
 
 def causal_problem(len_q: int, len_k: int, heads: int = 1) -> AttentionForward:
@@ -105,9 +105,7 @@ class TestGeneralProblems:
         assert (first < -1e28).all() and (second > -1e28).all()
         assert not found.steps[0].P[..., :64, :].any()
 
-    @pytest.mark.parametrize(
-        "changes", [{}, {"B_r": 192, "B_c": 80, "V_slots": 3, "dtype": Element.FP16}]
-    )
+    @pytest.mark.parametrize("changes", [{}, {"B_r": 192, "B_c": 80, "V_slots": 3}])
     def test_a_block_that_only_others_see_is_left_out(self, changes):
         config = causal_of("h24", **changes)
         found = compared(config, causal_problem(config.B_r, config.B_r + 64))

@@ -172,11 +172,11 @@ FAULTS = {
         "o3", BF16, MAIN_LOOP, BARRIER, drop, None, RaceError, "copy(K_smem + stage",
     ),
     "o3: the wait for K is off by one": Fault(
-        "o3", FP16, MAIN_LOOP, WAIT, swap("0;", "1;"), None, PendingCopyError,
+        "o3", BF16, MAIN_LOOP, WAIT, swap("0;", "1;"), None, PendingCopyError,
         "load_fragments<B_c>(K_rmem",
     ),
     "o4: the next block's fragments come from this block's buffer": Fault(
-        "o4", FP16, MAIN_LOOP, LOAD, swap(r"\[(%r\d+)\]", rf"[\1+-{STAGE_BYTES}]"), nth(-1),
+        "o4", BF16, MAIN_LOOP, LOAD, swap(r"\[(%r\d+)\]", rf"[\1+-{STAGE_BYTES}]"), nth(-1),
         PendingCopyError, "load_K(stage ^ kStage",
     ),
     "o4: one load too few ahead": Fault(
@@ -198,7 +198,7 @@ FAULTS = {
         "store_fragment<B_r>(P_smem",
     ),
     "h2: S is read while it is multiplied": Fault(
-        "h2", FP16, MAIN_LOOP, WGMMA_WAIT, drop, nth(0), WgmmaRegisterError,
+        "h2", BF16, MAIN_LOOP, WGMMA_WAIT, drop, nth(0), WgmmaRegisterError,
         "wgmma<cfg.dtype>(S_rmem",
     ),
     "h2: a product takes Q for K": Fault(
@@ -213,14 +213,14 @@ FAULTS = {
         "wgmma<cfg.dtype>(S_rmem",
     ),
     "h5: a slot of K is not given back": Fault(
-        "h5", FP16, MAIN_LOOP, ARRIVE, drop, nth(0), DeadlockError,
+        "h5", BF16, MAIN_LOOP, ARRIVE, drop, nth(0), DeadlockError,
         "barrier_wait(K_ring.barrier(K_full)",
     ),
     "h6: the turn is not passed on": Fault(
         "h6", BF16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn()",
     ),
     "h7: the wait for S is off by one": Fault(
-        "h7", FP16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
+        "h7", BF16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
         "issue_S();",
     ),
     "h8: a column of O is not rescaled": Fault(
@@ -252,21 +252,21 @@ FAULTS = {
         swap(r"(selp\S+\s+%f\d+), %f\d+", r"\1, 0f3F800000"), quantity="l", turn=1,
     ),
     "h13: the turn is not passed on": Fault(
-        "h13", FP16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn();",
+        "h13", BF16, MAIN_LOOP, r"barrier\.arrive", drop, nth(0), DeadlockError, "take_turn();",
     ),
     "h14: S is read while it is multiplied": Fault(
-        "h14", FP16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
+        "h14", BF16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
         "issue_S();",
     ),
     "h15: O is not handed over to the asynchronous proxy": Fault(
-        "h15", FP16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError, "tma_store_piece(args.O",
+        "h15", BF16, MAIN_LOOP, PROXY_FENCE, drop, None, ProxyError, "tma_store_piece(args.O",
     ),
     "h16: the wait for S is off by one": Fault(
         "h16", BF16, MAIN_LOOP, WGMMA_WAIT, swap("1;", "2;"), nth(0), WgmmaRegisterError,
         "issue_S();",
     ),
     "h17: O's place is given up before TMA has read it": Fault(
-        "h17", FP16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
+        "h17", BF16, MAIN_LOOP, r"cp\.async\.bulk\.wait_group\.read", drop, None, OutlivedError,
         "tma_store_piece(args.O",
     ),
     "h18: the barrier behind the exponentials names too few lanes": Fault(
