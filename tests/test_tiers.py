@@ -19,7 +19,7 @@ from tiers import (
     stands_for_its_step,
 )
 
-from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, config_from_short_form
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, Element, config_from_short_form
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.rows import SOFTMAX
@@ -91,8 +91,7 @@ def sweeps(folder: Path, speeds: Mapping[str, float], **options: Any) -> None:
 
 
 def hopper(step: str, dtype: str) -> str:
-    fixed = (c for c in HOPPER.progression() if c.step.id == step and c.dtype.short == dtype)
-    return next(fixed).short_form()
+    return HOPPER.fixed_config(HOPPER.steps[step], Element.from_name(dtype)).short_form()
 
 
 def test_the_fastest_of_each_dtype_is_that_of_the_sweeps(tmp_path) -> None:

@@ -168,6 +168,10 @@ class TestChooseKernels:
         with pytest.raises(UsageError, match="--config B_r=256: no such config of v7 is built"):
             choose_kernels(BUILT, ["7"], Element.BF16, {"B_r": 256})
 
+    def test_names_the_dtype_that_a_step_is_not_built_in(self):
+        with pytest.raises(UsageError, match="no config of o4 is built in fp16"):
+            choose_kernels(BUILT, ["o4..5"], Element.FP16)
+
     def test_takes_the_nearest_to_a_config(self):
         large = PROGRESSION[13].replace(**LARGE_TILE)
         found = choose_kernels(BUILT, ["7", "8"], Element.BF16, large)

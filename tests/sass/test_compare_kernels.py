@@ -42,6 +42,13 @@ class TestFormats:
         rows = list(csv.DictReader(out.splitlines()))
         assert [(row["step"], row["dtype"]) for row in rows] == [("v8", "fp16"), ("v9", "fp16")]
 
+    def test_all_dtypes_are_those_that_all_of_the_steps_are_built_in(self, capsys) -> None:
+        _, out, _ = run_tool(capsys, TOOL, "o4..5", "--csv", "--dtype", "all")
+        rows = list(csv.DictReader(out.splitlines()))
+        assert [(row["step"], row["dtype"]) for row in rows] == [("o4", "bf16"), ("o5", "bf16")]
+        status, _, err = run_tool(capsys, TOOL, "o4", "--dtype", "fp16")
+        assert status == 2 and "no config of o4 is built in fp16" in err
+
     def test_json_with_diffs(self, capsys) -> None:
         _, out, _ = run_tool(capsys, TOOL, "8", "9", "--json", "--sass", "--source")
         document = json.loads(out)

@@ -25,7 +25,7 @@ from flash_helpers.console.files import write_if_different
 from flash_helpers.console.progress import progress_bar
 from flash_helpers.console.tables import escaped_markdown, fenced, json_text
 from flash_helpers.gpu import LIMITS
-from flash_helpers.kernel_configs import OPERATIONS
+from flash_helpers.kernel_configs import OPERATIONS, Config, Element
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
     SEQ_LEN,
@@ -45,6 +45,7 @@ from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
     KERNEL_NAMES,
     UsageError,
+    Wanted,
     add_problem_options,
     choose_kernels,
     parse_config_option,
@@ -263,6 +264,25 @@ def _of_file(
         ]
 
 
+def _in_dtypes(
+    built: Sequence[Config], selectors: Sequence[str], dtypes: Sequence[Element], wanted: Wanted
+) -> list[Config]:
+    """Return one config of each step, in each dtype in which all of the steps are built.
+
+    Raises UsageError if there is no such dtype.
+    """
+    found: dict[Config, None] = {}
+    refusals = []
+    for dtype in dtypes:
+        try:
+            found |= dict.fromkeys(choose_kernels(built, selectors, dtype, wanted))
+        except UsageError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return list(found)
+
+
 def _of_library(
     selectors: Sequence[str], arguments: argparse.Namespace, results: BenchmarkResults | None
 ) -> list[list[KernelFacts]]:
@@ -271,11 +291,7 @@ def _of_library(
     found: list[list[KernelFacts]] = []
     for architecture in dict.fromkeys(arguments.arch or [default_architecture()]):
         built = library_configs(architecture)
-        configs = dict.fromkeys(
-            config
-            for dtype in parse_dtypes(arguments.dtype)
-            for config in choose_kernels(built, selectors, dtype, wanted)
-        )
+        configs = _in_dtypes(built, selectors, parse_dtypes(arguments.dtype), wanted)
         require_options_of(arguments, {config.family.operation.name for config in configs})
         with progress_bar(f"read SASS of {architecture}") as progress:
             kernels = library_kernels(architecture, configs, progress=progress)

@@ -144,13 +144,16 @@ def built_config(built: Sequence[Config], selector: str) -> Config:
 
 
 def _configs_of_steps(
-    built: Sequence[Config], selector: str, steps: Iterable[Step]
+    built: Sequence[Config], selector: str, steps: Iterable[Step], dtype: str = ""
 ) -> dict[str, list[Config]]:
-    """Return the built configs of each step, by its id."""
+    """Return the built configs of each step, by its id. dtype: of all of them, for the message."""
     of_step = {step.id: [c for c in built if c.step.id == step.id] for step in steps}
     missing = [name for name, configs in of_step.items() if not configs]
     if missing and selector != ALL and selector not in FAMILIES:
-        raise UsageError(f"kernel {selector!r}: no config of {', '.join(missing)} is built")
+        of_dtype = f" in {dtype}" if dtype else ""
+        raise UsageError(
+            f"kernel {selector!r}: no config of {', '.join(missing)} is built{of_dtype}"
+        )
     return {name: configs for name, configs in of_step.items() if configs}
 
 
@@ -246,7 +249,7 @@ def choose_kernels(
             chosen[built_config(built, selector)] = None
             continue
         own = [config for config in built if config.dtype == dtype]
-        for configs in _configs_of_steps(own, selector, steps).values():
+        for configs in _configs_of_steps(own, selector, steps, dtype.short).values():
             chosen[_choose(configs, wanted)] = None
     return list(chosen)
 
