@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sass_text import (
@@ -27,7 +26,6 @@ from flash_helpers.measure.machine_code import (
     timed_launch,
     trips,
 )
-from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.registry.mma_sync import LAZY_RESCALE
 from flash_helpers.sass.analyse.bound import Chip, Launch, kernel_bound, loop_bound, predict
 from flash_helpers.sass.analyse.phases import main_loop
@@ -176,11 +174,6 @@ def test_anybodys_launch_is_predicted_from_trips_and_geometry():
     assert (found.resident, found.binding) == (24, "lsu")
     with pytest.raises(SassError, match=r"planted does not fit .* shared memory leave room for no"):
         predict(planted, {0: 10}, Launch(threads=256, dynamic_smem_bytes=1 << 20), chip)
-
-
-@pytest.fixture(scope="module")
-def results(root: Path) -> BenchmarkResults:
-    return load_results(root / "benchmarks/results/h100.json")
 
 
 @needs("sm_90")

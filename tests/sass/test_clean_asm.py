@@ -13,7 +13,6 @@ from listing_files import (
     NVDISASM_FORMATS,
     SEVERAL,
     code_sizes,
-    extract,
     listing,
     run_nvidia,
 )
@@ -27,20 +26,6 @@ from flash_helpers.sass.show.listing_counts import load_counts
 pytestmark = pytest.mark.slow
 
 TOOL = Path(__file__).parents[2] / "tools/build/clean_asm.sh"
-
-
-@pytest.fixture(scope="module")
-def cubin(tmp_path_factory) -> Path:
-    """Four kernels for sm_80."""
-    return extract(SEVERAL, "sm_80", tmp_path_factory.mktemp("cubin"))[0]
-
-
-@pytest.fixture(scope="module")
-def with_lines(tmp_path_factory, package) -> Path:
-    """A kernel of the library, which has line tables."""
-    name = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
-    folder = tmp_path_factory.mktemp("library")
-    return extract(package / "libflash_attention.so", name, folder)[-1]
 
 
 def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -71,20 +56,20 @@ def loop(*body: str) -> str:
 
 
 class TestCleaned:
-    def test_is_the_same_for_every_format(self, with_lines) -> None:
-        expected = clean(listing(with_lines, "-c"))
+    def test_is_the_same_for_every_format(self, v1) -> None:
+        expected = clean(listing(v1, "-c"))
         assert not re.search(r"/\*|\*/|//|[ \t]$", expected, re.MULTILINE)
         for options in NVDISASM_FORMATS.values():
-            assert clean(listing(with_lines, *options)) == expected
-        assert clean(run_nvidia("cuobjdump", "-sass", with_lines)) == expected
-        (kernel,) = reader.load_kernels(with_lines)
+            assert clean(listing(v1, *options)) == expected
+        assert clean(run_nvidia("cuobjdump", "-sass", v1)) == expected
+        (kernel,) = reader.load_kernels(v1)
         for offsets in (True, False):
             assert clean(listing_text(kernel, offsets)) == expected
 
     @pytest.mark.parametrize("options", LIVE_FORMATS.values(), ids=LIVE_FORMATS)
-    def test_lacks_only_nops_where_live_registers_were_listed(self, with_lines, options) -> None:
-        expected = clean(listing(with_lines, "-c")).splitlines()
-        found = clean(listing(with_lines, *options)).splitlines()
+    def test_lacks_only_nops_where_live_registers_were_listed(self, v1, options) -> None:
+        expected = clean(listing(v1, "-c")).splitlines()
+        found = clean(listing(v1, *options)).splitlines()
         assert found == expected[: len(found)]
         assert set(expected[len(found) :]) == {"        NOP;"}
 

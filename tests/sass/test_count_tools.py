@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_backend import run_tool
-from listing_files import SEVERAL, code_sizes, extract, run_nvidia
+from listing_files import SEVERAL, V1, code_sizes, run_nvidia
 
 from flash_helpers.sass.analyse.counts import Bucket
 from flash_helpers.sass.read.listing import COUNT_COLUMNS
@@ -38,7 +38,6 @@ pytestmark = pytest.mark.slow
 
 COUNT = "tools/analysis/count_sass_instructions.sh"
 COMPARE = "tools/analysis/compare_sass_instruction_counts.py"
-V1 = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
 
 # One function with each bucket: a NOP that is run, filler of both kinds, and padding.
 SMALL = """\
@@ -56,19 +55,6 @@ SMALL = """\
         /*0080*/                   NOP;
         /*0090*/                   NOP;
 """
-
-
-@pytest.fixture(scope="module")
-def cubins(tmp_path_factory) -> dict[str, Path]:
-    """Four kernels, by architecture."""
-    found = extract(SEVERAL, "all", tmp_path_factory.mktemp("cubins"))
-    return {path.name.split(".")[-2]: path for path in found}
-
-
-@pytest.fixture(scope="module")
-def v1(tmp_path_factory, package) -> Path:
-    """A kernel of the library; for sm_90, if the library is."""
-    return extract(package / "libflash_attention.so", V1, tmp_path_factory.mktemp("v1"))[-1]
 
 
 @pytest.fixture

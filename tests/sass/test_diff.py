@@ -41,12 +41,6 @@ NAMES = ("before", "after")
 NUMBERS = [step.number for step in STEPS.values() if step.id == f"v{step.number}"]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    """Version 9: one block is its main loop."""
-    return library_kernel(9)
-
-
 def working(kernel: Kernel) -> list[Instruction]:
     """The instructions that are no padding."""
     kinds = buckets(kernel.instructions)

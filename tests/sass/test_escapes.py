@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from browser import open_browser
 from sass_text import kernel
 
 from flash_helpers.console.tables import Table, code_span, escaped_markdown, fenced
@@ -110,12 +108,6 @@ class TestPictures:
 def test_a_listing_stays_one_line_a_name() -> None:
     text = listing_text(hostile("a\nb\x1b[31m"))
     assert text.startswith("// kernel a?b?[31m\n")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with open_browser(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
 
 
 class TestPage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
 
 import pytest
 from listing_files import (
@@ -35,20 +34,6 @@ pytestmark = pytest.mark.slow
 JUMPS = ("BRA", "CALL")
 
 
-@pytest.fixture(scope="module")
-def cubin(tmp_path_factory) -> Path:
-    """Four kernels for sm_80."""
-    return extract(SEVERAL, "sm_80", tmp_path_factory.mktemp("cubin"))[0]
-
-
-@pytest.fixture(scope="module")
-def with_lines(tmp_path_factory, package) -> Path:
-    """A kernel of the library, which has line tables."""
-    name = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
-    folder = tmp_path_factory.mktemp("library")
-    return extract(package / "libflash_attention.so", name, folder)[-1]
-
-
 def without_targets(rows: list[Row]) -> list[Row]:
     """Rows with jump targets, which are labels or addresses, replaced by their guards alone."""
     return [
@@ -72,8 +57,8 @@ class TestFormats:
         assert '(*"SpillRefill"*)' in text and not [row for row in rows if "(*" in row[3]]
 
     @pytest.mark.parametrize("options", NVDISASM_FORMATS.values(), ids=NVDISASM_FORMATS)
-    def test_of_nvdisasm_all_say_the_same(self, cubin, with_lines, options) -> None:
-        for file in (cubin, with_lines):
+    def test_of_nvdisasm_all_say_the_same(self, cubin, v1, options) -> None:
+        for file in (cubin, v1):
             assert rows_of(listing(file, *options)) == rows_of(listing(file, "-c"))
 
     @pytest.mark.parametrize("options", LIVE_FORMATS.values(), ids=LIVE_FORMATS)

@@ -18,7 +18,6 @@ from flash_helpers.measure.machine_code import (
     facts_matrix,
     library_configs,
 )
-from flash_helpers.measure.results import BenchmarkResults, load_results
 from flash_helpers.ptx.read.flow import Phase
 from flash_helpers.registry.selection import choose_kernels
 from flash_helpers.runtime import library
@@ -45,11 +44,6 @@ BUILT = get_kernels_to_build()
 LARGE = next(c for c in BUILT if (c.version, c.B_r, c.dtype) == (7, 128, Element.BF16))
 NUMBERS = [step.number for step in STEPS.values() if step.family == LARGE.family.name]
 TERMINAL = 120
-
-
-@pytest.fixture(scope="module")
-def results(root) -> BenchmarkResults:
-    return load_results(root / "benchmarks/results/h100.json")
 
 
 @pytest.fixture(scope="module")

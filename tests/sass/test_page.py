@@ -88,8 +88,7 @@ class TestDocument:
         assert found.data["index"]["kernels"][0]["symbol"] == text
         assert list(found.data["index"]["sources"].values()) == [text]
 
-    def test_placeholders_in_texts_stay(self) -> None:
-        kernel = library_kernel(9)
+    def test_placeholders_in_texts_stay(self, kernel) -> None:
         name = kernel.instructions[0].source[-1].file
         found = Elements(page_html([bare(kernel)], {name: "a @title@ b"}, "t"))
         assert found.data["index"]["sources"][name] == "a @title@ b"
@@ -107,10 +106,6 @@ class TestData:
     @pytest.fixture
     def data(self, elements) -> dict[str, Any]:
         return elements.data["kernel-1"]
-
-    @pytest.fixture
-    def kernel(self) -> Kernel:
-        return library_kernel(FEW[1])
 
     def test_has_a_row_an_instruction(self, data, kernel) -> None:
         assert {len(column) for column in data["sass"].values()} == {len(kernel.instructions)}
@@ -155,14 +150,12 @@ class TestData:
         targets = {target for target in data["sass"]["target"] if target >= 0}
         assert targets and targets <= starts
 
-    def test_packs_control_words_apart(self) -> None:
-        kernel = library_kernel(9)
+    def test_packs_control_words_apart(self, kernel) -> None:
         controls = {replace(i.control, reuse=0) for i in kernel.instructions}
         assert len({packed_control(control) for control in controls}) == len(controls)
 
-    def test_of_a_kernel_that_tells_little(self) -> None:
+    def test_of_a_kernel_that_tells_little(self, kernel) -> None:
         """No PTX, no lines, no live registers, no loop: the rest is still shown."""
-        kernel = library_kernel(9)
         instructions = tuple(
             replace(i, live=None, source=(), ptx_line=None, loop=None, pipe="new", cost=None)
             for i in kernel.instructions
@@ -173,8 +166,7 @@ class TestData:
         assert data["files"] == [] and data["loops"] == []
         assert set(data["sass"]["live"]) == {-1}
 
-    def test_leaves_other_kernels_of_the_module_out(self) -> None:
-        kernel = library_kernel(9)
+    def test_leaves_other_kernels_of_the_module_out(self, kernel) -> None:
         other = ".visible .entry other()\n{\nret;\n}\n"
         both = replace(kernel, ptx=kernel.ptx + "\n" + other)
         data = Elements(page_html([bare(both)], {}, "t")).data["kernel-0"]

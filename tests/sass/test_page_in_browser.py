@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import open_browser, requested_urls
+from browser import requested_urls
 from edited_kernels import library_kernel
 from sass_text import of_version
 
@@ -34,12 +34,6 @@ def page(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with open_browser(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
-
-
 class Page:
     """The page as a person uses it: pointing, clicking and typing."""
 
@@ -48,6 +42,13 @@ class Page:
 
     def js(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
+
+    def each(self, selector: str, expression: str) -> list[Any]:
+        """The value of a JavaScript expression of each element, which it calls e."""
+        return self.js(
+            f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})",
+            selector,
+        )
 
     def row(self, pane: str, key: object) -> Any:
         """A row, scrolled to where the pointer can reach it."""
@@ -78,21 +79,14 @@ class Page:
 
     def keys_with(self, pane: str, name: str) -> set[str]:
         """Keys of the rows of a pane that have a class."""
-        return set(
-            self.js(
-                "return [...document.querySelectorAll(`[data-pane=${arguments[0]}] "
-                ".row[data-key].${arguments[1]}`)].map((r) => r.dataset.key)",
-                pane,
-                name,
-            )
-        )
+        return set(self.each(f"[data-pane={pane}] .row[data-key].{name}", "e.dataset.key"))
 
     def lit(self, pane: str) -> set[str]:
         return self.keys_with(pane, "lit")
 
     def choose_file(self, ending: str) -> int:
         """Show a source file; returns its number."""
-        files = self.js("return [...document.querySelectorAll('#file option')].map(o => o.text)")
+        files = self.each("#file option", "e.text")
         number = next(n for n, name in enumerate(files) if name.endswith(ending))
         self.js(
             "const s = document.getElementById('file'); s.value = arguments[0];"
@@ -142,11 +136,6 @@ def shown(browser, page: Path) -> Iterator[Page]:
     assert [entry["message"] for entry in browser.get_log("browser")] == []
     outside = {url for url in requested_urls(browser) if not url.startswith(("file:", "data:"))}
     assert outside <= {"about:blank"}
-
-
-@pytest.fixture
-def kernel() -> Kernel:
-    return library_kernel(9)
 
 
 def first(kernel: Kernel, base: str) -> tuple[int, Instruction]:
@@ -234,11 +223,8 @@ class TestLinks:
         assert shown.lit("cuda") == {key} and shown.is_in_view("cuda", key)
 
     def test_a_jump_leads_to_its_target(self, shown: Page, kernel: Kernel) -> None:
-        number, branch = next(
-            (n, i)
-            for n, i in enumerate(kernel.instructions)
-            if i.base == "BRA" and i.loop is not None and i.target is not None
-        )
+        number, branch = first(kernel, "BRA")
+        assert branch.target is not None
         shown.row("sass", number).find_element("css selector", ".target").click()
         assert shown.lit("sass") == {str(branch.target // 16)}
         assert shown.is_in_view("sass", branch.target // 16)
@@ -288,9 +274,7 @@ class TestColumns:
     def test_the_loop_is_counted_with_its_filler(self, shown: Page, kernel: Kernel) -> None:
         inside = [i for i in kernel.instructions if i.loop is not None]
         filler = sum(i.predicate in NEVER for i in inside)
-        heads = shown.js(
-            "return [...document.querySelectorAll('.row.block')].map((r) => r.textContent)"
-        )
+        heads = shown.each(".row.block", "e.textContent")
         assert filler
         (head,) = (head for head in heads if "loop of" in head)
         assert f"loop of {len(inside)} instructions, {filler} of them filler;" in head
@@ -305,13 +289,11 @@ class TestDiff:
 
     def marked(self, page: Page, pane: str, mark: str) -> list[str]:
         """The keys of the rows with a mark, from top to bottom."""
-        return page.js(
-            "return [...document.querySelectorAll(`[data-pane=${arguments[0]}] .row[data-key]`)]"
-            ".filter((r) => r.querySelector('.mark').textContent === arguments[1])"
-            ".map((r) => r.dataset.key)",
-            pane,
-            mark,
+        rows = page.each(
+            f"[data-pane={pane}] .row[data-key]",
+            "[e.dataset.key, e.querySelector('.mark').textContent]",
         )
+        return [key for key, own in rows if own == mark]
 
     def cursor(self, page: Page, pane: str = "sass") -> str:
         (key,) = page.keys_with(pane, "cursor")
@@ -319,9 +301,8 @@ class TestDiff:
 
     def active(self, page: Page) -> str:
         """The one pane whose title looks unlike the others'."""
-        looks = page.js(
-            "return [...document.querySelectorAll('.pane')].map((pane) => [pane.dataset.pane,"
-            "getComputedStyle(pane.querySelector('h2')).backgroundColor])"
+        looks = page.each(
+            ".pane", "[e.dataset.pane, getComputedStyle(e.querySelector('h2')).backgroundColor]"
         )
         colours = [colour for _, colour in looks]
         (name,) = (name for name, colour in looks if colours.count(colour) == 1)
@@ -423,9 +404,8 @@ class TestDiff:
     def test_side_by_side(self, shown: Page, kernel: Kernel) -> None:
         """Each instruction of both once, and those that did not move in one row."""
         shown.press("s")
-        cells = shown.js(
-            "return [...document.querySelectorAll('[data-pane=sass] .row[data-key]')]"
-            ".map((r) => [...r.children].map((cell) => cell.dataset.key ?? null))"
+        cells = shown.each(
+            "[data-pane=sass] .row[data-key]", "[...e.children].map((c) => c.dataset.key ?? null)"
         )
         assert [left for left, _ in cells if left] == [
             f"-{n}" for n in range(sum(left is not None for left, _ in cells))
@@ -453,10 +433,7 @@ class TestFinding:
     ENTER = "\ue007"
 
     def opcodes(self, page: Page) -> list[str]:
-        return page.js(
-            "return [...document.querySelectorAll('[data-pane=sass] .row[data-key] .opcode')]"
-            ".map((e) => e.textContent)"
-        )
+        return page.each("[data-pane=sass] .row[data-key] .opcode", "e.textContent")
 
     def choose(self, page: Page, value: str) -> None:
         from selenium.webdriver.support.ui import Select
@@ -469,10 +446,7 @@ class TestFinding:
         own = {str(n) for n, i in enumerate(kernel.instructions) if i.base == "HMMA"}
         assert own <= shown.keys_with("sass", "hit")
         # what changed is a hit as it was before, too
-        keys = shown.js(
-            "return [...document.querySelectorAll('[data-pane=sass] .row.hit')]"
-            ".map((row) => row.dataset.key)"
-        )
+        keys = shown.each("[data-pane=sass] .row.hit", "e.dataset.key")
         assert shown.keys_with("sass", "cursor") == {keys[0]}
         assert shown.is_in_view("sass", keys[0])
         assert shown.text("#hits").startswith("1 of ")
@@ -503,10 +477,7 @@ class TestFinding:
         found = self.opcodes(shown)
         assert len(found) >= sum(i.base == "LDSM" for i in kernel.instructions)
         assert {opcode.split(".")[0] for opcode in found} == {"LDSM"}
-        ptx = shown.js(
-            "return [...document.querySelectorAll('[data-pane=ptx] .row[data-key]')]"
-            ".map((r) => r.textContent)"
-        )
+        ptx = shown.each("[data-pane=ptx] .row[data-key]", "e.textContent")
         assert ptx and all("ldmatrix" in text for text in ptx)
         pale = shown.keys_with("cuda", "pale")
         assert pale and shown.js("return pane.cuda.rows.size") > len(pale)
@@ -520,9 +491,9 @@ class TestFinding:
     def test_filter_by_change(self, shown: Page) -> None:
         everything = len(self.opcodes(shown))
         self.choose(shown, "changes")
-        marks = shown.js(
-            "return [...document.querySelectorAll('[data-pane=sass] .row:not(.block, .columns)')]"
-            ".map((r) => r.querySelector('.mark')?.textContent ?? 'fold')"
+        marks = shown.each(
+            "[data-pane=sass] .row:not(.block, .columns)",
+            "e.querySelector('.mark')?.textContent ?? 'fold'",
         )
         assert len(self.opcodes(shown)) < everything
         for n, mark in enumerate(marks):
@@ -534,11 +505,8 @@ class TestPicker:
     def test_shows_another_kernel(self, shown: Page) -> None:
         for index, version in enumerate(SHOWN):
             shown.find(f'#versions [data-kernel="{index}"]').click()
-            rows = shown.js(
-                "return document.querySelectorAll("
-                "'[data-pane=sass] [data-key]:not([data-key^=\"-\"])').length"
-            )
-            assert rows == len(library_kernel(version).instructions)
+            rows = shown.each("[data-pane=sass] [data-key]:not([data-key^='-'])", "1")
+            assert len(rows) == len(library_kernel(version).instructions)
             assert of_version(version).step.idea in shown.text("#title")
             assert shown.text("#file option:checked") == str(of_version(version).step.source)
 
@@ -583,13 +551,12 @@ class TestKeys:
 class TestWidth:
     def test_a_pane_scrolls_as_far_as_its_longest_line_goes(self, shown: Page) -> None:
         """Also while that is out of sight, where it is not drawn."""
-        widths = "return [...document.querySelectorAll('.rows')].map((rows) => rows.offsetWidth)"
-        before = shown.js(widths)
+        before = shown.each(".rows", "e.offsetWidth")
         shown.js(
             "const style = document.body.appendChild(document.createElement('style'));"
             "style.textContent = '.row[data-key] { content-visibility: visible !important }'"
         )
-        assert before == shown.js(widths)
+        assert before == shown.each(".rows", "e.offsetWidth")
 
 
 class TestThemes:

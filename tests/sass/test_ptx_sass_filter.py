@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from edited_kernels import library_kernel
 from fake_backend import run_tool
 from sass_text import DEFAULT, of_version
 
@@ -24,7 +23,7 @@ from flash_helpers.sass.analyse.ptx_links import (
     sass_by_ptx_line,
     written_registers,
 )
-from flash_helpers.sass.read.records import Kernel, SassError
+from flash_helpers.sass.read.records import SassError
 
 TOOL = "tools/analysis/ptx_sass_filter.py"
 
@@ -62,11 +61,6 @@ V8, V9 = of_version(8), of_version(9)
 def small() -> KernelPtx:
     program = build_program(read_ptx(SMALL).functions["k"])
     return KernelPtx(tuple(SMALL.split("\n")), program)
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return library_kernel(9)
 
 
 @pytest.fixture(scope="module")

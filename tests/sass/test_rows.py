@@ -77,11 +77,6 @@ def test_every_mark_is_explained() -> None:
     assert all(len(mark.value) == 1 for mark in Mark)
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return library_kernel(9)
-
-
 def news(rows: list[Row]) -> list[Mark]:
     return [row.mark for row in rows if row.mark not in (Mark.ALIKE, Mark.RENAMED)]
 

@@ -18,6 +18,7 @@ from flash_helpers.sass.read.listing import parse_listing
 
 FILES = Path(__file__).resolve().parents[1] / "sass/listings"
 SEVERAL = FILES / "several.fatbin"  # four kernels for sm_80 and sm_90
+V1 = "v1_bf16_d128_Br64_Bc64_w4_async_Q0_K0_V0"
 INSTRUCTION_BYTES = 16
 
 # how nvdisasm and cuobjdump are asked for a listing
