@@ -15,6 +15,7 @@ from flash_helpers.ptx.read.module import (
     Address,
     Arguments,
     Function,
+    Immediate,
     Instruction,
     Module,
     Operand,
@@ -136,10 +137,11 @@ class _Inliner:
         if len(given) != len(formal):
             reason = f"{len(given)} arguments and results, {name} has {len(formal)}"
             raise _CannotInline(reason)
-        if not all(isinstance(element, Symbol) for element in given):
+        symbols = [element for element in given if isinstance(element, Symbol)]
+        if len(symbols) != len(given):
             raise _CannotInline("arguments in registers are not simulated")
         sizes = {v.name: v.size for v in (*caller.variables, *caller.parameters, *caller.results)}
-        for own, element in zip(formal, given, strict=True):
+        for own, element in zip(formal, symbols, strict=True):
             if sizes.get(element.name) != own.size:
                 size = sizes.get(element.name, "no")
                 reason = f"{element.name} has {size} bytes, {own.name} of {name} {own.size}"
@@ -164,7 +166,8 @@ class _Inliner:
         suffix = f"#{self.copies}"
         own = (*(v.name for v in callee.variables), *callee.labels, *callee.branch_targets)
         symbols = {n: n + suffix for n in own}
-        symbols |= {n: g.name for n, g in zip(formal, given, strict=True)}
+        actual = [element.name for element in given if isinstance(element, Symbol)]
+        symbols |= dict(zip(formal, actual, strict=True))
         after = f"{callee.name}{suffix}.return"
         body = replace(
             callee,
@@ -220,6 +223,7 @@ def _operand(operand: Operand, symbols: Mapping[str, str], suffix: str) -> Opera
         return replace(operand, name=symbols.get(operand.name, operand.name))
     if isinstance(operand, Address):
         base, *coordinates = renamed(operand.base, *operand.coordinates)
+        assert isinstance(base, Register | Symbol | Immediate)
         return replace(operand, base=base, coordinates=tuple(coordinates))
     if isinstance(operand, Vector | Arguments):
         return replace(operand, elements=renamed(*operand.elements))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import re
 import string
@@ -57,7 +56,6 @@ def _pattern(text: str, flags: int = 0) -> re.Pattern[str]:
 
 _COMMENT = _pattern(r'("[^"\n]*")|//[^\n]*|/\*.*?(?:\*/|(\Z))', re.DOTALL)
 _SPACE = _pattern(r"\s+")
-_LINE = _pattern(r"[^\n]*")
 _VERSION = _pattern(r"\.version\s+(\d+\.\d+)")
 _TARGET = _pattern(r"\.target\s+(\w+)(?:\s*,\s*\w+)*")
 _ADDRESS_SIZE = _pattern(r"\.address_size\s+(\d+)")
@@ -178,9 +176,13 @@ class _Reader:
         """Moves over what has to come next."""
         match = pattern.match(self.text, self.position)
         if match is None:
-            raise self.error(f"{what} {_LINE.match(self.text, self.position).group()[:60]!r}")
+            raise self.error(f"{what} {self.ahead()!r}")
         self.position = match.end()
         return match
+
+    def ahead(self) -> str:
+        """The beginning of what is left of the line."""
+        return self.text[self.position : self.position + 60].partition("\n")[0]
 
     def integer(self, text: str, position: int) -> int:
         """The value of an integer literal (decimal, hexadecimal, octal or binary), which has 64
@@ -225,8 +227,7 @@ class _Reader:
                 elif not variable.external:
                     variables[variable.name] = _once(variable, variables)
             else:
-                found = _LINE.match(self.text, self.position).group()
-                raise self.error(f"not a PTX directive: {found[:60]!r}")
+                raise self.error(f"not a PTX directive: {self.ahead()!r}")
         if not version or not target:
             raise PtxSyntaxError("no .version and .target: this is not a PTX module", 1)
         if self.lost_file is not None:
@@ -278,7 +279,8 @@ class _Reader:
             raise self.error(f"only the first size may be left out: {text[:80]!r}", start)
         count = math.prod((self.integer(size or "0", start) for size in sizes), start=lanes)
         element = size_of(type_name)
-        initial, addresses = None, ()
+        initial: bytes | None = None
+        addresses: tuple[StoredAddress, ...] = ()
         if match["initial"] is not None:
             if space not in ("global", "const"):
                 raise self.error(f"a variable in .{space} has no initial value", start)
@@ -326,7 +328,7 @@ class _Reader:
                 return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], number.value)
         if not fits:
             raise self.error(f"{text} is no initial value of a .{type_name}", start)
-        return (number.value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        return (int(number.value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
     def stored_address(self, text: str, offset: int, size: int, start: int) -> StoredAddress:
         part = _PART_OF_ADDRESS.match(text)
@@ -405,11 +407,12 @@ class _Reader:
 
     def head(self, function: Function, results: str | None, start: int) -> Function:
         """The function with what stands between its name and its body."""
-        found: dict[str, tuple[Variable, ...]] = {"results": self.variables(results or "", start)}
+        returned = self.variables(results or "", start)
+        parameters = function.parameters
         if self.skip_space() and self.starts("("):
             self.position += 1
-            found["parameters"] = self.variables(self.until(")", "a parameter list"), start)
-        for variable in itertools.chain(*found.values()):
+            parameters = self.variables(self.until(")", "a parameter list"), start)
+        for variable in (*returned, *parameters):
             if variable.space == "reg":
                 function.registers[variable.name] = variable.type
         directives: dict[str, tuple[int, ...]] = {}
@@ -417,7 +420,7 @@ class _Reader:
             match = self.take(_FUNCTION_DIRECTIVE, "cannot read the head:")
             numbers = re.findall(r"\d+", match[2])
             directives[match[1]] = tuple(self.integer(n, start) for n in numbers)
-        return replace(function, directives=directives, **found)
+        return replace(function, results=returned, parameters=parameters, directives=directives)
 
     def variables(self, text: str, start: int) -> tuple[Variable, ...]:
         """A list of parameters or results."""
@@ -522,7 +525,7 @@ class _Reader:
         )
         if match is None or match[1] not in TYPE_NAMES or not all(names):
             raise self.error(f"cannot read the register declaration {text[:80]!r}", start)
-        for name, count in (item.groups() for item in names):
+        for name, count in (item.groups() for item in names if item):
             if int(count or 1) + len(function.registers) > _MOST_REGISTERS:
                 raise self.error(f"more than {_MOST_REGISTERS:,} registers in one function", start)
             declared = [f"{name}{i}" for i in range(int(count))] if count else [name]
@@ -543,7 +546,9 @@ class _Reader:
         if call or key not in self.raw_locations:
             parent = None
             if call:
-                parent = self.raw_locations.get(call) or Location(self.file(call[0]), *call[1:])
+                parent = self.raw_locations.get(call) or Location(
+                    self.file(call[0]), call[1], call[2]
+                )
                 if len(parent.frames()) > _DEEPEST:
                     raise self.error(f"more than {_DEEPEST} calls inlined into each other")
             self.raw_locations[key] = Location(self.file(file), line, column, parent)
@@ -571,10 +576,10 @@ class _Reader:
             if function.registers[guard.name] != "pred":
                 raise self.error(f"the guard {guard_name} is no predicate", start)
         if opcode not in self.opcodes:
-            name, *modifiers = re.split(r"\.(?!:)", opcode)
-            modifiers = ["shared" if m == "shared::cta" else m for m in modifiers]
+            name, *written = re.split(r"\.(?!:)", opcode)
+            modifiers = tuple("shared" if m == "shared::cta" else m for m in written)
             types = tuple(m for m in modifiers if m in OPCODE_TYPES)
-            self.opcodes[opcode] = (name, tuple(modifiers), types)
+            self.opcodes[opcode] = (name, modifiers, types)
         name, modifiers, types = self.opcodes[opcode]
         operands = []
         position, rest = 0, rest.strip()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from flash_helpers.gpu import WARP
 from flash_helpers.ptx.errors import Thread
 
-Lanes = np.ndarray | int
+Lanes = TypeVar("Lanes", np.ndarray, int)
 """Numbers of lanes in the batch, or what belongs to each of them."""
 
 
@@ -80,11 +81,11 @@ class Geometry:
         """Each lane's number within its cluster: by the rank of its block, then by thread."""
         return self.rank_of(lanes) * self.lanes_per_block + self.thread_of(lanes)
 
-    def lane_of(self, block: Lanes, thread: Lanes) -> Lanes:
+    def lane_of(self, block: Lanes | int, thread: Lanes) -> Lanes:
         """The lane that a thread of a block is; the inverse of `block_of` and `thread_of`."""
         return (thread // WARP * len(self.blocks) + block) * WARP + thread % WARP
 
-    def lane_at(self, cluster: Lanes, place: Lanes) -> Lanes:
+    def lane_at(self, cluster: Lanes | int, place: Lanes) -> Lanes:
         """The lane at a place of a cluster; the inverse of `cluster_of` and `place_of`."""
         rank, thread = place // self.lanes_per_block, place % self.lanes_per_block
         return self.lane_of(cluster * self.cluster + rank, thread)

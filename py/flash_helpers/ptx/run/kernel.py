@@ -107,7 +107,8 @@ class Kernel:
     def _named(self) -> tuple[set[str], set[str]]:
         """Symbols and special registers that the instructions name."""
         named = [o for i in self.function.instructions for o in i.named()]
-        return tuple({o.name for o in named if isinstance(o, kind)} for kind in (Symbol, Special))
+        symbols = {o.name for o in named if isinstance(o, Symbol)}
+        return symbols, {o.name for o in named if isinstance(o, Special)}
 
     @cached_property
     def _variables(self) -> list[Variable]:
@@ -225,8 +226,8 @@ class Kernel:
         threads = math.prod(launch.block)
         cluster_size = math.prod(launch.cluster or ())
 
-        def begin(some: tuple[Three, ...]) -> Scheduler:
-            geometry = Geometry(some, threads, cluster_size)
+        def begin(some: Sequence[Three]) -> Scheduler:
+            geometry = Geometry(tuple(some), threads, cluster_size)
             machine = Machine(self.program, launch, geometry, memory, log, tally)
             return Scheduler(machine, max_instructions, observer, strict_barriers=strict_barriers)
 
@@ -325,7 +326,7 @@ def _by_cluster(grid: Three, cluster: Three) -> list[Three]:
 def _run_blocks(
     launch: Launch,
     memory: DeviceMemory,
-    begin: Callable[[tuple[Three, ...]], Scheduler],
+    begin: Callable[[Sequence[Three]], Scheduler],
     progress: Progress | None,
 ) -> int:
     """Runs all blocks of a launch; how many there are. begin: makes what runs some of them."""

@@ -51,7 +51,7 @@ def pack(function: Function, args: Sequence[Argument]) -> tuple[np.ndarray, dict
 
 def initialise(variable: Variable, symbols: Mapping[str, int], memory: DeviceMemory) -> None:
     """Writes the initial value of a variable to global memory. symbols: addresses by name."""
-    data = bytearray(variable.initial)
+    data = bytearray(variable.initial or b"")
     for stored in variable.addresses:
         address = (symbols[stored.symbol.name] + stored.symbol.offset) >> stored.shift
         part = address & ((1 << 8 * stored.size) - 1)

@@ -54,7 +54,8 @@ from flash_helpers.ptx.run.watch.shared import WatchedMemory
 from flash_helpers.ptx.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_MAGIC
 
 RunSome = Callable[[Selection], None]
-Compute = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
+Compute = Callable[..., "np.ndarray"]
+Computes = Callable[..., "np.ndarray | tuple[np.ndarray, ...]"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ class Alu:
 
     results: tuple[tuple[Operand, str], ...]
     sources: tuple[tuple[Operand, str], ...]
-    compute: Compute
+    compute: Computes
 
     @classmethod
-    def of(cls, instruction: Instruction, compute: Compute, *types: str) -> Alu:
+    def of(cls, instruction: Instruction, compute: Computes, *types: str) -> Alu:
         """An instruction whose operands are one result and its sources. types: of each operand;
         the last one serves for all that are left."""
         rest = itertools.repeat(types[-1])
@@ -359,7 +360,7 @@ class Machine:
         if scalar.kind == "f":
             return np.array([operand.value], dtype_of(scalar.name))
         mask = (1 << scalar.bits) - 1
-        return np.array([operand.value & mask], f"u{scalar.size}").view(dtype_of(scalar.name))
+        return np.array([int(operand.value) & mask], f"u{scalar.size}").view(dtype_of(scalar.name))
 
     def predicate(self, operand: Operand) -> Callable[[Selection], np.ndarray]:
         """A predicate, or its complement where the operand says `!`, of the selected lanes; one
@@ -560,7 +561,7 @@ class Machine:
 _CLOCKS = ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi")
 
 
-def _with_complements(compute: Compute, indices: Sequence[int]) -> Compute:
+def _with_complements(compute: Computes, indices: Sequence[int]) -> Computes:
     def complemented(*arrays: np.ndarray) -> np.ndarray | tuple[np.ndarray, ...]:
         return compute(*[~a if i in indices else a for i, a in enumerate(arrays)])
 

@@ -32,7 +32,7 @@ class ClusterBarrier:
         self._phase = np.zeros(clusters, np.int64)
         # What those have told who arrived in the current phase, and all who did in the last one.
         self._told: list[list[Knowledge]] = [[] for _ in range(clusters)]
-        self._complete: list[Knowledge | None] = [None] * clusters
+        self._complete: list[list[Knowledge]] = [[] for _ in range(clusters)]
 
     def arrive(self, position: int, lanes: np.ndarray, *, relaxed: bool) -> None:
         """barrier.cluster.arrive by lanes of the batch."""
@@ -51,7 +51,7 @@ class ClusterBarrier:
         lanes = self._without(position, lanes, never, "waits without having arrived")
         self._waited[lanes] = self._arrived[lanes]
         for cluster, mine in self._by_cluster(lanes):
-            self.order.acquire(mine, [self._complete[cluster]])
+            self.order.acquire(mine, self._complete[cluster])
 
     def is_ready(self, lanes: np.ndarray) -> np.ndarray:
         """For each lane, whether it need not wait any more."""
@@ -86,7 +86,7 @@ class ClusterBarrier:
         if ended.size:
             # They have arrived as far as the others are concerned.
             self._told[cluster].append(self.order.knowledge(ended))
-        self._complete[cluster] = join(self._told[cluster])
+        self._complete[cluster] = [join(self._told[cluster])]
         self._told[cluster] = []
         self._phase[cluster] += 1
 

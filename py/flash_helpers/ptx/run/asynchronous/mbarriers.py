@@ -8,6 +8,7 @@ which no other instruction may touch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +43,8 @@ class Mbarrier:
     observed: int = 0
     announced: int = 0
     delivered: int = 0
-    arrived: list[object] = field(default_factory=list)
-    released: list[object] = field(default_factory=list)
+    arrived: list[Any] = field(default_factory=list)
+    released: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not 1 <= self.expected <= MOST:

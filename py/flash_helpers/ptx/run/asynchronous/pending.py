@@ -38,9 +38,15 @@ class _Pending:
         """A part of them."""
         if which.all():
             return self
-        arrays = (self.lanes, self.groups, self.rows, self.data, self.sources, self.lengths)
-        columns = (array[which] for array in arrays)
-        return _Pending(self.number, self.position, self.size, *columns, self.agent)
+        return replace(
+            self,
+            lanes=self.lanes[which],
+            groups=self.groups[which],
+            rows=self.rows[which],
+            data=self.data[which],
+            sources=self.sources[which],
+            lengths=self.lengths[which],
+        )
 
 
 class AsyncCopies:
@@ -107,14 +113,15 @@ class AsyncCopies:
         split, agents = [], {agent}
         for copy in self.pending:
             mine = chosen[copy.lanes]
-            if copy.agent is None and mine.any():
+            if not mine.any():
+                split.append(copy)
+            elif copy.agent is None:
                 split.append(replace(copy.some(mine), agent=agent))
                 if not mine.all():
                     split.append(copy.some(~mine))
             else:
                 split.append(copy)
-                if mine.any():
-                    agents.add(copy.agent)
+                agents.add(copy.agent)
         self.pending = split
         return agents
 

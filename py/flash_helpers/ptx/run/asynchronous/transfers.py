@@ -187,8 +187,8 @@ class Transfers:
         if self.lints is not None:
             self.lints.copy_out(granules)
         inside = np.ones(granules.size, bool)
-        if not target.is_whole:
-            inside = ~target.filled.reshape(granules.size, -1).all(axis=1)
+        if isinstance(target, Box) and not target.is_whole:
+            inside = np.logical_not(target.filled.reshape(granules.size, -1).all(axis=1))
         self.poison.copied_out(
             position,
             lane,
@@ -413,7 +413,7 @@ class Transfers:
         self.phases.complete(load.position, load.lane, load.where, load.size, known, load.phase)
 
     def _read(self, store: Store) -> Knowledge:
-        if store.data is None:
+        if store.known is None:
             store.data = self.shared.words(CHUNK)[store.chunks].reshape(-1).view(np.uint8)
             store.known = self.shared.agents.end(store.access)
         return store.known
@@ -424,6 +424,7 @@ class Transfers:
         store.is_written = True
         if store.target.is_outside:
             return
+        assert store.data is not None
         at = store.target.view(self.memory.words(1), ARENA_BASE, store.dtype)
         new = store.target.inside(store.data.view(store.dtype))
         at[...] = new if store.reduction is None else store.reduction(at, new)

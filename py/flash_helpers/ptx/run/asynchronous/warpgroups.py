@@ -224,7 +224,10 @@ class Warpgroups:
         good = np.ones(issue.warps.size, bool)
         product = issue.product
         for matrix, bits in ((product.a_matrix, issue.a_bits), (product.b_matrix, issue.b_bits)):
-            for each in np.unique(bits[good]) if matrix else ():
+            if matrix is None:
+                continue
+            for each in np.unique(bits[good]):
+                kind: type[SimulatorError]
                 its = bits == each
                 try:
                     end = int(matrix.addresses(int(each)).max()) + CHUNK

@@ -315,7 +315,7 @@ class BlockBarriers:
         self.threads.status[lanes] = RUNNING
         for position, chosen in self.threads.by_position(lanes):
             barrier = self.at[position]
-            if barrier.destination is not None:
+            if barrier.destination is not None and barrier.reduction is not None:
                 result = {"popc": values.sum(), "and": values.all(), "or": values.any()}
                 barrier.destination[chosen] = result[barrier.reduction]
             self.threads.go(chosen, self.program.block_at(position).next)

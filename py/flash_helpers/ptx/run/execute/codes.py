@@ -10,10 +10,10 @@ from flash_helpers.ptx.run.watch.poison import COUNTS, Codes
 
 def union(*several: Codes | None) -> Codes | None:
     """By the byte; of one row and more, the row counts for all."""
-    some = [codes for codes in several if codes is not None]
-    result = some[0] if some else None
-    for codes in some[1:]:
-        result = np.maximum(result, codes)
+    result = None
+    for codes in several:
+        if codes is not None:
+            result = codes if result is None else np.maximum(result, codes)
     return result
 
 

@@ -65,14 +65,13 @@ _PACKED = frozenset({"add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex
 class Plan:
     """The part of an instruction that concerns poison.
 
-    holds: the guard's value. uses: what must be clean in the lanes that execute: what it is called
-    in messages, the operands, and up to which lane of a warp it matters. targets: names of the
-    registers written, None for a sink. spread: their codes. stored: codes of the word that it
+    guard: its name and its value. uses: what must be clean in the lanes that execute: what it is
+    called in messages, the operands, and up to which lane of a warp it matters. targets: names of
+    the registers written, None for a sink. spread: their codes. stored: codes of the word that it
     writes to memory. load: which lanes get what of words that were read, (bytes, lanes).
     """
 
-    guard: Register | None
-    holds: Callable[[Selection], np.ndarray] | None
+    guard: tuple[str, Callable[[Selection], np.ndarray]] | None
     is_visible: bool
     is_branch: bool
     uses: tuple[tuple[str, tuple[Operand, ...], int], ...]
@@ -96,8 +95,7 @@ class Rules:
         values = [o for o in sources if not isinstance(o, Address)]
         spread = self._rule(instruction, len(written), values)
         return Plan(
-            guard=guard,
-            holds=None if guard is None else self.machine.predicate(guard),
+            guard=None if guard is None else (guard.name, self.machine.predicate(guard)),
             is_visible=name == "atom" or name in _CONTROL or not _has_result(instruction),
             is_branch=name == "bra",
             uses=self._uses(instruction, sources),
@@ -115,7 +113,9 @@ class Rules:
         if name.endswith("matrix"):
             count = 8 * int((instruction.first(("x1", "x2", "x4")) or "x4")[1:])
         addresses = tuple(o for o in sources if isinstance(o, Address))
-        uses = [("its address", addresses, count)] if addresses else []
+        uses: list[tuple[str, tuple[Operand, ...], int]] = (
+            [("its address", addresses, count)] if addresses else []
+        )
         others = {
             "cp": "the number of bytes that it copies",
             "brx": "the index of this branch",
@@ -246,7 +246,7 @@ class Rules:
         if name == "cvt" and len(sources) == 2 and types[0] in _PAIRS:
             return self._packed_pair(sources)
         if name == "cvt" and len(sources) == 1 and _only_resizes(instruction):
-            return self._resize(*types, sources[0])
+            return self._resize(types[0], types[1], sources[0])
         if types and types[-1] in _PAIRS and name in _PACKED:
             return lambda selection: [
                 from_halves(union(*(halves(self._of(o, selection, 4)) for o in sources)))
@@ -338,7 +338,7 @@ class Rules:
             lanes = self.machine.lanes_of(selection).size
             of_sources = [self._of(o, selection, size_of(type_name)) for o in (a, b)]
             if by_half:
-                compared = full(union(*map(halves, of_sources)), 2, lanes)[:, None]
+                compared = list(full(union(*map(halves, of_sources)), 2, lanes)[:, None])
             else:
                 compared = [full(worst(*of_sources), 1, lanes)] * 2
             if not rest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -53,13 +53,14 @@ class Sleepers:
         if state in self._stood_still:
             return False
         self._stood_still.append(state)
-        return self._let_give_up(lambda wait: wait.give_up is not None)
+        return self._let_give_up(patient=True)
 
-    def _let_give_up(self, which: Callable[[Wait], bool]) -> bool:
+    def _let_give_up(self, *, patient: bool) -> bool:
         asleep = self._threads.having(ASLEEP)
         for position, lanes in self._threads.by_position(asleep):
-            if which(self.waits[position]):
-                self.waits[position].give_up(lanes)
+            wait = self.waits[position]
+            if wait.give_up is not None and (patient or not wait.is_patient):
+                wait.give_up(lanes)
                 self._threads.status[lanes] = RUNNING
         return bool((self._threads.status[asleep] == RUNNING).any())
 
@@ -67,4 +68,4 @@ class Sleepers:
         """While others run, which may wait for them by spinning."""
         self.wake()
         self.help()
-        self._let_give_up(lambda wait: not wait.is_patient)
+        self._let_give_up(patient=False)

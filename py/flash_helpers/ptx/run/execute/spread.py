@@ -18,7 +18,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.flow import Ending
 from flash_helpers.ptx.read.module import Register
 from flash_helpers.ptx.read.types import size_of
-from flash_helpers.ptx.run.execute.codes import worst
+from flash_helpers.ptx.run.execute.codes import union, worst
 from flash_helpers.ptx.run.execute.rules import (
     Plan,
     Rules,
@@ -102,16 +102,18 @@ class Spread:
 
     def _run(self, position: int, selection: Selection, action: Callable[[], None]) -> None:
         plan, poison, machine = self._plan(position), self.poison, self.machine
-        lanes, unsure = selection, None
-        if plan.holds is not None:
-            unsure = poison.of(plan.guard.name, selection)
+        lanes, some, unsure = selection, True, None
+        if plan.guard is not None:
+            guard, holds = plan.guard
+            unsure = poison.of(guard, selection)
             if plan.is_branch:
                 self._part(position, selection, unsure)
             elif plan.is_visible:
                 poison.report(position, selection, unsure, "its predicate")
-            chosen = np.broadcast_to(plan.holds(selection), machine.lanes_of(selection).shape)
-            lanes = machine.lanes_of(selection)[chosen]
-        if lanes is selection or lanes.size:
+            own = machine.lanes_of(selection)
+            lanes = own[np.broadcast_to(holds(selection), own.shape)]
+            some = lanes.size > 0
+        if some:
             self._check_uses(position, plan, lanes)
             if plan.stored is not None:
                 self._store(plan.stored(lanes), lanes)
@@ -153,7 +155,7 @@ class Spread:
         due = self._due.setdefault(found.meets, {})
         for name in found.registers:
             held = due.setdefault(name, np.zeros((1, self.machine.lanes), np.int64))
-            held[:, selection] = np.maximum(held[:, selection], worst(codes))
+            held[:, selection] = union(held[:, selection], worst(codes))
 
     def _meet(self, position: int, selection: Selection) -> None:
         """Lanes come to where ways meet that a poisoned branch parted."""

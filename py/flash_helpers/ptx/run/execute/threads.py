@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakMethod
 
 import numpy as np
@@ -26,7 +27,7 @@ class Threads:
         self.status = np.zeros(machine.lanes, np.int8)
         self.status[machine.thread_ids >= machine.geometry.threads] = DONE
         # Weakly, so that a batch that is done needs no garbage collector to go.
-        self.ended: WeakMethod | None = None
+        self.ended: WeakMethod[Callable[[], None]]
 
     @property
     def live_lanes(self) -> np.ndarray:
@@ -58,7 +59,9 @@ class Threads:
             return
         self.status[selection] = DONE
         self._machine.end(selection)
-        self.ended()()
+        ended = self.ended()
+        assert ended is not None
+        ended()
 
 
 def as_selection(lanes: np.ndarray) -> Selection:

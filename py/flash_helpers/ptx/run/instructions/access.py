@@ -11,6 +11,7 @@ from flash_helpers.ptx.errors import (
     MisalignedError,
     OutOfBoundsError,
     PendingCopyError,
+    SimulatorError,
     UnsupportedInstruction,
 )
 from flash_helpers.ptx.read.module import Address, Instruction, Operand, Register, Symbol
@@ -180,7 +181,8 @@ class Port:
         if action == "read" and space in machine.tensor_maps:
             self._check_maps(machine.tensor_maps[space], addresses, lanes)
         if rows.size and space == "shared":
-            own, mine = ALL, lanes
+            own: Selection = ALL
+            mine = lanes
             if machine.geometry.cluster > 1:
                 addresses, own, mine = self._reach(action, addresses, lanes)
             unwritten = machine.shared.lanes.note(
@@ -291,7 +293,8 @@ class Port:
         if start <= low and high + size <= end and is_aligned:
             return None
         inside, aligned = region.inside(addresses, size), addresses & (size - 1) == 0
-        kind, bad, detail = OutOfBoundsError, np.flatnonzero(~inside), region.outside
+        kind: type[SimulatorError] = OutOfBoundsError
+        bad, detail = np.flatnonzero(~inside), region.outside
         if region is machine.shared and not self.reaches_others and not bad.size:
             inside &= ~machine.shared.is_remote(addresses, machine.lanes_of(selection))
             bad, detail = np.flatnonzero(~inside), machine.shared.beyond
@@ -375,10 +378,14 @@ def _store(machine: Machine, instruction: Instruction) -> Action:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
+def _swapped(old: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return np.where(old == b, c, old)
+
+
 ATOMICS: Mapping[str, Compute] = {
     **OPERATIONS,
     "exch": lambda old, b: b,
-    "cas": lambda old, b, c: np.where(old == b, c, old),
+    "cas": _swapped,
     "inc": lambda old, b: np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1)),
     "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
 }

@@ -31,7 +31,7 @@ from flash_helpers.ptx.run.instructions.access import (
 )
 from flash_helpers.ptx.run.instructions.arrivals import places_of
 from flash_helpers.ptx.run.instructions.forms import MEMORY, Form
-from flash_helpers.ptx.run.machine import Action, Machine, pick
+from flash_helpers.ptx.run.machine import Action, Compute, Machine, pick
 from flash_helpers.ptx.run.memory.boxes import CHUNK, Box, Span, shared_chunks
 from flash_helpers.ptx.run.memory.regions import ARENA_BASE, WINDOW_SIZE, WINDOWS, Selection
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
@@ -435,7 +435,7 @@ class _Copy:
         machine, size = self.machine, TENSOR_MAP_BYTES
         start = WINDOWS["param"]
         if start <= address < start + WINDOW_SIZE:
-            region, data, offset = "param", machine.regions["param"].data, address - start
+            region, data, offset = "param", machine.regions["param"].words(1), address - start
             inside = offset + size <= data.size
         else:
             region, data, offset = "global", machine.memory.words(1), address - ARENA_BASE
@@ -470,7 +470,7 @@ def _element_of(operation: str, tensor_map: TensorMap) -> str:
 
 
 def _reduction(operation: str, type_name: str) -> Reduction:
-    function = {"min": np.fmin, "max": np.fmax}.get(operation, ATOMICS[operation])
+    function: Compute = {"min": np.fmin, "max": np.fmax}.get(operation, ATOMICS[operation])
     if type_name == "f32":
         # "flushes subnormal inputs and results to sign-preserving zero"
         return lambda old, new: flush(flush(old) + flush(new))

@@ -180,7 +180,7 @@ def _dot_product(machine: Machine, instruction: Instruction) -> Alu:
 # -- shifts and bytes ------------------------------------------------------------------------------
 
 
-def _shifted(shift: np.ufunc, a: np.ndarray, n: np.ndarray) -> np.ndarray:
+def _shifted(shift: np.ufunc, a: np.ndarray, n: np.ndarray | np.uint32) -> np.ndarray:
     """a shifted by n bits, or out of its register altogether where n is its width or more."""
     bits = 8 * a.dtype.itemsize
     most = shift(a, np.minimum(n, n.dtype.type(bits - 1)).astype(a.dtype))
@@ -269,7 +269,7 @@ def _ones(count: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return ~_shifted(np.left_shift, ~dtype.type(0), count)
 
 
-def _field(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+def _field(a: np.ndarray, position: np.ndarray | np.uint32, length: np.ndarray) -> np.ndarray:
     """The bits of a from a position on, extended by their sign if a has one."""
     bits = length.dtype.type(8 * a.dtype.itemsize)
     above = bits - np.minimum(length, bits)
@@ -316,7 +316,7 @@ def _bfind(machine: Machine, instruction: Instruction) -> Alu:
             highest = np.where(highest >= 0, 8 * a.itemsize - 1 - highest, -1)
         return highest.astype(_U32)
 
-    return _counted(compute)(machine, instruction)
+    return Alu.of(instruction, compute, "u32", instruction.types[-1])
 
 
 def _reversed(a: np.ndarray) -> np.ndarray:

@@ -49,8 +49,9 @@ class _Caller:
             return b""
         start = int(region.offsets(where, np.array([lane]))[0])
         if size is None:
-            _, end = region.extent(offset)
-            length = min(end - offset, _LONGEST)
+            limits = region.extent(offset)
+            assert limits is not None
+            length = min(limits[1] - offset, _LONGEST)
         data = region.words(1)[start : start + length].tobytes()
         return data if size is not None else data.partition(b"\0")[0]
 
@@ -61,13 +62,12 @@ class _Caller:
 
 def _assert(caller: _Caller, lanes: np.ndarray, arguments: Sequence[np.ndarray]) -> None:
     """__assertfail(expression, file, line, function, size of a character)."""
-    expression, file, line, function = (int(a[0]) for a in arguments[:4])
-    first = int(lanes[0])
-    expression, file, function = (caller.text_at(a, first) for a in (expression, file, function))
+    first, given = int(lanes[0]), [int(values[0]) for values in arguments]
+    expression, file, function = (caller.text_at(given[i], first) for i in (0, 1, 3))
     machine = caller.machine
     machine.log.report(
         AssertError,
-        f"`{expression}` at {file}:{line} in {function}",
+        f"`{expression}` at {file}:{given[2]} in {function}",
         caller.position,
         machine.geometry.thread(first),
         count=lanes.size,
@@ -137,12 +137,13 @@ def _call(machine: Machine, instruction: Instruction) -> Action:
     function, result_size, sizes = _FUNCTIONS[name]
     known = {v.name: v.size for v in machine.program.function.variables if v.space == "local"}
     due = [size for size in (result_size, *sizes) if size]
-    if [known.get(v.name) if isinstance(v, Symbol) else None for v in given] != due:
+    variables = [v for v in given if isinstance(v, Symbol)]
+    if len(variables) != len(given) or [known.get(v.name) for v in variables] != due:
         words = " and ".join(map(str, due))
         raise machine.unsupported(f"its result and arguments have {words} bytes")
     caller = _Caller(machine)
     ports = [Port(machine, instruction, size) for size in due]
-    places = [machine.symbol(variable) for variable in given]
+    places = [machine.symbol(variable) for variable in variables]
 
     def run_some(selection: Selection) -> None:
         lanes = machine.lanes_of(selection)

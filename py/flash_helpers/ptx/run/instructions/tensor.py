@@ -24,7 +24,7 @@ from flash_helpers.gpu import WARP
 from flash_helpers.ptx.read.module import Instruction, Operand
 from flash_helpers.ptx.run.instructions.access import Port, addresses_of
 from flash_helpers.ptx.run.instructions.forms import Form
-from flash_helpers.ptx.run.machine import Action, Alu, Compute, Machine, pick
+from flash_helpers.ptx.run.machine import Action, Alu, Computes, Machine, pick
 from flash_helpers.ptx.run.memory.regions import WINDOWS, Selection
 from flash_helpers.ptx.run.numbers.dtypes import dtype_of
 from flash_helpers.ptx.run.numbers.rounding import F16, odd_f32, to_floats
@@ -47,7 +47,7 @@ _SHAPES = {
 # types that C and D may have; the types that A and B may have together.
 ELEMENTS = {"f16": 2, "bf16": 2, "tf32": 1, "f64": 1, "s8": 4, "u8": 4, "e4m3": 4, "e5m2": 4}
 ELEMENTS |= {"s4": 8, "u4": 8, "b1": 32}
-_RAW = {"f16": F16, "bf16": "u2", "tf32": "u4", "f64": "f8", "s8": "i1", "u8": "u1"}
+_RAW = {"f16": "f2", "bf16": "u2", "tf32": "u4", "f64": "f8", "s8": "i1", "u8": "u1"}
 _RAW |= {"e4m3": "u1", "e5m2": "u1", "s4": "i1", "u4": "u1", "b1": "u1"}
 _SUMS = {"f16": ("f16", "f32"), "e4m3": ("f16", "f32"), "e5m2": ("f16", "f32"), "f64": ("f64",)}
 _SUMS |= {"bf16": ("f32",), "tf32": ("f32",)}
@@ -186,7 +186,7 @@ def alu_of_product(
     d: Sequence[Operand],
     factors: Sequence[Operand],
     c: Sequence[Operand],
-    compute: Compute,
+    compute: Computes,
 ) -> Alu:
     """A product of fragments. types: of D, A, B and C."""
     factor = "f64" if types[1] == "f64" else "b32"

@@ -85,7 +85,7 @@ def _shfl(machine: Machine, instruction: Instruction) -> Action:
 def _warp_wide(
     machine: Machine,
     destinations: Sequence[np.ndarray],
-    members: np.ndarray,
+    members: np.ndarray | np.uint32,
     compute: Callable[[np.ndarray], Sequence[np.ndarray]],
 ) -> Action:
     """compute: takes, for each lane, a mask of the members of its warp that take part; returns one

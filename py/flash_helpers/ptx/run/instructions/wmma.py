@@ -11,7 +11,7 @@ element at a time elsewhere; the hardware's accesses are others, and so are thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +90,10 @@ def _move(machine: Machine, instruction: Instruction) -> Action:
     operation, name = (*instruction.modifiers, "", "")[:2]
     type_name = instruction.types[0]
     m, n, k, factors = _SHAPES[machine.one_of(_SHAPES)]
-    known = {"load": {"a": factors, "b": factors, "c": _SUMS}, "store": {"d": _SUMS}}
+    known: dict[str, dict[str, Sequence[str]]] = {
+        "load": {"a": factors, "b": factors, "c": _SUMS},
+        "store": {"d": _SUMS},
+    }
     if type_name not in known.get(operation, {}).get(name, ()):
         raise machine.unsupported(f"this shape has no {name} of .{type_name}")
     fragment = _fragment(m, n, k, name, type_name)
@@ -113,7 +116,7 @@ def _move(machine: Machine, instruction: Instruction) -> Action:
     def places(selection: Selection) -> Callable[[int, int], np.ndarray]:
         """Takes a register and a step in it to addresses, one a lane."""
         lanes, start = machine.lanes_of(selection) % WARP, addresses(selection)
-        line = fragment.shape[1] if is_dense else fragment.shape[0]
+        line: int | np.ndarray = fragment.shape[1] if is_dense else fragment.shape[0]
         if strides is not None:
             line = pick(strides, selection).astype(np.int64)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from flash_helpers.ptx.tensor_map import TensorMap
 
@@ -134,7 +135,7 @@ class Box:
         pairs = zip(self._strides, self.map.element_strides, strict=True)
         return counts[1:], [stride * step for stride, step in pairs][1:]
 
-    def view(self, memory: np.ndarray, base: int, dtype: np.dtype | str = np.uint8) -> np.ndarray:
+    def view(self, memory: np.ndarray, base: int, dtype: DTypeLike = np.uint8) -> np.ndarray:
         """The elements inside as a view of global memory, dimension 0 last.
 
         memory: its bytes, uint8, from address `base` on, which must hold all of them. dtype: one
@@ -207,7 +208,7 @@ class Span:
         size = self.row_bytes
         return _sectors(self.address % SECTOR + size) if size else 0
 
-    def view(self, memory: np.ndarray, base: int, dtype: np.dtype | str = np.uint8) -> np.ndarray:
+    def view(self, memory: np.ndarray, base: int, dtype: DTypeLike = np.uint8) -> np.ndarray:
         """As `Box.view`."""
         return memory[self.address - base : self.end - base].view(dtype)
 

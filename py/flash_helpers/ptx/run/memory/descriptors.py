@@ -58,9 +58,8 @@ class Descriptor:
         start, leading, stride, base_offset, mode = (
             bits >> first & (1 << size) - 1 for first, size in _FIELDS
         )
-        found = cls(
-            *(CHUNK * x for x in (start, leading, stride)), base_offset, _SWIZZLE_BYTES[mode]
-        )
+        swizzle = _SWIZZLE_BYTES[mode]
+        found = cls(CHUNK * start, CHUNK * leading, CHUNK * stride, base_offset, swizzle)
         if base_offset and not found.swizzle:
             raise ValueError(
                 f"the matrix descriptor {bits:#018x} has base offset {base_offset} and no swizzle"

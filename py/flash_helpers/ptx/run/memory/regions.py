@@ -155,7 +155,7 @@ class DeviceMemory:
 
     def digest(self) -> bytes:
         """A hash of all its bytes."""
-        return hashlib.blake2b(self._bytes[: self._used]).digest()
+        return hashlib.blake2b(self._bytes[: self._used].data).digest()
 
     def words(self, size: int) -> np.ndarray:
         """All of memory from ARENA_BASE on, as `word_view` has it."""

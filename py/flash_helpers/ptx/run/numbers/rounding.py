@@ -148,7 +148,7 @@ def rounded(x: np.ndarray, dtype: np.dtype, mode: str = "rn") -> np.ndarray:
     near = x.astype(dtype)
     back = near.astype(F64)
     if mode == "rz":
-        wrong, limit = np.abs(back) > np.abs(x), 0
+        wrong, limit = np.abs(back) > np.abs(x), 0.0
     elif mode == "rm":
         wrong, limit = back > x, -np.inf
     else:

@@ -223,6 +223,7 @@ class AgentWatch:
             known = np.where(by_agent, of_agents, known)
         bad, pending = times > known, codes >= PENDING
         hidden = ~bad & ~by_agent & (times > self.order.lanes_in(access.visible, places))
+        kind: type[SimulatorError]
         for kind, chosen in (
             (PendingCopyError, pending),
             (RaceError, bad & ~pending),
@@ -261,7 +262,7 @@ class AgentWatch:
             times = codes >> SITE_BITS
             unknown = self.order.unknown_in
             bad = unknown(access.known, warp, times, masks)
-            kind = RaceError
+            kind: type[SimulatorError] = RaceError
             if not bad.any() and history.action == "write":
                 bad, kind = unknown(access.visible, warp, times, masks), ProxyError
             hit = bad.any(axis=1)

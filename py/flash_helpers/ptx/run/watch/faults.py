@@ -15,8 +15,10 @@ class FaultLog:
 
     program: Program
     keep_going: bool
-    faults: dict[tuple[type[SimulatorError], Site], SimulatorError] = field(default_factory=dict)
-    lints: dict[tuple[type[Lint], Site], Lint] = field(default_factory=dict)
+    faults: dict[tuple[type[SimulatorError], Site | None], SimulatorError] = field(
+        default_factory=dict
+    )
+    lints: dict[tuple[type[Lint], Site | None], Lint] = field(default_factory=dict)
 
     def go_on_with(self, faults: Iterable[SimulatorError], lints: Iterable[Lint]) -> None:
         """Adds those of an earlier launch of the kernel, which count on."""

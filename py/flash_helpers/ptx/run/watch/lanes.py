@@ -109,6 +109,7 @@ class LaneWatch:
             view.written[rows] = (
                 PENDING | position if action == "copy" else self.marks.code(position)
             )
+            assert value is not None  # only atomics have none, and they are strong
             self._check_simultaneous(access, value)
         if is_first is not None and strength.observes and is_first.any():
             unwritten = is_first.reshape(rows.size, -1)

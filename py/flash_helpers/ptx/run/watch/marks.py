@@ -119,14 +119,14 @@ class Marks:
     def warp_name(self, warp: int, viewer: int | np.integer) -> str:
         """A warp of the cluster, as seen from a lane of the batch."""
         rank, number = divmod(warp, self.geometry.warps_per_block)
-        if rank == self.geometry.rank_of(viewer):
+        if rank == self.geometry.rank_of(int(viewer)):
             return f"warp {number}"
         return f"warp {number} of the block of rank {rank}"
 
     def name_of(self, granule: int, viewer: int | np.integer) -> tuple[str, int]:
         """The name of a granule, as seen from a lane of the batch, and its address."""
         block, address = divmod(granule * self.granule, self.stride)
-        if block == self.geometry.block_of(viewer):
+        if block == self.geometry.block_of(int(viewer)):
             return f"shared address {address}", address
         rank = block % self.geometry.cluster
         return f"shared address {address} of the block of rank {rank}", address

@@ -82,7 +82,7 @@ class Poison:
     log: FaultLog
     types: Mapping[str, str]
     spaces: Mapping[str, Memory]
-    begin: Callable[[], Callable[[], Carrier]] | None = None
+    begin: Callable[[], Callable[[], Carrier] | None] | None = None
 
     def __post_init__(self) -> None:
         self.lane_ids = np.arange(self.geometry.lanes)
@@ -92,7 +92,8 @@ class Poison:
         self.stored: Codes | None = None
         """Over all lanes, of the words that the instruction being run stores; None: all clean."""
         self._memory: dict[str, np.ndarray] = {}
-        self._carrier: Carrier | None = None
+        self._carrier: Carrier
+        """From `start` on."""
 
     # -- registers ---------------------------------------------------------------------------------
 
@@ -228,9 +229,10 @@ class Poison:
     def start(self) -> None:
         """Something has read what nothing had written: from now on poison is followed."""
         if not self.active:
-            assert self.begin is not None
+            begin = self.begin and self.begin()
+            assert begin is not None
             self.active = True
-            self._carrier = proxy(self.begin()())
+            self._carrier = proxy(begin())
 
     def in_memory(
         self,

@@ -69,8 +69,9 @@ class Presence:
         To be told before what else the instruction releases."""
         lanes, blocks, addresses = self._remote(lanes, blocks, addresses)
         self._actions[position] = action
-        for values, kept in zip((self.order.now, position, addresses), self._last, strict=True):
-            kept[lanes, blocks % self.geometry.cluster] = values
+        times, positions, places = self._last
+        at = lanes, blocks % self.geometry.cluster
+        times[at], positions[at], places[at] = self.order.now, position, addresses
 
     def _remote(
         self, lanes: np.ndarray, blocks: np.ndarray, addresses: np.ndarray
