@@ -51,18 +51,10 @@ class LogEntry:
 
     def row(self) -> dict[str, Any]:
         """The columns of the table; constant memory is the sum over the banks told of."""
-        cmem = self.report.cmem_bytes
-        return {
-            "kernel": self.kernel,
-            "architecture": self.report.target,
-            "registers": self.report.registers,
-            "spill_store_bytes": self.report.spill_store_bytes,
-            "spill_load_bytes": self.report.spill_load_bytes,
-            "stack_bytes": self.report.stack_bytes,
-            "smem_bytes": self.report.smem_bytes,
-            "cmem_bytes": sum(cmem.values()) if cmem else None,
-            "barriers": self.report.barriers,
-        }
+        told, cmem = asdict(self.report), self.report.cmem_bytes
+        told |= {"kernel": self.kernel, "architecture": self.report.target}
+        told["cmem_bytes"] = sum(cmem.values()) if cmem else None
+        return {name: told[name] for name in _COLUMNS}
 
 
 def _logs(path: Path) -> list[Path]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from tabulate import tabulate
 
 DASH = "-"  # where there is no number
@@ -98,18 +97,7 @@ def records_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 def json_text(document: Any) -> str:
     """JSON to be read by people too; numbers that are not finite become null."""
-    return json.dumps(_finite_or_null(document), indent=2) + "\n"
-
-
-def _finite_or_null(value: Any) -> Any:
-    # JSON has no NaN and no infinity
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite_or_null(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite_or_null(item) for item in value]
-    return value
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
 def known(value: object) -> str:
