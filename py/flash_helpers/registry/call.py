@@ -148,6 +148,7 @@ class Template:
         self._pack = struct.Struct(f"<{POINTER.code.join(f'{len(x)}s' for x in constant)}").pack
         self._parts: list[bytes | int] = [0] * (2 * len(found) + 1)
         self._parts[::2] = constant
+        self._numbers: Callable[[Mapping[str, int]], Iterable[int]]
         if len(found) > 1 and not any(address.offset for address in found):
             self._numbers = operator.itemgetter(*(address.tensor for address in found))
         else:

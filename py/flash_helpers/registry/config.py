@@ -12,7 +12,7 @@ import re
 import typing
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, field, fields, replace
+from dataclasses import MISSING, Field, asdict, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from flash_helpers.gpu import Device
@@ -51,7 +51,9 @@ class Config:
     built for.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # each subclass is a dataclass
     example: ClassVar[str] = ""
+    _short_form: str
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -111,7 +113,7 @@ class Config:
         one that takes over."""
         return self
 
-    def own_strides(self, problem: Problem) -> dict[str, tuple[int, ...]]:
+    def own_strides(self, problem: Any) -> dict[str, tuple[int, ...]]:
         """Return strides for which this config itself is launched."""
         return problem.strides()
 

@@ -118,7 +118,8 @@ class Family(Generic[C]):
     @cached_property
     def steps(self) -> Mapping[str, Step]:
         """By id, in order."""
-        options, tunable = dict(self.base), {}
+        options = dict(self.base)
+        tunable: dict[str, tuple[Any, ...]] = {}
         traits: frozenset[str] = frozenset()
         found = {}
         for number, entry in enumerate(self.entries, start=1):

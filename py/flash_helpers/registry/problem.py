@@ -130,6 +130,7 @@ class Problem:
     passes them.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # each subclass is a dataclass
     operation: ClassVar[str]
     axes: ClassVar[Mapping[str, tuple[str, ...]]]
     optional: ClassVar[frozenset[str]] = frozenset()
@@ -163,7 +164,11 @@ class Problem:
     @classmethod
     @abstractmethod
     def posed(
-        cls: type[Own], shapes: Mapping[str, tuple[int, ...]], dtype: Element, **options: Any
+        cls: type[Own],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: Element,
+        *_: Any,  # with `options` it lets a type checker accept each subclass's own options
+        **options: Any,
     ) -> Own:
         """Return the problem that tensors of these shapes pose.
 
@@ -241,6 +246,7 @@ _IN_JSON: Mapping[str, tuple[type, ...]] = {
 def _read(field: Field[Any], value: Any) -> Any:
     """Return a field's value of what JSON has. Raises ValueError for another type."""
     kind = str(field.type)
-    if not isinstance(value, _IN_JSON[kind]) or (isinstance(value, bool) and kind != "bool"):
+    fits = isinstance(value, _IN_JSON[kind]) and (kind == "bool" or not isinstance(value, bool))
+    if not fits:
         raise ValueError(f"{field.name} {value!r} is no {kind}")
     return Element.from_name(value) if kind == "Element" else value

@@ -125,7 +125,7 @@ class AttentionForward(Problem):
             len_k=len_k,
             kv_heads=kv_heads,
             causal=causal,
-            softmax_scale=softmax_scale,
+            softmax_scale=1 / math.sqrt(d_head) if softmax_scale is None else softmax_scale,
             return_lse="lse" in shapes,
         )
 

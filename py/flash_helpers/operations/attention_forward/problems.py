@@ -56,4 +56,5 @@ def default_shape(
     """
     if batch is None:
         batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
+    kv_heads = heads if kv_heads is None else kv_heads
     return AttentionForward(batch, heads, seq_len, kv_heads=kv_heads, causal=causal)

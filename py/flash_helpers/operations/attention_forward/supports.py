@@ -228,7 +228,7 @@ class AttentionSupports:
         lengths = [*self._corner_lengths()]
         options = [_CORNERS[name] for name in ABILITIES if name in _CORNERS.keys() & self.abilities]
         together = {key: value for option in options for key, value in option.items()}
-        cases: list[tuple[int, int, int, int, dict[str, Any]]] = [
+        cases: list[tuple[int, int, int, int, Mapping[str, Any]]] = [
             *((1, 1, *both, {}) for both in lengths[:-1]),
             *((1, 6, *lengths[-2], option) for option in options),
             (2, 4 if options else 3, *lengths[-1], together),

@@ -51,7 +51,8 @@ class Rows(Problem):
             raise ValueError(
                 f"y has shape {shapes['y']} and x {shapes['x']}: all sizes must be equal"
             )
-        return cls(*shapes["x"], dtype)
+        rows, width = shapes["x"]
+        return cls(rows, width, dtype)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
