@@ -61,7 +61,9 @@ def run(
         return {"o": module.flash_attn_func(q, k, v, causal=problem.causal, **scale)}
     with sdpa_kernel(_SDPA_BACKENDS[library]):
         output = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             is_causal=problem.causal,
             enable_gqa=q.shape[2] != k.shape[2],
             scale=None if problem.has_usual_scale else problem.softmax_scale,

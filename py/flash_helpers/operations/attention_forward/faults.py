@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from flash_helpers.check.faults import Fault, drop, leave, nth, of_warp, other_chunk, swap
 from flash_helpers.gpu import Device, largest_device
-from flash_helpers.kernel_configs import AttentionForward, Config, Element
+from flash_helpers.kernel_configs import AttentionForward, Element
+from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.ptx import (
     BarrierError,
     DeadlockError,
@@ -331,7 +332,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-def problem_of(config: Config) -> AttentionForward:
+def problem_of(config: AttentionConfig) -> AttentionForward:
     """Return the problem that faults of a config show on: the shortest with three blocks of keys.
 
     For a causal kernel, the least that tiles are counted for on `device_of`. The diagonal of the
@@ -345,14 +346,14 @@ def problem_of(config: Config) -> AttentionForward:
     return AttentionForward(1, 1, -(-3 * config.B_c // whole) * whole, dtype=config.dtype)
 
 
-def device_of(config: Config) -> Device:
+def device_of(config: AttentionConfig) -> Device:
     """Return the GPU that launches are made for: of a causal kernel one of two SMs, where tiles of
     `problem_of` are left for a counter when each block has two."""
     largest = largest_device(config.family.capabilities[0])
     return replace(largest, sms=2) if config.supports.causal else largest
 
 
-def distribution_of(config: Config) -> str:
+def distribution_of(config: AttentionConfig) -> str:
     """Return inputs in which the maximum of most rows changes from block to block, by enough for a
     step that is lazy; for a causal kernel inputs in which every key counts, so that a wrong mask
     shows."""

@@ -216,7 +216,9 @@ def attention_reference(
 def reference(problem: AttentionForward, inputs: Mapping[str, torch.Tensor]) -> Reference:
     """Return the results of a problem. Raises as `attention_reference` does."""
     return attention_reference(
-        *(inputs[name] for name in "qkv"),
+        inputs["q"],
+        inputs["k"],
+        inputs["v"],
         causal=problem.causal,
         softmax_scale=problem.softmax_scale,
     )

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
+from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.registry.hopper import (
     MAX_L,
     MAX_RAISE,
@@ -40,11 +41,8 @@ from flash_helpers.registry.mma_sync import (
     MAX_GROWTH,
     MMA_K,
     MMA_ROW_SUM,
-    MmaSyncConfig,
 )
 from flash_helpers.runtime.tensors import posed_problem
-
-TracedConfig = MmaSyncConfig | HopperKernelConfig
 
 QUANTITIES = ("Q", "K", "S", "m", "l", "P", "V", "O")
 """Quantities of a step, in the order in which a kernel comes by it."""
@@ -155,7 +153,7 @@ def _in_tiles(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
 
 
 def blockwise_forward(
-    config: TracedConfig,
+    config: AttentionConfig,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -247,7 +245,7 @@ def _first_of_warpgroup(of_rows: torch.Tensor) -> torch.Tensor:
 
 
 def _taken_by(
-    config: TracedConfig,
+    config: AttentionConfig,
     step: BlockStep,
     rows: torch.Tensor,
     keys_of_S: torch.Tensor,

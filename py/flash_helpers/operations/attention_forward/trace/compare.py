@@ -12,12 +12,12 @@ from flash_helpers.check.debugging import SIMULATOR, ComparedOutputs, run_on
 from flash_helpers.check.difference import WrongElement
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward, Config
+from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.operations.attention_forward.reference import attention_float64, reference
 from flash_helpers.operations.attention_forward.trace.blockwise import (
     OF_KEYS,
     QUANTITIES,
     BlockStep,
-    TracedConfig,
     blockwise_forward,
     finish,
     rows_that_fit,
@@ -95,7 +95,7 @@ def _first_wrong(
     name: str,
     got: torch.Tensor,
     expected: torch.Tensor,
-    config: Config,
+    config: AttentionConfig,
     dtype: torch.dtype,
     key_block: int | None,
 ) -> Disagreement | None:
@@ -135,7 +135,7 @@ def _first_wrong(
 
 
 def first_disagreement(
-    config: Config,
+    config: AttentionConfig,
     steps: Iterable[BlockStep],
     output: torch.Tensor,
     expected_steps: Iterable[BlockStep],
@@ -157,7 +157,7 @@ def first_disagreement(
     return _first_wrong("output", got, want, config, dtype, None)
 
 
-def _by_row_block(output: torch.Tensor, config: Config) -> torch.Tensor:
+def _by_row_block(output: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
     """(batch, heads, blocks, B_r, d_head), NaN in rows behind the last query."""
     rows = output.detach().cpu().float().transpose(1, 2)
     whole = (0, 0, 0, -rows.shape[2] % config.B_r)
@@ -179,7 +179,7 @@ class Excerpt:
 
 
 def excerpt_text(
-    config: Config,
+    config: AttentionConfig,
     steps: Iterable[BlockStep],
     output: torch.Tensor,
     excerpt: Excerpt,
@@ -202,14 +202,16 @@ def excerpt_text(
     return "\n".join(lines) + "\n"
 
 
-def _own_rows(config: Config, warp: int | None) -> range:
+def _own_rows(config: AttentionConfig, warp: int | None) -> range:
     if warp is None:
         return range(config.B_r)
     rows = config.B_r // config.n_warps
     return range(warp * rows, (warp + 1) * rows)
 
 
-def _matrix_lines(config: Config, name: str, step: BlockStep, excerpt: Excerpt) -> Iterator[str]:
+def _matrix_lines(
+    config: AttentionConfig, name: str, step: BlockStep, excerpt: Excerpt
+) -> Iterator[str]:
     values = getattr(step, name)[0, 0]
     # what is the same for all row blocks, warps or lanes has a 1 there
     values = values[min(excerpt.row_block, values.shape[0] - 1)]
@@ -246,7 +248,7 @@ class Comparison:
     if it was not asked for. ran: the place, in words. faults, lints: that the watcher found.
     """
 
-    config: Config
+    config: AttentionConfig
     steps: tuple[BlockStep, ...]
     output: torch.Tensor
     expected_steps: tuple[BlockStep, ...]
@@ -295,7 +297,7 @@ def _expected_output(
 
 
 def compare(
-    config: TracedConfig,
+    config: AttentionConfig,
     problem: AttentionForward,
     inputs: Mapping[str, torch.Tensor],
     *,
@@ -344,7 +346,7 @@ def _compared_lse(
     return ComparedOutputs(problem, {"lse": outputs["lse"]}, reference(problem, inputs), ran)
 
 
-def check_excerpt(config: TracedConfig, problem: AttentionForward, excerpt: Excerpt) -> None:
+def check_excerpt(config: AttentionConfig, problem: AttentionForward, excerpt: Excerpt) -> None:
     """Raise ValueError for a block or a warp that does not exist."""
     for name, values, number in (
         ("block", excerpt.key_blocks or [], -(-problem.len_k // config.B_c)),

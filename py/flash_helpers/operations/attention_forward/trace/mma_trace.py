@@ -20,7 +20,7 @@ from flash_helpers.kernel_configs import AttentionForward
 from flash_helpers.operations.attention_forward.trace.data_flow import DataFlow
 from flash_helpers.operations.attention_forward.trace.recorder import Recorder, UntraceableKernel
 from flash_helpers.ptx import Kernel, Observation, Observer
-from flash_helpers.ptx.read.module import Instruction
+from flash_helpers.ptx.read.module import Instruction, Operand, Vector
 from flash_helpers.ptx.run.instructions.tensor import matrix_of_a, matrix_of_b, matrix_of_c
 from flash_helpers.registry.mma_sync import (
     LAZY_RESCALE,
@@ -120,7 +120,13 @@ def _plan(config: MmaSyncConfig, kernel: Kernel) -> _Plan:
 
 
 def _has_constant_b(flow: DataFlow, mma: Instruction) -> bool:
-    return not any(flow.sources(mma, register) for register in mma.operands[2].elements)
+    return not any(flow.sources(mma, register) for register in _elements(mma.operands[2]))
+
+
+def _elements(operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a matrix of an `mma`."""
+    assert isinstance(operand, Vector)
+    return operand.elements
 
 
 def _row_maxima(flow: DataFlow, instructions: tuple[Instruction, ...]) -> list[Instruction]:
@@ -145,7 +151,7 @@ def _lazy_maxima(flow: DataFlow, instructions: tuple[Instruction, ...]) -> list[
     ]
 
 
-class MmaRecorder(Recorder):
+class MmaRecorder(Recorder[MmaSyncConfig]):
     """Values of a launch. Raises UntraceableKernel if the kernel is not built as `_plan` needs."""
 
     def __init__(
@@ -184,7 +190,7 @@ class MmaRecorder(Recorder):
     def _see_product(self, observation: Observation, product: _Product) -> None:
         a_type = observation.instruction.types[1]
         d, a, b = (
-            [observation.value(e, "b32") for e in operand.elements]
+            [observation.value(e, "b32") for e in _elements(operand)]
             for operand in observation.instruction.operands[:3]
         )
         tile, warp = self._warps(observation)

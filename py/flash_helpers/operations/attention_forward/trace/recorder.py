@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from flash_helpers.gpu import WARP
 from flash_helpers.kernel_configs import AttentionForward
-from flash_helpers.operations.attention_forward.trace.blockwise import BlockStep, TracedConfig
+from flash_helpers.operations.attention_forward.configs import AttentionConfig
+from flash_helpers.operations.attention_forward.trace.blockwise import BlockStep
 from flash_helpers.ptx import Observation
 from flash_helpers.registry.mma_sync import MMA_N, MMA_ROW_SUM
+
+Traced = TypeVar("Traced", bound=AttentionConfig)
 
 MAX_TRACE_BYTES = 2**30
 QUAD = 4
@@ -25,7 +29,7 @@ class UntraceableKernel(ValueError):
 
 
 @dataclass
-class Recorder:
+class Recorder(Generic[Traced]):
     """The values of one launch. Tiles of queries are numbered as (batch, head, block of rows), and
     turns are the blocks of keys in the order in which the kernel walks them; a warp may leave out
     the first ones.
@@ -34,7 +38,7 @@ class Recorder:
     ValueError if they would take more than MAX_TRACE_BYTES.
     """
 
-    config: TracedConfig
+    config: Traced
     problem: AttentionForward
     values: dict[str, np.ndarray] = field(init=False)
 

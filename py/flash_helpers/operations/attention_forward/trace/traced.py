@@ -11,7 +11,8 @@ import torch
 from flash_helpers.check.tensors import tensors_for
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward
-from flash_helpers.operations.attention_forward.trace.blockwise import BlockStep, TracedConfig
+from flash_helpers.operations.attention_forward.configs import AttentionConfig
+from flash_helpers.operations.attention_forward.trace.blockwise import BlockStep
 from flash_helpers.operations.attention_forward.trace.mma_trace import MmaRecorder
 from flash_helpers.operations.attention_forward.trace.wgmma_trace import WgmmaRecorder
 from flash_helpers.ptx import Kernel, Run
@@ -40,7 +41,7 @@ class KernelTrace:
 
 
 def trace_forward(
-    config: TracedConfig,
+    config: AttentionConfig,
     kernel: Kernel,
     problem: AttentionForward,
     inputs: Mapping[str, torch.Tensor],
@@ -56,8 +57,11 @@ def trace_forward(
     does not end.
     """
     device = device or device_for(config.family, torch.device("cpu"))
-    make = MmaRecorder if isinstance(config, MmaSyncConfig) else WgmmaRecorder
-    recorder = make(config, problem, kernel, device)
+    recorder: MmaRecorder | WgmmaRecorder = (
+        MmaRecorder(config, problem, kernel, device)
+        if isinstance(config, MmaSyncConfig)
+        else WgmmaRecorder(config, problem, kernel, device)
+    )
     tensors = tensors_for(config, problem, inputs)
     run = run_kernel(
         config,

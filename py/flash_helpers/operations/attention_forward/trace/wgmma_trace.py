@@ -164,7 +164,7 @@ def _halves(flow: DataFlow, sum_of: Instruction, exponents: Mapping[int, int]) -
     return found
 
 
-class WgmmaRecorder(Recorder):
+class WgmmaRecorder(Recorder[HopperKernelConfig]):
     """Values of a launch. Raises UntraceableKernel if the kernel is not built as `_plan` needs."""
 
     def __init__(
