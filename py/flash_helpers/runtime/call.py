@@ -53,7 +53,7 @@ class Plan:
 
     def filled(self, given: Given) -> list[Any]:
         """Return the tensors, with new ones for outputs that were left out."""
-        found = list(given)
+        found: list[Any] = list(given)
         for number, allocate in self.outputs:
             if found[number] is None:
                 found[number] = allocate(found[0])
@@ -61,6 +61,7 @@ class Plan:
 
     def run(self, addresses: dict[str, int]) -> None:
         """Launch on the device's current stream, without waiting. addresses: of the tensors."""
+        assert self.device is not None
         # torch.cuda.current_stream() makes an object of it, which takes longer than a launch
         addresses[library.STREAM] = torch._C._cuda_getCurrentRawStream(self.device)
         # Zeroed by the stream before the kernels, at each replay of a graph too; the allocator
@@ -262,9 +263,11 @@ def compute(
     kind: problem class of the operation. asked: a config or its short form, or a key that `choose`
     finds a built config for; and options.
     """
-    key = (kind, asked, given[0].shape, len(given))
+    first = given[0]
+    assert first is not None  # an input
+    key = (kind, asked, first.shape, len(given))
     plan = _quick_plans.get(key)
-    if plan is not None:
+    if plan is not None and plan.quick is not None:
         every = plan.filled(given)
         if not any(every[n].requires_grad for n, _ in plan.outputs) and plan.quick(*every):
             return every

@@ -414,7 +414,7 @@ def resources(cfg: Config | str, device: int) -> KernelResources:
     found = _Resources()
     status = load().flash_kernel_resources(_numbers()[name], *config.block(function), device, found)
     check(status, name)
-    return KernelResources(**{name: getattr(found, name) for name, _ in _Resources._fields_})
+    return KernelResources(**{f.name: getattr(found, f.name) for f in fields(KernelResources)})
 
 
 def cuda_version() -> tuple[int, int]:

@@ -182,7 +182,9 @@ def check_output(others: Mapping[str, torch.Tensor], own: str, tensor: torch.Ten
         )
     check_output_layout(own, tensor)
     for name, other in others.items():
-        if np.may_share_memory(_addresses(tensor), _addresses(other), max_work=_OVERLAP_WORK):
+        one, two = _addresses(tensor), _addresses(other)
+        # numpy takes any number, unlike what its stubs say
+        if np.may_share_memory(one, two, max_work=_OVERLAP_WORK):  # type: ignore[arg-type]
             raise ValueError(
                 f"{own} overlaps {name} in memory, which is used while {own} is written: pass "
                 f"another tensor, or leave {own} out"
