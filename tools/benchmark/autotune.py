@@ -234,7 +234,7 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     info = worker.start()
     folder = arguments.root / "configs"
     own = (info.gpu, info.compute_capability)
-    best = BestConfigs.load_own(best_file(folder, info.gpu), *own)
+    best = BestConfigs.load_own(best_file(folder, info.gpu), BestConfigs(*own, ()))
     table = load_sweep(sweep_file(folder, info.gpu), *own)
     runs = [c for c in configs if c.family.runs_on(divmod(info.architecture, 10))]
     if not runs:

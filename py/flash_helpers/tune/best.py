@@ -162,7 +162,8 @@ def _winners(
     if gpu is None:
         return []
     name, capability = gpu
-    own, near = [], []
+    own: list[Config] = []
+    near: list[Config] = []
     for file in _files(library.package_folder() / CONFIG_FOLDER):
         entry = file.find(step.id, dtype.short, **options)
         if entry and file.compute_capability == capability:

@@ -338,7 +338,7 @@ def load_sweep(path: Path, gpu: str, compute_capability: str) -> SweepTable:
 
     Raises OSError, and ValueError for a file of something else or of another GPU.
     """
-    return SweepTable.load_own(path, gpu, compute_capability)
+    return SweepTable.load_own(path, SweepTable(gpu, compute_capability, ()))
 
 
 def outcomes_text(rows: Sequence[SweepRow]) -> str:

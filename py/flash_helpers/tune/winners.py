@@ -48,15 +48,15 @@ class GpuFile(RecordFile):
     compute_capability: str
 
     @classmethod
-    def load_own(cls: type[Own], path: Path, gpu: str, compute_capability: str) -> Own:
-        """`load`, or nothing found on this GPU if there is no such file.
+    def load_own(cls: type[Own], path: Path, none: Own) -> Own:
+        """`load`, or `none`, a file of this GPU without records, if there is no such file.
 
         Raises ValueError if the file is of another GPU.
         """
         if not path.exists():
-            return cls(gpu, compute_capability, ())
+            return none
         found = cls.load(path)
-        refuse_mixing(path, found.gpu, gpu)
+        refuse_mixing(path, found.gpu, none.gpu)
         return found
 
 

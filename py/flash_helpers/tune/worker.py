@@ -77,7 +77,8 @@ def worker_info(device: torch.device) -> WorkerInfo:
     return WorkerInfo(
         gpu=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
-        smem_bytes=properties.shared_memory_per_block_optin,
+        # PyTorch has it, but not its stubs
+        smem_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         driver=driver_version(device),
         torch=torch.__version__,
     )
