@@ -112,7 +112,7 @@ def problem_options(problem: Problem) -> list[str]:
     """Return the options that ask for a problem on a command line, but its dtype
     (`selection.add_problem_options`)."""
     found = []
-    for field in fields(problem):  # type: ignore[arg-type]  # each class is a dataclass
+    for field in fields(problem):
         if "help" not in field.metadata:
             continue
         value = getattr(problem, field.name)

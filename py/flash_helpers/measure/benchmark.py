@@ -11,6 +11,7 @@ float64, before and after.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import time
@@ -318,7 +319,7 @@ def measure_problem(
         entry.verify()
 
     for entry in entries:
-        entry.attempt(lambda entry=entry: prepare(entry))
+        entry.attempt(functools.partial(prepare, entry))
         advance()
 
     timed = [entry for entry in entries if not entry.failure]

@@ -171,7 +171,7 @@ def _role_rows(
 ) -> Iterable[tuple[str, list[float | None]]]:
     """Rows of one role: its warps, their counts in all, and in the main loop."""
     each = [profile.roles.get(name, Role((), {})) for profile in profiles]
-    none = [None] * len(profiles)
+    none: list[float | None] = [None] * len(profiles)
     yield f"[{name}]", none
     if any(role.warps for role in each):
         yield "warps of a block", [len(role.warps) for role in each]

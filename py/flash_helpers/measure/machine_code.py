@@ -15,13 +15,13 @@ from pathlib import Path
 from flash_helpers.console.progress import Progress
 from flash_helpers.gpu import SM_COUNTS, capability_of, largest_device
 from flash_helpers.kernel_configs import (
-    AttentionForward,
     Config,
     Problem,
     find_config,
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.results import BenchmarkResults, size_of
+from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, names_of
 from flash_helpers.runtime import library
@@ -210,8 +210,10 @@ def launch_of(config: Config, problem: Problem | None = None) -> Launch:
 
 def unit_of(config: Config) -> Unit | None:
     """Work of a kernel's loops, where tensor instructions tell it: in those of attention."""
-    if config.family.operation.problem is not AttentionForward:
-        return None
+    return _block_of_keys(config) if isinstance(config, AttentionConfig) else None
+
+
+def _block_of_keys(config: AttentionConfig) -> Unit:
     return Unit("block of K and V", config.mma_per_key_block)
 
 
@@ -220,14 +222,13 @@ def trips(kernel: Kernel, config: Config, seq_len: int) -> dict[int, int]:
 
     Raises NotDeterminedError as `phases.trip_counts` does.
     """
-    unit = unit_of(config)
-    if unit is None:
+    if not isinstance(config, AttentionConfig):
         raise NotDeterminedError(
             f"{config.short_form()} has no tensor instructions: how often its loops are run cannot "
             "be told"
         )
     try:
-        return trip_counts(kernel, unit, len(config.key_blocks(seq_len)))
+        return trip_counts(kernel, _block_of_keys(config), len(config.key_blocks(seq_len)))
     except NotDeterminedError as error:
         text = str(error).replace(kernel.name, config.short_form())
         raise NotDeterminedError(f"{text} (seq_len {seq_len})") from error
@@ -278,8 +279,8 @@ def config_facts(
     results: of a benchmark; those of another architecture than the kernel's are left aside.
     """
     results = measured_on(results, kernel)
-    found = results and results.find(config.short_form(), config.dtype.short, seq_len)
-    timed = results and timed_launch(results, config, seq_len)
+    found = results.find(config.short_form(), config.dtype.short, seq_len) if results else None
+    timed = timed_launch(results, config, seq_len) if results else None
     try:
         prediction = predict_config(kernel, config, *timed) if timed else None
     except NotDeterminedError:
@@ -298,7 +299,7 @@ def config_facts(
         launch=launch_of(config),
         unit=unit_of(config),
         prediction=prediction,
-        measurement=found and Measured(found.median_ms, found.speed, found.unit),
+        measurement=Measured(found.median_ms, found.speed, found.unit) if found else None,
         timed=f"seq_len {seq_len}",
     )
 
@@ -360,13 +361,16 @@ def matrix_page(matrix: Matrix, root: Path) -> str:
     hand, as are those beside the files of other kernels."""
     rows, ptx, sources = [], [], {}
     for facts in matrix.rows:
-        own = isinstance(facts, ConfigFacts)
-        if facts.where is not None and not own:
+        if facts.where is not None and not isinstance(facts, ConfigFacts):
             kernel, texts = with_sources(facts.kernel, facts.where.path.parent)
             facts = replace(facts, kernel=kernel)
             sources.update(texts)
         rows.append(facts)
-        ptx.append(shipped_ptx(facts.config) if own and facts.where is None else "")
+        ptx.append(
+            shipped_ptx(facts.config)
+            if isinstance(facts, ConfigFacts) and facts.where is None
+            else ""
+        )
     sources.update(read_sources([f.kernel for f in rows if isinstance(f, ConfigFacts)], root))
     only_own = all(isinstance(facts, ConfigFacts) for facts in rows)
     title = "FlashAttention-2 kernels" if only_own else "Kernels"
@@ -393,4 +397,5 @@ def source_diff(before: Step, after: Step, root: Path, fold_namespace: bool = Fa
             name = step.namespace
             text = re.sub(rf"\b{name}(?=::)|(?<=\bnamespace ){name}\b", _FOLDED, text)
         texts.append(text.splitlines(keepends=True))
-    return "".join(difflib.unified_diff(*texts, str(before.source), str(after.source)))
+    old, new = texts
+    return "".join(difflib.unified_diff(old, new, str(before.source), str(after.source)))

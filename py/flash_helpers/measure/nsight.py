@@ -211,9 +211,9 @@ class NsightCompute:
 
         Raises ProfilerError if no launch could be counted, ProfilerDenied if that is not allowed.
         """
-        wanted, dropped, said = list(metrics), True, ""
+        wanted, said = list(metrics), ""
         for attempt in range(_ATTEMPTS):
-            if not wanted or not dropped:
+            if not wanted:
                 break
             table, said = self._attempt(target, kernel, wanted, f"{name}_{attempt}", instances)
             with contextlib.suppress(ProfilerError):
@@ -226,6 +226,8 @@ class NsightCompute:
                 )
             bases = {_base(metric) for metric in wanted}
             dropped = bases & _refused(said) or bases - self.metric_names()
+            if not dropped:
+                break
             wanted = [metric for metric in wanted if _base(metric) not in dropped]
         raise ProfilerError(f"ncu counted nothing: {said.strip()[-2000:] or '(it said nothing)'}")
 

@@ -59,7 +59,8 @@ _STEP_COLORS = (
     ORANGE,
     "#e5534b",
 )
-_STYLE = MappingProxyType(
+# Any, since the type of matplotlib names every key
+_STYLE: Mapping[Any, object] = MappingProxyType(
     {
         "svg.hashsalt": "flash_helpers",
         "svg.fonttype": "none",
@@ -106,7 +107,8 @@ def progression_numbers(results: BenchmarkResults, dtype: str) -> Numbers:
     found = [own for own in _stairs(results, dtype) if own.step.family in measured]
 
     def percents(configs: Iterable[Config | None]) -> list[float | None]:
-        return [_rounded(c and results.of_first(c.short_form(), dtype), 100) for c in configs]
+        shares = (results.of_first(c.short_form(), dtype) if c else None for c in configs)
+        return [_rounded(share, 100) for share in shares]
 
     heights = {
         "fixed": percents(own.fixed for own in found),
@@ -327,6 +329,7 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
     titles = {title: name for name, title in LIBRARY_NAMES.items()}
     n_steps = 0
     ends: list[tuple[float, str, str]] = []
+    style: str | tuple[int, tuple[int, int]]
     for label, speeds in lines.items():
         if label in titles:
             color, style = _LIBRARY_COLORS[titles[label]], (0, (5, 3))

@@ -20,6 +20,7 @@ from flash_helpers.measure.counts import (
 )
 from flash_helpers.measure.machine_code import trips
 from flash_helpers.measure.results import size_of
+from flash_helpers.operations.attention_forward.supports import AttentionSupports
 from flash_helpers.ptx import Counters
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_buckets
@@ -58,14 +59,14 @@ def problem_for(config: Config, size: int) -> Problem:
     Of attention, one head, or as many as give the config its row stride; then the sequence is
     shorter by the square root of the heads, so that all take the same time.
     """
-    operation = config.family.operation
-    if operation.problem is not AttentionForward:
+    operation, supports = config.family.operation, config.supports
+    if not isinstance(supports, AttentionSupports):
         return replace(operation.small, **{operation.swept: size}).in_dtype(config.dtype)
-    d_head, block = config.supports.d_heads[0], config.supports.whole
+    d_head, block = supports.d_heads[0], supports.whole
     one = AttentionForward(1, 1, block, d_head, config.dtype)
     heads = config.own_strides(one)["q"][1] // d_head or 1
     shorter = max(block, int(size / heads**0.5) // block * block)
-    return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=config.supports.causal)
+    return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=supports.causal)
 
 
 def _named(config: Config, problem: Problem) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def problem_of(record: Mapping[str, Any]) -> Problem:
 
     Raises ValueError for a record of none, and as `Problem.from_record` does.
     """
-    name = record.get("operation")
+    name: Any = record.get("operation")
     if name not in OPERATIONS:
         raise ValueError(f"operation {name!r} is none of {', '.join(OPERATIONS)}")
     return OPERATIONS[name].problem.from_record(record)

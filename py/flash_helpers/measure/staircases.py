@@ -82,10 +82,10 @@ def beside_parents(
         yield (
             own,
             [
-                (own.fixed, before and before.fixed),
-                (own.large, before and before.large),
+                (own.fixed, before.fixed if before else None),
+                (own.large, before.large if before else None),
                 # a parent without a static stride reads it at the large tile, too
-                (own.read, before and (before.read or before.large)),
+                (own.read, (before.read or before.large) if before else None),
             ],
         )
 
@@ -98,10 +98,10 @@ def parent_at_tile(config: Config) -> Config | None:
 
 
 def tile_text(config: Config) -> str:
-    """Its tile shape, of a family that has tiles, and its warps in words."""
-    sizes = [(name, getattr(config, name, None)) for name in ("B_r", "B_c")]
-    found = [f"{name} {size}" for name, size in sizes if size is not None]
-    return ", ".join([*found, f"{config.n_warps} warps"])
+    """Its tile shape and its warps in words, of a family that has them."""
+    words = {"B_r": "B_r {}", "B_c": "B_c {}", "n_warps": "{} warps"}
+    found = {name: getattr(config, name, None) for name in words}
+    return ", ".join(words[name].format(size) for name, size in found.items() if size is not None)
 
 
 def measured_families(names: Iterable[str]) -> set[str]:
