@@ -85,49 +85,6 @@ def test_elements_lie_where_the_canonical_layouts_say(k_major, width, rows, star
         assert found.tolist() == expected
 
 
-class TestExamplesOfTheISA:
-    """PTX ISA 9.0, "Canonical Layouts", figures 168 to 170: "Exact layout" and the strides."""
-
-    @pytest.mark.parametrize(
-        "width, exact, leading, stride",
-        [
-            (0, (Mode((8, 1, 2), (1, 8, 64)), Mode((8, 2), (8, 128))), 128, 64),
-            (32, (Mode((8, 2, 2), (1, 8, 128)), Mode((8, 2), (16, 256))), 128, 256),
-            (64, (Mode((8, 4, 2), (1, 8, 256)), Mode((8, 2), (32, 512))), 256, 512),
-        ],
-    )
-    def test_mn_major_of_bf16(self, width, exact, leading, stride):
-        across, along = exact
-        rows = int(np.prod(across.shape))
-        found = elements(
-            MatrixOperand(rows, False), encode(0, 2 * leading, 2 * stride, swizzle=width)
-        )
-        bits = {0: 0, 32: 1, 64: 2}[width]
-        for row in range(rows):
-            for k in range(16):
-                assert found[row, k] == swizzled(2 * (across(row) + along(k)), bits)
-
-
-class TestSwizzle128:
-    """The two layouts by which attention reads Q and K, and V."""
-
-    def test_k_major_steps_of_k_advance_the_start_by_32_bytes(self):
-        tile = encode(2048, 16, 1024, swizzle=128)
-        for step in range(4):
-            found = elements(MatrixOperand(64, True), tile + 2 * step)
-            for row, k in ((0, 0), (5, 3), (13, 15), (63, 8)):
-                at = 2048 + row // 8 * 1024 + row % 8 * 128 + 2 * (16 * step + k)
-                assert found[row, k] == at ^ (row % 8) << 4
-
-    def test_mn_major_steps_of_k_advance_the_start_by_2048_bytes(self):
-        n, keys = 128, 128
-        tile = encode(0, 128 * keys, 1024, swizzle=128)
-        found = elements(MatrixOperand(n, False), tile + (2048 >> 4))
-        for column, key in ((0, 0), (63, 9), (64, 0), (127, 15)):
-            at = column // 64 * 128 * keys + (16 + key) * 128 + column % 64 * 2
-            assert found[column, key] == at ^ (key % 8) << 4
-
-
 class TestBaseOffset:
     """PTX ISA 9.0, "Matrix Descriptor Format": base offset = (pattern start >> 7) & 7."""
 
