@@ -37,7 +37,6 @@ from flash_helpers.measure.call_overhead import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.results import CUDNN, FLASH
 from flash_helpers.runtime.backend import KernelsNotRun, find_backend
-from flash_helpers.tune.best import choose_config
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +76,7 @@ def contenders(device: torch.device) -> dict[str, Contender]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     import flash_attention
+    from flash_helpers.tune.best import choose_config
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
 

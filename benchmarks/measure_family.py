@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import flash_helpers.console.quiet_start  # noqa: F401
+
 import argparse
 import shlex
 import subprocess

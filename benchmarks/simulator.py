@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flash_helpers.console.command_line import make_parser, output_file, run_tool, typed_command
 from flash_helpers.console.files import write_if_different
@@ -33,9 +33,11 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.results import problem_of
 from flash_helpers.operations.attention_forward import OPERATION
-from flash_helpers.ptx import DeviceMemory, Run, TensorMap, load_ptx
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.library import ptx_path
+
+if TYPE_CHECKING:
+    from flash_helpers.ptx import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results/simulator.json")
@@ -114,6 +116,8 @@ def measure(config: Config, asked: Problem) -> dict[str, Any]:
 def measure_hopper() -> dict[str, Any]:
     """A producer warp and two warpgroups of consumers, one head, a block per 128 rows."""
     from hopper_cases import attention  # which computes for all of its cases
+
+    from flash_helpers.ptx import DeviceMemory, TensorMap, load_ptx
 
     blocks = HOPPER_ROWS // 128
     case = attention("bf16", 128, HOPPER_ROWS, heads=1, batches=1, blocks=blocks)

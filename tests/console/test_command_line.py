@@ -166,7 +166,7 @@ class TestRunTool:
         assert capsys.readouterr() == ("", f"{said}\n")
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # what is run as a file or as python -m, by the line that runs it
 PROGRAMS = sorted(
     path.relative_to(ROOT)
@@ -185,7 +185,15 @@ def command_of(program: Path, *options: str) -> list[str]:
     return [sys.executable, *options, *command, "--help"]
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != WORKER], ids=str)
+COMPUTE = {Path("benchmarks/hopper_kernels.py"), Path("benchmarks/shared_wavefronts.py")}
+"""Programs whose tables of cases are arrays, which the tests read, too."""
+
+
+def test_there_are_programs() -> None:
+    assert {WORKER, *COMPUTE, Path("tools/debug/sanity_check.py")} <= {*PROGRAMS}
+
+
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in {WORKER, *COMPUTE}], ids=str)
 def test_help_waits_for_neither_torch_nor_numpy(program, root):
     command = command_of(program, "-X", "importtime")  # tells what is imported
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from flash_helpers.console.tables import Table, change, number, records_csv
 from flash_helpers.kernel_configs import Config, Problem
 from flash_helpers.ptx import Counts, Phase, Role
-from flash_helpers.ptx.run.count.counters import ROLES
+from flash_helpers.ptx.run.count.counts import ROLES
 from flash_helpers.registry.selection import UsageError, names_of, require_supported
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from flash_helpers.measure.counts import (
 from flash_helpers.measure.machine_code import trips
 from flash_helpers.measure.results import size_of
 from flash_helpers.operations.attention_forward.supports import AttentionSupports
-from flash_helpers.ptx import Counters
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_buckets
 from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions
@@ -31,7 +30,7 @@ from flash_helpers.sass.read.records import Kernel
 if TYPE_CHECKING:
     import torch
 
-    from flash_helpers.ptx import Run
+    from flash_helpers.ptx import Counters, Run
     from flash_helpers.runtime.backend import Backend
 
 _TMA = "cp.async.bulk.tensor"

@@ -14,13 +14,13 @@ from flash_helpers.ptx.errors import *  # noqa: F403 - every kind of error
 from flash_helpers.ptx.read.flow import Phase as Phase
 from flash_helpers.ptx.read.reader import read_ptx as read_ptx
 from flash_helpers.ptx.run.count.counts import Counts as Counts
+from flash_helpers.ptx.run.count.counts import LineCounts as LineCounts
+from flash_helpers.ptx.run.count.counts import Role as Role
 from flash_helpers.ptx.tensor_map import TensorMap as TensorMap
 
 if TYPE_CHECKING:
     from flash_helpers.ptx.run.asynchronous.warpgroups import ComputedProduct as ComputedProduct
     from flash_helpers.ptx.run.count.counters import Counters as Counters
-    from flash_helpers.ptx.run.count.counters import LineCounts as LineCounts
-    from flash_helpers.ptx.run.count.counters import Role as Role
     from flash_helpers.ptx.run.execute.observe import Observation as Observation
     from flash_helpers.ptx.run.execute.observe import Observer as Observer
     from flash_helpers.ptx.run.kernel import Kernel as Kernel
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # what runs kernels needs NumPy, which those who only read PTX do not wait for
 _RUNNING = {
-    "count.counters": ("Counters", "LineCounts", "Role"),
+    "count.counters": ("Counters",),
     "kernel": ("Kernel", "Run"),
     "loading": ("PtxModule", "load_ptx"),
     "memory.regions": ("DeviceMemory",),

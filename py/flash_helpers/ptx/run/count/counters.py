@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 import numpy as np
 
 from flash_helpers.ptx.read.flow import Phase, is_bulk_load, is_product
 from flash_helpers.ptx.read.module import Instruction
-from flash_helpers.ptx.run.count.counts import Counts
+from flash_helpers.ptx.run.count.counts import ROLES, Counts, LineCounts, Role
 from flash_helpers.ptx.run.count.tally import Tally
 
 Key = TypeVar("Key", bound=Hashable)
-
-ROLES = ("producer", "consumer", "others", "several")
-"""Roles of warps, as `Counters.by_role` names them."""
-
-
-@dataclass(frozen=True)
-class LineCounts:
-    """Counts of one line of CUDA source."""
-
-    file: str
-    line: int
-    counts: Counts
-
-
-@dataclass(frozen=True)
-class Role:
-    """Counts of some warps. warps: numbered within the block."""
-
-    warps: tuple[int, ...]
-    phases: Mapping[Phase, Counts]
-
-    @property
-    def total(self) -> Counts:
-        """The sum over all phases."""
-        total = Counts()
-        for counts in self.phases.values():
-            total.add(counts)
-        return total
 
 
 class Counters:

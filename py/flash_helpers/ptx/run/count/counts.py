@@ -22,7 +22,13 @@ All of this was measured on an H200 (benchmarks/shared_wavefronts.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from flash_helpers.ptx.read.flow import Phase
+
+ROLES = ("producer", "consumer", "others", "several")
+"""Roles of warps, as `Counters.by_role` names them."""
 
 
 @dataclass
@@ -75,3 +81,28 @@ class Counts:
         for name, count in vars(other).items():
             if count:  # few are
                 own[name] += count
+
+
+@dataclass(frozen=True)
+class LineCounts:
+    """Counts of one line of CUDA source."""
+
+    file: str
+    line: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Role:
+    """Counts of some warps. warps: numbered within the block."""
+
+    warps: tuple[int, ...]
+    phases: Mapping[Phase, Counts]
+
+    @property
+    def total(self) -> Counts:
+        """The sum over all phases."""
+        total = Counts()
+        for counts in self.phases.values():
+            total.add(counts)
+        return total
