@@ -237,8 +237,8 @@ AMPERE = Family(
     header=HEADER,
     dtypes=DTYPES,
     closed=True,
-    # 17.2 million on 2026-11-22; a test whose cache two workers fill counts twice.
-    simulated_budget=21_000_000,
+    # A test whose cache two workers fill counts twice.
+    simulated_budget=18_000_000,
     matrix_budget=32_000_000,
     also_built=large_configs,
 )

@@ -136,8 +136,8 @@ OVERLAP = Family(
     header=HEADER,
     dtypes=DTYPES,
     computing=frozenset({LAZY_RESCALE, MMA_ROW_SUM}),
-    # 9.7 million on 2026-11-22; a test whose cache two workers fill counts twice.
     successor=successor,
-    simulated_budget=12_000_000,
+    # A test whose cache two workers fill counts twice.
+    simulated_budget=11_000_000,
     matrix_budget=14_000_000,
 )

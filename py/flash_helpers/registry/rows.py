@@ -168,6 +168,6 @@ SOFTMAX = Family(
     header=PurePosixPath("kernels/rows/arguments.cuh"),
     dtypes=(Element.FP16, Element.BF16, Element.FP32),
     computing=frozenset(),
-    simulated_budget=3_000_000,
+    simulated_budget=2_500_000,
     matrix_budget=1_000_000,
 )
