@@ -72,9 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("slow", "gpu", *OPT_IN)):
             item.add_marker("quick")
-    for name in OPT_IN:
-        if name not in config.getoption("markexpr"):
-            items[:] = [item for item in items if not item.get_closest_marker(name)]
+    unnamed = [name for name in OPT_IN if name not in config.getoption("markexpr")]
+    not_asked_for = {item for item in items if any(map(item.get_closest_marker, unnamed))}
+    config.hook.pytest_deselected(items=[*not_asked_for])
+    items[:] = [item for item in items if item not in not_asked_for]
     # what takes long begins first, so that no worker is left with it in the end
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     reason = why_no_gpu()
