@@ -167,7 +167,9 @@ def test_lints_are_printed_and_are_no_failure(tmp_path, capsys):
     (
         ([], "give a STEP, --kernel CONFIG or --ptx FILE"),
         (["99"], "'99': the steps are v1 to"),
-        (["7..9"], "'7..9' is not one step"),
+        (["99"], "h1 to h"),
+        (["7..9"], "'7..9' is not one step: name one, such as v9; the steps are v1 to"),
+        (["7..9"], "h1 to h"),
         (["all"], "'all' is not one step"),
         (["1", "--kernel", "v1_fp16_d128_Br64_Bc64_w4_async_Q0_K0_V0"], "both name a kernel"),
         (

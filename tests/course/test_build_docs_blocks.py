@@ -423,7 +423,7 @@ def test_results_by_length_can_be_of_some_steps(show: Show) -> None:
     assert {row.split()[0] for row in rows} == {"h16", "h17"}
     assert "FlashAttention-3" in text and "best of the others" in text
     assert "h13_bf16" not in text  # its larger tile is left out of some lengths
-    with pytest.raises(UsageError, match=r"the steps are h1 to h\d+"):
+    with pytest.raises(UsageError, match=r"'h99': the steps are v1 to .*, h1 to h\d+"):
         show("lengths hopper_h200 h99")
 
 

@@ -79,16 +79,25 @@ class TestSteps:
     @pytest.mark.parametrize(
         ("selector", "reason"),
         [
-            ("v99", r"the steps are v1 to v\d+, .*; the nearest is v\d+"),
-            ("0", "the nearest is v1"),
-            ("9..7", "goes from the lower to the higher one"),
-            ("v9..99", "the steps are v1 to"),
+            ("v99", r"the nearest is v\d+"),
+            ("0", "the nearest is v1$"),
+            ("h99", r"the nearest is h\d+"),
+            ("9..7", r"a range goes from the lower to the higher step, such as v7\.\.v9$"),
+            ("v9..99", r"the nearest is v\d\d"),
             ("q3", r"no family has steps q1, q2, …; there are v1 to v\d+.*; the nearest is v3"),
         ],
     )
     def test_that_do_not_exist_are_refused_with_the_nearest(self, selector, reason):
         with pytest.raises(UsageError, match=reason):
             find_steps(selector)
+
+    @pytest.mark.parametrize("selector", ["99", "0", "h99", "v9..99", "q3"])
+    def test_that_do_not_exist_are_refused_with_those_of_all_families(self, selector):
+        with pytest.raises(UsageError) as refused:
+            find_steps(selector)
+        for family in FAMILIES.values():
+            first, *_, last = family.steps
+            assert f"{first} to {last}" in str(refused.value)
 
     @pytest.mark.parametrize("selector", ["v7_bf16", "ampere7", "", "v", "v7..", "1.5"])
     def test_have_no_other_form(self, selector):
@@ -143,6 +152,13 @@ class TestSelectKernels:
 
     def test_a_short_form_means_itself(self):
         assert select_kernels(BUILT, [BUILT[5].short_form()], Element, []) == [BUILT[5]]
+
+    def test_that_are_no_short_form_are_refused_with_one_of_each_family(self):
+        with pytest.raises(UsageError) as refused:
+            select_kernels(BUILT, ["row_softmax"], Element, [])
+        for family in FAMILIES.values():
+            assert family.name in str(refused.value)
+            assert family.config.example in str(refused.value)
 
     def test_that_were_not_built_name_the_nearest(self):
         config = BUILT[0].replace(version=2, swizzled=True)

@@ -29,9 +29,9 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.ptx import PtxError, SimulatorError
 from flash_helpers.registry.selection import (
     DTYPE_CHOICES,
-    STEP_NAMES,
     UsageError,
     add_problem_options,
+    all_steps_text,
     asked_problem,
     choose_kernels,
     require_options_of,
@@ -134,7 +134,10 @@ def chosen_config(arguments: argparse.Namespace) -> Config:
         fixed = get_kernel_progression_configs()
         found = choose_kernels(fixed, [arguments.step], dtype)
         if len(found) != 1:
-            raise UsageError(f"{arguments.step!r} is not one step; name one of {STEP_NAMES}")
+            raise UsageError(
+                f"{arguments.step!r} is not one step: name one, such as v9; the steps are "
+                f"{all_steps_text()}"
+            )
         (config,) = found
         config = variant_for(config, asked_problem(arguments, config.family.operation.debugged))
     elif arguments.ptx:

@@ -42,7 +42,6 @@ STEPS: Mapping[str, Step] = MappingProxyType(
     {step.id: step for family in _FOUND for step in family.steps.values()}
 )
 _FIRST = _FOUND[0]
-EXAMPLE = _FIRST.config.example
 
 
 def problem_from_record(record: Mapping[str, Any]) -> Problem:
@@ -73,7 +72,8 @@ def config_from_short_form(text: str) -> Config:
     for family in FAMILIES.values():
         if re.match(rf"{family.prefix}\d", text):
             return family.config.from_short_form(text)
-    raise ValueError(f"{text!r} is not a config's short form; an example of one is {EXAMPLE}")
+    examples = ", ".join(family.config.example for family in FAMILIES.values())
+    raise ValueError(f"{text!r} is not a config's short form; examples are {examples}")
 
 
 def config_from_dict(values: Mapping[str, object]) -> Config:

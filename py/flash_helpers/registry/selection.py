@@ -85,7 +85,7 @@ def find_steps(selector: str) -> list[Step] | None:
     if not own:
         raise UsageError(
             f"{selector!r}: no family has steps {prefix}1, {prefix}2, …; there are "
-            f"{_all_steps_text()}{_nearest_text(selector)}"
+            f"{all_steps_text()}{_nearest_text(selector)}"
         )
     if to_prefix and to_prefix != prefix:
         raise UsageError(
@@ -94,16 +94,21 @@ def find_steps(selector: str) -> list[Step] | None:
         )
     numbers = range(int(first), int(last or first) + 1)
     unknown = [n for n in (int(first), int(last or first)) if not 1 <= n <= len(own)]
-    if unknown or not numbers:
-        nearest = own[min(max(int(first), 1), len(own)) - 1]
+    if unknown:
+        nearest = own[min(max(unknown[0], 1), len(own)) - 1]
         raise UsageError(
-            f"{selector!r}: the steps are {ranges_text(own)}, and a range goes from the lower to "
-            f"the higher one; the nearest is {nearest.id}"
+            f"{selector!r}: the steps are {all_steps_text()}; the nearest is {nearest.id}"
+        )
+    if not numbers:
+        raise UsageError(
+            f"{selector!r}: a range goes from the lower to the higher step, such as "
+            f"{prefix}{last}..{prefix}{first}"
         )
     return [step for step in own if step.number in numbers]
 
 
-def _all_steps_text() -> str:
+def all_steps_text() -> str:
+    """Return the steps of all families: "v1 to v16, o1 to o5"."""
     return ", ".join(ranges_text(family.steps.values()) for family in FAMILIES.values())
 
 
