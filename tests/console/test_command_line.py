@@ -36,6 +36,17 @@ def test_help_shows_the_texts_as_they_are() -> None:
     assert text.endswith(examples)
 
 
+def test_wrong_usage_is_told_in_one_line(capsys) -> None:
+    parser = make_parser("Does.", "", prog="tool")
+    parser.add_argument("--dtype", choices=("fp16", "bf16"))
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--dtype", "fp64"])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert re.fullmatch(r"tool: error: .*'fp64'.*fp16.*bf16.*\n", err)
+
+
 def test_the_commit_is_asked_from_git_unless_it_is_given() -> None:
     parser = argparse.ArgumentParser()
     add_commit_argument(parser)

@@ -167,6 +167,14 @@ class TestSelectKernels:
         with pytest.raises(UsageError, match="no config of v9 is built"):
             select_kernels([BUILT[0]], ["9"], Element, [])
 
+    def test_of_a_dtype_that_is_not_there_name_those_that_are(self):
+        with pytest.raises(UsageError, match=r"and dtype fp32: .*; there is fp16, bf16$"):
+            select_kernels(BUILT, ["v7"], [Element.FP32], [])
+        with pytest.raises(UsageError, match="no config of v7 is built in fp32; there is fp16, b"):
+            choose_kernels(BUILT, ["v7"], Element.FP32)
+        with pytest.raises(UsageError, match=r"'hopper': no config of h1 to h.* in fp32; there"):
+            choose_kernels(BUILT, ["hopper"], Element.FP32)
+
     def test_of_a_dtype_that_is_not_there_are_refused(self):
         with pytest.raises(UsageError, match="dtype fp16: widen one of the two"):
             select_kernels(BUILT, [PROGRESSION[1].short_form()], [Element.FP16], [])

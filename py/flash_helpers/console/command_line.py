@@ -10,8 +10,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from flash_helpers.console.files import text_diff, write_if_different
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that tells of wrong usage in one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write the message to stderr; exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def make_parser(
@@ -21,7 +30,7 @@ def make_parser(
 
     prog: the tool's name, if it is not that of the file that runs.
     """
-    return argparse.ArgumentParser(
+    return Parser(
         prog=prog,
         description=description,
         epilog=examples,

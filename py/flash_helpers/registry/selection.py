@@ -149,17 +149,32 @@ def built_config(built: Sequence[Config], selector: str) -> Config:
 
 
 def _configs_of_steps(
-    built: Sequence[Config], selector: str, steps: Iterable[Step], dtype: str = ""
+    built: Sequence[Config], selector: str, steps: Iterable[Step], dtype: Element | None = None
 ) -> dict[str, list[Config]]:
-    """Return the built configs of each step, by its id. dtype: of all of them, for the message."""
-    of_step = {step.id: [c for c in built if c.step.id == step.id] for step in steps}
-    missing = [name for name, configs in of_step.items() if not configs]
-    if missing and selector != ALL and selector not in FAMILIES:
-        of_dtype = f" in {dtype}" if dtype else ""
+    """Return the built configs of each step, by its id. dtype: of all of them; any by default."""
+    steps = list(steps)
+    of_step = {
+        step.id: [c for c in built if c.step.id == step.id and dtype in (None, c.dtype)]
+        for step in steps
+    }
+    found = {name: configs for name, configs in of_step.items() if configs}
+    missing = [step for step in steps if step.id not in found]
+    several = selector == ALL or selector in FAMILIES
+    if missing and not (several and found):
+        of_dtype = "" if dtype is None else f" in {dtype.short}"
+        others = [config for config in built if config.step in missing]
         raise UsageError(
-            f"kernel {selector!r}: no config of {', '.join(missing)} is built{of_dtype}"
+            f"kernel {selector!r}: no config of {ranges_text(missing)} is built"
+            f"{of_dtype}{_built_dtypes_text(others)}"
         )
-    return {name: configs for name, configs in of_step.items() if configs}
+    return found
+
+
+def _built_dtypes_text(configs: Iterable[Config]) -> str:
+    """Return the dtypes that configs are built in, after a semicolon; "" for no config."""
+    dtypes = {config.dtype for config in configs}
+    names = ", ".join(element.short for element in _DTYPES if element in dtypes)
+    return f"; there is {names}" if names else ""
 
 
 def select_kernels(
@@ -197,6 +212,7 @@ def select_kernels(
         raise UsageError(
             f"no built kernel is left for --kernel {' '.join(selectors) or '(default)'} and dtype "
             f"{', '.join(sorted(dtype.short for dtype in wanted))}: widen one of the two"
+            f"{_built_dtypes_text(named)}"
         )
     return chosen
 
@@ -253,8 +269,7 @@ def choose_kernels(
         if steps is None:
             chosen[built_config(built, selector)] = None
             continue
-        own = [config for config in built if config.dtype == dtype]
-        for configs in _configs_of_steps(own, selector, steps, dtype.short).values():
+        for configs in _configs_of_steps(built, selector, steps, dtype).values():
             chosen[_choose(configs, wanted)] = None
     return list(chosen)
 
