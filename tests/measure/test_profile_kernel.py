@@ -264,6 +264,8 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["99"], "the steps are v1 to v"),
+            (["my.ptx"], "'my.ptx' is a file, and this tool takes a step"),
+            (["--by-line", "my.ptx"], "examples/own_kernel/simulate.py"),
             (["1", "--seq", "100"], "seq_len 100 is not a multiple"),
             (["--by-line", "1..2"], "names 2 kernels: name one"),
             (["1", "--seq", "64", "--causal"], "causal is not supported by v1"),

@@ -160,6 +160,11 @@ class TestSelectKernels:
             assert family.name in str(refused.value)
             assert family.config.example in str(refused.value)
 
+    @pytest.mark.parametrize("file", ["my.ptx", "./kernel", "a/b.cubin", "lib.so", "v7.cu"])
+    def test_that_are_files_name_the_tools_for_files(self, file):
+        with pytest.raises(UsageError, match=r"is a file, .*debug\.py --ptx .*simulate\.py"):
+            select_kernels(BUILT, [file], Element, [])
+
     def test_that_were_not_built_name_the_nearest(self):
         config = BUILT[0].replace(version=2, swizzled=True)
         with pytest.raises(UsageError, match="is not built; the nearest that is: v1_fp16"):

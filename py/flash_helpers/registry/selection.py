@@ -37,6 +37,7 @@ KERNEL_NAMES = f"{STEP_NAMES}, or the short form of a config"
 
 _DEFAULT_PREFIX = next(iter(FAMILIES.values())).prefix  # of a bare number
 _STEPS = re.compile(r"([a-z]?)(\d+)(?:(?:\.\.|-)([a-z]?)(\d+))?")
+_FILE = re.compile(r"[/\\]|\.(ptx|cubin|fatbin|so|o|cu|cuh)$")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -134,6 +135,13 @@ def parse_steps(selectors: Iterable[str]) -> list[Step]:
 
 def built_config(built: Sequence[Config], selector: str) -> Config:
     """Return the built config of a short form. Raises UsageError."""
+    if _FILE.search(selector):
+        raise UsageError(
+            f"kernel {selector!r} is a file, and this tool takes {KERNEL_NAMES}: debug.py --ptx "
+            "FILE checks PTX of these kernels, examples/own_kernel/simulate.py counts and checks "
+            "PTX of any other, and sass_report.py and compare_kernels.py read machine code "
+            "(docs/own_kernel.md)"
+        )
     try:
         config = config_from_short_form(selector)
     except ValueError as error:
