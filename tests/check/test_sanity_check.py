@@ -355,7 +355,25 @@ def test_a_long_simulation_is_announced_with_an_estimate(monkeypatch, capsys) ->
     assert "the simulator takes about" not in capsys.readouterr().err
     monkeypatch.setattr(simulator, "ANNOUNCE_FROM_SECONDS", 1e-3)
     assert tool.main(arguments) == 0
-    assert re.match(r"the simulator takes about \d+ (s|min) for 4 kernels", capsys.readouterr().err)
+    warned = r"warning: the simulator takes about \d+ (s|min) for 4 kernels: fewer kernels or"
+    assert re.match(warned, capsys.readouterr().err)
+
+
+def test_a_simulation_of_the_usual_problem_offers_the_small_one(monkeypatch, capsys) -> None:
+    """It begins only after the warning."""
+    tool = load_tool(TOOL)
+    backend = find_backend("cpu")
+    monkeypatch.setattr(tool, "find_backend", lambda device, keep_going: backend)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flash_helpers.check.sanity.check_kernels", interrupt)
+    assert tool.main(["--kernel", "7..9", "--diff"]) == 130
+    warned = (
+        r"warning: the simulator takes about \d+ h for \d+ kernels: --small takes about \d+ (s|min)"
+    )
+    assert re.match(warned, capsys.readouterr().err)
 
 
 def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:

@@ -8,7 +8,8 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flash_helpers.console.command_line import make_parser, print_text, run_tool
@@ -41,7 +42,7 @@ EXAMPLES = """\
 examples:
   every step at its fixed config, in each of its dtypes, on a small problem:
     python tools/debug/sanity_check.py --small
-  steps 7 to 9 in bf16 at the full size, on a GPU (the simulator takes minutes for each):
+  steps 7 to 9 in bf16 at the full size, on a GPU (the simulator takes hours for them):
     python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
   where is step 2 wrong? Errors by row and the first wrong element:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
@@ -94,29 +95,35 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen_problems(arguments: argparse.Namespace) -> dict[str, Problem]:
-    """Return the problem of each operation that the command line asks for.
+def chosen_problems(arguments: argparse.Namespace, small: bool) -> dict[str, Problem]:
+    """Return the problem of each operation that the command line asks for; small: with `--small`.
 
     Raises ValueError if a size is not positive.
     """
     return {
-        name: asked_problem(arguments, operation.small if arguments.small else operation.usual)
+        name: asked_problem(arguments, operation.small if small else operation.usual)
         for name, operation in OPERATIONS.items()
     }
 
 
-def announce(request: SanityRequest) -> None:
-    """Say how long the simulator will take, if that is long."""
+def announce(request: SanityRequest, small: Mapping[str, Problem]) -> None:
+    """Say how long the simulator will take, if that is long, and how long with `--small`, if that
+    is less. small: the problems that it stands for."""
     from flash_helpers.check.sanity import estimated_seconds
     from flash_helpers.runtime.simulator import ANNOUNCE_FROM_SECONDS, duration_text
 
     seconds = estimated_seconds(request)
-    if seconds >= ANNOUNCE_FROM_SECONDS:
-        print(
-            f"the simulator takes about {duration_text(seconds)} for {len(request.configs)} "
-            "kernels: fewer kernels, --small or smaller sizes take less",
-            file=sys.stderr,
-        )
+    if seconds < ANNOUNCE_FROM_SECONDS:
+        return
+    with_small = estimated_seconds(replace(request, problems=small))
+    way_out = "fewer kernels or smaller sizes take less"
+    if with_small < seconds:
+        way_out = f"--small takes about {duration_text(with_small)}, and is enough for a first look"
+    print(
+        f"warning: the simulator takes about {duration_text(seconds)} for {len(request.configs)} "
+        f"kernels: {way_out}; Ctrl-C ends it",
+        file=sys.stderr,
+    )
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -125,7 +132,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     from flash_helpers.check.sanity import SanityReport, check_kernels, make_request
 
-    problems = chosen_problems(arguments)
+    problems = chosen_problems(arguments, arguments.small)
     backend = find_backend(arguments.device, arguments.keep_going)
     if arguments.keep_going and not backend.is_simulator:
         raise UsageError("--keep-going is for the simulator: add --device cpu")
@@ -140,7 +147,7 @@ def check(arguments: argparse.Namespace) -> int:
     )
     require_options_of(arguments, request.problems)
     if backend.is_simulator:
-        announce(request)
+        announce(request, chosen_problems(arguments, small=True))
     progress = bar(
         check_kernels(request, backend),
         total=len(request.configs),
