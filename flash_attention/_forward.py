@@ -254,9 +254,10 @@ def attention(
     README.md.
     """
     _check_tensors(q, k, v)
-    scale = None if softmax_scale is None else float(softmax_scale)
+    _check_flag("causal", causal)
+    _check_flag("return_lse", return_lse)
     operator = _attention_lse if return_lse else _attention
-    return operator(q, k, v, bool(causal), scale)
+    return operator(q, k, v, causal, _scale(softmax_scale))
 
 
 def forward(
@@ -294,7 +295,7 @@ def forward(
     that the simulator finds in the kernel is a RuntimeError with its text, and `o` is as before.
     """
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
-    scale = None if softmax_scale is None else float(softmax_scale)
+    scale = _scale(softmax_scale)
     if o is None and lse is None:
         _check_tensors(q, k, v)
         return _forward(name, q, k, v, scale)
@@ -366,6 +367,11 @@ def run(
         raise ValueError(f"{operation.name} takes {', '.join(axes)}: pass the inputs among them")
     if unknown := options.keys() - {f.name for f in fields(operation.problem)}:
         raise TypeError(f"{operation.name} has no option {', '.join(sorted(unknown))}")
+    for field in fields(operation.problem):
+        if field.type == "bool" and field.name in options:
+            _check_flag(field.name, options[field.name])
+    if "softmax_scale" in options:
+        options["softmax_scale"] = _scale(options["softmax_scale"])
     check_types(given)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
         raise RuntimeError(
@@ -399,6 +405,8 @@ def simulate(
     """
     outputs = {name: x for name, x in (("o", o), ("lse", lse)) if x is not None}
     check_types({"q": q, "k": k, "v": v, **outputs})
+    _check_flag("keep_going", keep_going)
+    softmax_scale = _scale(softmax_scale)
     if q.device.type != "cpu":
         raise ValueError(f"q is on {q.device} and the simulator runs on the CPU: call .cpu()")
     name = cfg if isinstance(cfg, str) else _short_form(cfg)
@@ -412,6 +420,26 @@ def _check_tensors(*args: object) -> None:
     for arg in args:
         if not isinstance(arg, torch.Tensor):
             check_types(dict(zip(_NAMES, args, strict=False)))
+
+
+def _check_flag(name: str, value: object) -> None:
+    """Refuse what is no bool: "no" would count as True."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} is {value!r}: pass True or False")
+
+
+def _scale(value: Any) -> float | None:
+    """Return the softmax scale as a number. Raises TypeError for what is none."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, (str, bool)):
+        raise TypeError(f"softmax_scale is {value!r}: pass a number, or None for 1/sqrt(d_head)")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"softmax_scale is {value!r}: pass a number, or None for 1/sqrt(d_head)"
+        ) from None
 
 
 def _short_form(cfg: object) -> str:

@@ -3,7 +3,9 @@ are still what torch expects of one."""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 
 import pytest
 import torch
@@ -142,6 +144,38 @@ class TestRefusal:
             flash_attention.attention(q.float(), q, q)
         with pytest.raises(TypeError, match=r"k is torch.float16 and .* takes torch.bfloat16"):
             flash_attention.attention(q, q.half(), q)
+
+    @pytest.mark.parametrize("value", ["no", "", 1, 0, None, torch.tensor(True)], ids=repr)
+    @pytest.mark.parametrize("name", ["causal", "return_lse"])
+    def test_of_what_is_no_bool_names_it(self, ran, name, value):
+        q = empty(*SMALL.shape)
+        with pytest.raises(TypeError, match=f"{name} is {re.escape(repr(value))}: pass True or"):
+            flash_attention.attention(q, q, q, **{name: value})
+        assert ran == []
+
+    @pytest.mark.parametrize("value", ["0.5", True, [1.0], torch.ones(2), 1j], ids=repr)
+    @pytest.mark.parametrize(
+        "function",
+        [
+            flash_attention.attention,
+            functools.partial(flash_attention.forward, CONFIG),
+            functools.partial(flash_attention.simulate, CONFIG),
+            functools.partial(flash_attention.run, CONFIG),
+        ],
+        ids=["attention", "forward", "simulate", "run"],
+    )
+    def test_of_a_scale_that_is_no_number_names_it(self, ran, function, value):
+        q = empty(*SMALL.shape)
+        with pytest.raises(TypeError, match=f"softmax_scale is {re.escape(repr(value))}: pass a"):
+            function(q, q, q, softmax_scale=value)
+        assert ran == []
+
+    def test_of_an_option_of_simulate_or_run_that_is_no_bool_names_it(self, ran):
+        q = empty(*SMALL.shape)
+        with pytest.raises(TypeError, match="keep_going is 'no': pass True or False"):
+            flash_attention.simulate(CONFIG, q, q, q, keep_going="no")
+        with pytest.raises(TypeError, match="causal is 'no': pass True or False"):
+            flash_attention.run(CONFIG, q, q, q, causal="no")
 
     def test_of_another_layout_copies_nothing(self, ran):
         q = empty(1, 128, 1, 256)[..., ::2]
