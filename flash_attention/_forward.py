@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import AttentionForward, Config, Element
@@ -55,6 +56,28 @@ class _NoBackward(torch.autograd.Function):
         )
 
 
+def _refuse_transforms(args: tuple[Any, ...]) -> None:
+    """Refuse torch.func.grad and its like, which the graph of `_NoBackward` does not go with."""
+    is_tracked = torch._C._functorch.is_gradtrackingtensor
+    if any(is_tracked(arg) for arg in args if isinstance(arg, torch.Tensor)):
+        raise RuntimeError(
+            "flash_attention has no backward pass, and torch.func.grad, vjp or jacrev asks for "
+            "one: pass q.detach(), k.detach() and v.detach(), or use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
+def _refuse_tangents(args: tuple[Any, ...]) -> None:
+    """Refuse forward-mode derivatives, which would be taken for zero."""
+    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "flash_attention has no forward-mode derivative, and torch.func.jvp or "
+            "torch.autograd.forward_ad asks for one: pass the primals alone, or use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
 def _define(schema: str, function: Callable, fake: Callable) -> Callable:
     """The operator of a schema. function: of dense tensors. fake: the result without memory."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,7 +89,10 @@ def _define(schema: str, function: Callable, fake: Callable) -> Callable:
             return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     def at_autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            _refuse_transforms(args)
             return _NoBackward.apply(redispatch, keys, *args)
         if keys.raw_repr() & _OTHER_KEYS:
             return redispatch(keys, *args)

@@ -145,6 +145,15 @@ class TestRefusal:
         with pytest.raises(TypeError, match=r"k is torch.float16 and .* takes torch.bfloat16"):
             flash_attention.attention(q, q.half(), q)
 
+    def test_of_tensors_without_data_names_where_they_are(self, ran):
+        q = empty(*SMALL.shape).to("meta")
+        with pytest.raises(RuntimeError, match="on meta, where they have shapes and no data: make"):
+            flash_attention.attention(q, q, q)
+        with torch._subclasses.FakeTensorMode():  # the way out that is named
+            q = empty(*SMALL.shape)
+            assert flash_attention.attention(q, q, q).shape == SMALL.shape
+        assert ran == []
+
     @pytest.mark.parametrize("value", ["no", "", 1, 0, None, torch.tensor(True)], ids=repr)
     @pytest.mark.parametrize("name", ["causal", "return_lse"])
     def test_of_what_is_no_bool_names_it(self, ran, name, value):
@@ -256,8 +265,32 @@ class TestGradient:
             compiled(empty(*SMALL.shape).requires_grad_()).sum().backward()
 
     def test_is_refused_to_function_transforms(self, ran, function):
-        with pytest.raises(RuntimeError):
-            torch.func.grad(lambda q: function(q).sum())(empty(*SMALL.shape))
+        q = empty(*SMALL.shape)
+        for ask in (
+            lambda: torch.func.grad(lambda q: function(q).sum())(q),
+            lambda: torch.func.vjp(function, q),
+            lambda: torch.func.jacrev(function)(q),
+            lambda: torch.vmap(torch.func.grad(lambda q: function(q).sum()))(q[None]),
+        ):
+            with pytest.raises(RuntimeError, match=r"no backward pass, and torch\.func\.grad, vjp"):
+                ask()
+        assert ran == []
+
+    def test_is_refused_in_forward_mode(self, ran, function):
+        q = empty(*SMALL.shape)
+        with pytest.raises(RuntimeError, match=r"no forward-mode derivative, and torch\.func\.jvp"):
+            torch.func.jvp(function, (q,), (q,))
+        with torch.autograd.forward_ad.dual_level():
+            with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+                function(torch.autograd.forward_ad.make_dual(q, q))
+            assert ran == []
+            function(q)
+        assert len(ran) == 1
+
+    def test_is_not_asked_of_detached_tensors_under_a_transform(self, ran, function):
+        q = torch.ones(SMALL.shape, dtype=torch.bfloat16)
+        found = torch.func.grad(lambda q: (function(q.detach()).detach() * 0 + q).sum())(q)
+        assert found.shape == q.shape and len(ran) == 1
 
     def test_is_not_missed_without_grad_mode(self, ran, function):
         q = empty(*SMALL.shape).requires_grad_()

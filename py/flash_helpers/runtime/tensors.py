@@ -241,6 +241,12 @@ def device_for(family: Family[Any], device: torch.device) -> Device:
     """
     if device.type == "cpu":
         return largest_device(family.capabilities[0])
+    if device.type == "meta":
+        raise RuntimeError(
+            "the tensors are on meta, where they have shapes and no data: make them on a CUDA "
+            "device or the CPU; to ask for shapes alone, call under "
+            "torch._subclasses.FakeTensorMode, or use torch.compile"
+        )
     if device.type != "cuda":
         raise RuntimeError(
             f"the kernels run on CUDA devices, and in the simulator on the CPU, and the tensors "
