@@ -22,7 +22,7 @@ from flash_helpers.runtime.tensors import (
     element_of,
     posed_problem,
 )
-from flash_helpers.tune.best import choose_config
+from flash_helpers.tune.best import choose_config, newest_that_takes
 
 # -- operators -------------------------------------------------------------------------------------
 # What torch.compile, tracers, transforms and autograd see. Not torch.library.custom_op, the layers
@@ -170,10 +170,54 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(asked: tuple[object, tuple[tuple[str, Any], ...]], given: Mapping[str, Laid]) -> Config:
-    """Return the config that attention() computes with. asked: None, and the options."""
+    """Return the config that attention() computes with. asked: None, and the options.
+
+    Raises ValueError, with a way out, if no kernel computes the problem.
+    """
     element = element_of("q", given["q"], _ELEMENTS)
-    problem = posed_problem(AttentionForward, element, given, **dict(asked[1]))
-    return choose_config(problem, given["q"].device)
+    options, problem = dict(asked[1]), None
+    try:
+        problem = posed_problem(AttentionForward, element, given, **options)
+        return choose_config(problem, given["q"].device)
+    except ValueError as error:
+        way_out = _transposed_text(given, element, options)
+        if not way_out and problem is not None and given["q"].device.type == "cpu":
+            way_out = _simulated_text(problem)
+        if not way_out:
+            raise
+        raise ValueError(f"{error}; {way_out}") from None
+
+
+def _transposed_text(given: Mapping[str, Laid], element: Element, options: dict[str, Any]) -> str:
+    """Return the way out for tensors that seem to be (batch, heads, seq, d_head); "" for others."""
+    shapes = {name: tuple(given[name].shape) for name in "qkv"}
+    if any(len(shape) != 4 for shape in shapes.values()) or shapes["q"][2] <= shapes["q"][1]:
+        return ""
+    shapes = {name: (b, seq, heads, d) for name, (b, heads, seq, d) in shapes.items()}
+    try:
+        problem = AttentionForward.posed(shapes, element, **options)
+    except ValueError:
+        return ""
+    if newest_that_takes(problem) is None:
+        return ""
+    return (
+        "if q, k and v are (batch, heads, seq, d_head), pass q.transpose(1, 2), k.transpose(1, 2) "
+        "and v.transpose(1, 2)"
+    )
+
+
+def _simulated_text(problem: AttentionForward) -> str:
+    """Return the call that computes a problem on CPU tensors; "" if there is none."""
+    config = newest_that_takes(problem)
+    if config is None:
+        return ""
+    scale = "" if problem.has_usual_scale else f", softmax_scale={problem.softmax_scale:g}"
+    lse = ", lse=lse" if problem.return_lse else ""
+    return (
+        "on CPU tensors attention() takes kernels of the portable families alone; "
+        f'forward("{config.short_form()}", q, k, v{scale}{lse}) simulates one that takes it, and '
+        "simulate() counts it too"
+    )
 
 
 def _fake(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flash_attention
 from flash_helpers.check.errors import measure_error
 from flash_helpers.gpu import largest_device
-from flash_helpers.kernel_configs import STEPS, AttentionForward, Config
+from flash_helpers.kernel_configs import FAMILIES, STEPS, AttentionForward, Config
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.operations.attention_forward.reference import attention_reference
@@ -144,6 +144,48 @@ class TestRefusal:
             flash_attention.attention(q.float(), q, q)
         with pytest.raises(TypeError, match=r"k is torch.float16 and .* takes torch.bfloat16"):
             flash_attention.attention(q, q.half(), q)
+
+    @pytest.mark.parametrize(
+        ("q", "k"),
+        [
+            ((1, 8, 256, 128), (1, 8, 256, 128)),
+            ((1, 8, 256, 128), (1, 2, 256, 128)),
+            ((1, 32, 1000, 128), (1, 32, 1000, 128)),
+            ((1, 8, 200, 128), (1, 8, 77, 128)),  # whose heads seem to be 200 on 77
+        ],
+    )
+    def test_of_heads_before_the_sequence_names_the_layout(self, ran, q, k):
+        with pytest.raises(ValueError, match=r"; if q, k and v are \(batch, heads, seq, d_head\)"):
+            flash_attention.attention(empty(*q), empty(*k), empty(*k))
+        assert ran == []
+
+    @pytest.mark.parametrize("shape", [(1, 100, 2, 128), (1, 8, 16, 64), (8, 16, 128)])
+    def test_of_what_is_no_such_layout_does_not_name_it(self, ran, shape):
+        with pytest.raises(ValueError, match=r"seq|dimensions|d_head") as refused:
+            flash_attention.attention(*(empty(*shape) for _ in range(3)))
+        assert "transpose" not in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("lengths", "heads", "options"),
+        [
+            ((100, 100), (2, 2), {}),
+            ((128, 128), (1, 1), {"causal": True}),
+            ((128, 192), (4, 2), {"causal": True, "softmax_scale": 0.1}),
+            ((128, 128), (1, 1), {"return_lse": True}),
+        ],
+    )
+    def test_on_the_cpu_names_a_config_that_takes_the_problem(self, ran, lengths, heads, options):
+        q = empty(1, lengths[0], heads[0], 128)
+        k = empty(1, lengths[1], heads[1], 128)
+        with pytest.raises(ValueError, match=r"simulate\(\) counts it too") as refused:
+            flash_attention.attention(q, k, k, **options)
+        (found,) = re.findall(r"forward\((.*)\) simulates one that takes it", str(refused.value))
+        assert ran == []
+        names = {"q": q, "k": k, "v": k, "lse": torch.empty(1, heads[0], lengths[0])}
+        o = eval(f"forward({found})", {"forward": flash_attention.forward, **names})
+        (config,) = ran
+        assert config.step is [*FAMILIES["hopper"].steps.values()][-1] and o.shape == q.shape
+        assert ("lse=lse" in found) == options.get("return_lse", False)
 
     def test_of_tensors_without_data_names_where_they_are(self, ran):
         q = empty(*SMALL.shape).to("meta")

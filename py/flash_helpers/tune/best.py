@@ -91,6 +91,13 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
     return first_that_takes(problem, _candidates(problem, device))
 
 
+def newest_that_takes(problem: Problem) -> Config | None:
+    """Return the built config of the last step of the newest family that takes a problem, on
+    whatever GPU or in the simulator; None if there is none."""
+    newest = sorted(library.kernels(), key=lambda c: (c.family.rank, c.step.number), reverse=True)
+    return next((config for config in newest if not config.refusal(problem)), None)
+
+
 def _candidates(problem: Problem, device: torch.device) -> tuple[Config, ...]:
     operation = OPERATIONS[problem.operation]
     own = [family for family in FAMILIES.values() if family.operation is operation]
