@@ -102,10 +102,15 @@ class TestTimed:
 
     def test_of_another_device_names_it(self):
         q = tensor(device="meta")
-        with pytest.raises(
-            RuntimeError, match=r"run on CUDA devices, and in the simulator on the CPU.*on"
-        ):
+        with pytest.raises(RuntimeError, match=r"on meta, .* no data: make them on a CUDA device"):
             flash_attention.forward_timed(CONFIG, q, q, q)
+
+
+def test_a_device_that_neither_runs_nor_simulates_is_named():
+    with pytest.raises(
+        RuntimeError, match=r"run on CUDA devices, and in the simulator .* on xpu:0"
+    ):
+        tensors.device_for(AMPERE, torch.device("xpu:0"))
 
 
 class TestShapes:
