@@ -597,6 +597,6 @@ HOPPER = Family(
     dtypes=DTYPES,
     computing=frozenset({LAZY_RESCALE, REPLAYS, UNCHECKED, ASKS_LATE, RAGGED}),
     simulated_budget=21_000_000,
-    matrix_budget=90_000_000,
+    matrix_budget=66_000_000,
     also_built=tuned_configs,
 )

@@ -139,5 +139,5 @@ OVERLAP = Family(
     successor=successor,
     # A test whose cache two workers fill counts twice.
     simulated_budget=11_000_000,
-    matrix_budget=14_000_000,
+    matrix_budget=10_000_000,
 )
