@@ -31,8 +31,8 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.machine import git_commit, provenance
-from flash_helpers.measure.results import problem_of
 from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.registry.families import problem_from_record
 from flash_helpers.runtime.backend import find_backend
 from flash_helpers.runtime.library import ptx_path
 
@@ -179,7 +179,7 @@ def run(command: str, path: Path) -> None:
     }
     columns = ("config", "problem", "blocks", "seconds", "peak_mib")
     rows = [
-        [str({**record, "problem": problem_of(record["problem"])}[c]) for c in columns]
+        [str({**record, "problem": problem_from_record(record["problem"])}[c]) for c in columns]
         for record in (*records, hopper)
     ]
     print(Table(columns, rows).text())

@@ -25,6 +25,7 @@ from flash_helpers.kernel_configs import (
     Problem,
     config_from_short_form,
 )
+from flash_helpers.registry.families import problem_from_record
 from flash_helpers.registry.operation import TFLOPS, Operation
 from flash_helpers.sass.read.opcodes import tensor_peak
 
@@ -133,17 +134,6 @@ class RecordFile:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def problem_of(record: Mapping[str, Any]) -> Problem:
-    """Return the problem of a record, of any operation.
-
-    Raises ValueError for a record of none, and as `Problem.from_record` does.
-    """
-    name: Any = record.get("operation")
-    if name not in OPERATIONS:
-        raise ValueError(f"operation {name!r} is none of {', '.join(OPERATIONS)}")
-    return OPERATIONS[name].problem.from_record(record)
-
-
 def size_of(problem: Problem) -> int:
     """Return the field of a problem that benchmarks vary, such as the sequence length."""
     return getattr(problem, OPERATIONS[problem.operation].swept)
@@ -163,7 +153,7 @@ class OfProblem:
     @functools.cached_property
     def asked(self) -> Problem:
         """The problem."""
-        return problem_of(self.problem)
+        return problem_from_record(self.problem)
 
     @property
     def operation(self) -> Operation:
