@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import open_browser, skip_or_fail
+from browser import open_browser, skip_or_fail, waiting
 from drawn_picture import SVG, DrawnPicture
 from PIL import Image
 
@@ -147,6 +147,9 @@ def test_a_browser_draws_no_text_wider_and_follows_the_pages_scheme(tmp_path: Pa
     page.write_text("".join(path.read_text(encoding="utf-8") for path in FILES.values()))
     with open_browser(tmp_path / "profile") as browser:
         browser.get(page.as_uri())
+        waiting(browser).until(  # a busy browser may answer before it has read the page
+            lambda _: browser.execute_script("return document.readyState") == "complete"
+        )
         measured = browser.execute_script(
             "return [...document.querySelectorAll('svg text')]"
             ".map(t => [t.textContent, t.getComputedTextLength()])"

@@ -243,8 +243,11 @@ def test_another_launch_can_be_predicted():
 def test_the_predicted_problem_is_the_measured_one_with_the_options_asked_for(capsys):
     chip = ("16", "--arch", DEFAULT, "--sms", "108", "--mhz", "1410")
     for options, problem in (
-        ((), "Batch 16, heads 16, seq_len 4096"),
-        (("--seq", "8192", "--batch", "1", "--heads", "3"), "Batch 1, heads 3, seq_len 8192"),
+        ((), "Batch 16, heads 16, seq 4096, d_head 128"),
+        (
+            ("--seq", "8192", "--batch", "1", "--heads", "3"),
+            "Batch 1, heads 3, seq 8192, d_head 128",
+        ),
     ):
         assert tool(*chip, *options) == 0
         assert f"{problem}: the " in capsys.readouterr().out
