@@ -155,7 +155,14 @@ def test_lints_are_printed_and_are_no_failure(tmp_path, capsys):
     path = kernel_ptx(
         tmp_path, config_of("v4"), edit=lambda text: text.replace("ret;", f"{ARRIVAL}\nret;")
     )
-    assert debug("--seq", "64", "--ptx", path, "--out", str(tmp_path)) == 0
+    arguments = ("--seq", "64", "--ptx", path, "--out", str(tmp_path))
+    assert debug(*arguments) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert short[-2:] == [
+        "legal and suspicious (--lints prints them): 1 arrivals that nobody waits for",
+        "all quantities agree within rounding",
+    ]
+    assert debug(*arguments, "--lints") == 0
     lines = capsys.readouterr().out.splitlines()
     (told,) = [line for line in lines if line.startswith("lint: ")]
     assert told.startswith("lint: arrivals that nobody waits for: 32 of 128 threads of block")

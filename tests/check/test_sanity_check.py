@@ -406,10 +406,44 @@ def test_lints_are_told_of_a_kernel_that_passes(monkeypatch, tmp_path) -> None:
     report = report_on(find_backend("cpu"), config.short_form(), shape=AttentionForward(1, 1, 64))
     assert report.exit_code == 0
     told = f"{config.short_form()}, lint: arrivals that nobody waits for: 32 of 128 threads"
-    assert told in report.text()
+    assert told in report.text(all_lints=True) and told not in report.text()
+    name = config.short_form()
+    assert report.notes() == [
+        f"{name}, legal and suspicious (--lints prints them): 1 arrivals that nobody waits for"
+    ]
     (check,) = report.as_json()["checks"]
     (lint,) = check["lints"]
     assert check["verdict"] == "pass" and lint.startswith("arrivals that nobody waits for")
+
+
+def test_lints_of_a_right_kernel_are_counted_and_those_of_a_wrong_one_printed(monkeypatch, capsys):
+    lints = (
+        "filled bytes read as data: here\n  line 2",
+        "filled bytes read as data: there",
+        "b: c",
+    )
+    for damage in (None, scale_by_two_percent):
+        fake = fake_backend(damage) if damage else fake_backend()
+
+        def execute(config: Config, *call: object, fake: Backend = fake) -> Findings:
+            fake.execute(config, *call)
+            return Findings((), lints)
+
+        backend = Backend(fake.device, "a fake", execute, fake.kernels)
+        tool = load_tool(TOOL)
+        monkeypatch.setattr(tool, "find_backend", lambda device, keep_going, own=backend: own)
+        arguments = ["--small", "--seq", "128", "--kernel", of_version(1).short_form()]
+        assert tool.main(arguments) == (1 if damage else 0)
+        short = capsys.readouterr().out
+        tool.main([*arguments, "--lints"])
+        whole = capsys.readouterr().out
+        name = of_version(1).short_form()
+        assert all(f"{name}, lint: {lint}" in whole for lint in lints)
+        if damage:
+            assert short == whole
+        else:
+            assert "(--lints prints them): 2 filled bytes read as data, 1 b\n" in short
+            assert "lint: " not in short and "--lints prints" not in whole
 
 
 def test_keep_going_is_for_the_simulator(monkeypatch, capsys) -> None:

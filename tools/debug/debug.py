@@ -15,6 +15,7 @@ from typing import Any
 from flash_helpers.console.command_line import (
     make_parser,
     output_folder,
+    print_text,
     run_tool,
 )
 from flash_helpers.console.files import write_if_different
@@ -116,6 +117,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--all-faults", action="store_true", help="print every fault, not the first"
     )
     parser.add_argument(
+        "--lints",
+        action="store_true",
+        help="print every lint; of a right kernel their number by kind is printed otherwise",
+    )
+    parser.add_argument(
         "--out", type=output_folder, default=ROOT / "debug", metavar="DIR", help="(default: debug/)"
     )
     return parser.parse_args(argv)
@@ -170,7 +176,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
     Raises KernelsNotRun, OSError, PtxError and ValueError.
     """
-    from flash_helpers.check.debugging import compare_with_reference, fault_summary
+    from flash_helpers.check.debugging import compare_with_reference, fault_summary, lint_summary
 
     config = chosen_config(arguments)
     operation = config.family.operation
@@ -202,9 +208,12 @@ def compare(arguments: argparse.Namespace) -> int:
     if found.faults:
         all_of_them = "\n".join(map(str, found.faults))
         print(all_of_them if arguments.all_faults else fault_summary(found.faults))
-    for lint in found.lints:
-        print(f"lint: {lint}")
     first = found.disagreement
+    lints = [str(lint) for lint in found.lints]
+    if lints and not (arguments.lints or first or found.faults):
+        print(lint_summary(lints))
+    else:
+        print_text("".join(f"lint: {lint}\n" for lint in lints))
     print(f"first difference: {first}" if first else "all quantities agree within rounding")
     return 1 if first or found.faults else 0
 

@@ -35,7 +35,8 @@ with its operation in float64 on the same inputs. A kernel passes when the large
 each output is at most twice that of plain PyTorch in the same dtype plus half an ulp, and its
 relative (Frobenius) error is at most half the dtype's epsilon, unless its operation has bounds of
 its own; the table's bound column gives both. Below the table stand the reasons of failures, and
-accesses that the simulator finds legal and suspicious (lints), which fail no kernel.
+accesses that the simulator finds legal and suspicious (lints), which fail no kernel; those of a
+kernel that passes are counted, and --lints prints them.
 """
 
 EXAMPLES = """\
@@ -88,6 +89,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     parser.add_argument(
         "--diff", action="store_true", help="errors by row and the first wrong element"
+    )
+    parser.add_argument(
+        "--lints",
+        action="store_true",
+        help="print every lint; of a right kernel their number by kind is printed otherwise",
     )
     parser.add_argument(
         "--json", action="store_true", help="JSON on stdout; the summary goes to stderr"
@@ -163,7 +169,7 @@ def check(arguments: argparse.Namespace) -> int:
         print_text(json_text(report.as_json()))
         print(report.summary, file=sys.stderr)
     else:
-        print_text(f"{report.text()}\n")
+        print_text(f"{report.text(arguments.lints)}\n")
     return report.exit_code
 
 

@@ -68,6 +68,13 @@ def fault_summary(
     return f"{first}\nand {len(more)} more: {counted}{hint}"
 
 
+def lint_summary(lints: Sequence[str]) -> str:
+    """Return the texts of lints folded into one line: their number by kind, and how to see them."""
+    kinds = Counter(lint.partition(":")[0] for lint in lints)
+    counted = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    return f"legal and suspicious (--lints prints them): {counted}"
+
+
 SIMULATOR = "the simulator"  # where a kernel ran
 
 

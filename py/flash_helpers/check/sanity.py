@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flash_helpers.check.debugging import lint_summary
 from flash_helpers.check.difference import OutputDifference, output_difference
 from flash_helpers.check.errors import OutputError, Reference, absolute_errors, measure_error
 from flash_helpers.check.tensors import unwritten
@@ -281,8 +282,11 @@ class SanityReport:
         ]
         return Table(columns, rows, "l" * len(columns)).text()
 
-    def notes(self) -> list[str]:
-        """Return fallbacks, kernels left out, reasons of failures, and lints."""
+    def notes(self, all_lints: bool = False) -> list[str]:
+        """Return fallbacks, kernels left out, reasons of failures, and lints.
+
+        all_lints: the lints of a kernel that passed whole too, instead of their number by kind.
+        """
         request = self.request
         notes = [
             f"{check.config.short_form()} was run by {check.ran.short_form()}: "
@@ -297,17 +301,22 @@ class SanityReport:
             for check in self.checks
             if not check.passed
         ]
-        notes += [f"{c.config.short_form()}, lint: {lint}" for c in self.checks for lint in c.lints]
+        for check in self.checks:
+            name = check.config.short_form()
+            if check.passed and check.lints and not all_lints:
+                notes.append(f"{name}, {lint_summary(check.lints)}")
+            else:
+                notes += [f"{name}, lint: {lint}" for lint in check.lints]
         return notes
 
-    def text(self) -> str:
-        """Return all of it for a reader; the last line is the summary."""
+    def text(self, all_lints: bool = False) -> str:
+        """Return all of it for a reader; the last line is the summary. all_lints: see `notes`."""
         request = self.request
         parts = [
             *(f"{problem.operation}: {problem}" for problem in request.problems.values()),
             f"inputs {request.distribution}, seed {request.seed}; {self.device}",
             self.table(),
-            *self.notes(),
+            *self.notes(all_lints),
         ]
         parts += [
             f"\n{check.config.short_form()}, {output.name}\n{output.difference.text()}"
