@@ -36,6 +36,14 @@ pytestmark = pytest.mark.slow
 TOOL = "tools/debug/sanity_check.py"
 PROGRESSION = get_kernel_progression_configs()
 BUILT = get_kernels_to_build()
+CHECKED = sorted(
+    {
+        variant
+        for config in PROGRESSION
+        for variant in (config, *config.variants())
+        if variant in BUILT
+    }
+)
 EVERY = tuple(Element)
 SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
 
@@ -92,8 +100,8 @@ def run_tool(monkeypatch, capsys, damage: Damage | None, *arguments: str) -> tup
 
 def test_right_kernels_pass() -> None:
     report = report_on(fake_backend())
-    assert len(report.checks) == len(PROGRESSION)
-    assert report.summary == f"{len(PROGRESSION)} passed, 0 failed"
+    assert len(report.checks) == len(CHECKED)
+    assert report.summary == f"{len(CHECKED)} passed, 0 failed"
     assert report.exit_code == 0
 
 
@@ -114,6 +122,34 @@ def test_a_wrong_kernel_fails_alone_and_says_why(damage: Damage, reason: str) ->
     failed = report.checks[2]
     assert reason in failed.reason
     assert f"{failed.config.short_form()} failed: {failed.reason}" in report.notes()
+
+
+def test_causal_configs_are_checked_on_a_causal_problem() -> None:
+    """Beside those that are not, on the problem as it is."""
+    report = report_on(fake_backend())
+    causal = [
+        check.config for check in report.checks if check.config.supports.options.get("causal")
+    ]
+    assert {config.step.id for config in causal} >= {"h21", "h30"}
+    for check in report.checks:
+        problem = report.request.problem_of(check.config)
+        if isinstance(problem, AttentionForward):
+            assert problem.causal == (check.config in causal)
+    assert report.request.skipped == ()
+
+
+def test_steps_that_do_not_take_the_problem_are_left_out_unless_they_are_named() -> None:
+    shape = AttentionForward(1, 4, 77, kv_heads=2, causal=True)
+    report = report_on(fake_backend(), shape=shape)
+    checked = [check.config for check in report.checks]
+    attention = [c for c in checked if c.family.operation is OPERATIONS[shape.operation]]
+    assert all(config.supports.options["causal"] for config in attention)
+    assert {c.step.id for c in attention} >= {"h21", "h30"}
+    assert len(report.request.skipped) == len(CHECKED) - len(checked)
+    told = [note for note in report.notes() if note.startswith("skipped: ")]
+    assert len(told) == 4 and told[-1].endswith("more, which --json names")
+    with pytest.raises(UsageError, match="is not supported by v1"):
+        report_on(fake_backend(), "1", shape=shape)
 
 
 def test_a_kernel_that_writes_nothing_fails() -> None:
@@ -269,7 +305,7 @@ def test_the_table_has_a_line_a_kernel_and_the_summary_comes_last(
 def test_a_failure_exits_with_1(monkeypatch, capsys) -> None:
     status, out, _ = run_tool(monkeypatch, capsys, only(2, shift_by_a_tenth), "--heads", "2")
     assert status == 1
-    assert out.splitlines()[-1] == f"{len(PROGRESSION) - 2} passed, 2 failed"
+    assert out.splitlines()[-1] == f"{len(CHECKED) - 2} passed, 2 failed"
 
 
 def test_json_is_all_of_stdout_and_holds_no_nan(monkeypatch, capsys) -> None:
@@ -297,7 +333,8 @@ def test_json_is_all_of_stdout_and_holds_no_nan(monkeypatch, capsys) -> None:
     ("arguments", "message"),
     [
         (["--kernel", "99"], "the steps are v1 to"),
-        (["--seq", "100"], "seq_len 100 is not a multiple"),
+        (["--seq", "100", "--kernel", "1"], "seq_len 100 is not a multiple"),
+        (["--d-head", "64", "--dtype", "bf16", "--kernel", "ampere"], "d_head 64"),
         (["--heads", "0"], "heads 0 is not positive"),
     ],
 )

@@ -316,6 +316,14 @@ class TestCheckRace:
         assert "simulated PTX on the CPU" in result.stdout
         assert result.stdout.splitlines()[-1] == "4 passed, 0 failed"
 
+    def test_takes_the_options_of_the_problem(self, root: Path) -> None:
+        options = ("--causal", "--heads", "4", "--kv-heads", "2", "--seq", "77", "--dtype", "bf16")
+        result = self.run(root, "h30", *options)
+        assert result.returncode == 0, result.stderr
+        assert "batch 1, heads 4 on 2, seq 77, d_head 128, causal" in result.stdout
+        assert "h30_bf16_d128_Br128_Bc128_K3_V2_pp_causal" in result.stdout
+        assert result.stdout.splitlines()[-1] == "1 passed, 0 failed"
+
     def test_refuses_wrong_usage_with_2(self, root: Path) -> None:
         assert self.run(root, "99").returncode == 2
         assert self.run(root, "--fast").returncode == 2

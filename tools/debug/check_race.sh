@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: check_race.sh [KERNEL...]
+usage: check_race.sh [KERNEL...] [OPTION...]
 
 Look for races in shared memory: two warps that touch the same bytes, one of them writing, with no
 barrier between. Where there is a GPU, NVIDIA's compute-sanitizer watches the kernels run on it;
@@ -12,11 +12,14 @@ elsewhere the PTX simulator does, which also sees memory that was never written 
 copies that nobody waited for.
 
 KERNEL is a step, a range of steps, a family or a config, as in sanity_check.py --kernel; by default
-every step at its fixed config. PYTHON names the interpreter (default: python3).
+every step at its fixed config, in the simulator its causal one too. An OPTION is one of the problem,
+such as --causal, --kv-heads 2 or --seq 77, or --dtype, as in sanity_check.py; steps that do not take
+the problem are left out unless they are named. PYTHON names the interpreter (default: python3).
 
 examples:
   tools/debug/check_race.sh
   tools/debug/check_race.sh 3 7..9
+  tools/debug/check_race.sh h24..h30 --causal --heads 4 --kv-heads 2 --seq 77
   CUDA_VISIBLE_DEVICES= tools/debug/check_race.sh v16     the simulator, although there is a GPU
 
 exit status: 0 no race, 1 a race (or, in the simulator, a wrong result), 2 wrong usage
@@ -28,16 +31,17 @@ case "${1:-}" in
     usage
     exit 0
     ;;
--*)
-    usage >&2
-    exit 2
-    ;;
 esac
+kernels=()
+while (($#)) && [[ $1 != -* ]]; do
+    kernels+=("$1")
+    shift
+done
 
 python=${PYTHON:-python3}
 if ! "$python" -c 'import flash_helpers.console.quiet_start, sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    exec "$python" "$(dirname "$0")/sanity_check.py" --small ${@:+--kernel "$@"} --device cpu \
-        --keep-going
+    exec "$python" "$(dirname "$0")/sanity_check.py" --small \
+        ${kernels:+--kernel "${kernels[@]}"} --device cpu --keep-going "$@"
 fi
 
 sanitizer=$(command -v compute-sanitizer || true)
@@ -51,4 +55,5 @@ if [[ -z $sanitizer ]]; then
 fi
 # not the sanity check: its reference calls libraries whose kernels the sanitizer cannot follow
 exec "$sanitizer" --tool racecheck --error-exitcode 1 --kernel-name kernel_substring=forward_kernel \
-    "$python" "$(dirname "$0")/../benchmark/run_kernels.py" ${@:+--kernel "$@"}
+    "$python" "$(dirname "$0")/../benchmark/run_kernels.py" \
+    ${kernels:+--kernel "${kernels[@]}"} "$@"

@@ -41,7 +41,8 @@ kernel that passes are counted, and --lints prints them.
 
 EXAMPLES = """\
 examples:
-  every step at its fixed config, in each of its dtypes, on a small problem:
+  every step at its fixed config, with and without a causal mask, in each of its dtypes, on a small
+  problem:
     python tools/debug/sanity_check.py --small
   steps 7 to 9 in bf16 at the full size, on a GPU (the simulator takes hours for them):
     python tools/debug/sanity_check.py --kernel 7..9 --dtype bf16
@@ -49,6 +50,8 @@ examples:
     python tools/debug/sanity_check.py --small --kernel v2 --inputs countable --diff
   every kernel that is built, three heads, for a script:
     python tools/debug/sanity_check.py --small --heads 3 --kernel all --json > sanity.json
+  every step that takes a causal mask, grouped heads and an odd length:
+    python tools/debug/sanity_check.py --small --causal --heads 4 --kv-heads 2 --seq 77
   the output and the LSE of two causal steps:
     python tools/debug/sanity_check.py --small --kernel h29..h30 --causal --lse
   everything that the simulator finds wrong with step 3: races, missing waits, stray accesses:
@@ -66,7 +69,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         f"{name}: {o.small} instead of {o.usual}" for name, o in OPERATIONS.items()
     )
     parser.add_argument("--small", action="store_true", help=problems)
-    add_kernel_arguments(parser)
+    add_kernel_arguments(
+        parser,
+        "the fixed config of every step and its causal one, as far as they take the problem",
+    )
     parser.add_argument(
         "--device",
         choices=DEVICE_CHOICES,

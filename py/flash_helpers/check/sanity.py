@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from flash_helpers.registry.selection import UsageError, require_supported, sele
 from flash_helpers.runtime.backend import Backend
 from flash_helpers.runtime.tensors import torch_dtype
 
+SKIPPED_TOLD = 3
+"""Configs left out that are told one by one."""
+
 
 @dataclass(frozen=True)
 class SanityRequest:
@@ -43,7 +46,7 @@ class SanityRequest:
 
     def problem_of(self, config: Config) -> Problem:
         """Return the problem that a config is checked on."""
-        return self.problems[config.family.operation.name].in_dtype(config.dtype)
+        return _own_problem(config, self.problems)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,22 @@ class KernelCheck:
         return not self.reason
 
 
+def _own_problem(config: Config, problems: Mapping[str, Problem]) -> Problem:
+    """Return the problem of a config's operation, with the config's dtype and what it fixes, such
+    as a mask."""
+    problem = problems[config.family.operation.name].in_dtype(config.dtype)
+    return replace(problem, **{name: True for name, on in config.supports.options.items() if on})
+
+
+def _with_masks(configs: Sequence[Config]) -> list[Config]:
+    """Return the configs, each with its variants that fix an option, such as a mask."""
+    found: dict[Config, None] = {}
+    for config in configs:
+        found[config] = None
+        found |= dict.fromkeys(c for c in config.variants() if any(c.supports.options.values()))
+    return list(found)
+
+
 def make_request(
     backend: Backend,
     selectors: Sequence[str],
@@ -103,22 +122,24 @@ def make_request(
     seed: int = 0,
     diff: bool = False,
 ) -> SanityRequest:
-    """Choose the configs to check: by default, those of the progression that are built.
+    """Choose the configs to check: by default, those of the progression that are built and their
+    causal variants, as far as they take the problem.
 
-    problems: by operation. Raises UsageError if a selector names nothing that is built, or if no
-    config of a chosen step takes the problem.
+    problems: by operation. Raises UsageError if a selector names nothing that is built, if no
+    config of a chosen step takes the problem, and if none at all does.
     """
     progression = get_kernel_progression_configs()
-    chosen = select_kernels(backend.kernels, selectors, dtypes, default=progression)
+    chosen = select_kernels(backend.kernels, selectors, dtypes, default=_with_masks(progression))
     operations = {c: c.family.operation for c in chosen}
     chosen = [c for c in chosen if distribution in operations[c].distributions]
     if not chosen:
         raise UsageError(f"inputs {distribution!r} are of another operation: choose others")
-    refusals = {c: c.refusal(problems[operations[c].name].in_dtype(c.dtype)) for c in chosen}
+    refusals = {c: c.refusal(_own_problem(c, problems)) for c in chosen}
     run = {c.step for c in chosen if not refusals[c]}
-    configs = [c for c in chosen if not refusals[c] or c.step not in run]
+    may_be_left_out = run if selectors or not run else {c.step for c in chosen}
+    configs = [c for c in chosen if not refusals[c] or c.step not in may_be_left_out]
     for config in configs:
-        require_supported([config], problems[operations[config].name])
+        require_supported([config], _own_problem(config, problems))
     missing = [c for c in progression if c.dtype in dtypes and c not in backend.kernels]
     return SanityRequest(
         configs=tuple(configs),
@@ -294,7 +315,9 @@ class SanityReport:
             for check in self.checks
             if check.ran != check.config
         ]
-        notes += [f"skipped: {reason}" for reason in request.skipped]
+        notes += [f"skipped: {reason}" for reason in request.skipped[:SKIPPED_TOLD]]
+        if more := request.skipped[SKIPPED_TOLD:]:
+            notes.append(f"skipped: {len(more)} more, which --json names")
         notes += [f"{config.short_form()} is not built" for config in request.not_built]
         notes += [
             f"{check.config.short_form()} failed: {check.reason}"
