@@ -7,9 +7,22 @@ say that this package needs a newer one.
 import sys
 from pathlib import Path
 
-from setuptools import Command, Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
+SETUPTOOLS = 77  # the first that reads pyproject.toml's license; pyproject.toml asks pip for it
+
+try:
+    from setuptools import __version__ as found
+except ImportError:
+    found = "0"  # venv brings none from Python 3.12 on
+if int(found.partition(".")[0]) < SETUPTOOLS:
+    there = "no setuptools" if found == "0" else f"setuptools {found}"
+    raise SystemExit(
+        f"error: there is {there}, and setup.py needs {SETUPTOOLS} or later: "
+        f"pip install 'setuptools>={SETUPTOOLS}', or leave out --no-build-isolation"
+    )
+
+from setuptools import Command, Distribution, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build import build  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "py"))

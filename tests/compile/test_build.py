@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import stat
@@ -595,6 +596,31 @@ def test_wheel_serves_every_python_and_holds_the_built_files(
         *(f"flash_attention/ptx/{config.short_form()}.ptx" for config in get_kernels_to_build()),
         *(f"flash_attention/ptxas/{config.short_form()}.log" for config in get_kernels_to_build()),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ('__version__ = "65.5.0"', "there is setuptools 65.5.0"),
+        ('__version__ = "76.1.0.post1"', "there is setuptools 76.1.0.post1"),
+        ('raise ImportError("none")', "there is no setuptools"),
+    ],
+)
+def test_an_older_setuptools_is_refused_with_the_one_that_is_needed(root, tmp_path, text, there):
+    (needed,) = re.findall(r'"setuptools>=(\d+)"', (root / "pyproject.toml").read_text("utf-8"))
+    (tmp_path / "setuptools.py").write_text(text, encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "setup.py", "build_kernels"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"error: {there}, and setup.py needs {needed} or later: pip install "
+        f"'setuptools>={needed}', or leave out --no-build-isolation\n"
+    )
 
 
 def test_real_compiler_does_as_the_fake_one(tmp_path, root):
