@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from flash_helpers.compile.codegen import kernel_unit
 from flash_helpers.compile.toolchain import BuildError, find_toolchain
 from flash_helpers.course.commands import copy_of
+from flash_helpers.kernel_configs import FAMILIES, STEPS, Element
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +165,28 @@ class TestStep:
         readme = (step_walk.copy / "README.md").read_text()
         (row,) = re.findall(r"^\| (?:v?17) \|.*$", readme, re.MULTILINE)
         assert "the same once more" in row and not re.search(r"\d\.\d", row)
+
+
+def test_the_command_for_ptx_compiles_a_step_of_hopper(root: Path, tmp_path: Path) -> None:
+    """The page's own words, with another unit."""
+    try:
+        find_toolchain([90], os.environ)
+    except BuildError as error:
+        pytest.skip(str(error))
+    (block,) = (
+        block.text
+        for block in blocks_of((root / "CONTRIBUTING.md").read_text(), "Add a step")
+        if "nvcc -ptx" in block.text
+    )
+    config = FAMILIES["hopper"].fixed_config(STEPS["h30"], Element.BF16)
+    unit, ptx = tmp_path / "unit.cu", tmp_path / "kernel.ptx"
+    unit.write_text(kernel_unit(config), encoding="utf-8")
+    commands = re.sub(r"\S+\.cu\b", str(unit), block[block.index("nvcc -ptx") :])
+    commands = commands.replace("kernel.ptx", str(ptx)).rstrip() + f" --out {tmp_path}\n"
+    assert "all quantities agree within rounding" in run(root, commands)
+    assert ".target sm_90a" in ptx.read_text(encoding="utf-8")
+    assembled = run(root, f"ptxas -arch=sm_90a -o {tmp_path / 'kernel.cubin'} {ptx}")
+    assert "error" not in assembled and (tmp_path / "kernel.cubin").is_file()
 
 
 def files_of(root: Path) -> dict[str, bytes]:
