@@ -1962,7 +1962,8 @@ def test_tables_of_rows_are_in_their_unit_and_beside_their_library() -> None:
     assert "burst: ours over the others | 2.00 | 2.00" in " ".join(best.split())
     lengths = lengths_table(results, "bf16", SUSTAINED)
     for table in (text, best, lengths, loads_table(results)):
-        assert "GB/s" in table and "TFLOP/s at" not in table and "flash" not in table
+        assert "GB/s" in table and "TFLOP/s" not in table and "flash" not in table
+        assert "tensor cores" not in table
     step = FAMILIES["softmax"].steps["s1"]
     lines = header_lines(results, step).replace("\n// ", " ")
     assert "GB/s at width 4096, and share of torch.softmax" in lines and ": 2,000, 2.00." in lines

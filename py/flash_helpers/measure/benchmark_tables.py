@@ -606,17 +606,22 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
         for m in results.measurements
         if (m.dtype, m.load) == (dtype, load) and m.failure
     )
+    summary, derived = "SM clock and power", []
+    if results.operation.metric == TFLOPS:
+        summary = f"Share of the tensor cores' peak at this clock, {summary}"
+        derived = [
+            "The share is derived: TFLOP/s over what the tensor cores of all SMs do in 16 bits at "
+            "the SM clock read beside it."
+        ]
     parts = [
         Table([f"{dtype}, {load}: {unit(results)}", *titles], speeds).markdown(),
         *marks.line,
         "Ours over the others: the fastest kernel over the fastest library at the same "
         f"{_sizes_word(results).removesuffix('s')}, the median of the ratios within a round; "
         f'within the noise of {first} against itself it has an "=". A dash: not measured there.',
-        '<details markdown="1">\n<summary>Share of the tensor cores\' peak at this clock, SM clock '
-        "and power</summary>",
+        f'<details markdown="1">\n<summary>{summary}</summary>',
         Table(["", *titles], rows(beside)).markdown(),
-        "The share is derived: TFLOP/s over what the tensor cores of all SMs do in 16 bits at the "
-        "SM clock read beside it.",
+        *derived,
         *(f"- {line}" for line in missing),
         "</details>",
         _provenance_text(results, [dtype], [load]),
