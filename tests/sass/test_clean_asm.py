@@ -183,7 +183,7 @@ class TestTool:
             ([TOOL.parent], "", "cannot be read"),
             (["-", "-o", "nix/a"], loop(), "cannot be written"),
             (["a", "b"], "", "one listing at a time: a or b"),
-            ([], "", "usage:"),
+            ([], "", "arguments are required: LISTING"),
         ],
     )
     def test_refuses_what_is_no_listing_and_wrong_usage(self, arguments, stdin, message) -> None:
