@@ -15,7 +15,6 @@ import numpy as np
 
 from flash_helpers.ptx.tensor_map import TensorMap
 
-KEYS = 128  # of a block of keys, B_c
 BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}  # of a swizzle
 SCALES = {"bf16": 5e-3, "f16": 6e-4, "f32": 1e-6}
 

@@ -7,32 +7,19 @@ import re
 
 import pytest
 import torch
+from attention_configs import LARGE_TILES
+from attention_configs import traced_config as config_of
 from fake_backend import ARRIVAL, fake_backend, load_tool
 
 from flash_helpers.check import debugging
 from flash_helpers.kernel_configs import (
     Element,
-    get_kernels_to_build,
 )
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
-from flash_helpers.registry.mma_sync import MmaSyncConfig
-from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.runtime.library import ptx_path
 
 pytestmark = pytest.mark.slow
-
-PROGRESSION = AMPERE.progression()
-LARGE_TILES = [
-    config
-    for config in get_kernels_to_build()
-    if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
-]
-TRACED = [*PROGRESSION, *LARGE_TILES, *OVERLAP.progression()]
-
-
-def config_of(step: str, dtype: Element = Element.BF16) -> MmaSyncConfig:
-    return next(c for c in TRACED if (c.step.id, c.dtype) == (step, dtype))
 
 
 def debug(*arguments: str) -> int:
@@ -96,7 +83,9 @@ class TestPtx:
     """A kernel that is being worked on: its config is that of the file's kernel."""
 
     def test_with_a_static_row_stride_gets_tensors_that_have_it(self, tmp_path, capsys):
-        config = next(c for c in PROGRESSION if c.static_row_stride and c.dtype == Element.BF16)
+        config = next(
+            c for c in AMPERE.progression() if c.static_row_stride and c.dtype == Element.BF16
+        )
         path = kernel_ptx(tmp_path, config)
         for arguments in ([config.step.id], []):
             assert debug(*arguments, "--seq", "128", "--ptx", path, "--out", str(tmp_path)) == 0

@@ -105,7 +105,6 @@ from flash_helpers.measure.results import (
     Protocol,
     ResourceRecord,
     SkippedRecord,
-    first_library,
     interval,
     load_results,
     refuse_another_gpu,
@@ -1010,7 +1009,7 @@ def test_results_of_problems_that_differ_in_any_one_field_never_share_a_key(
 ) -> None:
     other = replace(problem, **{field: other_values(problem)[field]})
     assert other != problem
-    first = first_library(OPERATIONS[problem.operation])
+    first = OPERATIONS[problem.operation].first
     one, two = (
         replace(measurement(first, 1024, 300.0), problem=p.record()) for p in (problem, other)
     )
@@ -1607,7 +1606,7 @@ def test_a_check_fails_for_headline_tables_whose_code_is_known_and_has_changed(
     assert update_tables(repository) == 0
     capsys.readouterr()
     assert update_tables(repository, "--check") == status
-    said = "the progression: measured on NVIDIA H100 80GB HBM3 with other machine code than the "
+    said = "measured on NVIDIA H100 80GB HBM3 by 'pt_bench.py' with other machine code than the "
     assert (said in capsys.readouterr().out) is bool(status)
 
 

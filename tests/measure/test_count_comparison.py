@@ -29,7 +29,6 @@ from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.predictions import (
     compare_outputs,
     predict_launch,
-    problem_for,
     simulate_launch,
 )
 from flash_helpers.registry.hopper import HOPPER
@@ -57,14 +56,14 @@ def from_sass(step: int, family: str = "v") -> CountedKernel:
     else:
         config = of_version(step)
         machine_code = progression_kernels("sm_90")[config]
-    return predict_launch(machine_code, config, problem_for(config, 128))
+    return predict_launch(machine_code, config, config.counted_on(128))
 
 
 @functools.cache
 def from_simulator(step: int, family: str = "v") -> CountedKernel:
     """Beside a float32 kernel in the GPU's place."""
     config = hopper(step) if family == "h" else of_version(step)
-    return simulate_launch(config, problem_for(config, 128), fake_backend())
+    return simulate_launch(config, config.counted_on(128), fake_backend())
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -174,9 +173,9 @@ def test_outputs_that_cannot_be_compared_are_refused():
 
 def test_a_static_row_stride_gets_its_heads_at_the_same_cost():
     static = next(c for c in PROGRESSION if c.static_row_stride)
-    shape = problem_for(static, 512)
+    shape = static.counted_on(512)
     assert (shape.row_stride, shape.len_q) == (static.static_row_stride, 128)
-    assert problem_for(V1, 512) == AttentionForward(1, 1, 512, dtype=V1.dtype)
+    assert V1.counted_on(512) == AttentionForward(1, 1, 512, dtype=V1.dtype)
 
 
 # -- counting --------------------------------------------------------------------------------------
@@ -415,7 +414,7 @@ def with_gpu(monkeypatch):
 
 def test_one_command_predicts_counts_and_saves(tmp_path, capsys, with_gpu):
     config = of_version(16)
-    shape = problem_for(config, 128)
+    shape = config.counted_on(128)
     ran = config.runs_as(shape.strides())
     record = predict_launch(progression_kernels("sm_90")[ran], ran, shape)
     data = tmp_path / "check.json"

@@ -19,6 +19,7 @@ from fake_backend import ROOT, load_tool
 from hopper_cases import WHOLE
 
 from flash_helpers.kernel_configs import (
+    FAMILIES,
     STEPS,
     AttentionForward,
     Config,
@@ -332,3 +333,31 @@ class TestCheckRace:
         result = self.run(root, "--help")
         assert result.returncode == 0
         assert "compute-sanitizer" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("race", "status"), [("softmax_kernel", 1), ("forward_kernel", 1), ("none", 0)]
+)
+def test_on_a_gpu_races_in_kernels_of_every_family_are_looked_for(
+    race: str, status: int, tmp_path: Path, root: Path
+) -> None:
+    """With a sanitizer that finds a race in the kernels of one name, and a PyTorch with CUDA."""
+    programs = {
+        "compute-sanitizer": f'echo "$@"; case "$*" in *={race}\\ *) exit 1;; esac',
+        "python": f'case "$2" in *is_available*) exit 0;; esac; exec {sys.executable} "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = subprocess.run(
+        [str(root / "tools/debug/check_race.sh"), "s1", "v1"],
+        env={**os.environ, "PATH": path, "PYTHON": str(tmp_path / "python")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == status, result.stderr
+    watched = set(re.findall(r"kernel_substring=(\w+)", result.stdout))
+    assert watched == {name for family in FAMILIES.values() for name in family.kernels}
+    assert result.stdout.count("--kernel s1 v1") == len(watched)

@@ -53,7 +53,7 @@ class TestFormats:
         _, out, _ = run_tool(capsys, TOOL, "8", "9", "--json", "--sass", "--source")
         document = json.loads(out)
         assert [entry["name"] for entry in document["kernels"]] == ["v8", "v9"]
-        assert document["seq_len"] == 4096
+        assert document["size"] == 4096
         assert document["diffs"]["SASS, v8 to v9"]["likenesses"]["removed"] > 0
         assert "namespace v9" in document["diffs"]["Source, v8 to v9"]
 

@@ -6,10 +6,14 @@ from flash_helpers.kernel_configs import (
     FAMILIES,
     STEPS,
     Config,
+    Element,
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
 from flash_helpers.operations.attention_forward import OPERATION
+from flash_helpers.registry.ampere import AMPERE
+from flash_helpers.registry.mma_sync import MmaSyncConfig
+from flash_helpers.registry.overlap import OVERLAP
 
 ATTENTION_STEPS = {
     name: step for name, step in STEPS.items() if FAMILIES[step.family].operation is OPERATION
@@ -22,3 +26,15 @@ def attention_progression() -> list[Config]:
 
 def attention_kernels() -> list[Config]:
     return [c for c in get_kernels_to_build() if c.family.operation is OPERATION]
+
+
+LARGE_TILES = [
+    config
+    for config in get_kernels_to_build()
+    if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
+]
+TRACED = [*AMPERE.progression(), *LARGE_TILES, *OVERLAP.progression()]
+
+
+def traced_config(step: str, dtype: Element = Element.BF16) -> MmaSyncConfig:
+    return next(c for c in TRACED if (c.step.id, c.dtype) == (step, dtype))

@@ -36,7 +36,7 @@ from flash_helpers.measure.counts import (
 from flash_helpers.measure.machine import git_commit, provenance
 from flash_helpers.measure.machine_code import library_kernels
 from flash_helpers.measure.nsight import NsightCompute, ProfilerError
-from flash_helpers.measure.predictions import predict_launch, problem_for, simulate_launch
+from flash_helpers.measure.predictions import predict_launch, simulate_launch
 from flash_helpers.registry.selection import UsageError, add_kernel_arguments, chosen_kernels
 from flash_helpers.runtime.backend import Backend, KernelsNotRun, find_backend
 from flash_helpers.sass.analyse.phases import NotDeterminedError
@@ -133,7 +133,7 @@ def predict(
     nothing can be predicted.
     """
     configs = chosen_kernels(arguments, backend.kernels)
-    problems = {config: problem_for(config, arguments.size) for config in configs}
+    problems = {config: config.counted_on(arguments.size) for config in configs}
     if arguments.source == SIMULATOR:
         shown = bar(configs, desc="simulating", unit="kernel")
         return [simulate_launch(config, problems[config], gpu) for config in shown]

@@ -28,7 +28,7 @@ from flash_helpers.gpu import LIMITS
 from flash_helpers.kernel_configs import OPERATIONS, Config, Element
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
-    SEQ_LEN,
+    SIZE,
     ConfigFacts,
     config_facts,
     default_architecture,
@@ -131,7 +131,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "a short form, for the nearest to it (default: that of the progression)",
     )
     launch = parser.add_argument_group(
-        "the launch whose time is shown", f"Its size is {SEQ_LEN} by default."
+        "the launch whose time is shown", f"Its size is {SIZE} by default."
     )
     add_problem_options(launch, *SIZES)
     parser.add_argument(
@@ -190,7 +190,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def asked_size(arguments: argparse.Namespace) -> int:
     """Return the size of the launch whose time is shown."""
     given = (getattr(arguments, name) for name in SIZES)
-    return next((size for size in given if size is not None), SEQ_LEN)
+    return next((size for size in given if size is not None), SIZE)
 
 
 def read_results(path: Path | None) -> BenchmarkResults | None:
@@ -223,7 +223,7 @@ def report(matrix: Matrix, arguments: argparse.Namespace) -> str:
     if arguments.json:
         diffs_by_title = {title: data for title, _, data in found}
         return json_text(
-            {"seq_len": asked_size(arguments), **matrix_json(matrix), "diffs": diffs_by_title}
+            {"size": asked_size(arguments), **matrix_json(matrix), "diffs": diffs_by_title}
         )
     if arguments.markdown:
         parts = [matrix_markdown(matrix)]
@@ -302,7 +302,7 @@ def _of_library(
 def compare(arguments: argparse.Namespace) -> str:
     """Write the page if asked for; return the text for stdout. Raises ValueError and OSError."""
     results = read_results(arguments.results)
-    matrix = facts_matrix(read_kernels(arguments, results), results, asked_size(arguments))
+    matrix = facts_matrix(read_kernels(arguments, results), results)
     text = report(matrix, arguments)
     if arguments.html:
         write_if_different(arguments.html, matrix_page(matrix, ROOT))

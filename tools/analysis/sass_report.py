@@ -18,7 +18,7 @@ from flash_helpers.console.tables import json_text
 from flash_helpers.kernel_configs import Element
 from flash_helpers.measure.machine_code import (
     ARCHITECTURE,
-    SEQ_LEN,
+    SIZE,
     ConfigFacts,
     config_facts,
     default_architecture,
@@ -123,7 +123,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     time = parser.add_argument_group(
         "what a launch takes at least, on another GPU or problem",
-        f"The problem is the one that is measured at {SEQ_LEN}, with these changes.",
+        f"The problem is the one that is measured at {SIZE}, with these changes.",
     )
     time.add_argument("--sms", type=int, metavar="N", help="streaming multiprocessors")
     time.add_argument("--mhz", type=float, metavar="F", help="their clock")
@@ -186,7 +186,7 @@ def with_prediction(facts: KernelFacts, arguments: argparse.Namespace) -> Kernel
         )
     config = facts.config
     require_options_of(arguments, [config.family.operation.name])
-    problem = asked_problem(arguments, config.measured(SEQ_LEN)).in_dtype(config.dtype)
+    problem = asked_problem(arguments, config.measured(SIZE)).in_dtype(config.dtype)
     require_supported([config], problem)
     chip = Chip(arguments.sms, arguments.mhz)
     prediction = predict_config(facts.kernel, config, problem, chip)

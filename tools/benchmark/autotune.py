@@ -33,7 +33,7 @@ from flash_helpers.console.progress import bar
 from flash_helpers.kernel_configs import OPERATIONS, STEPS, Config, get_autotuning_kernel_configs
 from flash_helpers.measure.asked import one_operation
 from flash_helpers.measure.machine import git_commit
-from flash_helpers.measure.results import FLASH, LIBRARY_NAMES, first_library
+from flash_helpers.measure.results import LIBRARY_NAMES
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.selection import (
     ALL,
@@ -194,7 +194,7 @@ def candidates(arguments: argparse.Namespace) -> list[Config]:
 
 
 class Bar:
-    """A progress bar that shows the best candidate so far. first: the operation's library."""
+    """A progress bar that shows the best candidate so far. first: the first library's name."""
 
     def __init__(self, bar: tqdm, first: str) -> None:
         self._bar, self._first = bar, first
@@ -203,8 +203,7 @@ class Bar:
     def __call__(self, row: SweepRow) -> None:
         if row.of_first is not None and row.of_first > self._best:
             self._best = row.of_first
-            name = "flash" if self._first == FLASH else self._first
-            self._bar.set_postfix_str(f"best {row.of_first:.3f} of {name}: {row.name}")
+            self._bar.set_postfix_str(f"best {row.of_first:.3f} of {self._first}: {row.name}")
         self._bar.update()
 
 
@@ -214,7 +213,7 @@ def winner_text(found: BestConfig) -> str:
     lines = [
         f"{found.step} {found.dtype}: {found.config}, {found.mean_speed:.0f} "
         f"{operation.metric.unit}, {found.of_first:.3f} of "
-        f"{LIBRARY_NAMES[first_library(operation)]}, of {found.n_candidates} timed"
+        f"{LIBRARY_NAMES[operation.first]}, of {found.n_candidates} timed"
     ]
     lines += [
         f"  at {at.size}: {at.config}, {at.of_mean:.3f} of that"
@@ -265,7 +264,8 @@ def tune(arguments: argparse.Namespace, worker: WorkerProcess) -> int:
     )
     n_candidates = len({*configs, *champions})
     with bar(total=n_candidates, desc=f"tuning for {info.gpu}", unit="config") as shown:
-        first = first_library(runs[0].family.operation)
+        operation = runs[0].family.operation
+        first = operation.short_name(operation.first)
         sweep.screen(configs, Bar(shown, first), champions)
     last_round = bar(kernels, desc="last round", unit="kernel")
     chosen = {kernel: sweep.choose(*kernel) for kernel in last_round}

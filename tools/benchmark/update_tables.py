@@ -30,7 +30,7 @@ from flash_helpers.measure.benchmark_tables import (
 )
 from flash_helpers.measure.call_overhead import MARKERS as CALL_MARKERS
 from flash_helpers.measure.call_overhead import CallOverhead
-from flash_helpers.measure.code import changed_names
+from flash_helpers.measure.code import changed_line
 from flash_helpers.measure.plots import (
     PROGRESSION,
     SEQ_LEN,
@@ -141,20 +141,6 @@ def stale_plots(
     return stale
 
 
-def changed_code(root: Path, by_family: Mapping[str, BenchmarkResults]) -> list[str]:
-    """A line for each of the headline tables' results with kernels whose machine code is known and
-    has changed since."""
-    headline = [("the progression", by_family["ampere"]), ("the best kernels", by_family["hopper"])]
-    if (root / LOADS).is_file():
-        headline.append(("the loads", load_results(root / LOADS)))
-    return [
-        f"{title}: measured on {results.provenance.gpu} with other machine code than the library "
-        f"has today: measure {', '.join(sorted(names))} again"
-        for title, results in headline
-        if (names := changed_names(results))
-    ]
-
-
 def update(arguments: argparse.Namespace) -> int:
     """Update or check the files; returns the exit status.
 
@@ -177,7 +163,9 @@ def update(arguments: argparse.Namespace) -> int:
         for path, text in {**{path: new for path, (_, new) in stale.items()}, **drawn}.items():
             write_if_different(path, text)
             print(f"{path.relative_to(root)} written")
-    changed = changed_code(root, by_family)
+    headline = {id(found): found for found in by_family.values()}.values()
+    loads = [load_results(root / LOADS)] if (root / LOADS).is_file() else []
+    changed = [line for found in (*headline, *loads) if (line := changed_line(found))]
     for line in changed:
         print(line)
     if not stale and not plots and not changed:

@@ -38,18 +38,6 @@ def make_parser(
     )
 
 
-def add_problem_arguments(parser: argparse.ArgumentParser, causal: str = "") -> None:
-    """Add `--kv-heads` and `--causal`. causal: what it says of the kernels that run, in words."""
-    parser.add_argument(
-        "--kv-heads",
-        type=positive,
-        metavar="N",
-        help="of K and V, each for as many heads of Q (default: as many as --heads)",
-    )
-    words = f"a query sees no later key; {causal}" if causal else "a query sees no later key"
-    parser.add_argument("--causal", action="store_true", help=words)
-
-
 def add_commit_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--commit`, for the provenance of what is measured."""
     parser.add_argument(

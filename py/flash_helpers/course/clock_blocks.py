@@ -21,7 +21,6 @@ from flash_helpers.measure.benchmark_tables import (
     loads_table,
     main_dtype,
     progression_table,
-    size_title,
 )
 from flash_helpers.measure.code import changed_names
 from flash_helpers.measure.plots import progression_numbers
@@ -105,7 +104,7 @@ def _measured_table(results: BenchmarkResults, step: Step) -> str:
     *before, own = with_parent(step)
     metric = metric_of(own.family)
     operation = own.family.operation
-    headers = [size_title(operation), *(f"{c.step.id}, {metric.unit}" for c in (*before, own))]
+    headers = [operation.size_title, *(f"{c.step.id}, {metric.unit}" for c in (*before, own))]
     if before:
         headers += ["change", "80% of the rounds", "verdict"]
     rows = []

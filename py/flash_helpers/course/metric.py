@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_helpers.kernel_configs import Config
-from flash_helpers.measure.results import CUDNN, FA3, FLASH, LIBRARY_NAMES, BenchmarkResults
-from flash_helpers.operations.attention_forward import OPERATION as ATTENTION
+from flash_helpers.measure.results import FLASH, BenchmarkResults
 from flash_helpers.registry.family import Family
 
 
@@ -34,25 +33,16 @@ class Metric:
         return f"of {self.short}"
 
 
-# Of the operations whose libraries have shorter names in tables, and places in the glossary.
-METRICS = {
-    ATTENTION.name: Metric(
-        ATTENTION.metric.unit,
-        FLASH,
-        LIBRARY_NAMES[FLASH],
-        "flash",
-        "flash-backend",
-        {CUDNN: "cuDNN", FA3: "FA3"},
-    )
-}
+TERMS = {FLASH: "flash-backend"}  # anchors of short names in the glossary
 
 
 def metric_of(family: Family) -> Metric:
-    """The metric of a family's operation: by default beside the first of its libraries."""
+    """The metric of a family's operation, beside the first of its libraries."""
     operation = family.operation
-    library, title = next(iter(operation.libraries.items()))
-    default = Metric(operation.metric.unit, library, title, title, "", {})
-    return METRICS.get(operation.name, default)
+    first, title = operation.first, operation.libraries[operation.first]
+    beside = dict(operation.short_names)
+    short = beside.pop(first, title)
+    return Metric(operation.metric.unit, first, title, short, TERMS.get(first, ""), beside)
 
 
 def speed(results: BenchmarkResults, config: Config, length: int | None = None) -> float | None:

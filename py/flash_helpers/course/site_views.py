@@ -13,7 +13,6 @@ from flash_helpers.course.arguments import DEFAULT_ARCHITECTURE, DTYPE, with_par
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.pages import file_stem
 from flash_helpers.kernel_configs import STEPS, Config
-from flash_helpers.measure.machine_code import SEQ_LEN
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import names_of
 from flash_helpers.runtime.library import ptx_path
@@ -72,7 +71,7 @@ def step_views(evidence: Evidence, pages: Mapping[str, str]) -> Iterator[View]:
                 kernel=facts.kernel,
                 name=name,
                 title=config.step.idea,
-                facts=page_facts(facts, f"length {SEQ_LEN}"),
+                facts=page_facts(facts, facts.timed),
                 ptx_sources=ptx_sources_of(config),
             )
             for config, name, facts in zip(configs, names_of(configs), found, strict=True)

@@ -6,7 +6,6 @@ import argparse
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 from flash_helpers.console.command_line import positive
 from flash_helpers.kernel_configs import OPERATIONS, Config, Element, Problem
@@ -34,21 +33,15 @@ def add_measured_options(parser: argparse.ArgumentParser) -> None:
             nargs="+",
             type=positive,
             metavar="N",
-            help=f"{_swept(operation).metadata['help']} ({operation.name}; default: "
+            help=f"{operation.size_field.metadata['help']} ({operation.name}; default: "
             f"{' '.join(map(str, operation.measured_at))})",
         )
     add_problem_options(parser, *sorted(names - swept.keys()))
 
 
-def _swept(operation: Operation) -> Any:
-    (found,) = (f for f in fields(operation.problem) if f.name == operation.swept)
-    return found
-
-
 def swept_option(operation: Operation) -> str:
     """Return the option for the sizes that an operation is measured at, such as --seq."""
-    field = _swept(operation)
-    return "--" + field.metadata.get("name", field.name).replace("_", "-")
+    return f"--{operation.size_name}"
 
 
 def asked_sizes(arguments: argparse.Namespace, operation: Operation) -> list[int]:

@@ -36,7 +36,6 @@ from flash_helpers.measure.results import (
     RateRecord,
     SkippedRecord,
     control_name,
-    first_library,
 )
 from flash_helpers.measure.timing import (
     CudaTimer,
@@ -110,7 +109,7 @@ def kernel_contender(
 
 def library_contender(name: str, operation: Operation) -> Contender:
     """Return a contender for a library of the operation, or for the control."""
-    library = first_library(operation) if name == control_name(operation) else name
+    library = operation.first if name == control_name(operation) else name
     baselines = operation.part("baselines")
 
     def run(inputs: InputSet) -> torch.Tensor:
@@ -326,7 +325,7 @@ def measure_problem(
     recordings = [entry.recording for entry in timed if entry.recording is not None]
     operation = OPERATIONS[shape.operation]
     names = [entry.contender.name for entry in timed]
-    first = first_library(operation)
+    first = operation.first
     for index, load in enumerate(protocol.loads):
         now = time.monotonic()
         left_ms = sum(other.slice_ms for other in protocol.loads[index:])

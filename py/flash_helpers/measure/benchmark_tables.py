@@ -6,13 +6,11 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 
 from flash_helpers.console.tables import DASH, Table, number, percent
 from flash_helpers.kernel_configs import (
     FAMILIES,
-    AttentionForward,
     Config,
     Element,
     config_from_short_form,
@@ -20,7 +18,6 @@ from flash_helpers.kernel_configs import (
 from flash_helpers.measure.code import DAGGER, changed_names
 from flash_helpers.measure.results import (
     BEST_OTHER,
-    FLASH,
     FP16_MANTISSA_BITS,
     LIBRARY_NAMES,
     LOAD_TEXTS,
@@ -43,7 +40,7 @@ from flash_helpers.measure.staircases import (
 )
 from flash_helpers.registry.config import ranges_text
 from flash_helpers.registry.family import Family, Step
-from flash_helpers.registry.operation import TFLOPS, Operation
+from flash_helpers.registry.operation import TFLOPS
 from flash_helpers.registry.selection import names_of
 
 BEGIN_MARKER = "<!-- benchmark:begin -->"
@@ -81,25 +78,9 @@ def share_text(share: float | None) -> str:
     return number(None if share is None else 100 * share, 1)
 
 
-def first_name(results: BenchmarkResults) -> str:
-    """The first library's short name, in words about percents."""
-    return "flash" if results.first == FLASH else results.first
-
-
 def unit(results: BenchmarkResults) -> str:
     """The unit of the speeds."""
     return results.operation.metric.unit
-
-
-def size_name(operation: Operation) -> str:
-    """Name of the size that an operation's problems differ in, as on a command line."""
-    (swept,) = (f for f in fields(operation.problem) if f.name == operation.swept)
-    return swept.metadata.get("name", swept.name)
-
-
-def size_title(operation: Operation) -> str:
-    """The same in words."""
-    return {"seq": "sequence length"}.get(name := size_name(operation), name)
 
 
 class _Marks:
@@ -195,7 +176,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
-    shares: dict[str, Share] = {f"% of {first_name(results)}": results.of_first}
+    shares: dict[str, Share] = {f"% of {results.first_short}": results.of_first}
     for rate, title in RATE_NAMES.items():
         if results.rate(rate, dtype, load) is not None:
             shares[f"% of {title}"] = partial(results.of_rate, rate)
@@ -214,7 +195,7 @@ def _tables(results: BenchmarkResults, dtype: str, load: str) -> list[Table]:
 
 
 def _length_titles(results: BenchmarkResults) -> list[str]:
-    return [f"{size_name(results.operation)} {n}" for n in results.sizes]
+    return [f"{results.operation.size_name} {n}" for n in results.sizes]
 
 
 def _best_rows(
@@ -263,7 +244,7 @@ def report_text(results: BenchmarkResults) -> str:
         if (noise := results.noise(dtype, load=load)) is not None
     ]
     parts.append(
-        f"speeds are those at the median time; % of {first_name(results)} is the median of ratios "
+        f"speeds are those at the median time; % of {results.first_short} is the median of ratios "
         "within a round; spread is what 80% of them lie in, the widest of a contender's "
         f"{_sizes_word(results)}"
     )
@@ -282,7 +263,7 @@ def report_text(results: BenchmarkResults) -> str:
 
 def _sizes_word(results: BenchmarkResults) -> str:
     """The sizes in words: lengths, widths."""
-    return {"seq": "lengths"}.get(name := size_name(results.operation), f"{name}s")
+    return f"{results.operation.size_word}s"
 
 
 def _skipped_lines(skipped: Iterable[SkippedRecord]) -> list[str]:
@@ -342,30 +323,10 @@ def _load_text(load: Load, found: Sequence[Measurement]) -> str:
 
 
 def _problems_text(found: Sequence[Measurement]) -> str:
-    """The problems, beside their sizes."""
-    attention = {m.asked for m in found if isinstance(m.asked, AttentionForward)}
-    if attention:
-        return _attention_text(attention)
-    problems = dict.fromkeys((m.size, m.asked) for m in sorted(found, key=lambda m: m.size))
-    names = {f.name for m in found for f in fields(m.asked)}
-    names -= {"dtype", *(m.operation.swept for m in found)}
-    return ", ".join(
-        f"{name} " + ", ".join(f"{getattr(problem, name)} at {size}" for size, problem in problems)
-        for name in sorted(names)
-    )
-
-
-def _attention_text(problems: set[AttentionForward]) -> str:
-    """The mask and the heads of the problems, and the batch at each length."""
-    causal = any(p.causal for p in problems)
-    heads = sorted({(p.heads, p.kv_heads) for p in problems})
-    batches = sorted({(p.len_q, p.batch) for p in problems})
-    parts = [
-        "causal (TFLOP/s count the keys that a query sees)" if causal else "",
-        " and ".join(f"{n} heads" + (f" on {kv}" if kv != n else "") for n, kv in heads),
-        "batch " + ", ".join(f"{batch} at {n}" for n, batch in batches),
-    ]
-    return ", ".join(filter(None, parts))
+    """The problems, beside their sizes; nothing for none."""
+    if not found:
+        return ""
+    return type(found[0].asked).together((m.asked for m in found), found[0].operation.swept)
 
 
 def _provenance_text(results: BenchmarkResults, dtypes: Sequence[str], loads: Sequence[str]) -> str:
@@ -402,7 +363,7 @@ def header_lines(results: BenchmarkResults, step: Step) -> str:
     swept = _sizes_word(results)
     lines = [
         f"Measured {LOAD_TEXTS[results.main_load]} ({found.gpu}, CUDA {found.cuda}, {MAIN_DTYPE}), "
-        f"{unit(results)} at {swept.removesuffix('s')} {TABLE_SEQ_LEN}, and share of "
+        f"{unit(results)} at {results.operation.size_word} {TABLE_SEQ_LEN}, and share of "
         f"{LIBRARY_NAMES[results.first]} in the harmonic mean over {swept}."
     ]
     resources = {record.name: record for record in results.resources}
@@ -437,7 +398,7 @@ def progression_table(results: BenchmarkResults) -> str:
     load. A dagger marks a step whose machine code has changed since.
     """
     dtype, marks = main_dtype(results), _Marks(results)
-    share = f"% of {first_name(results)}"
+    share = f"% of {results.first_short}"
     rows = [*_step_rows(results, dtype, marks), *_ceiling_rows(results, dtype)]
     columns = [f"{tile}: {share}" for tile in ("fixed tile", "large tile", "stride read")]
     header = ["step", "idea", *columns, f"{unit(results)} at {_table_length(results)}"]
@@ -513,9 +474,9 @@ def _rate_of_first(results: BenchmarkResults, dtype: str, load: str) -> float | 
 
 
 def _legend(results: BenchmarkResults, dtype: str) -> str:
-    lengths, first = results.sizes, first_name(results)
+    lengths, first = results.sizes, results.first_short
     span = f"{lengths[0]} … {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-    swept = f"{size_title(results.operation)}s"
+    swept = f"{results.operation.size_title}s"
     same_tile = " at the same tile" if _has_tiles(results, dtype) else ""
     sentences = [
         f"{first.capitalize()} is {LIBRARY_NAMES[results.first]}: each sample is set against "
@@ -561,7 +522,7 @@ def _other_configs(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iter
     if not others:
         return
     speed = f"{unit(results)} at {_table_length(results)}"
-    header = ["step", "config", f"% of {first_name(results)}", speed]
+    header = ["step", "config", f"% of {results.first_short}", speed]
     rows = [
         [
             marks(config.step.id, config.short_form()),
@@ -583,7 +544,7 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
 
     Below, folded: what stands beside each speed, and what has none at which length, and why.
     """
-    marks, first = _Marks(results), first_name(results)
+    marks, first = _Marks(results), results.first_short
     names = _kernel_labels(results, dtype) | dict(_libraries(results, dtype))
     names = {name: marks(label, name) for name, label in names.items()}
 
@@ -617,7 +578,7 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
         Table([f"{dtype}, {load}: {unit(results)}", *titles], speeds).markdown(),
         *marks.line,
         "Ours over the others: the fastest kernel over the fastest library at the same "
-        f"{_sizes_word(results).removesuffix('s')}, the median of the ratios within a round; "
+        f"{results.operation.size_word}, the median of the ratios within a round; "
         f'within the noise of {first} against itself it has an "=". A dash: not measured there.',
         f'<details markdown="1">\n<summary>{summary}</summary>',
         Table(["", *titles], rows(beside)).markdown(),
@@ -651,7 +612,7 @@ def loads_table(results: BenchmarkResults) -> str:
     Percent of the first library in the harmonic mean over all sizes, of each dtype under each load;
     of the main dtype, sustained, speed at TABLE_SEQ_LEN, SM clock and power.
     """
-    main, marks, first = main_dtype(results), _Marks(results), first_name(results)
+    main, marks, first = main_dtype(results), _Marks(results), results.first_short
     dtypes = [main, *(dtype for dtype in results.dtypes if dtype != main)]
     columns = [(dtype, load) for dtype in dtypes for load in results.loads]
     header = ["step", "idea", *(f"{dtype}, {load}: %" for dtype, load in columns)]

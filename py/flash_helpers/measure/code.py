@@ -93,3 +93,14 @@ def changed_names(results: BenchmarkResults) -> frozenset[str]:
         return frozenset()
     today = library_codes(results.provenance.compute_capability)
     return frozenset(m.name for m in known if has_changed(m, today))
+
+
+def changed_line(results: BenchmarkResults) -> str:
+    """Return what is to be measured again, in a line; "" if no code has changed."""
+    names = ", ".join(sorted(changed_names(results)))
+    if not names:
+        return ""
+    return (
+        f"measured on {results.provenance.gpu} by {results.provenance.command!r} with other "
+        f"machine code than the library has today: measure {names} again"
+    )

@@ -21,7 +21,6 @@ from flash_helpers.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_helpers.measure.results import BenchmarkResults, size_of
-from flash_helpers.operations.attention_forward.configs import AttentionConfig
 from flash_helpers.registry.family import Step
 from flash_helpers.registry.selection import UsageError, find_steps, names_of
 from flash_helpers.runtime import library
@@ -37,7 +36,7 @@ from flash_helpers.sass.show.comparison_page import comparison_page
 from flash_helpers.sass.show.page import read_sources
 
 ARCHITECTURE = "sm_90"  # of the committed measurements
-SEQ_LEN = 4096  # of the measurement that a bound is compared with
+SIZE = 4096  # of the problem whose measurement that a bound is compared with
 
 _FOLDED = "vN"
 
@@ -209,29 +208,30 @@ def launch_of(config: Config, problem: Problem | None = None) -> Launch:
 
 
 def unit_of(config: Config) -> Unit | None:
-    """Work of a kernel's loops, where tensor instructions tell it: in those of attention."""
-    return _block_of_keys(config) if isinstance(config, AttentionConfig) else None
+    """Work of a kernel's loops, where tensor instructions tell it."""
+    return Unit(*config.loop_unit) if config.loop_unit else None
 
 
-def _block_of_keys(config: AttentionConfig) -> Unit:
-    return Unit("block of K and V", config.mma_per_key_block)
-
-
-def trips(kernel: Kernel, config: Config, seq_len: int) -> dict[int, int]:
-    """How often each loop of a kernel is run, by index, for a whole sequence.
+def trips(kernel: Kernel, config: Config, size: int) -> dict[int, int]:
+    """How often each loop of a kernel is run, by index, for a problem of a size.
 
     Raises NotDeterminedError as `phases.trip_counts` does.
     """
-    if not isinstance(config, AttentionConfig):
+    unit = unit_of(config)
+    if unit is None:
         raise NotDeterminedError(
             f"{config.short_form()} has no tensor instructions: how often its loops are run cannot "
             "be told"
         )
     try:
-        return trip_counts(kernel, _block_of_keys(config), len(config.key_blocks(seq_len)))
+        return trip_counts(kernel, unit, config.loop_runs(size))
     except NotDeterminedError as error:
         text = str(error).replace(kernel.name, config.short_form())
-        raise NotDeterminedError(f"{text} (seq_len {seq_len})") from error
+        raise NotDeterminedError(f"{text} ({_size_text(config, size)})") from error
+
+
+def _size_text(config: Config, size: int) -> str:
+    return f"{config.family.operation.size_word} {size}"
 
 
 def predict_config(kernel: Kernel, config: Config, problem: Problem, chip: Chip) -> Prediction:
@@ -259,12 +259,12 @@ def measured_on(results: BenchmarkResults | None, kernel: Kernel) -> BenchmarkRe
 
 
 def timed_launch(
-    results: BenchmarkResults, config: Config, seq_len: int
+    results: BenchmarkResults, config: Config, size: int
 ) -> tuple[Problem, Chip] | None:
     """The problem that was timed, and the GPU at its median clock while it was; None if there is no
     such measurement, no clock was read, or the GPU's number of SMs is not known."""
     dtype = config.dtype.short
-    found = results.find(config.short_form(), dtype, seq_len)
+    found = results.find(config.short_form(), dtype, size)
     sms = SM_COUNTS.get(results.provenance.gpu)
     if found is None or sms is None or not found.sm_mhz:
         return None
@@ -272,15 +272,15 @@ def timed_launch(
 
 
 def config_facts(
-    config: Config, kernel: Kernel, results: BenchmarkResults | None, seq_len: int = SEQ_LEN
+    config: Config, kernel: Kernel, results: BenchmarkResults | None, size: int = SIZE
 ) -> ConfigFacts:
-    """Facts of a kernel, beside the time of its launch for a length.
+    """Facts of a kernel, beside the time of its launch for a problem of a size.
 
     results: of a benchmark; those of another architecture than the kernel's are left aside.
     """
     results = measured_on(results, kernel)
-    found = results.find(config.short_form(), config.dtype.short, seq_len) if results else None
-    timed = timed_launch(results, config, seq_len) if results else None
+    found = results.find(config.short_form(), config.dtype.short, size) if results else None
+    timed = timed_launch(results, config, size) if results else None
     try:
         prediction = predict_config(kernel, config, *timed) if timed else None
     except NotDeterminedError:
@@ -300,20 +300,19 @@ def config_facts(
         unit=unit_of(config),
         prediction=prediction,
         measurement=Measured(found.median_ms, found.speed, found.unit) if found else None,
-        timed=f"seq_len {seq_len}",
+        timed=_size_text(config, size),
     )
 
 
-def facts_matrix(
-    rows: Sequence[KernelFacts], results: BenchmarkResults | None, seq_len: int = SEQ_LEN
-) -> Matrix:
-    """The matrix of kernels, be they configs or of files. results, seq_len: as for
+def facts_matrix(rows: Sequence[KernelFacts], results: BenchmarkResults | None) -> Matrix:
+    """The matrix of kernels, be they configs or of files. results: as for
     `config_facts`."""
     where = ""
     if results is not None and any(facts.measurement for facts in rows):
         found = results.provenance
         where = f"{found.gpu}, {found.date}, CUDA {found.cuda}, commit {found.commit}"
-    return Matrix(tuple(rows), _short_names(rows), f"length {seq_len}", where)
+    timed = next((facts.timed for facts in rows if isinstance(facts, ConfigFacts)), "")
+    return Matrix(tuple(rows), _short_names(rows), timed, where)
 
 
 def _short_names(rows: Sequence[KernelFacts]) -> list[str]:

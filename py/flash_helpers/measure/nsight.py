@@ -16,7 +16,6 @@ from pathlib import Path
 
 from flash_helpers.kernel_configs import FAMILIES, Config
 
-FORWARD_KERNEL = "forward_kernel"  # what the names of attention's kernels match
 _OWN_KERNELS = dict.fromkeys(name for family in FAMILIES.values() for name in family.kernels)
 EXECUTED_METRICS = ("smsp__inst_executed.sum", "sm__inst_executed.sum")
 TIMEOUT_SECONDS = 600

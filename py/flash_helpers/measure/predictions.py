@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flash_helpers.gpu import largest_device
-from flash_helpers.kernel_configs import AttentionForward, Config, Problem
+from flash_helpers.kernel_configs import Config, Problem
 from flash_helpers.measure.counts import (
     FILLER,
     ONE_FOR_ONE,
@@ -20,7 +19,6 @@ from flash_helpers.measure.counts import (
 )
 from flash_helpers.measure.machine_code import trips
 from flash_helpers.measure.results import size_of
-from flash_helpers.operations.attention_forward.supports import AttentionSupports
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.sass.analyse.counts import Bucket, count_executed, with_buckets
 from flash_helpers.sass.analyse.phases import NotDeterminedError, block_executions
@@ -50,22 +48,6 @@ _WGMMA_FAMILIES = {
     "stmatrix": ("stmatrix.",),
 }
 _ROLES_COUNTED = {"wgmma": "HGMMA", "TMA loads": "UTMALDG", "TMA stores": "UTMASTG"}
-
-
-def problem_for(config: Config, size: int) -> Problem:
-    """A small problem of a size (`OfProblem.size`) for which a config itself is launched.
-
-    Of attention, one head, or as many as give the config its row stride; then the sequence is
-    shorter by the square root of the heads, so that all take the same time.
-    """
-    operation, supports = config.family.operation, config.supports
-    if not isinstance(supports, AttentionSupports):
-        return replace(operation.small, **{operation.swept: size}).in_dtype(config.dtype)
-    d_head, block = supports.d_heads[0], supports.whole
-    one = AttentionForward(1, 1, block, d_head, config.dtype)
-    heads = config.own_strides(one)["q"][1] // d_head or 1
-    shorter = max(block, int(size / heads**0.5) // block * block)
-    return AttentionForward(1, heads, shorter, d_head, config.dtype, causal=supports.causal)
 
 
 def _named(config: Config, problem: Problem) -> dict[str, Any]:

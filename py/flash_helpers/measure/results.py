@@ -34,14 +34,9 @@ Own = TypeVar("Own", bound="RecordFile")
 RESULTS = Path("benchmarks/results/h100.json")  # what tables, plots and pages show
 
 
-def first_library(operation: Operation) -> str:
-    """Return the name of the library that is 100%."""
-    return next(iter(operation.libraries))
-
-
 def control_name(operation: Operation) -> str:
     """Return the name of the first library's second contender, which tells the noise."""
-    return f"{first_library(operation)}_again"
+    return f"{operation.first}_again"
 
 
 # Of attention's libraries.
@@ -59,7 +54,7 @@ LIBRARY_NAMES: Mapping[str, str] = MappingProxyType(
             *operation.libraries.items(),
             (
                 control_name(operation),
-                f"{operation.libraries[first_library(operation)]} once more, as the control",
+                f"{operation.libraries[operation.first]} once more, as the control",
             ),
         )
     }
@@ -480,6 +475,11 @@ class BenchmarkResults(RecordFile):
     def first(self) -> str:
         """The library that is 100%; "" if nothing was measured."""
         return next(iter(self.library_names), "")
+
+    @property
+    def first_short(self) -> str:
+        """Its name in tables."""
+        return self.operation.short_name(self.first) if self.measurements else ""
 
     @property
     def control(self) -> str:

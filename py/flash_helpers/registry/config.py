@@ -131,6 +131,24 @@ class Config:
         operation = self.family.operation
         return operation.measured(size, **self.supports.options).in_dtype(self.dtype)
 
+    def counted_on(self, size: int) -> Problem:
+        """Return a small problem of about a size for which this config itself is launched."""
+        operation = self.family.operation
+        return replace(operation.small, **{operation.swept: size}).in_dtype(self.dtype)
+
+    @property
+    def loop_unit(self) -> tuple[str, int] | None:
+        """The name of the work of one run of a kernel's loop, and the tensor instructions that a
+        warp has in it; None where no tensor instruction tells them."""
+        return None
+
+    def loop_runs(self, size: int) -> int:
+        """Return how many units a warp works on for a problem of a size.
+
+        Raises NotImplementedError for a config without `loop_unit`.
+        """
+        raise NotImplementedError(f"{self.short_form()} has no tensor instructions")
+
     def work(self, problem: Any, device: Device) -> float:
         """Return what the config computes for a problem, idle units included, in a unit of its own:
         more than is asked for where tiles are not filled."""

@@ -15,6 +15,7 @@ from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.problems import counted_problem
 from flash_helpers.operations.attention_forward.supports import (
     GROUPED_HEADS,
     MAX_LENGTH,
@@ -158,6 +159,19 @@ class HopperKernelConfig(Config):
     def mma_per_key_block(self) -> int:
         """`wgmma` of a warp for one block of keys: Q @ K^T and P @ V."""
         return self.d_head // WGMMA_K + self.B_c // WGMMA_K
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of keys, and the tensor instructions of a warp for it."""
+        return "block of K and V", self.mma_per_key_block
+
+    def loop_runs(self, size: int) -> int:
+        """Return the blocks of so many keys."""
+        return len(self.key_blocks(size))
+
+    def counted_on(self, size: int) -> AttentionForward:
+        """Return a problem of one head."""
+        return counted_problem(self.supports, size)
 
     def key_blocks(self, len_k: int) -> range:
         """The blocks of keys in the order in which the kernel walks them."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 from flash_helpers import gpu
 from flash_helpers.gpu import Device
 from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.problems import counted_problem
 from flash_helpers.operations.attention_forward.supports import AttentionSupports
 from flash_helpers.registry.call import (
     INT,
@@ -116,6 +117,19 @@ class MmaSyncConfig(Config):
         tile more of P @ V."""
         row_sums = self.row_tiles * (self.B_c // MMA_K) if MMA_ROW_SUM in self.step.traits else 0
         return 2 * self.mma_per_product + row_sums
+
+    @property
+    def loop_unit(self) -> tuple[str, int]:
+        """A block of keys, and the tensor instructions of a warp for it."""
+        return "block of K and V", self.mma_per_key_block
+
+    def loop_runs(self, size: int) -> int:
+        """Return the blocks of so many keys."""
+        return len(self.key_blocks(size))
+
+    def counted_on(self, size: int) -> AttentionForward:
+        """Return a problem of one head, or of as many as have the static row stride."""
+        return counted_problem(self.supports, size, self.static_row_stride // self.d_head or 1)
 
     def key_blocks(self, len_k: int) -> range:
         """Return the blocks of keys in the order in which the kernel walks them."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from types import ModuleType
+from typing import Any
 
 from flash_helpers.registry.problem import Problem
 
@@ -38,9 +39,10 @@ class Operation:
     problem that is measured at one of its values; measured_at: the usual values. distributions:
     kinds of inputs, by name, in words. libraries: what kernels are measured beside, by name, in
     words; the first is 100%. ceiling: the one of them that moves the same bytes and computes
-    nothing, so that its output is not compared; "" if there is none. metric: of speed. families:
-    its families, in their order, as "module:name" in flash_helpers.registry. simulated_ns: time of
-    one floating-point operation in the simulator on one core, in nanoseconds, for estimates.
+    nothing, so that its output is not compared; "" if there is none. short_names: of libraries, for
+    tables. metric: of speed. families: its families, in their order, as "module:name" in
+    flash_helpers.registry. simulated_ns: time of one floating-point operation in the simulator on
+    one core, in nanoseconds, for estimates.
 
     Modules of its folder that are imported when they are used (`part`):
       inputs     draw(distribution, problem, device, seed) -> tensors by name
@@ -68,6 +70,37 @@ class Operation:
     simulated_ns: float
     has_trace: bool = False
     ceiling: str = ""
+    short_names: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def size_field(self) -> Field[Any]:
+        """The field of the problem that benchmarks vary."""
+        (found,) = (f for f in fields(self.problem) if f.name == self.swept)
+        return found
+
+    @property
+    def size_name(self) -> str:
+        """The name of the size on a command line, such as "seq"."""
+        return self.size_field.metadata.get("name", self.swept).replace("_", "-")
+
+    @property
+    def size_title(self) -> str:
+        """The size in words, such as "sequence length"."""
+        return self.size_field.metadata.get("title", self.size_name)
+
+    @property
+    def size_word(self) -> str:
+        """The size in one word, such as "length"."""
+        return self.size_title.split()[-1]
+
+    @property
+    def first(self) -> str:
+        """The library that is 100%."""
+        return next(iter(self.libraries))
+
+    def short_name(self, library: str) -> str:
+        """Return the name that a library has in tables."""
+        return self.short_names.get(library, library)
 
     def part(self, module: str) -> ModuleType:
         """Return a module of the operation's folder."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from typing import Any, ClassVar, TypeVar
@@ -117,7 +117,8 @@ Strides = Mapping[str, tuple[int, ...]]
 def option(text: str, default: Any = MISSING, **flag: Any) -> Any:
     """Return a field that the command line has an option for.
 
-    text: help of the option. flag: `name` of the option if it is not the field's; `metavar`.
+    text: help of the option. flag: `name` of the option if it is not the field's; `metavar`;
+    `title`: the field in words, if these are not the option's name.
     """
     return field(default=default, metadata={"help": text, **flag})
 
@@ -135,6 +136,20 @@ class Problem:
     axes: ClassVar[Mapping[str, tuple[str, ...]]]
     optional: ClassVar[frozenset[str]] = frozenset()
     dtype: Element
+
+    @classmethod
+    def together(cls, problems: Iterable[Any], swept: str) -> str:
+        """Return the problems of one class in words, each other field beside its sizes.
+
+        swept: the field that is the size.
+        """
+        ordered = sorted(dict.fromkeys(problems), key=lambda problem: getattr(problem, swept))
+        names = sorted(f.name for f in fields(cls) if f.name not in ("dtype", swept))
+        values = {
+            name: dict.fromkeys(f"{getattr(p, name)} at {getattr(p, swept)}" for p in ordered)
+            for name in names
+        }
+        return ", ".join(f"{name} {', '.join(found)}" for name, found in values.items())
 
     @classmethod
     def names(cls, count: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from flash_helpers.compile.cubins import Cubin
-from flash_helpers.measure.results import LIBRARY_NAMES, Measurement, Protocol, first_library
+from flash_helpers.measure.results import LIBRARY_NAMES, Measurement, Protocol
 from flash_helpers.tune.process import (
     KernelFile,
     Request,
@@ -84,7 +84,7 @@ class Measurer:
         cubins: of one operation, measured on the same problems.
         """
         config = cubins[0].config
-        first = first_library(config.family.operation)
+        first = config.family.operation.first
         names = [cubin.config.short_form() for cubin in cubins]
         asked = [
             [cubin.code for cubin in cubins],

@@ -28,7 +28,6 @@ from flash_helpers.measure.results import (
     Load,
     Measurement,
     Protocol,
-    first_library,
 )
 from flash_helpers.registry.selection import first_refusal
 from flash_helpers.tune.measurer import Measurer
@@ -88,7 +87,7 @@ def mean_speed(measurements: Iterable[Measurement], name: str) -> float | None:
 
 
 def _ratio(measurements: Sequence[Measurement], config: Config) -> float | None:
-    names = config.short_form(), first_library(config.family.operation)
+    names = config.short_form(), config.family.operation.first
     own, first = (mean_speed(measurements, name) for name in names)
     return own / first if own and first else None
 

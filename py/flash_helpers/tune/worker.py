@@ -38,7 +38,7 @@ from flash_helpers.measure.benchmark import (
 )
 from flash_helpers.measure.code import cubin_code
 from flash_helpers.measure.machine import GpuSensor, driver_version
-from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord, first_library
+from flash_helpers.measure.results import Measurement, Protocol, SkippedRecord
 from flash_helpers.measure.timing import make_timer
 from flash_helpers.runtime.backend import Execute, find_backend
 from flash_helpers.runtime.call import register
@@ -101,7 +101,7 @@ class Worker:
         own = (cubin_contender(kernel, execute) for kernel in request.kernels)
         first = config_from_short_form(request.kernels[0].config)
         operation = first.family.operation
-        contenders = [library_contender(first_library(operation), operation), *own]
+        contenders = [library_contender(operation.first, operation), *own]
         measurements: list[Measurement] = []
         skipped: list[SkippedRecord] = []
         for problem in map(first.measured, request.sizes):

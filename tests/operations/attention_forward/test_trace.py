@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_configs import TRACED
+from attention_configs import traced_config as config_of
 from attention_tensors import traced
 from fake_backend import ROOT
 from tiers import each
@@ -18,7 +20,6 @@ from flash_helpers.kernel_configs import (
     STEPS,
     AttentionForward,
     Element,
-    get_kernels_to_build,
 )
 from flash_helpers.operations.attention_forward.inputs import make_inputs
 from flash_helpers.operations.attention_forward.reference import attention_reference
@@ -36,7 +37,6 @@ from flash_helpers.operations.attention_forward.trace.recorder import Untraceabl
 from flash_helpers.registry.ampere import AMPERE
 from flash_helpers.registry.hopper import HOPPER
 from flash_helpers.registry.mma_sync import LAZY_RESCALE, MAX_GROWTH, MmaSyncConfig
-from flash_helpers.registry.overlap import OVERLAP
 from flash_helpers.runtime.library import ptx_path
 from flash_helpers.runtime.simulator import load_kernel
 
@@ -44,21 +44,10 @@ pytestmark = pytest.mark.slow
 
 SHAPE = AttentionForward(batch=1, heads=1, len_q=192)
 CAUSAL = {"causal": True}
-PROGRESSION = AMPERE.progression()
-LARGE_TILES = [
-    config
-    for config in get_kernels_to_build()
-    if config.family is AMPERE and config.B_r == 128 and not config.static_row_stride
-]
-TRACED = [*PROGRESSION, *LARGE_TILES, *OVERLAP.progression()]
 
 
 def inputs(config: MmaSyncConfig, distribution="normal", shape=SHAPE):
     return make_inputs(distribution, shape, getattr(torch, config.dtype.torch_name))
-
-
-def config_of(step: str, dtype: Element = Element.BF16) -> MmaSyncConfig:
-    return next(c for c in TRACED if (c.step.id, c.dtype) == (step, dtype))
 
 
 def is_lazy(config: MmaSyncConfig) -> bool:

@@ -17,6 +17,8 @@ LIBRARIES = {
     "fa3": "FlashAttention-3 (fa3_fwd)",
 }
 
+SHORT_NAMES = {"pytorch_flash": "flash", "pytorch_cudnn": "cuDNN", "fa3": "FA3"}
+
 OPERATION = Operation(
     name="attention_forward",
     title="attention, forward",
@@ -31,6 +33,7 @@ OPERATION = Operation(
     measured_at=MEASURED_LENGTHS,
     distributions=DISTRIBUTIONS,
     libraries=LIBRARIES,
+    short_names=SHORT_NAMES,
     metric=TFLOPS,
     families=("ampere:AMPERE", "overlap:OVERLAP", "hopper:HOPPER"),
     # 4 ms for one thread block's pass over 64 x 64 scores at d_head 128, measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -41,7 +41,7 @@ class AttentionForward(Problem):
 
     batch: int = option("batch size")
     heads: int = option("heads of Q")
-    len_q: int = option("sequence length, of queries and keys", name="seq")
+    len_q: int = option("sequence length, of queries and keys", name="seq", title="sequence length")
     d_head: int = option("head size", 128)
     dtype: Element = Element.BF16
     _: KW_ONLY
@@ -88,6 +88,19 @@ class AttentionForward(Problem):
         if self.return_lse:
             options.append("lse")
         return ", ".join(options)
+
+    @classmethod
+    def together(cls, problems: Iterable[Any], swept: str) -> str:
+        """Return the mask and the heads of the problems, and the batch at each length."""
+        found = list(problems)
+        heads = sorted({(p.heads, p.kv_heads) for p in found})
+        batches = sorted({(getattr(p, swept), p.batch) for p in found})
+        parts = [
+            "causal (TFLOP/s count the keys that a query sees)" * any(p.causal for p in found),
+            " and ".join(f"{n} heads" + (f" on {kv}" if kv != n else "") for n, kv in heads),
+            "batch " + ", ".join(f"{batch} at {size}" for size, batch in batches),
+        ]
+        return ", ".join(filter(None, parts))
 
     @classmethod
     def posed(

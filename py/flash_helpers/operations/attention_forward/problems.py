@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from flash_helpers.operations.attention_forward.problem import AttentionForward
+from flash_helpers.operations.attention_forward.supports import AttentionSupports
 
 MEASURED_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 N_HEADS = 16
@@ -58,3 +59,13 @@ def default_shape(
         batch = max(1, min(MAX_HEADS, MAX_ROWS // seq_len) // max(1, heads))
     kv_heads = heads if kv_heads is None else kv_heads
     return AttentionForward(batch, heads, seq_len, kv_heads=kv_heads, causal=causal)
+
+
+def counted_problem(supports: AttentionSupports, size: int, heads: int = 1) -> AttentionForward:
+    """Return a small problem that a config takes: so many heads, and a sequence that is shorter
+    than size by their square root, so that it takes the same time whatever the heads."""
+    block = supports.whole
+    seq_len = max(block, int(size / heads**0.5) // block * block)
+    return AttentionForward(
+        *(1, heads, seq_len, supports.d_heads[0], supports.dtype), causal=supports.causal
+    )
