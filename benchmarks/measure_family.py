@@ -22,6 +22,7 @@ from flash_helpers.registry.family import Family
 from flash_helpers.tune.winners import load_best
 
 ROOT = Path(__file__).resolve().parents[1]
+MAIN = "main"  # the kind whose file has no name of its own
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 WHOLE = (512, 1024, 2048, 4096, 7680, 15360)  # which tiles of 192 rows and 80 keys divide, too
 ALONE = (1024, 2048, 4096, 8192, 16384)
@@ -29,7 +30,8 @@ ODD = (1000, 1024, 4000, 4096, 8191, 8192, 15360)
 DESCRIPTION = """\
 Run pt_bench.py once for each kind of problem that the family takes: of attention its last steps and
 the winners of sweeps on one sequence at a time, on causal problems, on grouped heads, in both
-dtypes, at odd lengths; of any other operation the same in all dtypes; then all of its steps beside
+dtypes, at odd lengths, and the last step with the winners, with a causal mask and without, in
+bursts and sustained; of any other operation the same in all dtypes; then all of its steps beside
 each other. The files are FOLDER/FAMILY_KIND_GPU.json. A run can be ended at any time: the same
 command goes on with the files in FOLDER. Shortest first. FlashAttention-3 takes part where fa3_fwd
 is installed. Further options go to each pt_bench.py.
@@ -116,6 +118,8 @@ KINDS = {
         ),
         Kind("last_dtypes", WHOLE, all_dtypes=True),
         Kind("odd", ODD, steps=1),
+        Kind("best", LENGTHS, (), steps=1),
+        Kind("best_causal", LENGTHS, (), steps=1, causal=True),
         replace(_ALL_STEPS, sizes=WHOLE),
     ),
 }
@@ -143,11 +147,18 @@ def winners(family: Family, dtypes: Sequence[Element], causal: bool) -> Iterator
             return
 
 
-def commands(family: Family, folder: Path, gpu: str, more: Sequence[str]) -> list[list[str]]:
-    """Arguments of pt_bench.py for each kind of problem that the family takes."""
+def commands(
+    family: Family, folder: Path, gpu: str, more: Sequence[str], only: Sequence[str] | None = None
+) -> list[list[str]]:
+    """Arguments of pt_bench.py for each kind of problem that the family takes, or for those that
+    are named. Raises ValueError for a name that no kind has."""
     built = configs_to_build(ROOT)
-    kinds = KINDS.get(family.operation.name, OTHER_KINDS)
-    chosen = [(kind, kind.kernels(family, built)) for kind in kinds]
+    kinds = {kind.name or MAIN: kind for kind in KINDS.get(family.operation.name, OTHER_KINDS)}
+    if unknown := set(only or ()) - {*kinds}:
+        raise ValueError(
+            f"{family.name} has no kind {', '.join(sorted(unknown))}: it has {', '.join(kinds)}"
+        )
+    chosen = [(kinds[name], kinds[name].kernels(family, built)) for name in only or kinds]
     return [
         [*kind.command(family, folder, gpu), *more, "--kernel", *(c.short_form() for c in configs)]
         for kind, configs in chosen
@@ -162,6 +173,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("folder", type=output_folder, metavar="FOLDER")
     parser.add_argument("gpu", metavar="GPU", help="such as h200: a file's name ends in it")
+    parser.add_argument(
+        "--kind", nargs="+", metavar="KIND", help=f"only these ({MAIN}: all steps; default: all)"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     return parser.parse_known_args(argv)
 
@@ -172,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         worst = 0
-        for own in commands(FAMILIES[arguments.family], arguments.folder, arguments.gpu, more):
+        family, folder = FAMILIES[arguments.family], arguments.folder
+        for own in commands(family, folder, arguments.gpu, more, arguments.kind):
             command = [sys.executable, "tools/benchmark/pt_bench.py", *own]
             print(shlex.join(command), flush=True)
             if not arguments.list:

@@ -57,3 +57,13 @@ def test_a_run_that_fails_ends_the_others(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(measure_family.subprocess, "run", run)
     assert measure_family.main(["hopper", str(tmp_path), "h200"]) == 2
     assert len(ran) == 1
+
+
+def test_kinds_are_chosen_by_name(tmp_path, capsys) -> None:
+    options = ["hopper", str(tmp_path), "h200", "--list", "--kind"]
+    assert measure_family.main([*options, "best_causal", "main"]) == 0
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert "--causal" in first and str(tmp_path / "hopper_best_causal_h200.json") in first
+    assert str(tmp_path / "hopper_h200.json") in second
+    assert measure_family.main([*options, "odder"]) == 2
+    assert "hopper has no kind odder: it has alone_causal, " in capsys.readouterr().err
