@@ -12,9 +12,9 @@
 // Expected: the speed of h18 where blocks are whole.
 //
 // benchmark:begin
-// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 826, 2.21.
-// Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 820,
+// 2.15. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
 // Verdict: about as fast as h18 on whole blocks; other lengths pay for the rest of a last block.
 //

@@ -9,6 +9,9 @@
 // Expected: with a mask 5% at 512, 3% at 1024, 1% at 2048; else nothing.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 829,
+// 2.16. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
 // Verdict: half of that at 512, where h24's blocks of 64 keys stay ahead, that at 1024 and 2048,
 // and a little up to 8192.

@@ -11,6 +11,9 @@
 // mean, late 3.1%: 4% there, 1% at 8192, within 1% in batches.
 //
 // benchmark:begin
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 827,
+// 2.17. Cost: 168 registers per thread, 224 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
 // Verdict: nothing that can be told: 1% at 4096, as much as at 2048, where both do the same.
 //

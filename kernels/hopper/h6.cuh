@@ -11,9 +11,9 @@
 // Expected: 10% more at length 16384; tensor cores 71% busy instead of 63% in the prototype.
 //
 // benchmark:begin
-// Measured in bursts (NVIDIA H200, CUDA 13.0, bf16), TFLOP/s at length 4096, and share of
-// PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 630, 1.63.
-// Cost: 168 registers per thread, 160 KiB of shared memory per block, 1 block per SM.
+// Measured in bursts (NVIDIA H100 80GB HBM3, CUDA 13.0, bf16), TFLOP/s at length 4096, and share
+// of PyTorch's flash backend in the harmonic mean over lengths. B_r 128, B_c 128, 8 warps: 635,
+// 1.63. Cost: 168 registers per thread, 160 KiB of shared memory per block, 1 block per SM.
 // benchmark:end
 // Verdict: a small gain from length 1024, hardly one sustained: h5 drifts out of step by itself.
 //

@@ -34,6 +34,7 @@ from benchmark_results import (
 )
 from fake_backend import ROOT, Damage, fake_backend, load_tool
 
+from flash_helpers.console.tables import number
 from flash_helpers.gpu import SM_COUNTS
 from flash_helpers.kernel_configs import (
     FAMILIES,
@@ -61,13 +62,8 @@ from flash_helpers.measure.benchmark import (
     run_benchmark,
 )
 from flash_helpers.measure.benchmark_tables import (
-    BEGIN_MARKER,
-    BEST_MARKERS,
-    END_MARKER,
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
-    LOADS_MARKERS,
-    SUPPORTS_MARKERS,
     best_table,
     header_lines,
     lengths_table,
@@ -126,6 +122,7 @@ from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.operations.attention_forward.problems import MEASURED_LENGTHS, default_shape
 from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.runtime import library
+from flash_helpers.tune.best import config_for
 
 SHAPE = AttentionForward(batch=1, heads=2, len_q=128)
 DTYPES = (Element.FP16, Element.BF16)
@@ -1433,7 +1430,7 @@ def length_rows(text: str) -> list[dict[str, list[str]]]:
     return [{row[0]: row[1:] for row in rows_of(table)} for table in tables]
 
 
-def test_the_table_by_length_sets_the_best_of_ours_against_the_best_of_the_others() -> None:
+def test_the_table_by_length_sets_the_last_step_against_the_fastest_of_the_others() -> None:
     small, large = BF16[6].short_form(), LARGE_TILE_7.short_form()
     reason = "seq_len 1024 is not a multiple of B_r 192: use 1152"
     results = replace(
@@ -1463,9 +1460,8 @@ def test_the_table_by_length_sets_the_best_of_ours_against_the_best_of_the_other
         LIBRARY_NAMES[FLASH]: ["300", "300", "300"],
         LIBRARY_NAMES[CUDNN]: ["400", "400", "-"],
         LIBRARY_NAMES[FA3]: ["-", "450", "450"],
-        "best of the others": [f"400 {CUDNN}", f"450 {FA3}", f"450 {FA3}"],
-        "best of ours": ["360 v7 Br64", "600 v7 Br128", "450 v7 Br128"],
-        "ours over the others": ["0.90", "1.33", "= 1.00"],
+        "fastest of the others": [f"400 {CUDNN}", f"450 {FA3}", f"450 {FA3}"],
+        "v7 over it": ["0.90", "1.33", "= 1.00"],
     }
     # 600 of 132 * 4096 * 1.47 GHz
     assert beside["v7 Br128"] == ["-", "75.5%, 1,470 MHz, 698 W", "56.6%, 1,470 MHz, 698 W"]
@@ -1483,7 +1479,7 @@ def test_the_table_by_length_tells_what_the_driver_and_the_gpu_do() -> None:
     unknown = replace(results, provenance=replace(results.provenance, gpu="GPU of tomorrow"))
     speeds, beside = length_rows(lengths_table(unknown, "bf16", SUSTAINED))
     assert beside[LIBRARY_NAMES[FLASH]] == ["1,470 MHz, 698 W"]
-    assert speeds["best of ours"] == speeds["ours over the others"] == ["-"]
+    assert speeds["fastest of the others"] == [f"300 {FLASH}"]
     assert "tensor cores" not in report_text(unknown)
 
 
@@ -1492,30 +1488,25 @@ def test_the_table_by_length_says_which_problems_were_measured() -> None:
     said = "bf16, causal (TFLOP/s count the keys that a query sees), 32 heads on 8, batch 8 at 4096"
     assert said in text
     speeds, _ = length_rows(text)
-    assert speeds["h24"] == speeds["best of ours"][0].split()[:1] == ["600"]
+    assert speeds["h24"] == ["600"]
     assert said.removeprefix("bf16, ") in report_text(grouped_results())
     assert "causal" not in lengths_table(full_results(), "bf16", SUSTAINED)
 
 
+BEGIN, END = HEADER_BEGIN_MARKER, HEADER_END_MARKER
+
+
 def test_only_the_lines_between_the_markers_change() -> None:
-    text = f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n"
-    replaced = replace_between_markers(text, "new\n")
-    assert replaced == f"before\n{BEGIN_MARKER}\nnew\n{END_MARKER}\nafter\n"
-    assert replace_between_markers(replaced, "new") == replaced
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    replaced = replace_between_markers(text, "new\n", BEGIN, END)
+    assert replaced == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert replace_between_markers(replaced, "new", BEGIN, END) == replaced
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "none",
-        BEGIN_MARKER,
-        f"{END_MARKER}{BEGIN_MARKER}",
-        f"{BEGIN_MARKER}{BEGIN_MARKER}{END_MARKER}",
-    ],
-)
+@pytest.mark.parametrize("text", ["none", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
 def test_a_text_without_the_two_markers_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="benchmark:begin"):
-        replace_between_markers(text, "new")
+        replace_between_markers(text, "new", BEGIN, END)
 
 
 # The command lines
@@ -1523,10 +1514,7 @@ def test_a_text_without_the_two_markers_is_refused(text: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A README and kernel files with nothing between their markers, and results."""
-    pairs = ((BEGIN_MARKER, END_MARKER), LOADS_MARKERS, BEST_MARKERS, SUPPORTS_MARKERS)
-    markers = "\n".join(marker for pair in pairs for marker in pair)
-    (tmp_path / "README.md").write_text(f"# Title\n{markers}\ntext\n")
+    """Kernel files with nothing between their markers, and results."""
     for step in STEPS.values():
         path = tmp_path / step.source
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1540,14 +1528,10 @@ def update_tables(root: Path, *arguments: str) -> int:
     return tool.main(["--root", str(root), "--results", str(root / "results.json"), *arguments])
 
 
-def test_readme_and_headers_are_written_and_are_then_up_to_date(repository: Path, capsys) -> None:
+def test_headers_are_written_and_are_then_up_to_date(repository: Path, capsys) -> None:
     assert update_tables(repository, "--check") == 1
-    assert "+| v1 | base" in capsys.readouterr().out
+    assert "+// NVIDIA H100" in capsys.readouterr().out
     assert update_tables(repository) == 0
-    readme = (repository / "README.md").read_text()
-    assert progression_table(full_results()) in readme
-    assert readme.startswith("# Title\n") and readme.endswith("\ntext\n")
-    assert best_table(full_results()) in readme
     for step in ATTENTION_STEPS.values():
         header = (repository / step.source).read_text()
         assert header_lines(full_results(), step) in header
@@ -1555,36 +1539,51 @@ def test_readme_and_headers_are_written_and_are_then_up_to_date(repository: Path
     assert update_tables(repository, "--check") == 0
 
 
-def test_the_readme_has_the_loads_where_they_were_measured(repository: Path, capsys) -> None:
-    assert update_tables(repository) == 0
-    loads = load_tool("tools/benchmark/update_tables.py").LOADS
-    assert loads_table(full_results()) not in (repository / "README.md").read_text()
-    (repository / loads).parent.mkdir(parents=True)
-    full_results().save(repository / loads)
-    capsys.readouterr()
-    assert update_tables(repository, "--check") == 1
-    assert "+| step | idea | bf16, burst" in capsys.readouterr().out
-    assert update_tables(repository) == 0
-    assert loads_table(full_results()) in (repository / "README.md").read_text()
-
-
-def test_a_family_measured_elsewhere_shows_its_own_results(repository: Path) -> None:
+def test_a_family_with_a_file_of_the_same_gpu_shows_that(repository: Path, capsys) -> None:
     name = FAMILIES["hopper"].fixed_config(STEPS["h2"], Element.BF16).short_form()
     flash = [replace(m, name=name) for m in full_results().measurements if m.name == FLASH]
     found = full_results().provenance
     own = replace(
         full_results(),
-        provenance=replace(found, gpu="NVIDIA H200"),
+        provenance=replace(found, cuda="13.9"),
         measurements=(*full_results().measurements, *flash),
     )
-    path = repository / "benchmarks/results/hopper_h200.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own.save(path)
+    folder = repository / "benchmarks/results"
+    folder.mkdir(parents=True, exist_ok=True)
+    own.save(folder / "hopper_h100.json")
+    elsewhere = replace(own, provenance=replace(own.provenance, gpu="NVIDIA H200"))
+    elsewhere.save(folder / "hopper_h200.json")
     assert update_tables(repository) == 0
     header = (repository / STEPS["h2"].source).read_text()
-    assert "NVIDIA H200" in header and ", 1.00." in header
-    assert "NVIDIA H200" not in (repository / STEPS["v1"].source).read_text()
-    assert best_table(own) in (repository / "README.md").read_text()
+    assert "CUDA 13.9" in header and ", 1.00." in header
+    assert "CUDA 13.9" not in (repository / STEPS["v1"].source).read_text()
+    (folder / "hopper_h100.json").unlink()
+    assert update_tables(repository) == 2
+    error = capsys.readouterr().err
+    assert (
+        "family hopper was measured on NVIDIA H200, and the other families on NVIDIA H100" in error
+    )
+
+
+def test_what_attention_takes_is_shown_and_not_the_fastest_of_all() -> None:
+    newest, older = (
+        FAMILIES["hopper"].fixed_config(STEPS[step], Element.BF16).short_form()
+        for step in ("h30", "h2")
+    )
+    made = [
+        replace(m, name=name, samples_ms=tuple(ms * factor for ms in m.samples_ms))
+        for m in full_results().measurements
+        for name, factor in ((newest, 0.5), (older, 0.25))
+        if m.name == FLASH
+    ]
+    found = replace(full_results(), measurements=(*full_results().measurements, *made))
+    lines = best_table([found], config_for).splitlines()
+    (row,) = [line for line in lines if line.startswith("| **`attention()`**")]
+    speeds = [number(found.speed(newest, "bf16", n, found.loads[-1])) for n in found.sizes]
+    assert row == f"| **`attention()`** | none | {' | '.join(speeds)} |"
+    (ratios,) = [line for line in lines if "over the fastest" in line]
+    other = [found.ratio(newest, BEST_OTHER, "bf16", n, found.loads[-1]) for n in found.sizes]
+    assert [*map(float, ratios.split(" | ")[2].split())] == [round(other[0], 2)]
 
 
 def test_a_check_writes_nothing(repository: Path) -> None:
@@ -1617,7 +1616,8 @@ def test_a_file_without_markers_is_wrong_usage_and_nothing_is_written(
     last.write_text("code\n")
     assert update_tables(repository) == 2
     assert "benchmark:begin" in capsys.readouterr().err
-    assert progression_table(full_results()) not in (repository / "README.md").read_text()
+    first = repository / next(iter(ATTENTION_STEPS.values())).source
+    assert "NVIDIA" not in first.read_text()
 
 
 def test_header_lines_tell_speed_and_cost_at_each_tile() -> None:
@@ -1957,10 +1957,8 @@ def test_tables_of_rows_are_in_their_unit_and_beside_their_library() -> None:
         ["250.0", "2,500"],
     ]
     assert "Pytorch is torch.softmax" in text and "over widths 1024 … 4096" in text
-    best = best_table(results)
-    assert "burst: ours over the others | 2.00 | 2.00" in " ".join(best.split())
     lengths = lengths_table(results, "bf16", SUSTAINED)
-    for table in (text, best, lengths, loads_table(results)):
+    for table in (text, lengths, loads_table(results)):
         assert "GB/s" in table and "TFLOP/s" not in table and "flash" not in table
         assert "tensor cores" not in table
     step = FAMILIES["softmax"].steps["s1"]

@@ -20,7 +20,9 @@ from benchmark_results import (
     synthetic_results,
     with_rates,
 )
-from fake_backend import ROOT
+from drawn_figure import collisions
+from fake_backend import ROOT, load_tool
+from matplotlib.axes import Axes
 from test_benchmark import pt_bench as pt_bench
 from test_benchmark import repository as repository
 from test_benchmark import update_tables
@@ -32,6 +34,8 @@ from flash_helpers.measure.plots import (
     PlotError,
     description,
     drawable_panels,
+    drawn_figure,
+    plot_figure,
     plot_svg,
     plotted_numbers,
     progression_numbers,
@@ -42,11 +46,14 @@ from flash_helpers.measure.results import (
     CUDNN,
     FLASH,
     LIBRARY_NAMES,
+    RESULTS,
     BenchmarkResults,
     load_results,
+    results_by_family,
 )
 
 BOTH = (PROGRESSION, SEQ_LEN)
+PLOTS = load_tool("tools/benchmark/update_tables.py").PLOTS
 
 
 def texts_of(svg: str) -> list[str]:
@@ -163,12 +170,26 @@ def test_lines_and_steps_are_labelled_in_the_picture(svg: str) -> None:
     texts = texts_of(svg)
     assert set(ATTENTION_STEPS) <= set(texts)
     assert {LIBRARY_NAMES[FLASH], LIBRARY_NAMES[CUDNN]} <= set(texts)
-    # where both are as high, they share a label
-    assert f"{LIBRARY_NAMES[CUDNN]}, mma.sync of the chip" in texts
     assert {"37", "90"} <= set(texts)  # the first step of each staircase, in percent
     assert {"fixed tile", "large tile", "large tile, stride read at run time"} <= set(texts)
     assert "mma.sync of the chip" in texts
     assert any("NVIDIA H100 80GB HBM3, bf16, in bursts" in text for text in texts)
+
+
+@pytest.mark.parametrize(("panel", "family"), [*PLOTS.values()])
+def test_no_text_is_crossed_by_a_line_or_meets_another(root: Path, panel: str, family: str) -> None:
+    results = results_by_family(root, load_results(root / RESULTS))[family]
+    assert collisions(plot_figure(description(results, [panel]), [panel])) == []
+
+
+def test_the_test_of_crossed_texts_finds_them() -> None:
+    def draw(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1])
+        axes.text(0.5, 0.5, "struck")
+        axes.text(0.1, 0.9, "one")
+        axes.text(0.11, 0.9, "two")
+
+    assert collisions(drawn_figure(draw, (4, 3))) == ["struck", "one and two"]
 
 
 def test_the_picture_reads_on_a_light_page_and_on_a_dark_one(svg: str) -> None:
@@ -257,10 +278,10 @@ def test_a_plot_of_other_numbers_is_found_without_matplotlib(
     capsys.readouterr()
     assert update_tables(repository, "--check") == 1
     assert "docs/images/progression.svg is absent or shows other" in capsys.readouterr().out
-    readme = (repository / "README.md").read_text()
+    header = (repository / LARGE_TILE_7.step.source).read_text()
     assert update_tables(repository) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
-    assert (repository / "README.md").read_text() == readme
+    assert (repository / LARGE_TILE_7.step.source).read_text() == header
 
 
 @pytest.mark.skipif(

@@ -82,6 +82,7 @@ def on(monkeypatch):
         properties = SimpleNamespace(name=gpu, major=major, minor=minor, multi_processor_count=132)
         tensors.gpu_device.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
     return use
@@ -433,5 +434,7 @@ class TestChoice:
 
     def test_of_a_library_without_kernels_says_so(self, found, monkeypatch) -> None:
         monkeypatch.setattr(library, "kernels", lambda: [])
-        with pytest.raises(RuntimeError, match="no kernel for cpu in bf16 was built: `python -m"):
+        with pytest.raises(
+            RuntimeError, match="no kernel for the CPU in bf16 was built: `python -m"
+        ):
             choose_config(AttentionForward(1, 1, 256), torch.device("cpu"))

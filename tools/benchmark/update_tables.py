@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Write what was measured into README.md, into the headers of the kernels, and as plots; and into
-README.md what the kernels and a call of them take."""
+"""Write what was measured into the headers of the kernels, and as plots."""
 
 from __future__ import annotations
 
@@ -16,20 +15,11 @@ from flash_helpers.console.command_line import make_parser, print_text, run_tool
 from flash_helpers.console.files import text_diff, write_if_different
 from flash_helpers.kernel_configs import STEPS
 from flash_helpers.measure.benchmark_tables import (
-    BEST_MARKERS,
     HEADER_BEGIN_MARKER,
     HEADER_END_MARKER,
-    LOADS_MARKERS,
-    SUPPORTS_MARKERS,
-    best_table,
     header_lines,
-    loads_table,
-    progression_table,
     replace_between_markers,
-    supports_table,
 )
-from flash_helpers.measure.call_overhead import MARKERS as CALL_MARKERS
-from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.code import changed_line
 from flash_helpers.measure.plots import (
     PROGRESSION,
@@ -42,13 +32,12 @@ from flash_helpers.measure.plots import (
 from flash_helpers.measure.results import (
     RESULTS,
     BenchmarkResults,
+    best_files,
     load_results,
     results_by_family,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-LOADS = Path("benchmarks/results/large_tile_h200.json")
-CALLS = Path("benchmarks/results/call_overhead_h200.json")
 # Panels, with the family whose results they show.
 PLOTS = {
     Path("docs/images/progression.svg"): (PROGRESSION, "ampere"),
@@ -61,11 +50,8 @@ examples:
   after a new measurement:
     python tools/benchmark/pt_bench.py --json {RESULTS}
     python tools/benchmark/update_tables.py
-  after new times of calls:
-    python benchmarks/call_overhead.py
-    python tools/benchmark/update_tables.py
-  do the README, the headers and the plots show what the data says, and was the data measured with
-  the machine code that the library holds today? (exit 1, with a diff or the names, if not)
+  do the headers and the plots show what the data says, and was the data measured with the machine
+  code that the library holds today? (exit 1, with a diff or the names, if not)
     python tools/benchmark/update_tables.py --check
 
 exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
@@ -75,10 +61,10 @@ exit status: 0 all is up to date, 1 --check found something stale, 2 wrong usage
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with 2 if it is wrong."""
     parser = make_parser(
-        "Replace what stands between the benchmark markers of the README and of each "
-        "kernel's header, the README's tables of what the kernels and a call of them take, and "
-        "draw the plots that "
-        f"are absent or show other numbers (needs matplotlib): {', '.join(map(str, PLOTS))}.",
+        "Replace what stands between the benchmark markers of each kernel's header, and draw the "
+        "plots that are absent or show other numbers (needs matplotlib): "
+        f"{', '.join(map(str, PLOTS))}. The tables of the README and of the pages are "
+        "build_docs.py's.",
         EXAMPLES,
     )
     parser.add_argument(
@@ -97,30 +83,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def updated_texts(
+def updated_headers(
     root: Path, by_family: Mapping[str, BenchmarkResults]
 ) -> dict[Path, tuple[str, str]]:
-    """Each file's text as it is and as it should be. Raises OSError, or ValueError for markers."""
-    readme = root / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = replace_between_markers(old, progression_table(by_family["ampere"]))
-    new = replace_between_markers(new, best_table(by_family["hopper"]), *BEST_MARKERS)
-    new = replace_between_markers(new, supports_table(), *SUPPORTS_MARKERS)
-    if (root / LOADS).is_file():
-        new = replace_between_markers(new, loads_table(load_results(root / LOADS)), *LOADS_MARKERS)
-    if (root / CALLS).is_file():
-        calls = CallOverhead.load(root / CALLS)
-        new = replace_between_markers(new, calls.markdown(), *CALL_MARKERS)
-    texts = {readme: (old, new)}
+    """Each kernel's file as it is and as it should be. Raises OSError, or ValueError for
+    markers."""
+    texts = {}
     for step in STEPS.values():
         path = root / step.source
         old = path.read_text(encoding="utf-8")
-        new = replace_between_markers(
-            old,
-            header_lines(by_family[step.family], step),
-            HEADER_BEGIN_MARKER,
-            HEADER_END_MARKER,
-        )
+        lines = header_lines(by_family[step.family], step)
+        new = replace_between_markers(old, lines, HEADER_BEGIN_MARKER, HEADER_END_MARKER)
         texts[path] = (old, new)
     return texts
 
@@ -148,7 +121,7 @@ def update(arguments: argparse.Namespace) -> int:
     """
     root = arguments.root
     by_family = results_by_family(root, load_results(arguments.results))
-    texts = updated_texts(root, by_family)
+    texts = updated_headers(root, by_family)
     stale = {path: pair for path, pair in texts.items() if pair[0] != pair[1]}
     plots = stale_plots(root, by_family)
     if arguments.check:
@@ -164,8 +137,8 @@ def update(arguments: argparse.Namespace) -> int:
             write_if_different(path, text)
             print(f"{path.relative_to(root)} written")
     headline = {id(found): found for found in by_family.values()}.values()
-    loads = [load_results(root / LOADS)] if (root / LOADS).is_file() else []
-    changed = [line for found in (*headline, *loads) if (line := changed_line(found))]
+    best = [load_results(path) for path in best_files(root)]
+    changed = [line for found in (*headline, *best) if (line := changed_line(found))]
     for line in changed:
         print(line)
     if not stale and not plots and not changed:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from flash_helpers.console.tables import DASH, Table, number, percent
+from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import (
     FAMILIES,
     Config,
     Element,
+    Problem,
     config_from_short_form,
 )
 from flash_helpers.measure.code import DAGGER, changed_names
@@ -43,11 +45,6 @@ from flash_helpers.registry.family import Family, Step
 from flash_helpers.registry.operation import TFLOPS
 from flash_helpers.registry.selection import names_of
 
-BEGIN_MARKER = "<!-- benchmark:begin -->"
-END_MARKER = "<!-- benchmark:end -->"
-LOADS_MARKERS = ("<!-- loads:begin -->", "<!-- loads:end -->")
-BEST_MARKERS = ("<!-- best:begin -->", "<!-- best:end -->")
-SUPPORTS_MARKERS = ("<!-- supports:begin -->", "<!-- supports:end -->")
 TABLE_SEQ_LEN = 4096
 MAIN_DTYPE = "bf16"
 RATE_TITLE = f"{RATE_NAMES[MMA_SYNC]} alone, on registers"
@@ -86,8 +83,8 @@ def unit(results: BenchmarkResults) -> str:
 class _Marks:
     """Daggers for contenders whose code has changed since they were measured."""
 
-    def __init__(self, results: BenchmarkResults) -> None:
-        self._changed = changed_names(results)
+    def __init__(self, *results: BenchmarkResults) -> None:
+        self._changed = frozenset[str]().union(*map(changed_names, results))
         self.any = False
 
     def __call__(self, text: str, *names: str) -> str:
@@ -198,23 +195,47 @@ def _length_titles(results: BenchmarkResults) -> list[str]:
     return [f"{results.operation.size_name} {n}" for n in results.sizes]
 
 
-def _best_rows(
-    results: BenchmarkResults, dtype: str, load: str, marks: _Marks | None = None
-) -> list[list[str]]:
+def _best_rows(results: BenchmarkResults, dtype: str, load: str) -> list[list[str]]:
     """The fastest library and the fastest kernel at each size, and how the two compare."""
-    marks = marks or _Marks(results)
     labels = _kernel_labels(results, dtype)
-    rows = [["best of the others"], ["best of ours"], ["ours over the others"]]
-    for n in results.sizes:
-        other = results.find(BEST_OTHER, dtype, n, load)
-        own = results.fastest(labels, dtype, n, load)
-        rows[0].append(f"{number(other.speed)} {other.name}" if other else DASH)
-        text = f"{number(own.speed)} {labels[own.name]}" if own else DASH
-        rows[1].append(marks(text, own.name) if own else text)
-        place = (own.name if own else "", BEST_OTHER, dtype, n, load)
-        ratio = number(results.ratio(*place), 2)
-        rows[2].append(f"= {ratio}" if results.is_equal(*place) else ratio)
-    return rows
+    others, own, ratios = _against_others(results, labels, dtype, load)
+    return [
+        ["best of the others", *others],
+        ["best of ours", *(f"{number(m.speed)} {labels[m.name]}" if m else DASH for m in own)],
+        ["ours over the others", *ratios],
+    ]
+
+
+def _last_step_rows(
+    results: BenchmarkResults, dtype: str, load: str, marks: _Marks
+) -> list[list[str]]:
+    """The fastest library at each size, and the last step's fastest config over it."""
+    configs = sorted(map(config_from_short_form, _kernel_labels(results, dtype)))
+    last = configs[-1].step if configs else None
+    names = [config.short_form() for config in configs if config.step is last]
+    others, _, ratios = _against_others(results, names, dtype, load)
+    rows = [["fastest of the others", *others]]
+    return [*rows, [marks(f"{last.id} over it", *names), *ratios]] if last else rows
+
+
+def _against_others(
+    results: BenchmarkResults, names: Collection[str], dtype: str, load: str
+) -> tuple[list[str], list[Measurement | None], list[str]]:
+    """At each size: the fastest library, the fastest of these kernels, and that one's ratio to
+    it."""
+    own = [results.fastest(names, dtype, n, load) for n in results.sizes]
+    others = [results.find(BEST_OTHER, dtype, n, load) for n in results.sizes]
+    ratios = [
+        _ratio_cell(results, (m.name if m else "", BEST_OTHER, dtype, n, load))
+        for n, m in zip(results.sizes, own, strict=True)
+    ]
+    return [f"{number(m.speed)} {m.name}" if m else DASH for m in others], own, ratios
+
+
+def _ratio_cell(results: BenchmarkResults, place: tuple[str, str, str, int, str]) -> str:
+    """Ratio of two contenders, with an "=" where it is within the noise."""
+    ratio = number(results.ratio(*place), 2)
+    return f"= {ratio}" if results.is_equal(*place) else ratio
 
 
 def _kernel_labels(results: BenchmarkResults, dtype: str) -> dict[str, str]:
@@ -284,9 +305,7 @@ def _lines_by_reason(found: Iterable[tuple[str, int, str]]) -> list[str]:
     ]
 
 
-def replace_between_markers(
-    text: str, body: str, begin: str = BEGIN_MARKER, end: str = END_MARKER
-) -> str:
+def replace_between_markers(text: str, body: str, begin: str, end: str) -> str:
     """`text` with the lines between the two markers replaced by `body`.
 
     Raises ValueError unless each marker is there once, in order.
@@ -539,8 +558,8 @@ def _other_configs(results: BenchmarkResults, dtype: str, marks: _Marks) -> Iter
 
 
 def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
-    """Markdown: speed, a row a kernel and a library and a column a size, then the best of the
-    libraries, the best of the kernels, and how these compare.
+    """Markdown: speed, a row a kernel and a library and a column a size, then the fastest of
+    the libraries, and the last step against it.
 
     Below, folded: what stands beside each speed, and what has none at which length, and why.
     """
@@ -560,7 +579,7 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
 
     lengths = results.sizes
     titles = _length_titles(results)
-    speeds = [*rows(lambda m: number(m.speed)), *_best_rows(results, dtype, load, marks)]
+    speeds = [*rows(lambda m: number(m.speed)), *_last_step_rows(results, dtype, load, marks)]
     missing = _skipped_lines(s for s in results.skipped if s.dtype == dtype)
     missing += _lines_by_reason(
         (m.name, m.size, f"failed: {m.failure.splitlines()[0]}")
@@ -577,7 +596,7 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
     parts = [
         Table([f"{dtype}, {load}: {unit(results)}", *titles], speeds).markdown(),
         *marks.line,
-        "Ours over the others: the fastest kernel over the fastest library at the same "
+        f"The last row: the last step's fastest config over the fastest library at the same "
         f"{results.operation.size_word}, the median of the ratios within a round; "
         f'within the noise of {first} against itself it has an "=". A dash: not measured there.',
         f'<details markdown="1">\n<summary>{summary}</summary>',
@@ -590,19 +609,46 @@ def lengths_table(results: BenchmarkResults, dtype: str, load: str) -> str:
     return "\n\n".join(parts)
 
 
-def best_table(results: BenchmarkResults) -> str:
-    """Markdown: at each length and under each load the fastest library, the fastest kernel, and how
-    they compare, in the main dtype."""
-    dtype, marks = main_dtype(results), _Marks(results)
-    rows = [
-        [f"{load}: {title}", *cells]
-        for load in results.loads
-        for title, *cells in _best_rows(results, dtype, load, marks)
-    ]
-    table = Table([f"{dtype}: {unit(results)}", *_length_titles(results)], rows)
-    names = "; ".join(f"{name}: {title}" for name, title in _libraries(results, dtype))
-    said = f"{names}. {_provenance_text(results, [dtype], results.loads)}"
-    return "\n\n".join([table.markdown(), *marks.line, said])
+def best_table(
+    found: Sequence[BenchmarkResults], taken: Callable[[Problem, Device], Config]
+) -> str:
+    """Markdown: what a call gets that names no kernel, beside the libraries, sustained, a table for
+    each GPU.
+
+    found: measurements of one operation. taken: the config of such a call for a problem on a GPU.
+    """
+    tables, said = [], []
+    for gpu in dict.fromkeys(results.provenance.gpu for results in found):
+        own = sorted((r for r in found if r.provenance.gpu == gpu), key=_mask, reverse=True)
+        marks = _Marks(*own)
+        rows = [row for results in own for row in _taken_rows(results, taken, marks)]
+        title = f"{gpu}: {unit(own[0])}"
+        tables += [Table([title, "mask", *_length_titles(own[0])], rows, "ll").markdown()]
+        tables += marks.line
+        said.append(_provenance_text(own[0], [main_dtype(own[0])], own[0].loads[-1:]))
+    summary = '<details markdown="1">\n<summary>How it was measured</summary>'
+    return "\n\n".join([*tables, summary, *said, "</details>"])
+
+
+def _mask(results: BenchmarkResults) -> str:
+    return "causal" if getattr(results.measurements[0].asked, "causal", False) else "none"
+
+
+def _taken_rows(
+    results: BenchmarkResults, taken: Callable[[Problem, Device], Config], marks: _Marks
+) -> Iterator[list[str]]:
+    dtype, load = main_dtype(results), results.loads[-1]
+    problems, mask = {m.size: m.asked for m in results.measurements}, _mask(results)
+    names = {n: taken(problems[n], results.provenance.device).short_form() for n in results.sizes}
+
+    def speeds(name_at: Mapping[int, str]) -> list[str]:
+        return [number(results.speed(name_at[n], dtype, n, load)) for n in results.sizes]
+
+    yield [f"**{marks('`attention()`', *names.values())}**", mask, *speeds(names)]
+    for library, title in _libraries(results, dtype):
+        yield [title, mask, *speeds(dict.fromkeys(results.sizes, library))]
+    ratios = [_ratio_cell(results, (names[n], BEST_OTHER, dtype, n, load)) for n in results.sizes]
+    yield ["`attention()` over the fastest of the others", mask, *ratios]
 
 
 def loads_table(results: BenchmarkResults) -> str:

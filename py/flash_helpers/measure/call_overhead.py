@@ -13,7 +13,6 @@ from typing import ClassVar
 from flash_helpers.console.tables import Table, number
 from flash_helpers.measure.results import CUDNN, FLASH, LIBRARY_NAMES, Provenance, RecordFile
 
-MARKERS = ("<!-- calls:begin -->", "<!-- calls:end -->")
 FLASH_TRANSPOSED = f"{FLASH}_transposed"
 FLASH_COMPILED = f"{FLASH}_compiled"
 ADD_COMPILED = "add_compiled"  # the least that a compiled call can take

@@ -34,6 +34,7 @@ from flash_helpers.measure.staircases import Stair, measured_families, stairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PROGRESSION = "progression"
 SEQ_LEN = "seq_len"
@@ -43,6 +44,7 @@ _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 _WIDTH, _PANEL_HEIGHT = 9.0, 4.2  # inches
 TEXT = "#7a828b"  # over 3.8 : 1 in contrast on white and on GitHub's dark background
 _GRID = "#7a828b40"
+_LABEL_LEADING = 12  # points from one label of a line to the next
 BLUE, ORANGE = "#2f81f7", "#db6d28"
 _LIBRARY_COLORS = MappingProxyType(
     {FLASH: TEXT, CUDNN: "#8957e5", FLASH_ATTN: "#bf4b8a", FA3: "#8a7d1f"}
@@ -219,6 +221,11 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
         raise PlotError("there is nothing to draw: no kernel was measured at every length")
 
     said = description(results, panels)
+    return figure_svg(plot_figure(said, panels), said)
+
+
+def plot_figure(said: str, panels: Sequence[str]) -> Figure:
+    """The panels of a description. Raises PlotError without matplotlib."""
     numbers = json.loads(said)
 
     def draw(*rows: Axes) -> None:
@@ -228,14 +235,12 @@ def plot_svg(results: BenchmarkResults, panels: Sequence[str]) -> str:
             title = f"{PLOT_TITLES[panel]}: {numbers['gpu']}, {numbers['dtype']}, {load}"
             axes.set_title(title, loc="left", fontsize=11.5)
 
-    return figure_svg(draw, said, (_WIDTH, _PANEL_HEIGHT), len(panels))
+    return drawn_figure(draw, (_WIDTH, _PANEL_HEIGHT), len(panels))
 
 
-def figure_svg(
-    draw: Callable[..., None], said: str, size: tuple[float, float], n_panels: int = 1
-) -> str:
-    """Text of an SVG file with one panel below the other, each of that size in inches, in the style
-    of this module. draw: called with the axes of all panels. said: the description.
+def drawn_figure(draw: Callable[..., None], size: tuple[float, float], n_panels: int = 1) -> Figure:
+    """A figure with one panel below the other, each of that size in inches, in the style of this
+    module. draw: called with the axes of all panels.
 
     Raises PlotError without matplotlib.
     """
@@ -254,7 +259,15 @@ def figure_svg(
             axes.set_axisbelow(True)
             axes.tick_params(length=0)
         draw(*panels)
-        text = io.StringIO()
+    return figure
+
+
+def figure_svg(figure: Figure, said: str) -> str:
+    """Text of the SVG file of a figure of `drawn_figure`. said: the description."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context(dict(_STYLE)):
         figure.savefig(
             text,
             format="svg",
@@ -278,11 +291,13 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
         heights = [float("nan") if value is None else value for value in values]
         axes.stairs(heights, edges, color=color, linewidth=2.2, baseline=None, label=label)
         axes.stairs(heights, edges, color=color, alpha=0.12, fill=True)
-    for place, (blue, orange) in enumerate(zip(fixed, large, strict=True)):
+    for place, (blue, orange, dashed) in enumerate(zip(fixed, large, read, strict=True)):
         if blue is not None:
-            _number(axes, place, blue, BLUE, -13)
-        if orange is not None:
-            _number(axes, place, orange, ORANGE, 4 if blue is None or orange > blue else -13)
+            _number(axes, blue, (place, blue), BLUE, -11)
+        if orange is not None and (blue is None or orange > blue):
+            _number(axes, orange, (place, max(orange, dashed or 0)), ORANGE, 4)
+        elif orange is not None:
+            _number(axes, orange, (place, orange), ORANGE, -11)
     treads = [(place, value) for place, value in enumerate(read) if value is not None]
     for nth, (place, value) in enumerate(treads):
         axes.hlines(
@@ -293,28 +308,23 @@ def _draw_progression(axes: Axes, numbers: Numbers) -> None:
             label="" if nth else "large tile, stride read at run time",
         )
     lines = numbers["lines"]
-    top = 1.12 * max(v for v in (*fixed, *large, *lines.values()) if v is not None)
-    groups: list[list[str]] = []
-    for label, height in sorted(lines.items(), key=lambda line: -line[1]):
+    for height in lines.values():
         axes.axhline(height, color=TEXT, linewidth=1.2, linestyle=(0, (5, 3)))
-        if groups and lines[groups[-1][-1]] - height < top / 17:
-            groups[-1].append(label)  # there is no room for its own letters
-        else:
-            groups.append([label])
-    for group in groups:
-        axes.text(edges[0] + 0.1, lines[group[0]] + top / 80, ", ".join(group), color=TEXT)
-    axes.legend(loc="lower right", frameon=False)
-    axes.set_ylim(0, top)
+    axes.grid(visible=False)  # each height has its number
+    axes.set_ylim(0, 1.08 * max(v for v in (*fixed, *large, *lines.values()) if v is not None))
     axes.set_xlim(edges[0], edges[-1])
     axes.set_xticks(range(len(steps)), steps)
-    axes.set_xlabel("step")
     axes.set_ylabel("% of flash")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.08), ncols=3, frameon=False)
+    label_lines(axes, [(height, label, TEXT) for label, height in lines.items()])
 
 
-def _number(axes: Axes, place: int, value: float, color: str, points_above: int) -> None:
+def _number(
+    axes: Axes, value: float, point: tuple[float, float], color: str, points_above: int
+) -> None:
     axes.annotate(
         f"{value:.0f}",
-        (place, value),
+        point,
         xytext=(0, points_above),
         textcoords="offset points",
         ha="center",
@@ -338,25 +348,42 @@ def _draw_seq_len(axes: Axes, numbers: Numbers) -> None:
             n_steps += 1
         heights = [float("nan") if value is None else value for value in speeds]
         axes.plot(
-            positions, heights, color=color, linestyle=style, linewidth=2, marker="o", markersize=4
+            positions,
+            heights,
+            color=color,
+            linestyle=style,
+            linewidth=2,
+            marker="o",
+            markersize=4,
+            clip_on=False,
         )
         ends.append(([value for value in speeds if value is not None][-1], label, color))
     for label, rate in numbers["rates"].items():
         axes.axhline(rate, color=TEXT, linewidth=1, linestyle=(0, (1, 2)))
         ends.append((rate, label, TEXT))
-    top = 1.08 * max(height for height, _, _ in ends) or 1.0
-    last = len(lengths) - 1
-    for (height, label, color), place in zip(
-        ends, _apart([e[0] for e in ends], top / 20), strict=True
-    ):
-        leader = (last, last + 0.13), (height, place)
-        axes.plot(*leader, color=color, linewidth=0.8, clip_on=False)
-        axes.text(last + 0.15, place, label, color=color, va="center", fontsize=10)
-    axes.set_ylim(0, top)
-    axes.set_xlim(-0.3, len(lengths) - 0.9)
+    axes.set_ylim(0, 1.08 * max(height for height, _, _ in ends) or 1.0)
+    axes.set_xlim(-0.3, len(lengths) - 1)
     axes.set_xticks(positions, [str(n) for n in lengths])
     axes.set_xlabel("sequence length")
     axes.set_ylabel("TFLOP/s")
+    label_lines(axes, ends)
+
+
+def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write labels to the right of the axes, apart from one another, each led to by its line.
+
+    ends: height at the right edge, label and colour of each line. The height of the axes in data
+    must not change afterwards.
+    """
+    bottom, top = axes.get_ylim()
+    inches = axes.figure.get_figheight() * axes.get_position().height
+    distance = _LABEL_LEADING / 72 / inches * (top - bottom)
+    places = _apart([height for height, _, _ in ends], distance)
+    beside = axes.get_yaxis_transform()  # 1 is the right edge, heights are data
+    for (height, label, color), place in zip(ends, places, strict=True):
+        leader = (1, 1.015), (height, place)
+        axes.plot(*leader, color=color, linewidth=0.8, clip_on=False, transform=beside)
+        axes.text(1.02, place, label, color=color, va="center", fontsize=10, transform=beside)
 
 
 def _apart(heights: Sequence[float], distance: float) -> list[float]:

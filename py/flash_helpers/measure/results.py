@@ -17,7 +17,7 @@ import msgspec
 
 from flash_helpers.console.files import write_if_different
 from flash_helpers.console.tables import csv_text
-from flash_helpers.gpu import SM_COUNTS
+from flash_helpers.gpu import SM_COUNTS, Device, largest_device
 from flash_helpers.kernel_configs import (
     FAMILIES,
     OPERATIONS,
@@ -325,6 +325,13 @@ class Provenance:
     torch: str
     python: str
     library: str
+
+    @property
+    def device(self) -> Device:
+        """The GPU; one that `SM_COUNTS` lacks is taken for the largest of its capability."""
+        major, minor = map(int, self.compute_capability.split("."))
+        largest = largest_device(10 * major + minor)
+        return Device(self.gpu, (major, minor), SM_COUNTS.get(self.gpu, largest.sms))
 
     def sentence(self, *facts: str, clock: str = "") -> str:
         """The line below a table: GPU, driver, the facts and the sources, without unknown ones.
@@ -786,18 +793,36 @@ def load_results(path: Path) -> BenchmarkResults:
 
 
 def results_by_family(root: Path, results: BenchmarkResults) -> dict[str, BenchmarkResults]:
-    """Results that tables, plots and pages show for each family, by its name: the given ones,
-    unless the repository at root has a file FAMILY_GPU.json for a GPU such as h200.
+    """Results that tables, plots and pages show for each family, by its name, all of one GPU: the
+    given ones, unless the repository at root has a file FAMILY_GPU.json of that GPU.
 
-    Raises as `load_results` does.
+    Raises as `load_results` does, and ValueError for a family that was measured on other GPUs only.
     """
-    own = {
-        family: load_results(path)
-        for family in FAMILIES
-        for path in sorted((root / RESULTS).parent.glob(f"{family}_*.json"))
-        if re.fullmatch(r"[a-z]+\d+", path.stem.removeprefix(f"{family}_"))
-    }
-    return dict.fromkeys(FAMILIES, results) | own
+    gpu = results.provenance.gpu
+    found = dict.fromkeys(FAMILIES, results)
+    for family in FAMILIES:
+        paths = (root / RESULTS).parent.glob(f"{family}_*.json")
+        own = [
+            load_results(path)
+            for path in sorted(paths)
+            if re.fullmatch(r"[a-z]+\d+", path.stem.removeprefix(f"{family}_"))
+        ]
+        same = [of for of in own if of.provenance.gpu == gpu]
+        if own and not same:
+            others = ", ".join(sorted({of.provenance.gpu for of in own}))
+            raise ValueError(
+                f"family {family} was measured on {others}, and the other families on {gpu}: "
+                "speeds of two GPUs are not compared, measure it on that one "
+                "(benchmarks/measure_family.py)"
+            )
+        found[family] = same[-1] if same else results
+    return found
+
+
+def best_files(root: Path) -> list[Path]:
+    """The files below the repository of what a call gets that names no kernel, FAMILY_best_*.json,
+    by GPU."""
+    return sorted((root / RESULTS).parent.glob("*_best_*.json"))
 
 
 def refuse_another_gpu(path: Path, gpu: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flash_helpers.compile.codegen import BEST_PATTERN, CONFIG_FOLDER
+from flash_helpers.gpu import Device
 from flash_helpers.kernel_configs import (
     FAMILIES,
     OPERATIONS,
@@ -62,7 +63,7 @@ def best_config(
     element = _element_type(dtype)
     built = set(library.kernels())
     options = {"causal": causal}
-    for config in _winners(found[0], element, device, options, lambda e: e.at_size(seq_len)):
+    for config in _winners(found[0], element, _gpu(device), options, lambda e: e.at_size(seq_len)):
         if config in built:
             return config
     fixed = FAMILIES[found[0].family].fixed_config(found[0], element)
@@ -88,7 +89,16 @@ def choose_config(problem: Problem, device: torch.device) -> Config:
     Raises ValueError, with the nearest that is supported, if there is none; RuntimeError for a GPU
     that runs no kernel, and if the library is not there.
     """
-    return first_that_takes(problem, _candidates(problem, device))
+    own = [family for family in FAMILIES.values() if family.operation.name == problem.operation]
+    on_gpu = device.type == "cuda"
+    found = tensors.device_for(own[0] if on_gpu else own[-1], device)
+    return config_for(problem, found if on_gpu else None)
+
+
+def config_for(problem: Problem, gpu: Device | None) -> Config:
+    """Return the config that `choose_config` takes on a GPU, which need not be here; None is the
+    CPU."""
+    return first_that_takes(problem, _candidates(problem, gpu))
 
 
 def newest_that_takes(problem: Problem) -> Config | None:
@@ -98,44 +108,36 @@ def newest_that_takes(problem: Problem) -> Config | None:
     return next((config for config in newest if not config.refusal(problem)), None)
 
 
-def _candidates(problem: Problem, device: torch.device) -> tuple[Config, ...]:
+def _candidates(problem: Problem, gpu: Device | None) -> tuple[Config, ...]:
     operation = OPERATIONS[problem.operation]
-    own = [family for family in FAMILIES.values() if family.operation is operation]
-    on_gpu = device.type == "cuda"
-    gpu = tensors.device_for(own[0], device) if on_gpu else tensors.device_for(own[-1], device)
     built = set(library.kernels())
     found: dict[Config, None] = {}
-    for step in preferred_steps(operation, gpu.capability if on_gpu else None):
+    for step in preferred_steps(operation, gpu.capability if gpu else None):
         fixed = FAMILIES[step.family].fixed_config(step, problem.dtype)
         if fixed in built:
             every = [fixed]
             made_for = variant_for(fixed, problem)
-            if made_for in built and not made_for.supports.lacking(problem):
+            if gpu and made_for in built and not made_for.supports.lacking(problem):
                 options = made_for.supports.options
-                swept = _last_swept(step, problem.dtype, device, options)
+                swept = _last_swept(step, problem.dtype, gpu, options)
                 in_order = functools.partial(BestConfig.for_problem, problem=problem, device=gpu)
-                best = _winners(swept, problem.dtype, device, options, in_order)
+                best = _winners(swept, problem.dtype, gpu, options, in_order)
                 every = [*(_succeeded(c, swept, step) for c in best), fixed]
             variants = (variant for config in every for variant in config.variants())
             found |= dict.fromkeys(config for config in variants if config in built)
     if not found:
         raise RuntimeError(
-            f"no kernel for {device} in {problem.dtype.short} was built: `python -m "
-            "flash_attention` lists those that were"
+            f"no kernel for {gpu.name if gpu else 'the CPU'} in {problem.dtype.short} was built: "
+            "`python -m flash_attention` lists those that were"
         )
     return tuple(found)
 
 
-def _last_swept(
-    step: Step,
-    dtype: Element,
-    device: torch.device | str | int | None,
-    options: Mapping[str, Any],
-) -> Step:
+def _last_swept(step: Step, dtype: Element, gpu: Device | None, options: Mapping[str, Any]) -> Step:
     """The last step of the family that sweeps have found a winner for, no later than this one; this
     one if there is none."""
     steps = [*FAMILIES[step.family].steps.values()][: step.number]
-    known = (s for s in reversed(steps) if _winners(s, dtype, device, options, BestConfig.at_size))
+    known = (s for s in reversed(steps) if _winners(s, dtype, gpu, options, BestConfig.at_size))
     return next(known, step)
 
 
@@ -159,42 +161,39 @@ def _element_type(dtype: torch.dtype | Element | str) -> Element:
 def _winners(
     step: Step,
     dtype: Element,
-    device: torch.device | str | int | None,
+    gpu: Device | None,
     options: Mapping[str, Any],
     in_order: Callable[[BestConfig], list[Config]],
 ) -> list[Config]:
     """Winners in the files of this GPU, then of others of its compute capability, each in some
-    order."""
-    gpu = _gpu(device)
+    order; none for the CPU."""
     if gpu is None:
         return []
-    name, capability = gpu
+    capability = ".".join(map(str, gpu.capability))
     own: list[Config] = []
     near: list[Config] = []
     for file in _files(library.package_folder() / CONFIG_FOLDER):
         entry = file.find(step.id, dtype.short, **options)
         if entry and file.compute_capability == capability:
-            (own if file.gpu == name else near).extend(in_order(entry))
+            (own if file.gpu == gpu.name else near).extend(in_order(entry))
     if own and own[0] not in library.kernels():
         warnings.warn(
-            f"the fastest config of {step.id} in {dtype.short} on {name}, {own[0].short_form()}, "
-            "was not built: run tools/build/generate_kernel_instantiations.py with this GPU's file "
-            "in configs/, then pip install .",
+            f"the fastest config of {step.id} in {dtype.short} on {gpu.name}, "
+            f"{own[0].short_form()}, was not built: run "
+            "tools/build/generate_kernel_instantiations.py with this GPU's file in configs/, then "
+            "pip install .",
             RuntimeWarning,
             stacklevel=3,
         )
     return [*own, *near]
 
 
-def _gpu(device: torch.device | str | int | None) -> tuple[str, str] | None:
-    """Name and compute capability of a CUDA device; None if it is none."""
+def _gpu(device: torch.device | str | int | None) -> Device | None:
+    """The GPU that is a CUDA device, the current one by default; None for any other device."""
     wanted = torch.device("cuda", device) if isinstance(device, int) else device
     if wanted is not None and torch.device(wanted).type != "cuda":
         return None
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(wanted)
-    return properties.name, f"{properties.major}.{properties.minor}"
+    return tensors.gpu_device(tensors.device_index(wanted)) if torch.cuda.is_available() else None
 
 
 @functools.cache
