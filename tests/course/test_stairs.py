@@ -10,12 +10,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from browser import open_browser
+from drawn_figure import collisions
 from fake_backend import load_tool
 from PIL import Image
 
 from flash_helpers.course.stairs import (
     LARGE,
     OWN,
+    stairs_figure,
     stairs_link,
     stairs_numbers,
     stairs_path,
@@ -86,6 +88,13 @@ def test_every_step_has_a_place_to_light_and_a_label(root: Path, family: Family)
     texts = {(element.text or "").strip() for element in tree.iter() if element.text}
     prefix = family.prefix if len(family.steps) > 20 else ""
     assert {step.removeprefix(prefix) for step in family.steps} <= texts
+
+
+@every_family
+def test_no_text_is_crossed_by_a_line_or_meets_another(
+    by_family: dict[str, BenchmarkResults], family: Family
+) -> None:
+    assert collisions(stairs_figure(stairs_numbers(family, by_family[family.name]))) == []
 
 
 def test_a_browser_lights_the_step_that_a_link_names(root: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import PurePosixPath
 
 from flash_helpers.course.arguments import Arguments, parse_arguments
 from flash_helpers.course.clock_blocks import (
+    best_block,
+    calls_block,
     clock_block,
     lengths_block,
     loads_block,
@@ -15,11 +17,12 @@ from flash_helpers.course.clock_blocks import (
     progression_block,
     staircase_block,
     stairs_block,
+    supports_block,
 )
 from flash_helpers.course.counter_blocks import counters_block
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.excerpts import MOST_LINES, excerpt_block
-from flash_helpers.course.links import nav_block, next_block, picture_block
+from flash_helpers.course.links import nav_block, next_block, path_block, picture_block
 from flash_helpers.course.number_blocks import SOURCES, numbers_block
 from flash_helpers.course.sass_blocks import bound_block, listing_block, sass_block
 from flash_helpers.course.short_forms import short_forms_block
@@ -110,9 +113,15 @@ KINDS: Mapping[str, Kind] = {
     ),
     "map": Kind("", "all steps with their pages, ideas and numbers", map_block),
     "progression": Kind("", "the table of the progression", progression_block),
+    "best": Kind("", "what attention() takes beside the libraries, by GPU", best_block),
+    "supports": Kind("", "the problems that the kernels take", supports_block),
+    "calls": Kind("NAME", "benchmarks/results/NAME.json, host time of a call", calls_block, 1, 1),
     "short_forms": Kind("", "what the parts of a short form mean", short_forms_block),
     PICTURE_KIND: Kind('NAME "ALT TEXT"', "docs/images/course/NAME.svg", picture_block, 2, 2),
-    "nav": Kind("", "links to the pages before and after", nav_block),
+    "nav": Kind(
+        "", "the page's place and reading time, and links to the pages before and after", nav_block
+    ),
+    "path": Kind("", "the pages of the course by place, with reading times", path_block),
     "next": _about_a_step("a link to the page after that of a step", next_block),
 }
 

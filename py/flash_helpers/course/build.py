@@ -23,12 +23,13 @@ from flash_helpers.course.commands import (
     copies_of,
     with_output,
 )
+from flash_helpers.course.english import english_errors
 from flash_helpers.course.evidence import Evidence, NotBuiltError
 from flash_helpers.course.form import form_errors
 from flash_helpers.course.glossary import Term, link_first_uses, read_terms
 from flash_helpers.course.links import PICTURES
 from flash_helpers.course.markers import Block, MarkerError, Prose, parse
-from flash_helpers.course.pages import PAGES
+from flash_helpers.course.pages import page_at
 from flash_helpers.registry.selection import UsageError
 
 _COMPILER = re.compile(r"\bptxas \d+(?:\.\d+)+")
@@ -149,7 +150,7 @@ class BuiltPage:
 
     failures: the commands that did not end as they must. missing: pictures that are shown and are
     not there. unchecked: what the installed library cannot tell, a line each. form: what is wrong
-    with the form of a step's page.
+    with the English, and with the form of a step's page.
     """
 
     def __init__(
@@ -201,9 +202,14 @@ class BuiltPage:
             on_block()
 
     def check_form(self) -> None:
-        """Check the form of the written text."""
-        if any(page.step and page.path == self.path for page in PAGES):
-            self.form = [f"{self.path}: {error}" for error in form_errors(parse(self.new))]
+        """Check the form and the English of the written text."""
+        page = page_at(self.path)
+        parts = parse(self.new)
+        prose = "\n\n".join(part.text for part in parts if isinstance(part, Prose))
+        errors = [*english_errors(prose)]
+        if page and page.step:
+            errors += form_errors(page.place, parts)
+        self.form = [f"{self.path}: {error}" for error in errors]
 
     def _leave(self, line: int, reason: NotBuiltError) -> None:
         self.unchecked.append(f"{self.path}:{line}: not checked: {reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -17,11 +17,14 @@ from flash_helpers.course.stairs import OWN, has_tiles, stairs_link, tile_config
 from flash_helpers.kernel_configs import FAMILIES, STEPS, Config, config_from_short_form
 from flash_helpers.measure.benchmark_tables import (
     TABLE_SEQ_LEN,
+    best_table,
     lengths_table,
     loads_table,
     main_dtype,
     progression_table,
+    supports_table,
 )
+from flash_helpers.measure.call_overhead import CallOverhead
 from flash_helpers.measure.code import changed_names
 from flash_helpers.measure.plots import progression_numbers
 from flash_helpers.measure.results import (
@@ -29,12 +32,14 @@ from flash_helpers.measure.results import (
     LOAD_TEXTS,
     RESULTS,
     BenchmarkResults,
+    best_files,
     interval,
     load_results,
 )
 from flash_helpers.measure.staircases import parent_at_tile
-from flash_helpers.registry.family import Step
+from flash_helpers.registry.family import CORE, Family, Step
 from flash_helpers.registry.selection import names_of
+from flash_helpers.tune.best import config_for
 
 STAIRCASE = PurePosixPath("docs/images/progression.svg")
 NOT_MEASURED = "{} was not measured on the GPU of the other steps."
@@ -194,13 +199,15 @@ def _published(published: Published, step: Step) -> Iterator[str]:
 
 
 def stairs_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The staircase of a step's family with the step lit, and what the step gained, in one
-    sentence."""
+    """The staircase of a step's family with the step lit, and in words what the step gained, and
+    how fast other libraries were in the same run."""
     step = arguments.step()
-    told = ", ".join(
-        _stairs_told(evidence.results_of(step), step, relative(GLOSSARY, arguments.page))
-    )
+    results, metric = evidence.results_of(step), metric_of(FAMILIES[step.family])
+    told = ", ".join(_stairs_told(results, step, relative(GLOSSARY, arguments.page)))
     sentence = f"{step.id}: {told}." if told else NOT_MEASURED.format(step.id)
+    beside = {LIBRARY_NAMES[n]: share(results, n, DTYPE.short) for n in metric.beside}
+    if others := ", ".join(f"{name} {percent(of)}" for name, of in beside.items() if of):
+        sentence += f" On the same GPU: {others}."
     alt = f"The {step.family} staircase with step {step.id} lit"
     return f"{image(stairs_link(step), alt, arguments.page)}\n\n{sentence}"
 
@@ -269,24 +276,67 @@ def _named_results(evidence: Evidence, arguments: Arguments) -> BenchmarkResults
 
 
 def map_block(evidence: Evidence, arguments: Arguments) -> str:
-    """A row for each step: its page, its idea, and its speed in percent at each tile; a table for
-    families with the same tiles and metric."""
-    rows: dict[tuple[str, ...], list[list[str]]] = {}
-    for step in STEPS.values():
-        page = page_of_step(step.id)
-        name = f"[{step.id}]({relative(page.path, arguments.page)})" if page else step.id
-        heading = metric_of(FAMILIES[step.family]).heading
-        tiles = tile_configs(step)
-        results = evidence.results_of(step)
-        shares = [share(results, c, DTYPE.short) if c else None for c in tiles.values()]
-        cells = ["" if s is None else percent(s, 0) for s in shares]
+    """A row for each step: its page, the page's place in the course, its idea, and its speed in
+    percent at each tile; a table for families with the same tiles and metric, with the libraries of
+    the same run."""
+    tables: dict[tuple[str, ...], list[Family]] = {}
+    for family in FAMILIES.values():
+        heading = metric_of(family).heading
+        tiles = tile_configs(next(iter(family.steps.values())))
         headings = (heading if tile == OWN else f"{tile} tile" for tile in tiles)
-        rows.setdefault(tuple(headings), []).append([name, step.idea, *cells])
+        tables.setdefault(tuple(headings), []).append(family)
     return "\n\n".join(
-        Table(["step", "idea", *headings], own, "ll").markdown() for headings, own in rows.items()
+        _map_table(evidence, headings, families, arguments.page)
+        for headings, families in tables.items()
     )
 
 
+def _map_table(
+    evidence: Evidence, headings: Sequence[str], families: Sequence[Family], page: PurePosixPath
+) -> str:
+    rows = []
+    for step in (step for family in families for step in family.steps.values()):
+        own = page_of_step(step.id)
+        name = f"[{step.id}]({relative(own.path, page)})" if own else step.id
+        results = evidence.results_of(step)
+        configs = tile_configs(step).values()
+        cells = [_percent_cell(share(results, c, DTYPE.short) if c else None) for c in configs]
+        is_core = step.place == CORE
+        rows.append([f"**{name}**" if is_core else name, step.place, step.idea, *cells])
+    metric = metric_of(families[0])
+    results = evidence.results_of(next(iter(families[0].steps.values())))
+    for library in metric.beside:
+        if found := _percent_cell(share(results, library, DTYPE.short)):
+            rows.append(["", "", LIBRARY_NAMES[library], *[found] * len(headings)])
+    table = Table(["step", "place", "idea", *headings], rows, "lll").markdown()
+    measured = results.provenance
+    return (
+        f"{table}\n\nPercent of {metric.title}, {DTYPE.short}, {LOAD_TEXTS[results.main_load]}, by "
+        f"harmonic means over {results.sizes[0]} … {results.sizes[-1]}; {measured.gpu}, "
+        f"{measured.date}, commit {measured.commit}."
+    )
+
+
+def _percent_cell(of: float | None) -> str:
+    return "" if of is None else percent(of, 0)
+
+
 def progression_block(evidence: Evidence, arguments: Arguments) -> str:
-    """The table of the README."""
+    """The table of all steps at the two tiles."""
     return progression_table(evidence.results)
+
+
+def best_block(evidence: Evidence, arguments: Arguments) -> str:
+    """Speeds of what attention() takes beside the libraries, by GPU."""
+    return best_table([load_results(path) for path in best_files(evidence.root)], config_for)
+
+
+def supports_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The problems that the kernels take."""
+    return supports_table()
+
+
+def calls_block(evidence: Evidence, arguments: Arguments) -> str:
+    """Host time of a call, from a file of RESULTS' folder."""
+    path = evidence.root / RESULTS.with_name(f"{arguments.words[0]}.json")
+    return CallOverhead.load(path).markdown()

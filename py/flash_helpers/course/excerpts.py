@@ -1,8 +1,9 @@
-"""Code of a kernel or of a primitive, as it stands in its file."""
+"""Code of a kernel or of a primitive, as it stands in its file; wide comments are filled anew."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -13,7 +14,13 @@ from flash_helpers.registry.selection import UsageError, find_steps
 
 INCLUDES = PurePosixPath("src/include")
 MOST_LINES = 40  # what is longer is no excerpt
+COLUMNS = 88  # of code that a page of the site shows without wrapping it
 _PHASE = r"^( *)// {}\. "
+# Lines of a comment that are one text: of one indentation, without columns, and no items of a list.
+_PROSE = r"// {}\S+(?: \S+)*"
+_PARAGRAPH = re.compile(
+    rf"^( *){_PROSE.format('')}(?:\n\1{_PROSE.format(r'(?![-*] |[0-9]+[.] )')})*$", re.MULTILINE
+)
 
 
 def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
@@ -26,7 +33,7 @@ def excerpt_block(evidence: Evidence, arguments: Arguments) -> str:
         raise UsageError("nothing is chosen: name a function, or give phase= or at=")
     if (total := sum(map(len, found))) > MOST_LINES:
         raise UsageError(f"{total} lines are no excerpt, {MOST_LINES} are: cut them by lines=")
-    code = "\n\n".join(dedented(lines[part.start : part.stop]) for part in found)
+    code = "\n\n".join(narrowed(dedented(lines[part.start : part.stop])) for part in found)
     places = ", ".join(f"{part[0] + 1}\N{EN DASH}{part[-1] + 1}" for part in found)
     lines_linked = f"#L{found[0][0] + 1}-L{found[0][-1] + 1}"
     link = f"[{path}]({relative(path, arguments.page)}{lines_linked})"
@@ -38,6 +45,25 @@ def dedented(lines: Sequence[str]) -> str:
     indents = [len(line) - len(line.lstrip()) for line in lines if line.strip() and line[0] != "#"]
     indent = min(indents, default=0)
     return "\n".join(line if line.startswith("#") else line[indent:] for line in lines)
+
+
+def narrowed(code: str) -> str:
+    """The code with each paragraph of a comment that is wider than COLUMNS filled anew."""
+    return _PARAGRAPH.sub(_filled, code)
+
+
+def _filled(paragraph: re.Match[str]) -> str:
+    lines, begin = paragraph[0].split("\n"), f"{paragraph[1]}// "
+    if max(map(len, lines)) <= COLUMNS:
+        return paragraph[0]
+    return textwrap.fill(
+        " ".join(line.removeprefix(begin) for line in lines),
+        COLUMNS,
+        initial_indent=begin,
+        subsequent_indent=begin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _file(word: str, root: Path) -> PurePosixPath:

@@ -1,42 +1,99 @@
-"""Form of a step's page: its sections in order, and the length of the prose that stands open.
-Standard library only."""
+"""Form of a step's page by its place in the course: its sections in order, and the length of the
+prose that stands open. Standard library only."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from flash_helpers.course.markers import FENCED, Block, Prose
+from flash_helpers.course.pages import FOLDER, page_at
+from flash_helpers.registry.family import CORE, LAB, LIBRARY, LOGBOOK
 
-MOST_WORDS = 900  # a person reads a page in ten minutes, code and pictures included
+FOLDED_SECTION = "The evidence"
+MOST_PICTURES = 1  # in "The idea"
+MOST_IDEA_SENTENCES = 4  # of a logbook page, the expectation included
+MOST_MOTIVATION_WORDS = 120
+# A reader's pace, for the reading times: prose of this kind with its formulas, and half a minute
+# for a picture, a table, or a piece of code.
+WORDS_PER_MINUTE = 150
+MINUTES_PER_BLOCK = 0.5
+_NOT_READ = ("nav", "next")  # kinds of blocks that are only links
 
-# The sections of a step's page, each with the kind of block that it cannot do without.
-SECTIONS = {
-    "What you will learn": "",
+
+@dataclass(frozen=True)
+class Form:
+    """The form that pages of one place have.
+
+    sections: in order, each with the kinds of block of which it needs one. most_words,
+    most_minutes: of what stands open. is_self_contained: whether that links to no page outside of
+    the path.
+    """
+
+    sections: Mapping[str, str]
+    most_words: int
+    most_minutes: int = 10
+    is_self_contained: bool = False
+
+    @property
+    def motivation(self) -> str:
+        """The first section where it is one paragraph of motivation."""
+        first = next(iter(self.sections))
+        return "" if first == "The idea" else first
+
+
+_LONG = {
     "The idea": "",
     "The code": "excerpt",
     "What it gained": "stairs",
     "Verdict": "",
     "Exercises": "",
-    "The evidence": "clock",
+    FOLDED_SECTION: "clock",
     "Next": "next",
 }
-FOLDED_SECTION = "The evidence"
-MOST_PICTURES = 1  # in "The idea"
+_WHY = {"Why is this slow?": "", **_LONG}
+_SHORT = {
+    "The idea": "",
+    "The diff": "diff|excerpt",  # a step without a parent has no diff
+    "What it gained": "stairs",
+    "Verdict": "",
+    FOLDED_SECTION: "clock",
+    "Next": "next",
+}
+FORMS: Mapping[str, Form] = {
+    CORE: Form(_WHY, 900, is_self_contained=True),
+    LIBRARY: Form({"What a model needs": "", **_LONG}, 900),
+    LAB: Form(_WHY, 900),
+    LOGBOOK: Form(_SHORT, 250),
+}
 
 _HEADING = re.compile(r"^## +(.+?) *$", re.MULTILINE)
 _FOLDED = re.compile(r"<details\b(?:(?!<details\b).)*?</details>", re.DOTALL)  # the innermost
 _NO_PROSE = re.compile(r"<!--(?s:.*?)-->|^\|.*$|^#.*$|^!\[.*$", re.MULTILINE)
+_SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?=\s|$)")
+_LINK = re.compile(r"\]\((?P<page>[\w/.-]+\.md)(?:#[^)]*)?\)")
+_BLOCK = "\0"  # stands for an open block
+
+
+def _open_text(parts: Sequence[Prose | Block]) -> str:
+    """The text that stands open, with `_BLOCK` for each block to read and each piece of code."""
+    text = "".join(
+        part.text if isinstance(part, Prose) else _BLOCK * (part.kind not in _NOT_READ)
+        for part in parts
+    )
+    text = FENCED.sub(_BLOCK, text)
+    while (folded := _FOLDED.sub("", text)) != text:
+        text = folded
+    return text
 
 
 def unfolded_prose(parts: Sequence[Prose | Block]) -> str:
     """The text that stands open to a reader: no code, table, picture or heading, and nothing that
     was generated."""
-    text = "".join(part.text for part in parts if isinstance(part, Prose))
-    text = FENCED.sub("", text)
-    while (folded := _FOLDED.sub("", text)) != text:
-        text = folded
-    return re.sub(r"\n{3,}", "\n\n", _NO_PROSE.sub("", text))
+    text = _NO_PROSE.sub("", _open_text(parts).replace(_BLOCK, ""))
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def words(text: str) -> int:
@@ -44,44 +101,82 @@ def words(text: str) -> int:
     return len(re.findall(r"[^\W_]+(?:[-'.,/][^\W_]+)*", re.sub(r"\]\([^)]*\)", "]", text)))
 
 
-def form_errors(parts: Sequence[Prose | Block]) -> Iterator[str]:
-    """Faults of a step's page, a line each."""
-    inside: dict[str, list[str]] = {}
-    found: list[str] = []
-    for part in parts:
-        if isinstance(part, Prose):
-            for name in _HEADING.findall(FENCED.sub("", part.text)):
-                found.append(name)
-                inside[name] = []
-        elif found:
-            inside[found[-1]].append(part.kind)
-    if found != [*SECTIONS]:
-        yield f"its sections are {', '.join(found)}: they are to be {', '.join(SECTIONS)}"
+def reading_minutes(parts: Sequence[Prose | Block]) -> int:
+    """The time that a page takes, without what is folded and without exercises done."""
+    minutes = words(unfolded_prose(parts)) / WORDS_PER_MINUTE
+    return max(1, math.ceil(minutes + MINUTES_PER_BLOCK * _open_text(parts).count(_BLOCK)))
+
+
+def form_errors(place: str, parts: Sequence[Prose | Block]) -> Iterator[str]:
+    """Faults of a step's page, a line each. place: of the page, a key of FORMS."""
+    form = FORMS[place]
+    found = [*_sections(parts)]
+    names = [section.name for section in found]
+    if names != [*form.sections]:
+        yield (
+            f"its sections are {', '.join(names)}: those of a page of the {place} are "
+            f"{', '.join(form.sections)}"
+        )
         return
-    for section, kind in SECTIONS.items():
-        if kind and kind not in inside[section]:
-            yield f'"{section}" needs a block build:{kind}'
-    if (n := inside["The idea"].count("picture")) > MOST_PICTURES:
+    inside = {section.name: section.parts for section in found}
+    for name, kind in form.sections.items():
+        if kind and not set(kind.split("|")) & {*_kinds(inside[name])}:
+            yield f'"{name}" needs a block build:{kind}'
+    if (n := _kinds(inside["The idea"]).count("picture")) > MOST_PICTURES:
         yield f'"The idea" has {n} pictures: one carries it'
-    if (count := words(unfolded_prose(parts))) > MOST_WORDS:
-        yield f"{count} words are not folded, and {MOST_WORDS} are read in ten minutes"
-    evidence = unfolded_prose(_section(parts, FOLDED_SECTION))
-    if evidence.strip():
-        yield f'"{FOLDED_SECTION}" is not folded: {evidence.strip().splitlines()[0][:60]!r}'
+    if (count := words(unfolded_prose(parts))) > form.most_words:
+        yield f"{count} words are not folded: at most {form.most_words} on a page of the {place}"
+    if (minutes := reading_minutes(parts)) > form.most_minutes:
+        yield f"it takes {minutes} minutes: {form.most_minutes} at most"
+    if evidence := unfolded_prose(inside[FOLDED_SECTION]).strip():
+        yield f'"{FOLDED_SECTION}" is not folded: {evidence.splitlines()[0][:60]!r}'
+    if form.motivation:
+        yield from _motivation_errors(form.motivation, inside[form.motivation])
+    else:
+        idea = unfolded_prose(inside["The idea"])
+        if (n := len(_SENTENCE_END.findall(idea))) > MOST_IDEA_SENTENCES:
+            yield f'"The idea" has {n} sentences: {MOST_IDEA_SENTENCES} at most'
+    if form.is_self_contained:
+        for link in _LINK.finditer(unfolded_prose(parts)):
+            page = page_at(FOLDER / link["page"])
+            if page and page.place in (LAB, LOGBOOK):
+                yield f"it sends the reader to {page.name}, which is not on the path"
 
 
-def _section(parts: Sequence[Prose | Block], name: str) -> list[Prose | Block]:
-    """The parts of one section; prose is cut at its headings."""
-    found: list[Prose | Block] = []
-    is_inside = False
+def _motivation_errors(name: str, parts: Sequence[Prose | Block]) -> Iterator[str]:
+    text = unfolded_prose(parts).strip()
+    if (n := len(text.split("\n\n"))) > 1:
+        yield f'"{name}" has {n} paragraphs: it is one'
+    if not 0 < (n := words(text)) <= MOST_MOTIVATION_WORDS:
+        yield f'"{name}" has {n} words: 1 to {MOST_MOTIVATION_WORDS}'
+
+
+@dataclass
+class _Section:
+    name: str
+    parts: list[Prose | Block] = field(default_factory=list)
+
+
+def _kinds(parts: Sequence[Prose | Block]) -> list[str]:
+    return [part.kind for part in parts if isinstance(part, Block)]
+
+
+def _sections(parts: Sequence[Prose | Block]) -> Iterator[_Section]:
+    """What stands below each heading of the second level; prose is cut at them."""
+    section: _Section | None = None
     for part in parts:
         if isinstance(part, Block):
-            found += [part] if is_inside else []
+            if section:
+                section.parts.append(part)
             continue
-        pieces = re.split(r"^(?=## )", part.text, flags=re.MULTILINE)
-        for piece in pieces:
-            if piece.startswith("## "):
-                is_inside = piece.startswith(f"## {name}\n")
-            if is_inside:
-                found.append(Prose(piece, part.line))
-    return found
+        visible = FENCED.sub(lambda code: re.sub(".", " ", code[0]), part.text)
+        at = 0
+        for heading in _HEADING.finditer(visible):
+            if section:
+                section.parts.append(Prose(part.text[at : heading.start()], part.line))
+                yield section
+            section, at = _Section(heading[1]), heading.end()
+        if section:
+            section.parts.append(Prose(part.text[at:], part.line))
+    if section:
+        yield section

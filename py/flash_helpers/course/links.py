@@ -1,13 +1,26 @@
-"""Blocks that lead elsewhere: pictures, and the pages before and after."""
+"""Blocks that lead elsewhere: pictures, the head of a page, and the path."""
 
 from __future__ import annotations
 
 import os
-from pathlib import PurePosixPath
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 from flash_helpers.course.arguments import Arguments
 from flash_helpers.course.evidence import Evidence
-from flash_helpers.course.pages import COURSE, GLOSSARY, Page, neighbours, page_of_step
+from flash_helpers.course.form import reading_minutes
+from flash_helpers.course.markers import parse
+from flash_helpers.course.pages import (
+    COURSE,
+    GLOSSARY,
+    MAP,
+    REFERENCE,
+    Page,
+    neighbours,
+    page_at,
+    page_of_step,
+)
+from flash_helpers.registry.family import CORE, LOGBOOK
 from flash_helpers.registry.selection import UsageError
 
 PICTURES = PurePosixPath("docs/images/course")
@@ -37,18 +50,57 @@ def picture_block(evidence: Evidence, arguments: Arguments) -> str:
 
 
 def nav_block(evidence: Evidence, arguments: Arguments) -> str:
-    """Links to the pages before and after this one."""
+    """The page's place, its reading time, the GPU of its figures, and links to the pages before and
+    after it."""
     page = arguments.page
-    own = next((found for found in COURSE if found.path == page), None)
+    own = page_at(page)
     if own is None:
-        raise UsageError(
-            f"{page} is no page of the course (py/flash_helpers/course/pages.py): it has no "
-            "neighbours"
-        )
-    before, after = neighbours(own)
-    parts = [f"← {_link(before, page)}"] if before else []
-    parts += [f"{_link(after, page)} →"] if after else []
-    return " · ".join(parts)
+        raise UsageError(f"{page} is not in the list of pages (py/flash_helpers/course/pages.py)")
+    head = [f"**{own.part or REFERENCE}**"]
+    if own.place == CORE:
+        path = [other for other in COURSE if other.part == own.part]
+        head.append(f"page {path.index(own) + 1} of {len(path)}")
+    head.append(minutes_text(_minutes(evidence.root, own)))
+    if own.step:
+        head.append(f"measured on {evidence.results.provenance.gpu} unless another GPU is named")
+    lines = [" · ".join(head)]
+    if own.in_course:
+        before, after = neighbours(own)
+        parts = [f"← {_link(before, page)}"] if before else []
+        parts += [f"{_link(after, page)} →"] if after else []
+        lines.append(" · ".join(parts))
+    return "\n\n".join(lines)
+
+
+def path_block(evidence: Evidence, arguments: Arguments) -> str:
+    """The path: the core pages of each evening with their reading times, and where the other pages
+    stand."""
+    minutes = {page: _minutes(evidence.root, page) for page in COURSE}
+
+    def listed(pages: Sequence[Page]) -> str:
+        return " · ".join(f"{_link(page, arguments.page)} ({minutes[page]})" for page in pages)
+
+    lines = []
+    for part in dict.fromkeys(page.part for page in COURSE if page.place):
+        pages = [page for page in COURSE if page.part == part]
+        count = f"{len(pages)} page{'s' * (len(pages) > 1)}"
+        total = f"{count}, {minutes_text(sum(minutes[page] for page in pages))}"
+        if pages[0].place == LOGBOOK:
+            lines.append(f"- {part}: {total}, on the [map]({relative(MAP, arguments.page)}).")
+        else:
+            lines.append(f"- **{part}**, {total}: {listed(pages)}.")
+    return "\n".join([*lines, "", "The number behind a page is its reading time in minutes."])
+
+
+def minutes_text(minutes: int) -> str:
+    """ "1 minute", "7 minutes", "1 hour 5 minutes"."""
+    hours, rest = divmod(minutes, 60)
+    parts = [f"{n} {unit}{'s' * (n > 1)}" for n, unit in ((hours, "hour"), (rest, "minute")) if n]
+    return " ".join(parts)
+
+
+def _minutes(root: Path, page: Page) -> int:
+    return reading_minutes(parse((root / page.path).read_text(encoding="utf-8")))
 
 
 def next_block(evidence: Evidence, arguments: Arguments) -> str:

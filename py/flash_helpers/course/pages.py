@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from flash_helpers.kernel_configs import FAMILIES
-from flash_helpers.registry.family import Step
+from flash_helpers.registry.family import CORE, LAB, LIBRARY, LOGBOOK, Step
 
 FOLDER = PurePosixPath("docs")
 README = PurePosixPath("README.md")
 CONTRIBUTING = PurePosixPath("CONTRIBUTING.md")
-START, END = "Start", "And then"  # parts beside those of the families
-GLOSSARY = FOLDER / "glossary.md"
+GLOSSARY, MAP = FOLDER / "glossary.md", FOLDER / "map.md"
+START, AND_THEN = "Start", "And then"  # parts of no family
+REFERENCE = "Reference"  # the part of pages that are looked up
+# Families whose core pages are read in one evening; another family's are a part of their own.
+EVENINGS: Mapping[str, tuple[str, ...]] = {
+    "First evening": ("ampere", "overlap"),
+    "Second evening": ("hopper",),
+}
 
 
 @dataclass(frozen=True)
 class Page:
     """One Markdown file below FOLDER.
 
-    title: as links and the site's menu show it. part: of the course, below which the menu has it.
-    step: id of the step that the page is about, if it is about one.
+    title: as links and the site's menu show it. part: of the course, below which the menu has it;
+    none for a page that is looked up. place: CORE and so on of a page on the path or of a step; ""
+    for any other. step: id of the step that the page is about, if it is about one.
     """
 
     name: str
     title: str
     part: str = ""
+    place: str = ""
     step: str | None = None
 
     @property
@@ -45,30 +54,50 @@ def file_stem(step: Step) -> str:
     return f"{step.number:02}" if step.family == next(iter(FAMILIES)) else step.id
 
 
-def _of_step(step: Step) -> Page:
-    stem = file_stem(step)
-    return Page(
-        name=f"{stem}_{step.slug}.md",
-        title=f"Step {stem.lstrip('0')}: {step.slug.replace('_', ' ')}",
-        part=step.family.capitalize(),
-        step=step.id,
-    )
+def _of_steps(part: str, place: str, families: Iterable[str]) -> Iterator[Page]:
+    """The pages of that place about steps of the families."""
+    for step in (step for name in families for step in FAMILIES[name].steps.values()):
+        if step.place == place:
+            stem = file_stem(step)
+            title = f"Step {stem.lstrip('0')}: {step.slug.replace('_', ' ')}"
+            yield Page(f"{stem}_{step.slug}.md", title, part, place, step.id)
+
+
+def _cores() -> Iterator[Page]:
+    """The path, by evenings."""
+    for part, families in EVENINGS.items():
+        if families[0] == next(iter(FAMILIES)):
+            yield Page("quickstart.md", "Quick start", part, CORE)
+            yield Page("00_start.md", "Before step 1", part, CORE)
+        yield from _of_steps(part, CORE, families)
+    with_evening = {name for families in EVENINGS.values() for name in families}
+    for name in FAMILIES:
+        if name not in with_evening:
+            yield from _of_steps(f"Core of {name}", CORE, [name])
 
 
 PAGES: tuple[Page, ...] = (
-    Page("00_start.md", "Before step 1", START),
-    Page("quickstart.md", "Quick start", START),
-    Page("map.md", "The map", START),
-    *(_of_step(step) for family in FAMILIES.values() for step in family.steps.values()),
-    Page("public_designs.md", "Beside the public designs", END),
-    Page("what_next.md", "What comes next", END),
-    Page("own_kernel.md", "Your own kernel", END),
+    Page("lessons.md", "Five lessons", START),
+    Page(MAP.name, "The map", START),
+    *_cores(),
+    *_of_steps("Library", LIBRARY, FAMILIES),
+    *_of_steps("Lab", LAB, FAMILIES),
+    *(page for name in FAMILIES for page in _of_steps(f"Logbook of {name}", LOGBOOK, [name])),
+    Page("using.md", "Using the library", AND_THEN),
+    Page("public_designs.md", "Beside the public designs", AND_THEN),
+    Page("what_next.md", "What comes next", AND_THEN),
+    Page("own_kernel.md", "Your own kernel", AND_THEN),
     Page(GLOSSARY.name, "Glossary"),
     Page("tuning.md", "Tuning"),
     Page("simulator.md", "The simulator"),
     Page("sass.md", "The machine code"),
 )
 COURSE: tuple[Page, ...] = tuple(page for page in PAGES if page.in_course)
+
+
+def page_at(path: PurePosixPath) -> Page | None:
+    """The page of that path, relative to the root of the repository, if it is in the list."""
+    return next((page for page in PAGES if page.path == path), None)
 
 
 def page_of_step(step: str) -> Page | None:

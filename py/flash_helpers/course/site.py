@@ -16,7 +16,7 @@ from flash_helpers.console.progress import bar
 from flash_helpers.course import markers
 from flash_helpers.course.evidence import Evidence
 from flash_helpers.course.glossary import read_terms
-from flash_helpers.course.pages import FOLDER, PAGES, README, all_pages
+from flash_helpers.course.pages import FOLDER, PAGES, README, REFERENCE, all_pages
 from flash_helpers.course.site_links import LinkTargets, broken_links
 from flash_helpers.course.site_views import card_html, step_views, view_name, views_markdown
 from flash_helpers.kernel_configs import STEPS
@@ -28,11 +28,10 @@ ASSETS = PurePosixPath("docs/assets")
 
 MEASUREMENTS = "measurements"
 VIEWS_PAGE = "views"
-REFERENCE = "Reference"  # the part of pages that are looked up
 
 _PACKAGES = ("sphinx", "myst_parser", "furo")
 _SITE_FILE = ".buildinfo"  # Sphinx leaves it in what it built
-_NEIGHBOURS = ("nav", "next")  # kinds of blocks whose links every page of the site has anyway
+_NAV, _NEXT = "nav", "next"  # kinds of blocks whose links every page of the site has anyway
 
 
 class SiteError(RuntimeError):
@@ -141,8 +140,10 @@ def _without_markers(path: PurePosixPath, text: str) -> str:
     for part in parts:
         if isinstance(part, markers.Prose):
             kept.append(part.text)
-        elif part.kind in _NEIGHBOURS:
-            kept.append("<!-- neighbours -->" + "\n" * (part.body.count("\n") + 2))
+        elif part.kind in (_NAV, _NEXT):
+            head = part.body.strip().partition("\n\n")[0] if part.kind == _NAV else ""
+            lines = part.body.count("\n") + 2 - 2 * bool(head)
+            kept.append(f"\n{head}\n" * bool(head) + "<!-- neighbours -->" + "\n" * lines)
         else:
             kept.append(f"\n{part.body}\n")
     return "".join(kept)

@@ -1,5 +1,5 @@
 """Additions to Sphinx: links as GitHub has them, pictures with a step lit, the way to a step's
-view, the menu, and the definition of a term at the links to it."""
+view, the folds of the menu, long lines of code, and the definition of a term at the links to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from sphinx.writers.html5 import HTML5Translator
 
 from flash_helpers.course.glossary import Term
 from flash_helpers.course.pages import GLOSSARY
+from flash_helpers.course.site_code import WrappingFormatter
 from flash_helpers.course.site_links import LinkError, LinkTargets
 from flash_helpers.course.site_sources import SourcePages
 
-_BEFORE_SPHINX = 100  # its own handlers have 500
+_BEFORE_SPHINX, _AFTER_FURO = 100, 900  # their own handlers have 500
 _COMMENT = re.compile(r"\s*<!--.*?-->\s*", re.DOTALL)
+_PART = re.compile(r'<p class="caption"[^>]*>(.*?)</p>\s*(<ul\b.*?</ul>)', re.DOTALL)
+_SVG_SIZE = re.compile(r'<svg\b[^>]*\bviewBox="\S+ \S+ (\S+) ([^\s"]+)"')
+_MENU_SCRIPT = "_static/menu.js"
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +54,8 @@ class SitePages:
         app.add_node(nodes.image, override=True, html=(_visit_image, None))
         app.connect("doctree-read", self._read, priority=_BEFORE_SPHINX)
         app.connect("html-collect-pages", self._more_pages)
-        app.connect("html-page-context", self._written)
+        app.connect("html-page-context", self._written, priority=_AFTER_FURO)
+        app.builder.highlighter.formatter = WrappingFormatter
 
     def _read(self, app: Sphinx, document: nodes.document) -> None:
         name = app.env.docname
@@ -103,12 +108,19 @@ class SitePages:
         copy.write_bytes((self.targets.root / path).read_bytes())
         image["fragment"] = urlsplit(image["uri"]).fragment
         image["uri"] = str(path)
+        if _is_panorama(copy):
+            image["classes"].append("panorama")
 
     def _more_pages(self, app: Sphinx) -> Iterator[tuple[str, Mapping[str, Any], str]]:
         for name, title, body in SourcePages(self.targets):
             yield name, {"title": title, "body": f'<div class="source">{body}</div>'}, "page.html"
 
-    def _written(self, app: Sphinx, name: str, *_: object) -> None:
+    def _written(
+        self, app: Sphinx, name: str, template: str, context: dict[str, Any], *_: object
+    ) -> None:
+        script = context["pathto"](_MENU_SCRIPT, resource=True)
+        menu = _folded(context["furo_navigation_tree"])
+        context["furo_navigation_tree"] = f'{menu}<script src="{script}"></script>'
         if name in self.paths:
             self.on_page()
 
@@ -119,6 +131,18 @@ def _visit_image(translator: HTML5Translator, image: nodes.image) -> None:
     if image["fragment"]:
         address = f'src="{image["uri"]}'
         translator.body[-1] = translator.body[-1].replace(address, f"{address}#{image['fragment']}")
+
+
+def _is_panorama(path: Path) -> bool:
+    """Whether a picture is so wide and low that a phone has to scroll along it to read it."""
+    size = _SVG_SIZE.search(path.read_text(encoding="utf-8")) if path.suffix == ".svg" else None
+    return size is not None and float(size[1]) > 2 * float(size[2])
+
+
+def _folded(menu: str) -> str:
+    """The menu with each part below a caption as a fold, all of them open: without scripts they
+    stay so."""
+    return _PART.sub(r'<details open><summary class="caption">\1</summary>\2</details>', menu)
 
 
 def _is_comment(node: nodes.Node) -> bool:

@@ -16,13 +16,23 @@ from typing import TYPE_CHECKING
 from flash_helpers.course.arguments import DTYPE, fixed_config
 from flash_helpers.course.metric import metric_of, share
 from flash_helpers.kernel_configs import FAMILIES, Config
-from flash_helpers.measure.plots import BLUE, ORANGE, TEXT, Numbers, figure_svg, plotted_numbers
+from flash_helpers.measure.plots import (
+    BLUE,
+    ORANGE,
+    TEXT,
+    Numbers,
+    drawn_figure,
+    figure_svg,
+    label_lines,
+    plotted_numbers,
+)
 from flash_helpers.measure.results import RESULTS, BenchmarkResults, load_results, results_by_family
 from flash_helpers.measure.staircases import large_tile, stair
 from flash_helpers.registry.family import Family, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FOLDER = PurePosixPath("docs/images/stairs")
 FIXED, LARGE = "fixed", "large"  # tiles of a family that takes both, fields of Stair
@@ -87,6 +97,12 @@ def stairs_numbers(family: Family, results: BenchmarkResults) -> Numbers:
 
 def stairs_svg(numbers: Numbers) -> str:
     """Text of the SVG file. Raises PlotError without matplotlib."""
+    text = figure_svg(stairs_figure(numbers), json.dumps(numbers))
+    return text.replace("<defs>", f"{_STYLE}\n <defs>", 1)
+
+
+def stairs_figure(numbers: Numbers) -> Figure:
+    """The picture. Raises PlotError without matplotlib."""
 
     def draw(axes: Axes) -> None:
         steps, lines = numbers["steps"], numbers["lines"]
@@ -100,9 +116,8 @@ def stairs_svg(numbers: Numbers) -> str:
             axes.stairs(
                 heights, edges, color=_COLOURS[tile], linewidth=2, baseline=None, label=label
             )
-        for name, percent in lines.items():
+        for percent in lines.values():
             axes.axhline(percent, color=TEXT, linewidth=1, linestyle=(0, (5, 3)))
-            axes.text(edges[-1] + 0.1, percent, name, color=TEXT, va="center")
         if len(numbers["heights"]) > 1:
             axes.legend(loc="lower right", frameon=False, ncols=2)
         axes.set_xlim(edges[0], edges[-1])
@@ -111,9 +126,9 @@ def stairs_svg(numbers: Numbers) -> str:
         labels = [step.lstrip(ascii_lowercase) if is_crowded else step for step in steps]
         axes.set_xticks(range(len(steps)), labels, fontsize=8 if is_crowded else 10)
         axes.set_ylabel(f"% of {next(iter(lines))}")
+        label_lines(axes, [(percent, name, TEXT) for name, percent in lines.items()])
 
-    text = figure_svg(draw, json.dumps(numbers), _SIZE)
-    return text.replace("<defs>", f"{_STYLE}\n <defs>", 1)
+    return drawn_figure(draw, _SIZE)
 
 
 def stale_stairs(root: Path) -> dict[Path, Numbers]:

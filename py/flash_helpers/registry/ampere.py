@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.config import element, flag, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     DTYPES,
     HEADER,
@@ -174,13 +174,25 @@ AMPERE = Family(
     config=FlashForwardKernelConfig,
     base=_BASE,
     entries=(
-        StepEntry("base", "base: cp.async, ldmatrix, mma.m16n8k16, online softmax", _previous(1)),
-        StepEntry("swizzle", "XOR swizzle of shared memory", _previous(2), sets={"swizzled": True}),
+        StepEntry(
+            "base",
+            "base: cp.async, ldmatrix, mma.m16n8k16, online softmax",
+            _previous(1),
+            place=CORE,
+        ),
+        StepEntry(
+            "swizzle",
+            "XOR swizzle of shared memory",
+            _previous(2),
+            sets={"swizzled": True},
+            place=CORE,
+        ),
         StepEntry(
             "eager_copies",
             "eager K and V copies",
             _previous(3),
             sets={"eager_load_blocks": True},
+            place=CORE,
         ),
         StepEntry(
             "interleaved_fragments",
@@ -205,9 +217,15 @@ AMPERE = Family(
             "auto-tuned tile shape, warps and load sizes",
             _previous(7),
             opens=_SWEPT,
+            place=CORE,
         ),
         StepEntry("integer_instructions", "swizzled offsets known at compile time", _previous(8)),
-        StepEntry("moves", "fragment order matches what mma reads", _previous(9)),
+        StepEntry(
+            "moves",
+            "fragment order matches what mma reads",
+            _previous(9),
+            place=CORE,
+        ),
         StepEntry("first_block_peeled", "first softmax iteration peeled", _previous(10)),
         StepEntry("output_swizzle", "encoded swizzle for the O tile", _previous(11)),
         StepEntry("indexed_blocks", "blocks indexed, reciprocal normalisation", _previous(12)),

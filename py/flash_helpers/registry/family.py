@@ -21,6 +21,10 @@ from flash_helpers.registry.problem import Element
 
 C = TypeVar("C", bound=Any)  # the family's config class
 
+# Places of a step's page in the course: on the path that every reader takes, about what a user
+# of the library needs, about experiments of one kind, or looked up.
+CORE, LIBRARY, LAB, LOGBOOK = "core", "library", "lab", "logbook"
+
 
 @dataclass(frozen=True)
 class StepEntry:
@@ -30,7 +34,8 @@ class StepEntry:
     kernel's file, relative to the root of the repository. sets: options that the step turns on, by
     name of the config's field. opens: options that it makes tunable, with the values that a sweep
     tries. traits: facts about the kernel from this step on that its config does not show. parent:
-    id of a step of another family; None stands for the step before it.
+    id of a step of another family; None stands for the step before it. place: of its page in the
+    course.
     """
 
     slug: str
@@ -40,6 +45,7 @@ class StepEntry:
     opens: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     traits: frozenset[str] = frozenset()
     parent: str | None = None
+    place: str = LOGBOOK
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Step:
     None for the first of all. fixed: config field to the only value that this step's kernel
     accepts. tunable: config field to the values that a sweep tries; the kernel accepts any value
     that the config lets through. options: the fixed config's, d_head and tile shape included.
+    place: of the step's page in the course.
     """
 
     id: str
@@ -63,6 +70,7 @@ class Step:
     tunable: Mapping[str, tuple[Any, ...]] = field(hash=False)
     options: Mapping[str, Any] = field(hash=False)
     traits: frozenset[str]
+    place: str
 
     @property
     def namespace(self) -> str:
@@ -139,6 +147,7 @@ class Family(Generic[C]):
                 tunable=MappingProxyType(dict(tunable)),
                 options=MappingProxyType(dict(options)),
                 traits=traits,
+                place=entry.place,
             )
         return MappingProxyType(found)
 

@@ -38,7 +38,7 @@ from flash_helpers.registry.call import (
     TensorMap,
 )
 from flash_helpers.registry.config import Config, element, flag, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import CORE, LAB, LIBRARY, Family, StepEntry
 from flash_helpers.registry.mma_sync import DTYPES, ELEMENT_BYTES, LAZY_RESCALE, RUNS_PER_TILE
 from flash_helpers.registry.problem import Element, Strides
 from flash_helpers.registry.tile_order import TileOrder
@@ -444,12 +444,19 @@ HOPPER = Family(
     config=HopperKernelConfig,
     base=_BASE,
     entries=(
-        StepEntry("wgmma", "TMA and wgmma, all in order", _file(1), parent="v16"),
+        StepEntry(
+            "wgmma",
+            "TMA and wgmma, all in order",
+            _file(1),
+            parent="v16",
+            place=CORE,
+        ),
         StepEntry(
             "p_in_registers",
             "P stays in registers",
             _file(2),
             traits=frozenset({P_IN_REGISTERS}),
+            place=CORE,
         ),
         StepEntry("two_warpgroups", "two warpgroups share K and V", _file(3), sets={"B_r": 128}),
         StepEntry(
@@ -463,6 +470,7 @@ HOPPER = Family(
             "a warpgroup of its own issues the copies",
             _file(5),
             traits=frozenset({PRODUCER}),
+            place=CORE,
         ),
         StepEntry(
             "ping_pong",
@@ -475,6 +483,7 @@ HOPPER = Family(
             "softmax beside the own products",
             _file(7),
             opens={"ping_pong": (False, True)},
+            place=CORE,
         ),
         StepEntry(
             "lazy_rescale",
@@ -494,12 +503,14 @@ HOPPER = Family(
             "the next tile's first product beside this one's last",
             _file(11),
             traits=frozenset({Q_TWICE}),
+            place=CORE,
         ),
         StepEntry(
             "optimistic_maximum",
             "the maximum of a tile's first block, checked afterwards",
             _file(12),
             traits=frozenset({REPLAYS}),
+            place=CORE,
         ),
         StepEntry(
             "three_warpgroups",
@@ -541,24 +552,28 @@ HOPPER = Family(
             "any number of queries and of keys: what K has not is hidden",
             _file(19),
             traits=frozenset({RAGGED}),
+            place=LIBRARY,
         ),
         StepEntry(
             "call_options",
             "scale, LSE and grouped heads come with the call",
             _file(20),
             traits=frozenset({CALL_OPTIONS}),
+            place=LIBRARY,
         ),
         StepEntry(
             "causal",
             "causal: a tile ends at the diagonal, which lies in its first two blocks",
             _file(21),
             opens={"causal": (False,)},
+            place=LIBRARY,
         ),
         StepEntry(
             "tile_counter",
             "causal tiles are taken from a counter",
             _file(22),
             traits=frozenset({DYNAMIC}),
+            place=LAB,
         ),
         StepEntry(
             "tile_place",
@@ -576,6 +591,7 @@ HOPPER = Family(
             "K and V are loaded once for the two thread blocks of a cluster",
             _file(25),
             traits=frozenset({SHARED_LOADS}),
+            place=LAB,
         ),
         StepEntry(
             "head_pairs",
@@ -588,6 +604,7 @@ HOPPER = Family(
             "a warpgroup multiplies with the half of a causal block that it sees",
             _file(27),
             traits=frozenset({HALF_BLOCKS}),
+            place=LAB,
         ),
         StepEntry(
             "early_slot",

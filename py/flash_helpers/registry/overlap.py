@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from flash_helpers.operations.attention_forward import OPERATION
 from flash_helpers.registry.config import element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.mma_sync import (
     DTYPES,
     HEADER,
@@ -115,6 +115,7 @@ OVERLAP = Family(
             "O rescaled only if a row's maximum has grown much",
             _file(2),
             traits=frozenset({LAZY_RESCALE}),
+            place=CORE,
         ),
         StepEntry(
             "two_buffers",
@@ -129,6 +130,7 @@ OVERLAP = Family(
             _file(5),
             traits=frozenset({MMA_ROW_SUM}),
             opens={"B_r": (64, 128, 256), "B_c": (32, 64, 128), "n_warps": (4, 8)},
+            place=CORE,
         ),
     ),
     targets=TARGETS,

@@ -14,7 +14,7 @@ from flash_helpers.operations.rows.problem import Rows
 from flash_helpers.operations.rows.supports import RowsSupports
 from flash_helpers.registry.call import INT, LONG, POINTER, Address, Call, Launch, StructLayout
 from flash_helpers.registry.config import Config, element, number
-from flash_helpers.registry.family import Family, StepEntry
+from flash_helpers.registry.family import CORE, Family, StepEntry
 from flash_helpers.registry.problem import Element, Strides
 
 MAX_WIDTH = 131072
@@ -161,6 +161,7 @@ SOFTMAX = Family(
             sets={"chunks": 4},
             opens={"n_warps": (1, 2, 4, 8, 16, 32), "chunks": (1, 2, 4, 8, 16)},
             traits=frozenset({ROW_IN_REGISTERS}),
+            place=CORE,
         ),
     ),
     targets=("80", "86", "89", "90"),

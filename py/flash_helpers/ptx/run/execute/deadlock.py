@@ -36,7 +36,7 @@ class Deadlock:
         """Reports who waits for what, and ends the cluster."""
         ended = sum(self._threads.ended_of(owner).size for owner in self.owners)
         lines = (
-            "nobody can go on",
+            "no warp can go on",
             *self._waiting(),
             *self._arrived(),
             f"{_count(ended)} {'has' if ended == 1 else 'have'} ended",
