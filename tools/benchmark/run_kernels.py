@@ -7,9 +7,11 @@ if __name__ == "__main__":
     import flash_helpers.console.quiet_start  # noqa: F401
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flash_helpers.console.command_line import (
@@ -17,7 +19,8 @@ from flash_helpers.console.command_line import (
     positive,
     run_tool,
 )
-from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, Problem
+from flash_helpers.gpu import largest_device
+from flash_helpers.kernel_configs import FAMILIES, OPERATIONS, Config, Problem
 from flash_helpers.registry.selection import (
     add_kernel_arguments,
     add_problem_options,
@@ -57,10 +60,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_problem_options(parser)
     parser.add_argument("--repeat", type=positive, default=1, help="launches of each (default: 1)")
     parser.add_argument("--device", choices=DEVICE_CHOICES, default="cuda", help="(default: cuda)")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="launch nothing: print each kernel's name and the thread blocks of its clusters",
+    )
     arguments = parser.parse_args(argv)
     if arguments.library and arguments.kernel:
         parser.error("--library does not go with --kernel: launch one or the other")
+    if arguments.library and arguments.list:
+        parser.error("--list is of kernels: leave --library out")
     return arguments
+
+
+def chosen(arguments: argparse.Namespace, backend: Backend) -> list[tuple[Config, Problem]]:
+    """Return the kernels asked for, each with its problem. Raises UsageError."""
+    problems = {n: asked_problem(arguments, o.small) for n, o in OPERATIONS.items()}
+    configs = chosen_kernels(arguments, backend.kernels, problems)
+    require_options_of(arguments, {config.family.operation.name for config in configs})
+    found = []
+    for config in configs:
+        problem = problems[config.family.operation.name].in_dtype(config.dtype)
+        fixed = {name: value for name, value in config.supports.options.items() if value}
+        problem = replace(problem, **fixed)
+        require_supported([config], problem)
+        found.append((config, problem))
+    return found
 
 
 def launches(
@@ -70,31 +95,34 @@ def launches(
 
     Raises UsageError.
     """
+    if not arguments.library:
+        return [
+            (problem, partial(_execute, backend, config, problem))
+            for config, problem in chosen(arguments, backend)
+        ]
+    operation = next(o for o in OPERATIONS.values() if arguments.library in o.libraries)
+    require_options_of(arguments, [operation.name])
+    problem = asked_problem(arguments, operation.small)
+    baselines = operation.part("baselines")
+
+    def run(tensors: list[Any]) -> object:
+        named = dict(zip(problem.axes, tensors, strict=False))
+        return baselines.run(arguments.library, problem, named)
+
+    known = {dtype for f in FAMILIES.values() if f.operation is operation for dtype in f.dtypes}
     dtypes = parse_dtypes(arguments.dtype)
-    if arguments.library:
-        operation = next(o for o in OPERATIONS.values() if arguments.library in o.libraries)
-        require_options_of(arguments, [operation.name])
-        problem = asked_problem(arguments, operation.small)
-        baselines = operation.part("baselines")
+    return [(problem.in_dtype(dtype), run) for dtype in dtypes if dtype in known]
 
-        def run(tensors: list[Any]) -> object:
-            named = dict(zip(problem.axes, tensors, strict=False))
-            return baselines.run(arguments.library, problem, named)
 
-        known = {dtype for f in FAMILIES.values() if f.operation is operation for dtype in f.dtypes}
-        return [(problem.in_dtype(dtype), run) for dtype in dtypes if dtype in known]
-    problems = {n: asked_problem(arguments, o.small) for n, o in OPERATIONS.items()}
-    configs = chosen_kernels(arguments, backend.kernels, problems)
-    require_options_of(arguments, {config.family.operation.name for config in configs})
-    found: list[tuple[Problem, Callable[[list[Any]], object]]] = []
-    for config in configs:
-        problem = problems[config.family.operation.name].in_dtype(config.dtype)
-        fixed = {name: value for name, value in config.supports.options.items() if value}
-        problem = replace(problem, **fixed)
-        require_supported([config], problem)
-        options = problem.call_options()
-        found.append((problem, lambda tensors, c=config, o=options: backend.execute(c, tensors, o)))
-    return found
+def _execute(backend: Backend, config: Config, problem: Problem, tensors: list[Any]) -> object:
+    return backend.execute(config, tensors, problem.call_options())
+
+
+def cluster_blocks(config: Config, problem: Problem) -> int:
+    """Thread blocks of the largest cluster that a config launches for a problem."""
+    device = largest_device(config.family.capabilities[-1])
+    call = config.call(problem, problem.strides(), device)
+    return max(math.prod(launch.cluster) for launch in call.launches)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -104,6 +132,10 @@ def run(arguments: argparse.Namespace) -> None:
     from flash_helpers.runtime.tensors import torch_dtype
 
     backend = find_backend(arguments.device)
+    if arguments.list:
+        for config, problem in chosen(arguments, backend):
+            print(config.short_form(), cluster_blocks(config, problem))
+        return
     for problem, launch in launches(arguments, backend):
         draw = OPERATIONS[problem.operation].part("inputs").draw
         outputs = [
